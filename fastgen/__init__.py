@@ -1,0 +1,24 @@
+"""fastgen: high-throughput generation from dense transformers. The public names, resolved when they are first used, so
+that importing a torch-free module does not import torch."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastgen.generator import Generator
+    from fastgen.request import Completion, Event, Request, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["Completion", "Event", "Generator", "Request", "RequestOutput", "SamplingParams"]
+
+_HOMES = {"Generator": "fastgen.generator"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'fastgen' has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "fastgen.request")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,53 @@
+"""The paged KV tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class KVPool:
+    """Keys and values of all layers: `keys[layer]` and `values[layer]` are [pages, K, P, D].
+
+    K KV heads, P tokens a page, D head size. The heads stand outside a page's tokens, so that a head's page is one
+    contiguous piece of P x D.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        num_kv_heads: int,
+        page_size: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.page_size = page_size
+        shape = (2, num_layers, num_pages, num_kv_heads, page_size, head_size)
+        self.keys, self.values = _zeros(shape, dtype, device).unbind(0)
+
+    def write(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k and v, each [T, K, D], at `rows` [T, K] (see `rows`)."""
+        flat = rows.flatten()
+        head_size = k.shape[-1]
+        self.keys[layer].view(-1, head_size)[flat] = k.reshape(-1, head_size)
+        self.values[layer].view(-1, head_size)[flat] = v.reshape(-1, head_size)
+
+    def rows(self, pages: Tensor, offsets: Tensor) -> Tensor:
+        """Index of (page, head, offset) in a layer's `keys.view(-1, D)`, for pages and offsets [...]: [..., K]."""
+        _, _, num_kv_heads, page_size, _ = self.keys.shape
+        heads = torch.arange(num_kv_heads, device=pages.device)
+        return (pages[..., None] * num_kv_heads + heads) * page_size + offsets[..., None]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, because a masked key's weight of 0 times a NaN left in fresh memory would be NaN.
+
+    On the CPU from calloc, which takes no memory until a page is written.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

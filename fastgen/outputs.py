@@ -1,0 +1,116 @@
+"""What becomes of sequences: the text of answers, events, and outputs; and the counts that `stats` shows."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from fastgen.request import Completion, Event, RequestOutput, Sequence, Timings
+from fastgen.tokenizer import AnswerText
+
+
+@dataclass
+class Stats:
+    """What a Generator has done, and holds now. Times in seconds; tokens, pages and requests counted."""
+
+    requests: int = 0
+    finished: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    pages: int = 0
+    preemptions: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over the time spent in steps."""
+        return self.generated_tokens / self.step_seconds if self.step_seconds else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"running {self.running}, waiting {self.waiting}, finished {self.finished}; "
+            f"{self.prompt_tokens} tokens in, {self.generated_tokens} out, {self.tokens_per_second:.1f} tok/s; "
+            f"pages {self.pages_used}/{self.pages}, preemptions {self.preemptions}"
+        )
+
+
+@dataclass(eq=False)
+class Answer:
+    """One sample, and the text and events that have been made of it."""
+
+    sequence: Sequence
+    text: AnswerText | None  # kept up to date where somebody reads it, or a stop string may end it
+    ids_read: int = 0  # ids that have gone into the text
+    ids_told: int = 0  # ids and characters that events have told
+    chars_told: int = 0
+
+    def event(self) -> Event:
+        """What is new since the last event."""
+        sequence, told = self.sequence, self.ids_told
+        text = self.text.text if self.text is not None else ""
+        new = text[self.chars_told :]
+        self.ids_told, self.chars_told = sequence.output_len, len(text)
+        return Event(
+            id=sequence.request_id,
+            index=sequence.index,
+            token_ids=sequence.token_ids[sequence.prompt_len + told :],
+            logprobs=sequence.logprobs[told:],
+            raw_logprobs=sequence.raw_logprobs[told:],
+            text=new,
+            finish_reason=sequence.finish_reason,
+        )
+
+    def completion(self) -> Completion:
+        sequence = self.sequence
+        assert sequence.finish_reason is not None
+        return Completion(
+            index=sequence.index,
+            token_ids=sequence.output_ids,
+            text=self.text.text if self.text is not None else "",
+            logprobs=sequence.logprobs,
+            raw_logprobs=sequence.raw_logprobs,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            error=sequence.error,
+            top_logprobs=None if sequence.params.logprobs is None else sequence.top_logprobs,
+            sampling_mask=sequence.sampling_mask if sequence.params.return_sampling_mask else None,
+        )
+
+
+@dataclass(eq=False)
+class Sink:
+    """Where the outputs of one call's requests go: `running` are the ids that are still in the engine."""
+
+    running: set[str | int] = field(default_factory=set)
+    done: deque[RequestOutput] = field(default_factory=deque)
+
+
+@dataclass(eq=False)
+class Active:
+    """A request in the engine. Its output goes to `sink`; where there is none, its events are kept for `step`."""
+
+    id: str | int
+    prompt_ids: list[int]
+    answers: list[Answer]
+    sink: Sink | None
+    added: float
+    first_token: float | None = None
+
+    def output(self) -> RequestOutput:
+        first = self.answers[0].sequence
+        return RequestOutput(
+            id=self.id,
+            prompt_token_ids=self.prompt_ids,
+            completions=[answer.completion() for answer in self.answers],
+            prompt_logprobs=first.prompt_logprobs if first.score_start is not None else None,
+            prompt_top_logprobs=first.prompt_top_logprobs or None,
+            timings=Timings(
+                first_token=None if self.first_token is None else self.first_token - self.added,
+                finished=time.perf_counter() - self.added,
+            ),
+        )

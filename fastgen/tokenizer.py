@@ -1,0 +1,147 @@
+"""Text to ids and back: the model's tokenizer and chat template, and text that grows token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastgen.request import Prompt
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+CONTEXT_IDS = 6  # prompt ids that are decoded along with an answer, so that its first token keeps its leading space
+BROKEN = "\ufffd"
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer, reduced to what generation needs."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer  # slow to import, and a model used by ids alone does without
+
+        self.hf: Any = AutoTokenizer.from_pretrained(folder)
+
+    @classmethod
+    def find(cls, folder: Path) -> Tokenizer | None:
+        """The tokenizer of a folder, or None where the folder has none."""
+        return cls(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, with the special tokens that this tokenizer adds (such as BOS)."""
+        return list(self.hf(text)["input_ids"])
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of a conversation up to where the answer begins. The template brings its own special tokens."""
+        if self.hf.chat_template is None:
+            raise ValueError("this model's tokenizer has no chat template; give the prompt as text or ids")
+        try:
+            text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # jinja2's own errors and the templates' raise_exception
+            raise ValueError(f"the chat template does not take these messages: {error}") from error
+        return list(self.hf(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, without special tokens."""
+        return str(self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    """Ids of a prompt of any kind. Raises ValueError, or TypeError for what is no prompt."""
+    if isinstance(prompt, str):
+        return _needed(tokenizer).encode(prompt)
+    if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):  # a tensor or array of ids
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence):
+        raise TypeError(f"a prompt is a string, a list of ids or a list of messages, not {type(prompt).__name__}")
+    if prompt and isinstance(prompt[0], Mapping):
+        return _needed(tokenizer).encode_chat(prompt)  # type: ignore[arg-type]
+    ids = list(prompt)
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise TypeError(f"a prompt of ids must hold integers, not {token!r}")
+    return ids  # type: ignore[return-value]
+
+
+def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise ValueError("this model has no tokenizer files, so a prompt must be a list of token ids")
+    return tokenizer
+
+
+class Detokenizer:
+    """The text of one answer while it grows.
+
+    The text of new ids is what decoding a window of recent ids gives beyond what the window's older part gave before.
+    A window that ends in the middle of a character waits for the ids that complete it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = list(prompt_ids[-CONTEXT_IDS:])
+        self._seen = tokenizer.decode(self._window)
+        self._fresh = 0  # ids of the window that have given no text yet
+
+    def push(self, ids: Sequence[int], last: bool = False) -> str:
+        """The text that new ids add; with `last`, broken characters come out as they are."""
+        self._window.extend(ids)
+        self._fresh += len(ids)
+        text = self._tokenizer.decode(self._window)
+        if text.endswith(BROKEN) and not last:
+            return ""
+        new = text[len(self._seen) :]
+        # The next window begins with the ids that gave this text, as context.
+        self._window = self._window[-max(self._fresh, CONTEXT_IDS) :]
+        self._fresh = 0
+        self._seen = self._tokenizer.decode(self._window)
+        return new
+
+
+class StopFinder:
+    """Looks for stop strings in a growing text, and holds back the end of it that may become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(the text that is safe to show, the stop string that was found): the text ends before a stop string."""
+        text = self._held + text
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            at, stop = min(found, key=lambda pair: pair[0])
+            self._held = ""
+            return text[:at], stop
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], None
+
+    def flush(self) -> str:
+        """What was held back, when nothing more will come."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of text that begins stop."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class AnswerText:
+    """The text of one answer while it grows, cut before the first stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
+        self._finder = StopFinder(stops)
+        self.text = ""
+
+    def push(self, ids: Sequence[int], *, may_stop: bool = True, last: bool = False) -> str | None:
+        """Add ids; returns the stop string that they complete, if any. `last`: nothing more will come."""
+        new = self._detokenizer.push(ids, last)
+        if not may_stop:
+            self.text += self._finder.flush() + new
+            return None
+        new, stop = self._finder.push(new)
+        self.text += new
+        if last and stop is None:
+            self.text += self._finder.flush()
+        return stop
