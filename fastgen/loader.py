@@ -1,0 +1,218 @@
+"""Checkpoints: where they are, and how their tensors get into the model, streamed one at a time.
+
+The model names, for each tensor of a Hugging Face checkpoint, the view of a (fused) parameter that it belongs into; the
+loader copies, and holds the two sides to each other. It knows nothing of the model's structure.
+"""
+
+import json
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+BUNDLED = Path(__file__).parent / "tiny"
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+# Everything but weights; fetched first, because the index says which weights there are.
+_SMALL_FILES = [
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template*", _INDEX,
+]  # fmt: skip
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def resolve(model: str | Path | None, revision: str | None = None, weights: bool = True) -> Path:
+    """The local folder of a model: the bundled one (None), a folder, or a hub id, which is fetched if need be.
+
+    Of a hub repository only the configuration, the tokenizer and (with `weights`) the safetensors files that the index
+    names are fetched, else `model.safetensors`; what is in huggingface_hub's cache suffices when the hub can not be
+    reached. Raises ValueError if the model is neither a folder nor on the hub, if access to it needs a login, or if it
+    has no config.json.
+    """
+    folder = BUNDLED if model is None else Path(model).expanduser()
+    if not folder.is_dir() and model is not None:
+        folder = _fetch_model(str(model), revision, weights)
+    elif revision is not None:
+        raise ValueError(f"revision={revision!r} goes with a hub id, and {folder} is a folder")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json; a checkpoint folder in Hugging Face's format is needed")
+    return folder
+
+
+def load(targets: Mapping[str, Tensor], folder: Path, progress: bool = False) -> None:
+    """Copy the checkpoint of a folder into `targets`: `read_checkpoint` into `load_weights`."""
+    with closing(read_checkpoint(folder, progress)) as tensors:
+        load_weights(targets, tensors)
+
+
+def load_weights(targets: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy each named tensor into its view, in place, converting dtype and device; all of `targets`, each one once.
+
+    `tensors` is consumed one at a time, so a generator may free each before it makes the next. Two kinds of names are
+    skipped when the model has no place for them: `rotary_emb.inv_freq`, a buffer in old checkpoints, and
+    `lm_head.weight`, which a tied model does not have. Raises ValueError for a name that is unexpected, doubled or
+    missing, for a shape that differs, and for a dtype that is not a plain float; what came before it has been copied.
+    """
+    seen: set[str] = set()
+    with torch.no_grad():
+        for name, tensor in tensors:
+            view = targets.get(name)
+            if view is not None:
+                if name in seen:
+                    raise ValueError(f"tensor {name!r} is given twice")
+                _check_tensor(name, tensor, view)
+                view.copy_(tensor)
+                seen.add(name)
+            elif not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight":
+                raise ValueError(f"unexpected tensor {name!r}; the model of this config.json has no such parameter")
+            del tensor  # or it would live on while the next one is read
+    missing = [name for name in targets if name not in seen]
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise ValueError(f"missing {len(missing)} of {len(targets)} tensors: {', '.join(missing[:5])}{more}")
+
+
+def read_checkpoint(folder: Path, progress: bool = False) -> Generator[tuple[str, Tensor], None, None]:
+    """Yield the (name, CPU tensor) pairs of a folder's safetensors, in the order of the files.
+
+    Only files that `model.safetensors.index.json` names are read, else `model.safetensors`. The tensors are read-only
+    views of the mapped file: their pages belong to the page cache and are not anonymous memory. With `progress`, a tqdm
+    bar in bytes. Raises ValueError naming the file that is missing, truncated or corrupt, or that lacks a tensor.
+    """
+    shards = _shards(folder)
+    for path in shards:
+        if not path.is_file():
+            raise ValueError(f"{path} is missing" + _hint(folder))
+    total = sum(path.stat().st_size for path in shards)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
+        for path, names in shards.items():
+            start = bar.n
+            for name, tensor in _read_shard(path, names):
+                size = tensor.nbytes
+                yield name, tensor
+                del tensor
+                bar.update(size)
+            bar.update(start + path.stat().st_size - bar.n)  # the header, and tensors that the index leaves out
+
+
+def fill_random(targets: Mapping[str, Tensor], seed: int = 0) -> None:
+    """Fill the views for `load="dummy"`: norm weights with 1, all else from a normal distribution of deviation 0.02.
+
+    On the views' own device, from generators of its own: the same seed, names, shapes and device give the same values.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    with torch.no_grad():
+        for name, view in targets.items():
+            if name.endswith("norm.weight"):
+                view.fill_(1.0)
+                continue
+            if view.device not in generators:
+                generators[view.device] = torch.Generator(view.device).manual_seed(seed)
+            view.normal_(0.0, 0.02, generator=generators[view.device])
+
+
+def _check_tensor(name: str, tensor: Tensor, view: Tensor) -> None:
+    if tensor.shape != view.shape:
+        raise ValueError(f"tensor {name!r} has shape {list(tensor.shape)}; the model needs {list(view.shape)}")
+    if tensor.dtype not in _FLOATS:
+        raise ValueError(f"tensor {name!r} is {tensor.dtype}; bfloat16, float16 and float32 weights are supported")
+
+
+def _shards(folder: Path) -> dict[Path, list[str] | None]:
+    """The weight files to read, each with the names to take from it; None: all of them."""
+    index = folder / _INDEX
+    if not index.is_file():
+        return {folder / _SINGLE: None}
+    shards: dict[Path, list[str] | None] = {}
+    try:
+        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            names = shards.setdefault(folder / file, [])
+            assert names is not None
+            names.append(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not an index of safetensors files: {error!r}; fetch it again") from error
+    return shards
+
+
+def _hint(folder: Path) -> str:
+    if (folder / _INDEX).is_file():
+        return f", though {_INDEX} names it; fetch it again"
+    return f", and there is no {_INDEX}; fastgen reads safetensors only, so convert other formats first"
+
+
+def _read_shard(path: Path, names: list[str] | None) -> Generator[tuple[str, Tensor], None, None]:
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} is truncated or not a safetensors file ({error}); delete it and fetch it again"
+        ) from error
+    with file:
+        stored: list[str] = file.keys()  # type: ignore[no-untyped-call]  # sorted, which is how files are laid out
+        lacking = set(names or ()) - set(stored)
+        if lacking:
+            raise ValueError(f"{path} lacks the tensor {min(lacking)!r} that {_INDEX} places there")
+        wanted = set(stored if names is None else names)
+        for name in stored:
+            if name in wanted:
+                yield name, file.get_tensor(name)  # type: ignore[no-untyped-call]
+
+
+def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
+    """Bring a hub repository into huggingface_hub's cache, as far as it is needed, and return its folder there."""
+    from huggingface_hub import errors
+
+    try:
+        folder = _fetch(model, revision, _SMALL_FILES, bars=False)
+        lacking = [str(path.relative_to(folder)) for path in _shards(folder) if not path.is_file()] if weights else []
+        if lacking:  # at the commit of the first part, even if the repository moved on meanwhile
+            _fetch(model, folder.name, lacking, bars=True)
+    except errors.GatedRepoError as error:
+        raise ValueError(
+            f"{model} is gated: accept its licence at https://huggingface.co/{model}, then log in with"
+            " `hf auth login` or set HF_TOKEN"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ValueError(f"{model} has no revision {revision!r} on the hub") from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise ValueError(
+            f"{model} is neither a folder nor a model on the hub; for a private one log in with `hf auth login`"
+            " or set HF_TOKEN"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"{model} is not a folder, is not in the local hub cache, and the hub can not be reached ({error})"
+        ) from error
+    lacking = [name for name in lacking if not (folder / name).is_file()]
+    if lacking:
+        raise ValueError(
+            f"{model}: {', '.join(lacking)} is not in the local hub cache {folder}, and the hub does not have it or can"
+            " not be reached (fastgen reads safetensors only)"
+        )
+    return folder
+
+
+class _SilentBar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]  # with stubs and without
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "disable": True})
+
+
+def _fetch(model: str, revision: str | None, patterns: list[str], bars: bool) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    tqdm_class: Any = None if bars else _SilentBar  # or every start would show bars of files that are in the cache
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, tqdm_class=tqdm_class))
+    except errors.LocalEntryNotFoundError as error:
+        # Newer versions refuse a cached snapshot that lacks any file matching a pattern. Not all of them are needed, so
+        # take it, and let whoever misses a file say so.
+        snapshot = getattr(error, "snapshot_path", None)
+        if snapshot is None:
+            raise
+        return Path(snapshot)
