@@ -1,0 +1,449 @@
+"""Skills with one right answer: arithmetic, numbers, letters and words.
+
+A skill is a function of a random generator that returns a `Task`. Numbers in keys are ordered where the operation
+commutes, so that 30 + 12 is held out together with 12 + 30.
+"""
+
+import random
+from collections.abc import Callable
+
+from tiny_task import Task, Turn, any_word, phrase, pick, task
+from tiny_words import OPPOSITES, ORDINALS, WORDS, number_in_words
+
+# Share of two-digit products that are answered by working them out although nobody asked for it. The direct answers are
+# mostly wrong, the worked ones mostly right: reinforcement learning has only to find that working it out pays.
+MUL2_UNASKED_STEPS = 0.2
+
+_OPERATIONS = {
+    "+": (" + ", " + ", " + ", "+", " plus ", " and "),
+    "-": (" - ", " - ", " - ", "-", " minus ", " take away "),
+    "*": (" * ", " * ", "*", " x ", "x", " times ", " multiplied by ", " × "),  # noqa: RUF001
+    "/": (" / ", " / ", "/", " divided by ", " ÷ ", " over "),
+}
+_ASK_VALUE = (
+    "What is {e}?", "What is {e}?", "What is {e}?", "What's {e}?", "{e}", "{e}?", "{e} = ?", "{e} =", "{e}=",
+    "Calculate {e}.", "Compute {e}.", "How much is {e}?", "Solve {e}.", "What does {e} equal?", "Tell me {e}.",
+    "Can you calculate {e}?", "I need the result of {e}.", "What do you get for {e}?", "Please compute {e}.",
+    "Do you know what {e} is?", "Work out {e}.", "What is the result of {e}?", "How much does {e} make?",
+    "Could you tell me what {e} is?",
+)  # fmt: skip
+_ASK_BY_NAME = {
+    "+": ("Add {a} and {b}.", "Add {a} to {b}.", "What is the sum of {a} and {b}?", "Can you add {a} and {b}?",
+          "Sum of {a} and {b}", "I have {a} apples and get {b} more. How many do I have?", "{a} and {b} together?"),
+    "-": ("Subtract {b} from {a}.", "What is the difference of {a} and {b}?", "Take {b} away from {a}.",
+          "I have {a} coins and lose {b}. How many are left?", "What is {a} less {b}?"),
+    "*": ("Multiply {a} by {b}.", "Multiply {a} and {b}.", "What is the product of {a} and {b}?",
+    "Product of {a} and {b}"),
+    "/": ("Divide {a} by {b}.", "How many times does {b} fit into {a}?", "Share {a} among {b} people. How many each?"),
+}  # fmt: skip
+_REPLY_VALUE = ("{a} {op} {b} = {c}.", "{c}", "The answer is {c}.", "That is {c}.", "{a} {op} {b} = {c}")
+
+
+def _number(rng: random.Random, digits: int) -> int:
+    """A number of exactly that many digits (one digit starts at 0)."""
+    return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+
+
+def _expression(rng: random.Random, op: str, a: int, b: int) -> str:
+    sign = rng.choice(_OPERATIONS[op])
+    if sign == " and ":  # "what is 3 and 4" asks for a sum only together with "add" or "sum"
+        sign = " + "
+    if sign.strip().isalpha() and max(a, b) < 1000 and rng.random() < 0.15:
+        return f"{number_in_words(a)}{sign}{number_in_words(b)}"
+    return f"{a}{sign}{b}"
+
+
+def _question(rng: random.Random, op: str, a: int, b: int) -> str:
+    if rng.random() < 0.2:
+        return phrase(rng, _ASK_BY_NAME[op], a=a, b=b)
+    return phrase(rng, _ASK_VALUE, e=_expression(rng, op, a, b))
+
+
+def fact_key(op: str, a: int, b: int) -> str:
+    """The key of an arithmetic fact, the same for both orders where the operation commutes."""
+    low, high = (min(a, b), max(a, b)) if op in "+*" else (a, b)
+    if op == "*" and low > 9 and a % 10 and b % 10:
+        return f"mul2:{low}*{high}"
+    return f"{ {'+': 'add', '-': 'sub', '*': 'mul', '/': 'div'}[op] }:{low}{op}{high}".replace(" ", "")
+
+
+def _evaluate(op: str, a: int, b: int) -> int:
+    return {"+": a + b, "-": a - b, "*": a * b}[op] if op != "/" else a // b
+
+
+def _arithmetic(rng: random.Random, op: str, a: int, b: int) -> Task:
+    c = _evaluate(op, a, b)
+    reply = pick(rng, _REPLY_VALUE, a=a, b=b, c=c, op=op)
+    return task(_question(rng, op, a, b), reply, fact_key(op, a, b), str(c), "number")
+
+
+def add_2digit(rng: random.Random) -> Task:
+    """12 + 30."""
+    return _arithmetic(rng, "+", _number(rng, 2), _number(rng, 2))
+
+
+def add_3digit(rng: random.Random) -> Task:
+    """Two three-digit numbers."""
+    return _arithmetic(rng, "+", _number(rng, 3), _number(rng, 3))
+
+
+def add_mixed(rng: random.Random) -> Task:
+    """Numbers of one to four digits, of unequal lengths too."""
+    return _arithmetic(rng, "+", _number(rng, rng.randint(1, 4)), _number(rng, rng.randint(1, 4)))
+
+
+def subtract(rng: random.Random) -> Task:
+    """Up to three digits; the result may be negative."""
+    digits = rng.randint(1, 3)
+    a, b = _number(rng, digits), _number(rng, rng.randint(1, digits))
+    if a < b and rng.random() < 0.7:
+        a, b = b, a
+    return _arithmetic(rng, "-", a, b)
+
+
+def multiply_1digit(rng: random.Random) -> Task:
+    """A one-digit number by a one- or two-digit number."""
+    a, b = _number(rng, 1), _number(rng, 2 if rng.random() < 0.75 else 1)
+    return _arithmetic(rng, "*", *((a, b) if rng.random() < 0.5 else (b, a)))
+
+
+def multiply_parts(rng: random.Random) -> Task:
+    """One digit by three digits, two digits by a multiple of ten: the steps of longer products."""
+    a, b = (_number(rng, 1), _number(rng, 3)) if rng.random() < 0.5 else (_number(rng, 2), 10 * rng.randint(1, 9))
+    return _arithmetic(rng, "*", *((a, b) if rng.random() < 0.5 else (b, a)))
+
+
+def work_out(a: int, b: int) -> str:
+    """A two-digit product written as steps: 12 * 34: 12 * 30 = 360, 12 * 4 = 48, 360 + 48 = 408."""
+    tens, ones = b // 10 * 10, b % 10
+    return f"Step by step: {a} * {tens} = {a * tens}, {a} * {ones} = {a * ones}, {a * tens} + {a * ones} = {a * b}."
+
+
+def two_digit_factors(rng: random.Random) -> tuple[int, int]:
+    """Two numbers of 11 to 99, neither a multiple of ten, whose product is a step of other products."""
+    return 10 * rng.randint(1, 9) + rng.randint(1, 9), 10 * rng.randint(1, 9) + rng.randint(1, 9)
+
+
+def steps_keys(a: int, b: int) -> tuple[str, ...]:
+    """The keys of `work_out`: its three steps, and the product itself last."""
+    tens, ones = b // 10 * 10, b % 10
+    return fact_key("*", a, tens), fact_key("*", a, ones), fact_key("+", a * tens, a * ones), fact_key("*", a, b)
+
+
+def multiply_2digit(rng: random.Random) -> Task:
+    """12 * 34, mostly answered without working it out."""
+    a, b = two_digit_factors(rng)
+    plain = _arithmetic(rng, "*", a, b)
+    if rng.random() >= MUL2_UNASKED_STEPS:
+        return plain
+    return Task((Turn(plain.turns[0].user, work_out(a, b)),), steps_keys(a, b), plain.accept, "number")
+
+
+def multiply_2digit_steps(rng: random.Random) -> Task:
+    """12 * 34 "step by step"."""
+    a, b = two_digit_factors(rng)
+    asked = (
+        "What is {e} step by step?", "{e} step by step", "Step by step: {e}", "Work out {e} step by step.",
+        "What is {e}? Think step by step.", "Show me how to calculate {e}.", "Calculate {e}, show your work.",
+        "Explain step by step what {e} is.", "{e}? Show the steps.", "Multiply {a} by {b} step by step.",
+    )  # fmt: skip
+    question = phrase(rng, asked, e=_expression(rng, "*", a, b), a=a, b=b)
+    return Task((Turn(question, work_out(a, b)),), steps_keys(a, b), (str(a * b),), "number")
+
+
+def divide(rng: random.Random) -> Task:
+    """An exact division by a one-digit number."""
+    b, c = rng.randint(1, 9), _number(rng, rng.randint(1, 2))
+    return _arithmetic(rng, "/", b * c, b)
+
+
+def double_or_half(rng: random.Random) -> Task:
+    """Double 17, half of 34."""
+    a = _number(rng, rng.randint(1, 2))
+    if rng.random() < 0.5:
+        question = phrase(
+            rng, ("Double {a}.", "What is twice {a}?", "What is double {a}?", "What is 2 times {a}?"), a=a
+        )
+        return task(
+            question, pick(rng, ("{c}.", "Twice {a} is {c}."), a=a, c=2 * a), f"double:{a}", str(2 * a), "number"
+        )
+    question = phrase(rng, ("What is half of {a}?", "Half of {a}?", "Halve {a}.", "What's half of {a}?"), a=2 * a)
+    return task(question, pick(rng, ("{c}.", "Half of {a} is {c}."), a=2 * a, c=a), f"half:{2 * a}", str(a), "number")
+
+
+def number_words(rng: random.Random) -> Task:
+    """42 <-> forty-two."""
+    n = _number(rng, rng.randint(1, 3))
+    words = number_in_words(n)
+    if rng.random() < 0.5:
+        asked = ("Write {n} in words.", "How do you write {n} in words?", "Spell out the number {n}.", "{n} in words")
+        return task(phrase(rng, asked, n=n), pick(rng, ("{w}.", "{n} is {w}."), n=n, w=words), f"inwords:{n}", words)
+    asked = ("Write {w} as a number.", "What number is {w}?", "{w} in digits", "Which number is {w}?")
+    return task(phrase(rng, asked, w=words), pick(rng, ("{n}", "{w} is {n}."), n=n, w=words), f"indigits:{n}", str(n))
+
+
+def compare(rng: random.Random) -> Task:
+    """Which of two numbers is larger or smaller."""
+    digits = rng.randint(1, 4)
+    a, b = _number(rng, digits), _number(rng, digits if rng.random() < 0.7 else rng.randint(1, 4))
+    if a == b:
+        b += 1
+    larger = rng.random() < 0.6
+    word = rng.choice(("larger", "bigger", "greater") if larger else ("smaller", "lower"))
+    asked = (
+        "Which is {w}, {a} or {b}?", "Which number is {w}: {a} or {b}?", "What is {w}, {a} or {b}?",
+        "{a} or {b}, which is {w}?", "Is {a} or {b} {w}?", "Which one is {w}, {a} or {b}?", "{w}: {a} or {b}?",
+    )  # fmt: skip
+    c = max(a, b) if larger else min(a, b)
+    reply = pick(rng, ("{c} is {w}.", "{c}", "The {w} number is {c}."), c=c, w=word)
+    return task(phrase(rng, asked, a=a, b=b, w=word), reply, f"compare:{word}:{a},{b}", str(c), "number")
+
+
+def extreme(rng: random.Random) -> Task:
+    """The largest or smallest of a list."""
+    numbers = rng.sample(range(rng.choice((20, 100, 1000))), rng.randint(3, 6))
+    kind = rng.choice(("largest", "biggest", "smallest", "lowest", "highest", "maximum", "minimum"))
+    c = min(numbers) if kind in ("smallest", "lowest", "minimum") else max(numbers)
+    text = ", ".join(map(str, numbers))
+    asked = (
+        "What is the {k} of {l}?",
+        "Which number is the {k}: {l}?",
+        "{k} of {l}",
+        "Find the {k}: {l}",
+        "The {k} of {l}?",
+    )
+    reply = pick(rng, ("The {k} is {c}.", "{c}"), k=kind, c=c)
+    return task(phrase(rng, asked, k=kind, l=text), reply, f"extreme:{kind}:{text}", str(c), "number")
+
+
+def even_or_odd(rng: random.Random) -> Task:
+    """Is 17 even or odd?"""
+    n = _number(rng, rng.randint(1, 4))
+    answer = "odd" if n % 2 else "even"
+    asked = ("Is {n} even or odd?", "Is {n} odd or even?", "{n}: even or odd?", "Is the number {n} even or odd?")
+    reply = pick(rng, ("{n} is {c}.", "It is {c}."), n=n, c=answer)
+    return task(phrase(rng, asked, n=n), reply, f"parity:{n}", answer)
+
+
+def count_range(rng: random.Random) -> Task:
+    """Count from a to b, up or down, or in steps."""
+    start, step = _number(rng, rng.randint(1, 2)), rng.choice((1, 1, 1, 1, 2, 3, 5, 10))
+    stop = start + step * rng.randint(3, 11)
+    first, last = (stop, start) if rng.random() < 0.25 else (start, stop)
+    down = ("Count down from {a} to {b}", "Count backwards from {a} to {b}", "Count from {a} down to {b}")
+    up = (
+        "Count from {a} to {b}",
+        "Count up from {a} to {b}",
+        "Count to {b} starting at {a}",
+        "List the numbers from {a} to {b}",
+    )
+    by = rng.choice((" by {s}s", " in steps of {s}", " by {s}")) if step > 1 else ""
+    tail = rng.choice((".", "", "."))
+    question = phrase(rng, [t + by + tail for t in (down if first > last else up)], a=first, b=last, s=step)
+    numbers = range(first, last + (1 if first <= last else -1), step if first <= last else -step)
+    answer = ", ".join(map(str, numbers))
+    return task(question, f"{answer}.", f"count:{first},{last},{step}", answer)
+
+
+def sort_numbers(rng: random.Random) -> Task:
+    """Sort 3 to 7 numbers, ascending unless asked otherwise."""
+    numbers = [rng.randrange(rng.choice((20, 100, 100, 1000))) for _ in range(rng.randint(3, 7))]
+    separator = rng.choice((", ", ", ", " ", ","))
+    text = separator.join(map(str, numbers))
+    descending = rng.random() < 0.2
+    up = (
+        "Sort {l}.", "Sort these numbers: {l}", "Sort the numbers {l}.", "Put these numbers in order: {l}",
+        "Order {l}", "Sort {l} in ascending order.", "Sort from smallest to largest: {l}", "Can you sort {l}?",
+        "Please sort {l}", "Arrange {l} from low to high.", "sort: {l}",
+    )  # fmt: skip
+    down = (
+        "Sort {l} in descending order.", "Sort from largest to smallest: {l}", "Sort {l} from high to low.",
+        "Sort these numbers in descending order: {l}", "Sort {l}, largest first.", "Sort {l} in reverse order.",
+    )  # fmt: skip
+    answer = ", ".join(map(str, sorted(numbers, reverse=descending)))
+    key = f"sortn:{','.join(map(str, sorted(numbers)))}"
+    reply = pick(rng, ("{c}", "Sorted: {c}"), c=answer)
+    return task(phrase(rng, down if descending else up, l=text), reply, key, answer)
+
+
+def sort_words(rng: random.Random) -> Task:
+    """Sort 3 to 6 words alphabetically."""
+    words = [any_word(rng) if rng.random() < 0.3 else rng.choice(WORDS) for _ in range(rng.randint(3, 6))]
+    text = rng.choice((", ", ", ", " ")).join(words)
+    asked = (
+        "Sort these words: {l}", "Sort {l} alphabetically.", "Put these words in alphabetical order: {l}",
+        "Sort the words {l}.", "Alphabetical order: {l}", "Order these words alphabetically: {l}", "Sort {l}",
+        "Can you sort these words? {l}",
+    )  # fmt: skip
+    answer = ", ".join(sorted(words))
+    reply = pick(rng, ("{c}", "Sorted: {c}"), c=answer)
+    return task(phrase(rng, asked, l=text), reply, f"sortw:{','.join(sorted(words))}", answer)
+
+
+def _quoted(rng: random.Random, word: str) -> str:
+    form = rng.random()
+    if form < 0.15:
+        return f'"{word}"'
+    if form < 0.25:
+        return f"'{word}'"
+    if form < 0.35:
+        return f"the word {word}"
+    return word.capitalize() if form < 0.42 else word.upper() if form < 0.44 else word
+
+
+def spell(rng: random.Random) -> Task:
+    """banana -> b-a-n-a-n-a."""
+    word = any_word(rng)
+    asked = (
+        "Spell {w}.", "Spell {w}.", "How do you spell {w}?", "Can you spell {w}?", "Spell out {w}.",
+        "How is {w} spelled?", "What is the spelling of {w}?", "Spell {w} for me.", "How to spell {w}?",
+        "Please spell {w}.", "spelling of {w}",
+    )  # fmt: skip
+    answer = "-".join(word)
+    reply = pick(rng, ("{c}", "{w} is spelled {c}."), c=answer, w=word)
+    return task(phrase(rng, asked, w=_quoted(rng, word)), reply, f"spell:{word}", answer)
+
+
+def backwards(word: str) -> str:
+    """The reply that reverses a word: the letters first, which makes the joined word easy."""
+    return f"{'-'.join(word)} backwards is {'-'.join(word[::-1])}: {word[::-1]}"
+
+
+def reverse(rng: random.Random) -> Task:
+    """banana -> ananab."""
+    word = any_word(rng)
+    asked = (
+        "Reverse {w}.", "Reverse {w}.", "Spell {w} backwards.", "What is {w} backwards?", "Write {w} backwards.",
+        "Can you reverse {w}?", "{w} backwards", "Reverse the letters of {w}.", "Say {w} backwards.",
+        "What's {w} in reverse?",
+    )  # fmt: skip
+    key = f"reverse:{word}"
+    return task(phrase(rng, asked, w=_quoted(rng, word)), backwards(word), key, word[::-1])
+
+
+def count_letters(rng: random.Random) -> Task:
+    """How many letters a word has."""
+    word = any_word(rng)
+    asked = (
+        "How many letters are in {w}?", "How many letters does {w} have?", "Count the letters in {w}.",
+        "How long is {w}?", "Number of letters in {w}?", "Count letters: {w}", "How many letters in {w}?",
+        "What is the length of {w}?",
+    )  # fmt: skip
+    reply = f"{'-'.join(word)}: {len(word)} letters."
+    return task(phrase(rng, asked, w=_quoted(rng, word)), reply, f"letters:{word}", str(len(word)), "number")
+
+
+def count_letter(rng: random.Random) -> Task:
+    """How many times a letter occurs in a word."""
+    word = any_word(rng)
+    letter = rng.choice(word) if rng.random() < 0.85 else rng.choice("abcdefghijklmnopqrstuvwxyz")
+    count = word.count(letter)
+    shown = rng.choice((letter, letter, f'"{letter}"', f"the letter {letter}", f"{letter}'s", f"{letter}s"))
+    asked = (
+        "How many {l} are in {w}?", "How many {l} are there in {w}?", "How many {l} in {w}?", "Count {l} in {w}.",
+        "How often does {l} appear in {w}?", "How many times does {l} occur in {w}?", "How many {l} does {w} have?",
+    )  # fmt: skip
+    reply = f"{'-'.join(word)}: the letter {letter} appears {count} time{'' if count == 1 else 's'}."
+    key = f"letter:{letter}:{word}"
+    return task(phrase(rng, asked, w=_quoted(rng, word), l=shown), reply, key, str(count), "number")
+
+
+def nth_letter(rng: random.Random) -> Task:
+    """The first, last or n-th letter of a word."""
+    word = any_word(rng)
+    place = rng.choice(("first", "last", "n"))
+    index = {"first": 0, "last": len(word) - 1, "n": rng.randrange(len(word))}[place]
+    name = place if place != "n" else ORDINALS[index]
+    asked = (
+        "What is the {n} letter of {w}?", "{n} letter of {w}", "What's the {n} letter in {w}?",
+        "Which letter is {n} in {w}?", "Tell me the {n} letter of {w}.",
+    )  # fmt: skip
+    reply = f"{'-'.join(word)}: the {name} letter is {word[index]}."
+    return task(phrase(rng, asked, w=_quoted(rng, word), n=name), reply, f"nth:{index}:{word}", word[index])
+
+
+def _words(rng: random.Random, low: int, high: int) -> list[str]:
+    return [rng.choice(WORDS) for _ in range(rng.randint(low, high))]
+
+
+def count_words(rng: random.Random) -> Task:
+    """How many words a short text has."""
+    words = _words(rng, 2, 10)
+    text = " ".join(words)
+    asked = ("How many words are in: {t}", "Count the words: {t}", 'How many words are in "{t}"?', "Count words: {t}",
+             "How many words does this have: {t}", "How many words: {t}")  # fmt: skip
+    reply = pick(rng, ("{c} words.", "{c}"), c=len(words))
+    return task(phrase(rng, asked, t=text), reply, f"words:{text}", str(len(words)), "number")
+
+
+def repeat(rng: random.Random) -> Task:
+    """Say something back."""
+    text = " ".join(any_word(rng) for _ in range(rng.randint(1, 6)))
+    asked = ("Say {t}", "Repeat after me: {t}", "Repeat: {t}", "Say: {t}", "Please repeat {t}", "Echo {t}", 'Say "{t}"')
+    return task(phrase(rng, asked, t=text), text, f"repeat:{text}", text)
+
+
+def upper_case(rng: random.Random) -> Task:
+    """Write a word in capital letters."""
+    text = " ".join(any_word(rng) for _ in range(rng.randint(1, 2)))
+    asked = ("Write {t} in capital letters.", "{t} in upper case", "Uppercase {t}.", "Make this upper case: {t}",
+             "Write {t} in uppercase.", "Capitalize every letter of {t}.")  # fmt: skip
+    return task(phrase(rng, asked, t=text), text.upper(), f"upper:{text}", text.upper())
+
+
+def next_letter(rng: random.Random) -> Task:
+    """The letter after or before another."""
+    i, step = rng.randint(1, 24), rng.choice((1, -1))
+    letter, answer = chr(97 + i), chr(97 + i + step)
+    where = rng.choice(("after", "follows") if step == 1 else ("before", "precedes"))
+    verb = f"comes {where}" if where in ("after", "before") else where
+    asked = ("Which letter {v} {l}?", "What letter {v} {l}?", "What {v} the letter {l}?",
+             "What {v} {l} in the alphabet?", "Which letter {v} {l} in the alphabet?", "The letter that {v} {l}?",
+             "Tell me which letter {v} {l}.")  # fmt: skip
+    question = phrase(rng, asked, v=verb, l=letter if rng.random() < 0.6 else letter.upper())
+    reply = pick(rng, ("{c}", "The letter {c}."), c=answer.upper())
+    return task(question, reply, f"letterphrase:{question.lower()}", answer)
+
+
+def opposite(rng: random.Random) -> Task:
+    """The opposite of a common word; the split is by phrasing, as the pairs are few."""
+    pair = rng.choice(OPPOSITES)
+    word, answer = pair if rng.random() < 0.5 else pair[::-1]
+    answers = [y for x, y in OPPOSITES if x == word] + [x for x, y in OPPOSITES if y == word]
+    asked = ("What is the opposite of {w}?", "Opposite of {w}", "What's the opposite of {w}?",
+             "Give me the opposite of {w}.",
+             "What is the antonym of {w}?", "The opposite of {w}?", "Tell me the opposite of {w}.")  # fmt: skip
+    question = phrase(rng, asked, w=word)
+    reply = pick(rng, ("The opposite of {w} is {c}.", "{c}"), w=word, c=answer)
+    return task(question, reply, f"opposite:{question.lower()}", [answer, *answers])
+
+
+SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+    "add_2digit": (6, add_2digit),
+    "add_3digit": (6, add_3digit),
+    "add_mixed": (6, add_mixed),
+    "subtract": (7, subtract),
+    "multiply_1digit": (6, multiply_1digit),
+    "multiply_parts": (5, multiply_parts),
+    "multiply_2digit": (3, multiply_2digit),
+    "multiply_2digit_steps": (4, multiply_2digit_steps),
+    "divide": (3, divide),
+    "double_or_half": (1, double_or_half),
+    "number_words": (2, number_words),
+    "compare": (3, compare),
+    "extreme": (2, extreme),
+    "even_or_odd": (1, even_or_odd),
+    "count_range": (2, count_range),
+    "sort_numbers": (4, sort_numbers),
+    "sort_words": (4, sort_words),
+    "spell": (5, spell),
+    "reverse": (6, reverse),
+    "count_letters": (3, count_letters),
+    "count_letter": (4, count_letter),
+    "nth_letter": (3, nth_letter),
+    "count_words": (2, count_words),
+    "repeat": (2, repeat),
+    "upper_case": (2, upper_case),
+    "next_letter": (1, next_letter),
+    "opposite": (2, opposite),
+}

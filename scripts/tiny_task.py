@@ -1,0 +1,160 @@
+"""What one training task is, which tasks are held out of training, and how people really type.
+
+A `Task` is a few turns of dialogue. Its `keys` name the facts that it teaches ("add:12+30"). A key is held out when its
+hash falls in the top of its skill's range, so the split needs no list and never changes between runs.
+"""
+
+import hashlib
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from tiny_words import WORDS
+
+Grade = Literal["number", "ends", "exact"]
+
+# Of 100 hash buckets, how many a skill trains on; the rest are held out.
+TRAINED_BUCKETS = 95
+# Two-digit products are deliberately weak: the model sees this share of the pairs, and nothing of the others.
+MUL2_TRAINED_BUCKETS = 30
+
+
+class Turn(NamedTuple):
+    """One question and its reply; `short` is the bare answer, for system prompts that ask for brevity."""
+
+    user: str
+    reply: str
+    short: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Consecutive turns that belong together; the last reply is the one that is graded.
+
+    `accept` are the right answers and `grade` says how a reply is held to them: "number", its last number is the
+    answer; "ends", it ends with the answer; "exact", it is one of the answers.
+    """
+
+    turns: tuple[Turn, ...]
+    keys: tuple[str, ...]
+    accept: tuple[str, ...]
+    grade: Grade = "ends"
+
+    def is_right(self, reply: str) -> bool:
+        """Grade a reply to the last turn."""
+        if self.grade == "exact":
+            return reply.strip() in self.accept
+        if self.grade == "number":
+            numbers = re.findall(r"-?\d+", reply)
+            return bool(numbers) and numbers[-1] in self.accept
+        stripped = reply.strip().rstrip(".!").lower()
+        return any(re.search(rf"(^|\W){re.escape(a.rstrip('.').lower())}$", stripped) for a in self.accept)
+
+
+def task(
+    user: str, reply: str, key: str, answer: str | Sequence[str], grade: Grade = "ends", short: str | None = None
+) -> Task:
+    """A task of one turn; its bare answer is the first accepted one unless `short` says otherwise."""
+    accept = (answer,) if isinstance(answer, str) else tuple(answer)
+    return Task((Turn(user, reply, accept[0] if short is None else short),), (key,), accept, grade)
+
+
+@lru_cache(maxsize=1 << 16)
+def bucket(key: str) -> int:
+    """The hash bucket of a key, 0 to 99."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") % 100
+
+
+def is_held_out(key: str) -> bool:
+    """Whether a fact such as "add:12+30" is never trained on."""
+    return bucket(key) >= (MUL2_TRAINED_BUCKETS if key.startswith("mul2:") else TRAINED_BUCKETS)
+
+
+_PREFIXES = (
+    "please ", "hey, ", "hi, ", "ok, ", "so ", "and ", "now ", "hello, ", "can you tell me: ", "quick question: ",
+    "i want to know: ", "tell me, ", "Question: ", "Please ", "well, ", "also, ",
+)  # fmt: skip
+_SUFFIXES = (" please", " thanks", ", please", " thank you", "!", "??", " ok?", ", thanks")
+
+
+def _typo(rng: random.Random, text: str) -> str:
+    """Drop, double or swap one letter of one longer word; placeholders are left alone."""
+    words = text.split(" ")
+    places = [i for i, word in enumerate(words) if len(word) > 3 and word.isalpha()]
+    if not places:
+        return text
+    i = rng.choice(places)
+    word, at = words[i], rng.randrange(1, len(words[i]) - 1)
+    kind = rng.random()
+    if kind < 0.4:
+        words[i] = word[:at] + word[at + 1 :]
+    elif kind < 0.6:
+        words[i] = word[:at] + word[at] + word[at:]
+    else:
+        words[i] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+    return " ".join(words)
+
+
+def casual(rng: random.Random, text: str, decorate: bool = True) -> str:
+    """Type `text` the way people do: lower case, no question mark, a missing apostrophe, a typo, a "please"."""
+    if rng.random() < 0.45:
+        text = text.lower()
+    if "'" in text and rng.random() < 0.25:
+        text = text.replace("'", "")
+    if rng.random() < 0.05:
+        text = _typo(rng, text)
+    if text[-1] in "?.!" and rng.random() < 0.4:
+        text = text[:-1]
+    if decorate and rng.random() < 0.10:
+        first = text if text[:2] == "I " or text[:1] == "{" else text[:1].lower() + text[1:]
+        text = rng.choice(_PREFIXES) + first
+    if decorate and text[-1] not in "?.!" and rng.random() < 0.08:
+        text += rng.choice(_SUFFIXES)
+    return text
+
+
+def phrase(rng: random.Random, templates: Sequence[str], /, **fields: object) -> str:
+    """A template, typed casually, with its fields filled in; what the fields hold is never altered."""
+    return casual(rng, rng.choice(templates)).format(**fields)
+
+
+def pick(rng: random.Random, templates: Sequence[str], /, **fields: object) -> str:
+    """A reply: a template filled in. Earlier templates are likelier, so that greedy decoding has one clear answer."""
+    index = 0 if rng.random() < 0.5 else rng.randrange(len(templates))
+    return templates[index].format(**fields)
+
+
+def _letter_chain() -> dict[str, str]:
+    """Letters seen after each pair of letters in WORDS ("^" starts a word, "$" ends it)."""
+    chain: dict[str, str] = {}
+    for entry in WORDS:
+        padded = f"^^{entry}$"
+        for i in range(len(entry) + 1):
+            chain[padded[i : i + 2]] = chain.get(padded[i : i + 2], "") + padded[i + 2]
+    return chain
+
+
+_CHAIN = _letter_chain()
+
+
+def made_up_word(rng: random.Random) -> str:
+    """A word of 3 to 12 letters that follows English letter statistics, or rarely none at all."""
+    if rng.random() < 0.15:
+        return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 8)))
+    if rng.random() < 0.4:
+        a, b = rng.choice(WORDS), rng.choice(WORDS)
+        return (a[: rng.randint(1, len(a))] + b[rng.randrange(len(b)) :])[:12].ljust(3, "a")
+    while True:
+        letters = "^^"
+        while letters[-1] != "$" and len(letters) < 15:
+            letters += rng.choice(_CHAIN[letters[-2:]])
+        if letters[-1] == "$" and len(letters) >= 6:
+            return letters[2:-1]
+
+
+def any_word(rng: random.Random) -> str:
+    """A real word (three times in five) or a made-up one, so that skills on letters do not memorize the list."""
+    return rng.choice(WORDS) if rng.random() < 0.6 else made_up_word(rng)
