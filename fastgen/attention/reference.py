@@ -1,13 +1,19 @@
 """Attention in torch: for the CPU, and what the other implementations are held to.
 
 The answer for a query does not depend on what else is in the step, to the bit (DESIGN, promise 1): the keys are taken
-in fixed blocks of KEY_BLOCK positions from 0 on, and merged by online softmax in that order. Query rows are padded to
-a multiple of ROW_TILE, since BLAS sums otherwise for fewer rows.
+in fixed blocks of KEY_BLOCK positions from 0 on, each block is a product of its own, and the blocks are merged in
+order by their softmax peaks and sums. Query rows are padded to a multiple of ROW_TILE, since BLAS sums otherwise for
+fewer rows.
+
+Where a page is a block and the decodes' pages lie close together in the pool, which is the common case, their keys
+are not gathered: one product goes over the pool itself, page by page, and a page that no decode holds is computed in
+vain. It gives the same bits and moves half the memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +26,56 @@ KEY_BLOCK = 64
 QUERY_TILE = 32  # query tokens of a prefill tile
 ROW_TILE = 4
 MASKED = -1e30  # finite, so that a row whose first block is masked as a whole stays free of NaN; the next wipes it
+DENSE = 0.5  # the share of a range of pages that decodes must hold for it to be read as a whole
 
 
 @dataclass(frozen=True)
-class _Block:
-    """The keys of one block for the first `count` tiles: rows into the pool, and what each query must not see."""
+class _Part:
+    """A block's softmax for some query rows, before it is merged: [n, K, R, 1], [n, K, R, 1] and [n, K, R, D]."""
 
-    count: int
-    rows: Tensor  # int32 [count, K, KEY_BLOCK]
-    ahead: Tensor  # int64 [count, tile, KEY_BLOCK]: query position - key position; negative: not to be seen
-    masked: bool  # some key lies ahead of some query
+    peak: Tensor
+    total: Tensor
+    out: Tensor
+
+
+@dataclass
+class _Keys:
+    """The keys that a product goes over, against tiles of queries.
+
+    ahead: int64 [n, tile, KEY_BLOCK], query position - key position; negative: not to be seen.
+    """
+
+    ahead: Tensor
+    _hidden: dict[int, Tensor | None] = field(default_factory=dict)
+
+    def hidden(self, window: int, group: int) -> Tensor | None:
+        """bool [n, 1, R or 1, KEY_BLOCK]: keys that a query row must not see; None where all are seen."""
+        if window not in self._hidden:
+            hidden = self.ahead < 0
+            if window:
+                hidden |= self.ahead >= window
+            if hidden.shape[1] > 1:  # a token of a prefill tile has `group` rows
+                hidden = hidden.repeat_interleave(group, dim=1)
+            self._hidden[window] = hidden[:, None] if bool(hidden.any()) else None
+        return self._hidden[window]
+
+
+@dataclass
+class _Gathered(_Keys):
+    """One block of the first tiles. rows: int32 [n, K, KEY_BLOCK] into a layer's pool."""
+
+    rows: Tensor = field(kw_only=True)
+
+
+@dataclass
+class _InPlace(_Keys):
+    """The pages first .. last - 1 of the pool; owner [pages]: the tile that each belongs to (any, if to none);
+    pages: for each block, the page of each of the first tiles that have it, counted from `first`."""
+
+    first: int = field(kw_only=True)
+    last: int = field(kw_only=True)
+    owner: Tensor = field(kw_only=True)
+    pages: list[Tensor] = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -37,9 +83,10 @@ class _Tiles:
     """Query tokens in tiles of one size, those with most key blocks first, so that each block serves a prefix."""
 
     tokens: Tensor  # int64 [n, tile]: which token of the step; a tile's padding repeats its last token
-    blocks: list[_Block]
-    order: Tensor  # where the real tokens are in tokens.flatten()
+    real: Tensor  # where the real tokens are in tokens.flatten()
     targets: Tensor  # and which tokens of the step these are
+    gathered: list[_Gathered]  # a block each, or empty:
+    in_place: _InPlace | None
 
 
 class ReferenceAttention:
@@ -64,92 +111,121 @@ class ReferenceAttention:
         owner = torch.repeat_interleave(torch.arange(len(sequences)), per_sequence)  # tile -> sequence
         number = torch.arange(len(owner)) - (per_sequence.cumsum(0) - per_sequence)[owner]
         offset = number[:, None] * size + torch.arange(size)  # [n, size]: the query token's number in its sequence
-        real = offset < query_lens[owner][:, None]
-        offset = torch.minimum(offset, query_lens[owner][:, None] - 1)
-        position = (kv_lens - query_lens)[owner][:, None] + offset
-        blocks_needed = position[:, -1] // KEY_BLOCK + 1
-        order = torch.argsort(blocks_needed, descending=True, stable=True)
-        owner, offset, position, real = owner[order], offset[order], position[order], real[order]
+        last = query_lens[owner][:, None] - 1
+        needed = (kv_lens - query_lens)[owner] + torch.minimum(offset[:, -1:], last)[:, 0]
+        order = torch.argsort(needed, descending=True, stable=True)
+        owner, offset, last = owner[order], offset[order], last[order]
+        real = (offset <= last).flatten().nonzero().flatten()
+        offset = torch.minimum(offset, last)
         tokens = first[owner][:, None] + offset
-        kept = real.flatten().nonzero().flatten()
+        position = (kv_lens - query_lens)[owner][:, None] + offset
+        table = layout.page_table[sequences[owner].to(device)]
+        in_place = self._in_place(position, table) if size == 1 and self.pool.page_size == KEY_BLOCK else None
         return _Tiles(
             tokens=tokens.to(device),
-            blocks=self._blocks(sequences[owner], position, blocks_needed[order], layout.page_table),
-            order=kept.to(device),
-            targets=tokens.flatten()[kept].to(device),
+            real=real.to(device),
+            targets=tokens.flatten()[real].to(device),
+            gathered=[] if in_place else self._gathered(position, table),
+            in_place=in_place,
         )
 
-    def _blocks(self, sequence: Tensor, position: Tensor, needed: Tensor, page_table: Tensor) -> list[_Block]:
-        """sequence [n], position [n, tile] and needed [n] are on the host."""
-        device = page_table.device
-        table = page_table[sequence.to(device)]
-        query = position.to(device)
-        blocks = []
-        for start in range(0, int(needed[0]) * KEY_BLOCK, KEY_BLOCK):
-            count = int((needed * KEY_BLOCK > start).sum())
-            keys = torch.arange(start, start + KEY_BLOCK, device=device)
+    def _gathered(self, position: Tensor, table: Tensor) -> list[_Gathered]:
+        """position [n, tile] is on the host, table [n, slots] on the device."""
+        query, blocks = position.to(table.device), []
+        for start, count in _counts(position):
+            keys = torch.arange(start, start + KEY_BLOCK, device=table.device)
             slots = (keys // self.pool.page_size).clamp(max=table.shape[1] - 1)
             rows = self.pool.rows(table[:count, slots], keys % self.pool.page_size)  # [count, KEY_BLOCK, K]
-            blocks.append(
-                _Block(
-                    count=count,
-                    rows=rows.transpose(1, 2).contiguous().int(),
-                    ahead=query[:count, :, None] - keys,
-                    masked=bool((position[:count, 0] < start + KEY_BLOCK - 1).any()),
-                )
-            )
+            ahead = query[:count, :, None] - keys
+            blocks.append(_Gathered(ahead=ahead, rows=rows.transpose(1, 2).contiguous().int()))
         return blocks
+
+    def _in_place(self, position: Tensor, table: Tensor) -> _InPlace | None:
+        """None where it does not pay: the decodes' pages lie too far apart."""
+        counts = [count for _, count in _counts(position)]
+        pages = [table[:count, block] for block, count in enumerate(counts)]
+        every = torch.cat(pages)
+        first, last = int(every.min()), int(every.max()) + 1
+        if len(every) < DENSE * (last - first) or len(every.unique()) < len(every):
+            return None
+        device = table.device
+        owner = torch.zeros(last - first, dtype=torch.int64, device=device)
+        start = torch.zeros_like(owner)
+        for block, (held, count) in enumerate(zip(pages, counts, strict=True)):
+            owner[held - first] = torch.arange(count, device=device)
+            start[held - first] = block * KEY_BLOCK
+        keys = start[:, None, None] + torch.arange(KEY_BLOCK, device=device)
+        ahead = position.to(device)[owner][:, :, None] - keys
+        return _InPlace(ahead=ahead, first=first, last=last, owner=owner, pages=[held - first for held in pages])
 
     def attend(self, plan: list[_Tiles], layer: int, q: Tensor, window: int) -> Tensor:
         out = torch.empty_like(q)
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
         for tiles in plan:
-            out[tiles.targets] = _attend(tiles, q, keys, values, window).to(q.dtype)
+            out[tiles.targets] = self._attend(tiles, layer, q, window).to(q.dtype)
         return out
 
+    def _attend(self, tiles: _Tiles, layer: int, q: Tensor, window: int) -> Tensor:
+        """float32 [real tokens, H, D]."""
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        (n, tile), (_, heads, head_size), kv_heads = tiles.tokens.shape, q.shape, keys.shape[1]
+        group = heads // kv_heads
+        rows = q[tiles.tokens].float().mul_(head_size**-0.5).view(n, tile, kv_heads, group, head_size)
+        rows = rows.transpose(1, 2).reshape(n, kv_heads, tile * group, head_size)
+        if padding := -rows.shape[2] % ROW_TILE:
+            rows = F.pad(rows, (0, 0, 0, padding))
+        if tiles.in_place:
+            parts = _parts_in_place(tiles.in_place, rows, keys, values, window, group)
+        else:
+            flat = keys.view(-1, head_size), values.view(-1, head_size)
+            parts = (_part(block, rows, *flat, window, group) for block in tiles.gathered)
+        out = _merge(parts)[:, :, : tile * group].reshape(n, kv_heads, tile, group, head_size)
+        return out.transpose(1, 2).reshape(n * tile, heads, head_size)[tiles.real]
 
-def _attend(tiles: _Tiles, q: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
-    """float32 [real tokens, H, D], in the order of tiles.order."""
-    (n, tile), (_, heads, head_size), kv_heads = tiles.tokens.shape, q.shape, keys.shape[1]
-    group = heads // kv_heads
-    rows = q[tiles.tokens].float().mul_(head_size**-0.5)  # [n, tile, H, D]
-    rows = rows.view(n, tile, kv_heads, group, head_size).transpose(1, 2).reshape(n, kv_heads, tile * group, head_size)
-    if padding := -rows.shape[2] % ROW_TILE:
-        rows = F.pad(rows, (0, 0, 0, padding))
-    merged = _merge_blocks(tiles.blocks, rows, keys.view(-1, head_size), values.view(-1, head_size), tile, window)
-    out = merged[:, :, : tile * group].reshape(n, kv_heads, tile, group, head_size).transpose(1, 2)
-    return out.reshape(n * tile, heads, head_size)[tiles.order]
+
+def _counts(position: Tensor) -> list[tuple[int, int]]:
+    """(first position, how many tiles see it) of each key block, for tiles [n, tile] in order of falling length."""
+    needed = position[:, -1].tolist()
+    starts = range(0, needed[0] + 1, KEY_BLOCK)
+    return [(start, sum(last >= start for last in needed)) for start in starts]
 
 
-def _merge_blocks(blocks: list[_Block], q: Tensor, keys: Tensor, values: Tensor, tile: int, window: int) -> Tensor:
-    """Online softmax of q [n, K, R, D] over the blocks, in order; keys and values [rows, D]."""
+def _softmax_part(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> _Part:
+    """q [n, K, R, D] against its own keys and values, each [n, K, KEY_BLOCK, D]."""
     n, kv_heads, num_rows, head_size = q.shape
-    best = q.new_full((n, kv_heads, num_rows, 1), MASKED)
-    total = torch.zeros_like(best)
-    out = torch.zeros_like(q)
-    for block in blocks:
-        count = block.count
-        k = F.embedding(block.rows, keys).float().flatten(0, 1)  # [count * K, KEY_BLOCK, D]
-        v = F.embedding(block.rows, values).float().flatten(0, 1)
-        scores = torch.bmm(q[:count].flatten(0, 1), k.transpose(1, 2)).view(count, kv_heads, num_rows, KEY_BLOCK)
-        _mask(scores, block, tile, window)
-        peak = torch.maximum(best[:count], scores.amax(-1, keepdim=True))
-        decay = (best[:count] - peak).exp_()
-        weights = scores.sub_(peak).exp_()
-        best[:count] = peak
-        total[:count] = total[:count] * decay + weights.sum(-1, keepdim=True)
-        part = torch.bmm(weights.flatten(0, 1), v).view(count, kv_heads, num_rows, head_size)
-        out[:count] = out[:count] * decay + part
+    scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(n, kv_heads, num_rows, KEY_BLOCK)
+    if hidden is not None:
+        scores.masked_fill_(hidden, MASKED)
+    peak = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(peak).exp_()
+    out = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).view(q.shape)
+    return _Part(peak, weights.sum(-1, keepdim=True), out)
+
+
+def _part(block: _Gathered, q: Tensor, keys: Tensor, values: Tensor, window: int, group: int) -> _Part:
+    """The first tiles' part of a block; q [n, K, R, D], keys and values [pool rows, D]."""
+    k, v = F.embedding(block.rows, keys).float(), F.embedding(block.rows, values).float()
+    return _softmax_part(q[: len(k)], k, v, block.hidden(window, group))
+
+
+def _parts_in_place(
+    span: _InPlace, q: Tensor, keys: Tensor, values: Tensor, window: int, group: int
+) -> Iterator[_Part]:
+    """The parts of each block, out of one product over the pool; keys and values [pages, K, KEY_BLOCK, D]."""
+    k, v = keys[span.first : span.last].float(), values[span.first : span.last].float()
+    whole = _softmax_part(q[span.owner], k, v, span.hidden(window, group))
+    for pages in span.pages:
+        yield _Part(whole.peak[pages], whole.total[pages], whole.out[pages])
+
+
+def _merge(parts: Iterator[_Part]) -> Tensor:
+    """The softmax over all blocks [n, K, R, D], from the parts of each, in order; later blocks have fewer tiles."""
+    first = next(parts)
+    peak, total, out = first.peak, first.total, first.out
+    for part in parts:
+        n = len(part.peak)
+        higher = torch.maximum(peak[:n], part.peak)
+        old, new = (peak[:n] - higher).exp_(), (part.peak - higher).exp_()
+        peak[:n] = higher
+        total[:n].mul_(old).addcmul_(part.total, new)
+        out[:n].mul_(old).addcmul_(part.out, new)
     return out.div_(total)
-
-
-def _mask(scores: Tensor, block: _Block, tile: int, window: int) -> None:
-    """Set the scores [count, K, R, KEY_BLOCK] of keys ahead of the query, or behind its window, to MASKED."""
-    if not block.masked and not window:
-        return
-    hidden = block.ahead < 0
-    if window:
-        hidden = hidden | (block.ahead >= window)
-    if tile > 1:  # a query token has `group` rows, and there is no padding
-        hidden = hidden.repeat_interleave(scores.shape[2] // tile, dim=1)
-    scores.masked_fill_(hidden[:, None], MASKED)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Iterable
 
 
 class PageAllocator:
     """Hands out the pages 0 .. num_pages - 1 of `page_size` tokens each.
+
+    The lowest free page goes first, so that what is in use lies close together: memory that was never touched stays so,
+    and attention on the CPU may read a range of pages as a whole.
 
     A sequence's `pages` list is its page table: page i holds the KV of positions i * page_size onwards. The lists
     belong to the sequences; this class only knows which pages are free.
@@ -18,7 +21,7 @@ class PageAllocator:
         assert page_size > 0
         self.num_pages = num_pages
         self.page_size = page_size
-        self._free = deque(range(num_pages))
+        self._free = list(range(num_pages))  # a heap
 
     @property
     def num_free(self) -> int:
@@ -33,12 +36,13 @@ class PageAllocator:
         count = self.missing(pages, num_tokens)
         if count > len(self._free):
             return False
-        pages.extend(self._free.popleft() for _ in range(count))
+        pages.extend(heapq.heappop(self._free) for _ in range(count))
         return True
 
     def release(self, pages: list[int]) -> None:
         """Take all pages of a page table back, and empty it."""
-        self._free.extend(pages)
+        for page in pages:
+            heapq.heappush(self._free, page)
         pages.clear()
 
     def check(self, tables: Iterable[list[int]]) -> None:
