@@ -71,7 +71,7 @@ class Generator:
         self.model_config = read_config(self.folder)
         self.config = EngineConfig.make(
             self.model_config,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            device=_device(device),
             dtype=dtype,
             max_model_len=max_model_len,
             max_seqs=max_seqs,
@@ -258,7 +258,7 @@ class Generator:
         start = time.perf_counter()
         if self._recovering:
             self._recovering = False
-            for sequence in [s for s in self._owners if s.status is Status.FINISHED]:
+            for sequence in [s for s, (_, answer) in self._owners.items() if answer.unseen]:
                 self._see(sequence)
         try:
             batch = self._scheduler.schedule()
@@ -271,6 +271,8 @@ class Generator:
         except BaseException:
             self._recover()
             raise
+        if not self._active:  # what is still in flight are tokens too many
+            self._settle()
         self._stats.steps += batch is not None
         self._stats.step_seconds += time.perf_counter() - start
 
@@ -304,9 +306,9 @@ class Generator:
             active.first_token = time.perf_counter()
         if answer.text is not None or sequence.status is Status.FINISHED:
             stop = self._read_text(answer)
-            if stop is not None and sequence.status is Status.RUNNING:
+            if stop is not None:
                 self._scheduler.finish(sequence, "stop", stop)
-            elif stop is not None:  # an id and a string at once: the string cuts the text, so it is the reason
+                # Where an id or the length ended it at once, the string is still the reason: it cuts the text.
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
         if active.sink is None:
             self._events.append(answer.event())
@@ -448,6 +450,17 @@ def _paired(
     if len(params) != len(many):
         raise ValueError(f"there are {len(many)} prompts and {len(params)} params; give one, or one a prompt")
     return list(zip(many, params, strict=True))
+
+
+def _device(name: str | None) -> str:
+    """The device to run on; the GPU, where there is one, for None. Raises ValueError where it can not be had."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch's own, for an unknown and for an absent device
+        raise ValueError(f"device is {name!r}, which torch can not use here: {str(error).splitlines()[0]}") from error
+    return name
 
 
 def _build(model_config: ModelConfig, config: EngineConfig, folder: Path, how: str) -> Runner:

@@ -49,6 +49,13 @@ class Answer:
     ids_told: int = 0  # ids and characters that events have told
     chars_told: int = 0
 
+    @property
+    def unseen(self) -> bool:
+        """Whether the sequence has come further than the text, or has ended."""
+        return self.sequence.finish_reason is not None or (
+            self.text is not None and self.ids_read < self.sequence.output_len
+        )
+
     def event(self) -> Event:
         """What is new since the last event."""
         sequence, told = self.sequence, self.ids_told

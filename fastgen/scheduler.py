@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from fastgen.cache.pages import PageAllocator
 from fastgen.config import EngineConfig
-from fastgen.request import Batch, LaneStart, Prefill, Score, Sequence, Status, StepResult, TokenMask
+from fastgen.request import Batch, LaneStart, Prefill, Score, Sequence, Status, StepResult
 
 
 class Scheduler:
@@ -187,10 +185,15 @@ class Scheduler:
     def _append(self, sequence: Sequence, result: StepResult, row: int) -> None:
         token = result.tokens[row]
         if token < 0:
-            sequence.error = "the mask allowed no token"
+            nothing = "the logits are not finite" if sequence.mask is None else "the mask allowed no token"
+            sequence.error = sequence.error or nothing
             return self.finish(sequence, "error")
-        if sequence.mask is not None and not self._ask(sequence, lambda mask: mask.accept(token)):
-            return None
+        if sequence.mask is not None:
+            try:
+                sequence.mask.accept(token)
+            except Exception as error:
+                sequence.error = f"the mask raised {error!r}"
+                return self.finish(sequence, "error")
         sequence.logprobs.append(result.logprobs[row])
         sequence.raw_logprobs.append(result.raw_logprobs[row])
         if result.top_logprobs is not None and (top := result.top_logprobs[row]) is not None:
@@ -204,22 +207,21 @@ class Scheduler:
             self.finish(sequence, "length")
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a running sequence. It leaves its lane at once, or when its token in flight has come back."""
+        """End a sequence. One that runs leaves its lane at once, or when its token in flight has come back."""
+        if sequence.status is Status.FINISHED:
+            return
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        elif not sequence.pending:
+            self._leave(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
-        if not sequence.pending:
-            self._leave(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence, waiting or running, with what it has. The step in flight must have been read."""
+        """End a sequence with what it has. The step in flight must have been read."""
         assert not self.in_flight
-        if sequence.status is Status.RUNNING:
-            self.finish(sequence, "abort")
-        elif sequence.status is Status.WAITING:
-            self.waiting.remove(sequence)
-            sequence.status = Status.FINISHED
-            sequence.finish_reason = "abort"
+        self.finish(sequence, "abort")
 
     def rewind(self) -> None:
         """Forget the steps in flight, whose results are lost: what runs computes again from the tokens it has."""
@@ -240,25 +242,19 @@ class Scheduler:
         for row, lane in zip(rows, batch.sampling, strict=True):
             sequence = self._on(lane)
             if sequence.mask is not None and sequence.status is Status.RUNNING:
-                self._ask(sequence, partial(_fill, row=row))
+                try:
+                    sequence.mask.fill(row)
+                except Exception as error:  # the user's code; ends this sequence alone, when no token comes back
+                    sequence.error = f"the mask raised {error!r}"
+                    row[:] = 0
         return rows
-
-    def _ask(self, sequence: Sequence, question: Callable[[TokenMask], None]) -> bool:
-        """Call a mask, which is the user's code: what it raises ends this sequence alone."""
-        assert sequence.mask is not None
-        try:
-            question(sequence.mask)
-        except Exception as error:
-            sequence.error = f"the mask raised {error!r}"
-            self.finish(sequence, "error")
-            return False
-        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         assert not sequence.pending
         self._leave(sequence)
         sequence.status = Status.WAITING
         sequence.computed = 0
+        sequence.error = None
         sequence.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(sequence)
@@ -280,7 +276,7 @@ class Scheduler:
     def check(self) -> None:
         """What holds between any two calls."""
         self.pages.check(sequence.pages for sequence in self.running)
-        assert [s for s in self.lanes if s is not None] == sorted(self.running, key=lambda s: s.lane)
+        assert {s.lane: s for s in self.running} == {lane: s for lane, s in enumerate(self.lanes) if s is not None}
         assert sorted([*self._free_lanes, *(s.lane for s in self.running)]) == list(range(self.config.max_seqs))
         for sequence in self.waiting:
             assert sequence.status is Status.WAITING
@@ -290,10 +286,6 @@ class Scheduler:
             assert sequence.computed <= sequence.length
             assert len(sequence.pages) * self.config.page_size >= sequence.computed
             assert len(sequence.token_ids) <= sequence.max_len
-
-
-def _fill(mask: TokenMask, row: np.ndarray) -> None:
-    mask.fill(row)
 
 
 def _score(sequence: Sequence, start: int, end: int) -> Score | None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.attention import StepLayout
+from fastgen.attention.interface import StepLayout
 from fastgen.cache.pool import KVPool
 
 KEY_BLOCK = 64
@@ -146,7 +146,7 @@ class ReferenceAttention:
         pages = [table[:count, block] for block, count in enumerate(counts)]
         every = torch.cat(pages)
         first, last = int(every.min()), int(every.max()) + 1
-        if len(every) < DENSE * (last - first) or len(every.unique()) < len(every):
+        if len(every) < DENSE * (last - first) or len(set(every.tolist())) < len(every):
             return None
         device = table.device
         owner = torch.zeros(last - first, dtype=torch.int64, device=device)
@@ -191,7 +191,7 @@ def _counts(position: Tensor) -> list[tuple[int, int]]:
 
 def _softmax_part(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> _Part:
     """q [n, K, R, D] against its own keys and values, each [n, K, KEY_BLOCK, D]."""
-    n, kv_heads, num_rows, head_size = q.shape
+    n, kv_heads, num_rows, _ = q.shape
     scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(n, kv_heads, num_rows, KEY_BLOCK)
     if hidden is not None:
         scores.masked_fill_(hidden, MASKED)

@@ -1,0 +1,138 @@
+"""EngineConfig: what is left open is filled in from the model, and what can not work is one clear error."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+from fastgen.arch import ModelConfig, RopeConfig
+from fastgen.config import DEFAULT_KV_CACHE_GB, DTYPE_BYTES, EngineConfig
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    max_position=1000,
+    norm_eps=1e-5,
+    rope=RopeConfig(),
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    tied=False,
+    windows=(0, 0, 0),
+    eos_ids=(2,),
+    bos_id=1,
+    dtype="bfloat16",
+)
+TOKEN_BYTES = 2 * 3 * 2 * 16 * 4  # K and V, layers, KV heads, head size, float32
+
+
+def make(**options: Any) -> EngineConfig:
+    return EngineConfig.make(MODEL, **options)
+
+
+def test_the_defaults() -> None:
+    assert make() == EngineConfig(
+        device="cpu",
+        dtype="float32",
+        max_model_len=1000,
+        max_seqs=256,
+        max_step_tokens=2048,
+        page_size=64,
+        num_pages=256 * 16 + 1,  # what every lane could ever use, and one more; far below the default size
+        attention="reference",
+    )
+
+
+def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_the_cpu() -> None:
+    assert make(device="cuda").dtype == "bfloat16"
+    assert make(device="cpu").dtype == "float32"
+    assert make(device="cuda", dtype="float16").dtype == "float16"
+    assert make(device="cpu", dtype="bfloat16").dtype == "bfloat16"
+
+
+def test_the_pool_has_the_size_that_was_asked_for() -> None:
+    assert make(num_pages=7).num_pages == 7
+    page_bytes = 64 * TOKEN_BYTES
+    assert make(kv_cache_gb=5.5 * page_bytes / 1e9).num_pages == 5
+    assert make(kv_cache_gb=5.5 * page_bytes / 1e9, dtype="bfloat16").num_pages == 11
+    assert make(kv_cache_gb=5.5 * page_bytes / 1e9, page_size=16).num_pages == 22
+
+
+def test_the_default_pool_is_a_size_that_large_models_use_up() -> None:
+    large = replace(MODEL, num_layers=32, windows=(0,) * 32, num_kv_heads=8, num_heads=8, head_size=128)
+    page_bytes = 2 * 32 * 8 * 128 * 64 * 4
+    config = EngineConfig.make(replace(large, max_position=131072))
+    assert config.num_pages == int(DEFAULT_KV_CACHE_GB * 1e9 / page_bytes)
+    assert config.max_model_len == (config.num_pages - 1) * 64, "below the model's, for the pool holds less"
+
+
+@pytest.mark.parametrize(
+    ("page_size", "num_pages", "context"), [(16, 10, 144), (1, 2, 1), (64, 16, 960), (64, 99, 1000)]
+)
+def test_the_context_is_a_page_less_than_the_pool(page_size: int, num_pages: int, context: int) -> None:
+    assert make(page_size=page_size, num_pages=num_pages).max_model_len == context
+
+
+def test_a_pool_of_its_own_making_never_lowers_the_context() -> None:
+    for context in (1, 63, 64, 65, 1000):
+        config = make(max_model_len=context, max_seqs=1)
+        assert config.max_model_len == context
+        assert config.num_pages == -(-context // 64) + 1
+
+
+def test_the_smallest_values_work() -> None:
+    config = make(max_seqs=1, max_step_tokens=1, page_size=1, num_pages=2, max_model_len=1)
+    assert (config.max_seqs, config.max_step_tokens, config.page_size, config.num_pages) == (1, 1, 1, 2)
+    assert make(max_seqs=64, max_step_tokens=64).max_step_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dtype": "float64"}, ValueError, "dtype is 'float64'.*float32, bfloat16, float16"),
+        ({"attention": "flash9"}, ValueError, "attention is 'flash9'.*'auto' or one of reference"),
+        ({"max_seqs": 0}, ValueError, "max_seqs is 0; it must be at least 1"),
+        ({"max_step_tokens": -1}, ValueError, "max_step_tokens is -1"),
+        ({"page_size": 0}, ValueError, "page_size is 0"),
+        ({"page_size": 16.0}, TypeError, "page_size must be an integer, not 16.0"),
+        ({"max_seqs": True}, TypeError, "max_seqs must be an integer, not True"),
+        ({"max_step_tokens": "8"}, TypeError, "max_step_tokens must be an integer"),
+        ({"max_seqs": 9, "max_step_tokens": 8}, ValueError, "max_step_tokens is 8, below max_seqs, which is 9"),
+        ({"max_model_len": 0}, ValueError, "max_model_len is 0"),
+        ({"max_model_len": 1001}, ValueError, "max_model_len is 1001, above the model's 1000 positions"),
+        ({"max_model_len": 9.5}, TypeError, "max_model_len must be an integer"),
+        ({"num_pages": 0}, ValueError, "num_pages is 0"),
+        ({"num_pages": 1}, ValueError, "num_pages is 1; the pool needs at least 2"),
+        ({"num_pages": 2.0}, TypeError, "num_pages must be an integer"),
+        ({"num_pages": 9, "kv_cache_gb": 1.0}, ValueError, "num_pages and kv_cache_gb.*one of them"),
+        ({"kv_cache_gb": 0}, ValueError, "kv_cache_gb is 0.*raise kv_cache_gb or lower page_size"),
+        ({"kv_cache_gb": -1.0}, ValueError, "kv_cache_gb is -1"),
+        ({"kv_cache_gb": 1.9 * 64 * TOKEN_BYTES / 1e9}, ValueError, "holds 1 pages"),
+        ({"gpus": 8}, TypeError, "gpus"),
+    ],
+)
+def test_what_can_not_work_is_one_error_that_names_it(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+def test_it_does_not_change_later() -> None:
+    config = make()
+    with pytest.raises(FrozenInstanceError):
+        config.page_size = 1  # type: ignore[misc]
+    assert hash(config) == hash(make())
+
+
+def test_every_dtype_has_its_size() -> None:
+    assert {name: make(dtype=name).dtype for name in DTYPE_BYTES} == {name: name for name in DTYPE_BYTES}

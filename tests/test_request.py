@@ -1,0 +1,227 @@
+"""SamplingParams: every bad value is one error that names its parameter; and what the small records say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from fastgen.request import (
+    MAX_LOGPROBS,
+    Batch,
+    Completion,
+    Prefill,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Sequence,
+)
+
+VOCAB = 300
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 0),
+        ("n", -3),
+        ("max_tokens", -1),
+        ("max_tokens", 0),  # nothing to compute without prompt_logprobs
+        ("min_tokens", -1),
+        ("temperature", -0.1),
+        ("temperature", NAN),
+        ("temperature", INF),
+        ("top_p", 0),
+        ("top_p", 0.0),
+        ("top_p", -0.5),
+        ("top_p", 1.01),
+        ("top_p", NAN),
+        ("top_k", -1),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", INF),
+        ("presence_penalty", NAN),
+        ("presence_penalty", -INF),
+        ("frequency_penalty", INF),
+        ("logit_bias", {VOCAB: 1.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {5: NAN}),
+        ("logit_bias", {5: -INF}),
+        ("seed", 2**64),
+        ("seed", -(2**63) - 1),
+        ("stop", ""),
+        ("stop", ["fine", ""]),
+        ("stop_token_ids", [VOCAB]),
+        ("stop_token_ids", [-1]),
+        ("logprobs", -1),
+        ("logprobs", MAX_LOGPROBS + 1),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", MAX_LOGPROBS + 1),
+    ],
+)
+def test_a_bad_value_is_a_value_error_that_names_its_parameter(name: str, value: Any) -> None:
+    params = SamplingParams(**{name: value})  # not an error yet: parameters are checked on entry
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        params.validate(VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 1.0),
+        ("n", True),
+        ("n", None),
+        ("max_tokens", "16"),
+        ("max_tokens", 16.0),
+        ("min_tokens", None),
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("temperature", True),
+        ("top_p", [0.5]),
+        ("top_k", 1.5),
+        ("top_k", None),
+        ("min_p", None),
+        ("repetition_penalty", "1"),
+        ("presence_penalty", None),
+        ("frequency_penalty", False),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {5: "1"}),
+        ("seed", 1.0),
+        ("stop", [5]),
+        ("stop", [None]),
+        ("stop_token_ids", ["</s>"]),
+        ("stop_token_ids", [True]),
+        ("logprobs", 2.0),
+        ("logprobs", True),
+        ("prompt_logprobs", "all"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_a_type_error_that_names_its_parameter(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"\b{name}\b"):
+        SamplingParams(**{name: value}).validate(VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_tokens": 0, "prompt_logprobs": 0, "n": 2}, "n is 2 with max_tokens=0"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, above max_tokens, which is 3"),
+    ],
+)
+def test_values_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**given).validate(VOCAB)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"n": 1000},
+        {"max_tokens": 1},
+        {"max_tokens": 0, "prompt_logprobs": 0},
+        {"max_tokens": 4, "min_tokens": 4},
+        {"min_tokens": 10**6},  # the context ends the answer first
+        {"temperature": 0},
+        {"temperature": 1e-6},
+        {"temperature": 100},
+        {"top_p": 1e-9},
+        {"top_p": 1},
+        {"top_k": 10**9},
+        {"min_p": 0},
+        {"min_p": 1},
+        {"repetition_penalty": 1e-3, "presence_penalty": -5, "frequency_penalty": 5.0},
+        {"logit_bias": {0: -100, VOCAB - 1: 100.0}},
+        {"logit_bias": {}},
+        {"seed": 0},
+        {"seed": 2**64 - 1},
+        {"seed": -(2**63)},
+        {"stop": "\n"},
+        {"stop": [" "]},
+        {"stop": ("a", "b")},
+        {"stop": []},
+        {"stop_token_ids": [0, VOCAB - 1], "ignore_eos": True},
+        {"logprobs": 0, "prompt_logprobs": MAX_LOGPROBS},
+    ],
+)
+def test_the_edges_of_what_is_allowed_pass(given: dict[str, Any]) -> None:
+    SamplingParams(**given).validate(VOCAB)
+
+
+def test_alternatives_are_at_most_the_vocabulary() -> None:
+    SamplingParams(logprobs=5).validate(5)
+    with pytest.raises(ValueError, match="logprobs is 6; it must be from 0 to 5"):
+        SamplingParams(logprobs=6).validate(5)
+
+
+def test_sampling_params_are_frozen_and_refuse_unknown_names() -> None:
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().n = 2  # type: ignore[misc]
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        SamplingParams(2)  # type: ignore[call-arg]
+
+
+def test_one_stop_string_is_not_taken_for_its_letters() -> None:
+    assert SamplingParams(stop="ab").stop_strings == ("ab",)
+    assert SamplingParams(stop=["ab", "c"]).stop_strings == ("ab", "c")
+    assert SamplingParams().stop_strings == ()
+
+
+def test_penalized() -> None:
+    assert not SamplingParams(logit_bias={1: 1.0}, top_k=3).penalized
+    assert SamplingParams(repetition_penalty=0.5).penalized
+    assert SamplingParams(presence_penalty=-0.5).penalized
+    assert SamplingParams(frequency_penalty=0.5).penalized
+
+
+def test_the_lanes_that_draw_are_the_decodes_then_the_prompts_that_end() -> None:
+    prefills = (
+        Prefill(lane=4, start=0, tokens=(1, 2, 3), sample=True),
+        Prefill(lane=0, start=3, tokens=(5, 6), sample=False),
+        Prefill(lane=1, start=7, tokens=(8,), sample=True),
+    )
+    batch = Batch(decodes=(3, 2), prefills=prefills, starts=(), pages=(), masked=False)
+    assert batch.sampling == (3, 2, 4, 1)
+    assert batch.num_tokens == 2 + 3 + 2 + 1
+
+
+def make_sequence() -> Sequence:
+    return Sequence("r0", 0, SamplingParams(), [1, 2, 3], prompt_len=2, max_len=9, seed=0)
+
+
+def test_a_sequence_counts_what_is_read_and_what_is_in_flight() -> None:
+    sequence = make_sequence()
+    sequence.pending = 2
+    assert sequence.length == 5
+    assert sequence.output_ids == [3]
+    assert sequence.output_len == 1
+
+
+def test_sequences_are_told_apart_by_identity_and_share_nothing() -> None:
+    one, other = make_sequence(), make_sequence()
+    assert one != other
+    assert len({one, other}) == 2
+    one.pages.append(1)
+    one.logprobs.append(0.0)
+    assert other.pages == other.logprobs == []
+    with pytest.raises(AttributeError):
+        one.pagse = []  # type: ignore[attr-defined]
+
+
+def test_an_output_shows_its_first_text_and_error() -> None:
+    fine = Completion(0, [5], "five", [0.0], [0.0], "stop", stop_reason=5)
+    failed = Completion(1, [], "", [], [], "error", error="too long")
+    output = RequestOutput("r0", [1], [fine, failed])
+    assert (output.text, output.error) == ("five", "too long")
+    assert RequestOutput("r0", [1], [fine]).error is None
+
+
+def test_a_request_needs_only_a_prompt() -> None:
+    assert Request("hello") == Request("hello", SamplingParams(), None)
