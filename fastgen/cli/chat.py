@@ -1,0 +1,429 @@
+"""fgchat: a conversation with a model, in the terminal or through a pipe.
+
+A round is a message and its answer; each sends the whole conversation again. What takes long to import is imported
+where it is needed, so that --help answers at once and Ctrl-C works from the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from fastgen import __version__
+from fastgen.request import SamplingParams
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+    from fastgen.generator import Generator
+    from fastgen.request import Event
+
+BANNER = """\
+Ready to chat!
+  Available commands:
+    /r <N> -- reset conversation before round N
+    /m     -- input a multiline message, end your input
+              with a single line containing '.'
+    /q     -- quit
+
+---
+"""
+
+COMMANDS = "there are /r <N>, /m and /q (for a message, put a space before the /)"
+
+# What a terminal would obey rather than show: an answer must not move the cursor, retitle the window or hide text.
+_PRINTABLE: dict[int, int | None] = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
+_PRINTABLE |= {ord("\r"): None, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
+
+
+class Console:
+    """Where lines come from, and what goes where.
+
+    stdin     stdout         banner, prompt, notes    answers
+    terminal  terminal       stdout                   stdout, control characters made visible
+    terminal  file or pipe   stderr                   stdout as they are
+    else      any            notes only, on stderr    stdout (made visible on a terminal)
+    """
+
+    def __init__(self) -> None:
+        self.interactive = sys.stdin.isatty()
+        self.screen: TextIO = sys.stdout if self.interactive and sys.stdout.isatty() else sys.stderr
+        self._lines: PromptSession[str] | None = None
+        self._blocks: PromptSession[str] | None = None
+        if self.interactive and self.screen.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
+            self._lines, self._blocks = _editors(self.screen)
+
+    def read(self, prompt: str) -> str:
+        """The next line. Raises EOFError at the end of input (Ctrl-D), KeyboardInterrupt for Ctrl-C."""
+        if self._lines is not None:
+            # Only text that has a style keeps its trailing space, which a script that drives the terminal waits for.
+            return _encodable(self._lines.prompt([("fg:default", prompt)]))
+        if self.interactive:
+            _write(self.screen, prompt)
+        line = ""
+        try:
+            line = sys.stdin.readline()
+        finally:
+            if self.interactive and not line:
+                self.note("")  # Ctrl-D and Ctrl-C leave the cursor behind the prompt
+        if not line:
+            raise EOFError
+        return _encodable(line.removesuffix("\n"))
+
+    def read_block(self) -> str:
+        """Lines up to a single '.' or the end of input."""
+        if self._blocks is not None:
+            return _encodable(self._blocks.prompt(""))
+        lines: list[str] = []
+        for line in iter(sys.stdin.readline, ""):
+            if line.rstrip("\n") == ".":
+                break
+            lines.append(line)
+        return _encodable("".join(lines))
+
+    def say(self, text: str) -> None:
+        """Show a piece of an answer."""
+        _write(sys.stdout, text.translate(_PRINTABLE) if sys.stdout.isatty() else text)
+
+    def note(self, line: str) -> None:
+        """Show what is not part of an answer."""
+        _write(self.screen, line.translate(_PRINTABLE) + "\n")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    stream.write(text)
+    stream.flush()
+
+
+def _encodable(text: str) -> str:
+    """Bytes that are not UTF-8 arrive as lone surrogates, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _editors(screen: TextIO) -> tuple[PromptSession[str], PromptSession[str]]:
+    """Line editing with a history that both share: one for single lines, one for blocks that a '.' ends."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.output import create_output
+
+    class History(FileHistory):
+        """A history is a convenience: where its file can not be read or written, the chat goes on without it."""
+
+        def load_history_strings(self) -> list[str]:
+            try:
+                return list(super().load_history_strings())
+            except OSError:
+                return []
+
+        def store_string(self, string: str) -> None:
+            try:
+                os.makedirs(os.path.dirname(self.filename), mode=0o700, exist_ok=True)
+                super().store_string(string)
+            except OSError:
+                pass
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.current_line == "." and buffer.document.is_cursor_at_the_end:
+            buffer.delete_before_cursor(2)  # the '.' and the newline before it are not part of the message
+            buffer.validate_and_handle()
+        else:
+            buffer.newline(copy_margin=False)
+
+    history = History(_history_file())
+    output = create_output(screen)
+    lines: PromptSession[str] = PromptSession(history=history, output=output, enable_suspend=True)
+    blocks: PromptSession[str] = PromptSession(
+        history=history, output=output, enable_suspend=True, multiline=True, key_bindings=keys
+    )
+    return lines, blocks
+
+
+def _history_file() -> str:
+    """In the XDG state folder; os.devnull where there is no home."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(state):
+        state = os.path.expanduser("~/.local/state")
+    return os.path.join(state, "fastgen", "chat_history") if os.path.isabs(state) else os.devnull
+
+
+class Interrupt:
+    """Ctrl-C while an answer is made: the engine finishes its step, then the answer stops.
+
+    An exception could hit the engine halfway through a step, with tokens read and not yet accounted for. So the first
+    Ctrl-C only sets `asked`, which is looked at between steps. A second one, for a step that takes too long, raises
+    KeyboardInterrupt, once, and only inside `step`: impatience must not break the abort or the conversation either.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._stepping = False
+
+    def __enter__(self) -> Interrupt:
+        self._previous = signal.signal(signal.SIGINT, self._on_sigint)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked and self._stepping:
+            self._stepping = False
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def step(self, gen: Generator) -> list[Event]:
+        self._stepping = True
+        try:
+            return gen.step()
+        finally:
+            self._stepping = False
+
+
+@dataclass
+class Answer:
+    text: str = ""
+    num_tokens: int = 0
+    finish_reason: str | None = None
+
+
+@dataclass
+class Chat:
+    gen: Generator
+    params: SamplingParams
+    console: Console
+    system: str | None = None
+    rounds: list[tuple[str, str]] = field(default_factory=list)  # (message, answer)
+    refused: bool = False  # something was, at some time
+
+    def loop(self) -> None:
+        """Round after round, until /q or the end of input."""
+        interrupts = 0
+        while True:
+            try:
+                line = self.console.read(f"{len(self.rounds) + 1}> ")
+                interrupts = 0
+                if not self.obey(line):
+                    return
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if not self.console.interactive:
+                    raise
+                interrupts += 1
+                if interrupts > 1:
+                    self.console.note("(/q or Ctrl-D quits)")
+
+    def obey(self, line: str) -> bool:
+        """Do what a line says: a command, or else a message. False: quit."""
+        if not line.startswith("/") or "\n" in line:  # several lines can only be a pasted message
+            self.ask(line.strip())
+            return True
+        match line.split():
+            case ["/q"]:
+                return False
+            case ["/m"]:
+                self.ask(self.console.read_block().rstrip())
+            case ["/r"]:
+                self.rounds.clear()
+            case ["/r", number]:
+                self.reset(number)
+            case [word, *_]:
+                wrong = "/r takes one number" if word == "/r" else f"no command {word[:20]}"
+                self.refuse(f"{wrong}; {COMMANDS}")
+        return True
+
+    def reset(self, number: str) -> None:
+        current = len(self.rounds) + 1
+        if number in map(str, range(1, current + 1)):
+            del self.rounds[int(number) - 1 :]
+        else:
+            self.refuse(f"/r {number[:20]}: no such round; N goes from 1 to {current}, which is this round")
+
+    def ask(self, message: str) -> None:
+        """One round. It joins the conversation if an answer was begun."""
+        if not message:
+            return
+        with Interrupt() as interrupt:
+            started = time.perf_counter()
+            try:
+                rid = self.gen.add(self.messages(message), self.params)
+            except ValueError as error:
+                wrong = _one_line(error).split(";")[0]  # then comes a remedy for programmers
+                self.refuse(wrong + ("; /r N goes back before round N, /r to the start" if self.rounds else ""))
+                return
+            answer = self.answer(rid, interrupt)
+            if answer.text:
+                self.rounds.append((message, answer.text))
+            self.report(answer, time.perf_counter() - started)
+        if interrupt.asked and not self.console.interactive:
+            raise KeyboardInterrupt  # nobody is there to go on with the conversation
+
+    def answer(self, rid: str | int, interrupt: Interrupt) -> Answer:
+        """Show the answer while it is made, to its end or to Ctrl-C."""
+        answer = Answer()
+        try:
+            while answer.finish_reason is None and not interrupt.asked:
+                for event in interrupt.step(self.gen):
+                    if event.id != rid:
+                        continue  # left over from a round that Ctrl-C ended
+                    answer.text += event.text
+                    answer.num_tokens += len(event.token_ids)
+                    answer.finish_reason = event.finish_reason
+                    self.console.say(event.text)
+        except KeyboardInterrupt:
+            pass
+        if answer.finish_reason is None:
+            self.stop(rid, answer)
+        return answer
+
+    def messages(self, message: str) -> list[dict[str, str]]:
+        """The conversation with one more message."""
+        turns = [("system", self.system)] if self.system else []
+        for asked, answered in self.rounds:
+            turns += [("user", asked), ("assistant", answered)]
+        return [{"role": role, "content": content} for role, content in [*turns, ("user", message)]]
+
+    def stop(self, rid: str | int, answer: Answer) -> None:
+        """Abort, and show what the engine had and had not yet told."""
+        for output in self.gen.abort([rid]):
+            completion = output.completions[0]
+            self.console.say(completion.text[len(answer.text) :])
+            answer.text, answer.num_tokens = completion.text, len(completion.token_ids)
+        answer.finish_reason = "abort"
+
+    def report(self, answer: Answer, seconds: float) -> None:
+        if not answer.text.endswith("\n"):
+            self.console.say("\n")
+        rate = answer.num_tokens / max(seconds, 1e-9)
+        if not sys.stdout.isatty():
+            self.console.note("")  # `| tee` may show this before the end of the answer
+        self.console.note(f"--- [{answer.num_tokens} tokens, {rate:.3f}toks/s]")
+        if answer.finish_reason == "length" and answer.num_tokens == self.params.max_tokens:
+            self.console.note(f"(cut at --max-tokens {self.params.max_tokens})")
+        elif answer.finish_reason == "length":
+            self.console.note(f"(cut: the context of {self.gen.max_model_len} tokens is full; /r N goes back)")
+
+    def refuse(self, why: str) -> None:
+        self.refused = True
+        self.console.note(why)
+
+
+def run(gen: Generator, params: SamplingParams, system: str | None = None) -> int:
+    """Chat on stdin, stdout and stderr. Returns the exit status: in a pipe, 1 if anything was refused.
+
+    Raises ValueError if no message can be answered: there is no chat template, or it takes no system prompt.
+    """
+    console = Console()
+    chat = Chat(gen, params, console, system)
+    gen.abort([gen.add(chat.messages("hello"), params)])  # better told now than after the first message
+    if console.interactive:
+        _write(console.screen, BANNER)
+    chat.loop()
+    return int(chat.refused and not console.interactive)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. 0: done; 1: an error, told in one line; 2: bad options; 130: Ctrl-C; 141: the reader has gone."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    options = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        SamplingParams(**given, seed=args.seed).validate(vocab_size=1)
+    except ValueError as error:
+        parser.error(str(error))
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("fastgen").setLevel(logging.INFO if args.verbose else logging.WARNING)
+    for stream in (sys.stdin, sys.stdout):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a stray byte or a narrow locale must not end a chat
+    try:
+        return _load_and_run(args, given)
+    except KeyboardInterrupt:
+        _write(sys.stderr, "\n")
+        return 130
+    except BrokenPipeError:  # whoever read our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
+        return 141
+    except Exception as error:
+        if args.verbose:
+            logging.getLogger(__name__).exception("where it happened:")
+        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+        _write(sys.stderr, f"fgchat: error: {kind}{_one_line(error)}\n")
+        return 1
+
+
+def _load_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
+    interruptible = signal.signal(signal.SIGINT, _leave)
+    try:
+        from fastgen import Generator  # seconds of importing torch: only when there is something to run
+        from fastgen.arch import sampling_defaults
+
+        gen = Generator(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
+        params = SamplingParams(**{**sampling_defaults(gen.folder), **given})
+    finally:
+        signal.signal(signal.SIGINT, interruptible)
+    with gen:
+        status = run(gen, params, args.system and _encodable(args.system))
+        if args.verbose:
+            print(gen.stats, file=sys.stderr)
+    return status
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    """Ctrl-C while loading. There is nothing to keep, and a KeyboardInterrupt may be lost in some __del__ of an import,
+    or wait for the threads of a download."""
+    os.write(2, b"\n")
+    os._exit(130)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, 1 or more")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fgchat",
+        description="Chat with a model. In a terminal, with line editing and history; through a pipe, each line is a"
+        " message, and only the answers go to stdout.",
+        allow_abbrev=False,
+    )
+    option = parser.add_argument
+    option("model", nargs="?", metavar="MODEL", help="a hub id or a folder (default: fastgen's own small model)")
+    own = "(default: what the model's generation_config.json says, else 1)"
+    option("--temperature", type=float, help=f"0 always takes the likeliest token {own}")
+    option("--top-p", type=float, help=f"sample from the likeliest tokens that together have this probability {own}")
+    option("--max-tokens", type=_positive, help="length of an answer (default: to the end of the context)")
+    option("--system", metavar="TEXT", help="the system prompt (default: none)")
+    option("--seed", type=int, help="the same messages then get the same answers (default: other ones every time)")
+    dtypes = ("auto", "bfloat16", "float16", "float32")
+    dtype_help = "of weights and KV cache (default: auto, the checkpoint's on a GPU and float32 on the CPU)"
+    option("--dtype", choices=dtypes, default="auto", help=dtype_help)
+    option("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one, else the CPU)")
+    verbose_help = "log what happens, show tracebacks, and the engine's statistics at the end (default: no)"
+    option("-v", "--verbose", action="store_true", help=verbose_help)
+    option("--version", action="version", version=f"fgchat {__version__}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,479 @@
+"""fgchat: what each line does, in a pseudo-terminal and through a pipe.
+
+Run as a program, this file is fgchat over FakeGenerator: a terminal test then starts in half a second, and an answer
+lasts as long as the test wants.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pexpect
+import pytest
+
+import fastgen
+from fastgen.cli import chat
+from fastgen.request import Completion, Event, RequestOutput, SamplingParams
+
+ROOT = Path(__file__).parents[1]
+BANNER = """\
+Ready to chat!
+  Available commands:
+    /r <N> -- reset conversation before round N
+    /m     -- input a multiline message, end your input
+              with a single line containing '.'
+    /q     -- quit
+
+---
+"""
+STATS = r"--- \[(\d+) tokens, (\d+\.\d{3})toks/s\]"
+
+
+class FakeGenerator:
+    """Answers with the roles and contents of all messages, a word a step. Some messages are special:
+
+    "count": 1 2 3 ... without an end; "escape": control characters; "break": the engine fails. The context holds
+    200 characters. Like the real one, it holds a little text back, and may tell of a round that is over.
+    """
+
+    max_model_len = 200
+    stats = "some statistics"
+
+    def __init__(self, model: str | None = None, **options: object) -> None:
+        self.model, self.options = model, options
+        self.folder = Path(__file__).parent
+        if model == "slow":
+            print("loading", file=sys.stderr)
+            time.sleep(60)
+        self.prompts: list[list[dict[str, str]]] = []
+        self.on_step: Callable[[], None] = lambda: None
+        self.words: Iterator[str] = iter(())
+        self.said: list[str] = []
+
+    def add(self, messages: list[dict[str, str]], params: SamplingParams) -> int:
+        if (length := sum(len(message["content"]) for message in messages)) > self.max_model_len:
+            raise ValueError(f"the prompt has {length} tokens,\nabove the context of {self.max_model_len}")
+        self.prompts.append(messages)
+        self.params, self.said = params, []
+        self.words = self._answer(messages)
+        return len(self.prompts)
+
+    def _answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        last = messages[-1]["content"]
+        if last == "break":
+            raise RuntimeError("the engine\nbroke")
+        if last == "escape":
+            yield "a\x1b[2Jb\r\x9bc\td"
+        elif last == "count":
+            yield from (f"{number} " for number in range(1, 10**6))
+        elif last:
+            yield from (f"{message['role']}:{message['content']};" for message in messages)
+
+    def step(self) -> list[Event]:
+        self.on_step()
+        time.sleep(0.001)
+        stale = Event(0, 0, [7], [0.0], [0.0], "stale", "abort")
+        full = self.params.max_tokens is not None and len(self.said) == self.params.max_tokens - 1
+        word = next(self.words, None)
+        if word is not None and not full:
+            self.said.append(word)
+            return [stale, self._event(word, None)]
+        return [stale, self._event(word or "", "length" if full else "stop")]
+
+    def __enter__(self) -> FakeGenerator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+    def _event(self, text: str, finish_reason: str | None) -> Event:
+        return Event(len(self.prompts), 0, [1], [0.0], [0.0], text, finish_reason)
+
+    def abort(self, ids: Sequence[int]) -> list[RequestOutput]:
+        assert list(ids) == [len(self.prompts)]
+        if not self.said:
+            del self.prompts[-1]  # it never began
+        self.said += ["held"] if self.said else []
+        completion = Completion(0, [1] * len(self.said), "".join(self.said), [], [], "abort")
+        return [RequestOutput(ids[0], [], [completion])]
+
+
+# A terminal
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., pexpect.spawn]]:
+    """start(*command) runs a Python command in a pseudo-terminal; without one, fgchat over FakeGenerator."""
+    children = []
+
+    def spawn(*command: str, **environment: str) -> pexpect.spawn:
+        env = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        env |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | environment
+        child = pexpect.spawn(
+            sys.executable, [*(command or [__file__])], env=env, encoding="utf-8", timeout=60, dimensions=(50, 200)
+        )
+        child.delaybeforesend, child.delayafterclose, child.delayafterterminate = None, 0, 0
+        children.append(child)
+        return child
+
+    yield spawn
+    for child in children:
+        child.close(force=True)
+
+
+def said(child: pexpect.spawn) -> str:
+    """What came before the match, as text: without the escape sequences of line editing."""
+    return re.sub(r"\x1b(\[[0-9;?]*[a-zA-Z]|[=>])", "", child.before).replace("\r", "")
+
+
+def at_prompt(child: pexpect.spawn, number: int) -> str:
+    """Wait until the editor takes input for this round; what was shown before."""
+    child.expect(rf"\x1b\[\?2004h[^\n]*?{number}> ")  # each prompt is drawn more than once: this begins a new one
+    return said(child)
+
+
+def ask(child: pexpect.spawn, line: str, number: int) -> str:
+    """Type a line; what is shown until the prompt of this round."""
+    child.sendline(line)
+    return at_prompt(child, number)
+
+
+def leave(child: pexpect.spawn, line: str | None = None) -> int:
+    """Type /q or such, or else Ctrl-D; the exit status."""
+    child.sendline(line) if line else child.sendeof()
+    child.expect(pexpect.EOF)
+    child.wait()
+    return child.exitstatus
+
+
+def test_banner_rounds_and_quit(start):
+    child = start()
+    assert at_prompt(child, 1) == BANNER
+    child.sendline("hello")
+    child.expect(STATS)
+    assert said(child).endswith("\nuser:hello;\n")
+    assert child.match[1] == "2"  # the end-of-answer token counts
+    at_prompt(child, 2)
+    assert "\nuser:hello;assistant:user:hello;;user:more;\n" in ask(child, "more", 3)
+    assert leave(child, "/q") == 0
+
+
+def test_ctrl_d_quits(start):
+    child = start()
+    at_prompt(child, 1)
+    assert leave(child) == 0
+
+
+def test_ctrl_c_while_loading(start):
+    child = start(__file__, "slow")
+    child.expect("loading")
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 130
+
+
+def test_reset_and_wrong_commands(start):
+    child = start()
+    at_prompt(child, 1)
+    ask(child, "one", 2)
+    ask(child, "two", 3)
+    for wrong in ("0", "4", "-1", "x"):
+        assert f"\n/r {wrong}: no such round; N goes from 1 to 3, " in ask(child, f"/r {wrong}", 3)
+    assert "\n/r takes one number; there are /r <N>, /m and /q (" in ask(child, "/r 1 2", 3)
+    assert "\nno command /x; there are /r <N>, /m and /q (" in ask(child, "/x", 3)
+    ask(child, " /x", 4)  # a message
+    ask(child, "/r 2", 2)
+    assert "\nuser:one;assistant:user:one;;user:other;\n" in ask(child, "other", 3)
+    ask(child, "/r", 1)
+    assert "\nuser:fresh;\n" in ask(child, "fresh", 2)
+
+
+def test_multiline_message(start):
+    child = start()
+    at_prompt(child, 1)
+    for line in ("/m", "first", "  . second"):
+        child.sendline(line)
+    assert "\nuser:first\n  . second;\n" in ask(child, ".", 2)
+    ask(child, "/r", 1)
+    pasted = ask(child, "\x1b[200~pasted\n/q\x1b[201~", 2)  # a bracketed paste is one message
+    assert "\nuser:pasted\n/q;\n" in pasted
+    child.sendline("/m")
+    ask(child, ".", 2)  # nothing to say
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(start):
+    child = start()
+    at_prompt(child, 1)
+    child.sendline("count")
+    child.expect("5 6 7 ")  # it never ends, so this much was streamed
+    child.sendintr()
+    child.expect(STATS)
+    assert said(child).endswith("held\n")
+    at_prompt(child, 2)
+    assert re.search(r"user:count;assistant:1 2 3 4 5 6 7 [\d ]*held;user:go on;", ask(child, "go on", 3))
+    assert leave(child) == 0
+
+
+def test_ctrl_c_at_the_prompt_clears_the_line(start):
+    child = start()
+    at_prompt(child, 1)
+    child.send("never mind")
+    child.sendintr()
+    assert "quits" not in at_prompt(child, 1)
+    child.sendintr()
+    assert "(/q or Ctrl-D quits)" in at_prompt(child, 1)
+    assert "\nuser:hello;\n" in ask(child, "hello", 2)
+    child.sendline("/m")
+    child.send("dropped")
+    child.sendintr()
+    at_prompt(child, 2)
+    assert "assistant:user:hello;;user:kept;" in ask(child, "kept", 3)
+
+
+def test_history_survives_and_does_without_its_file(start, tmp_path):
+    child = start()
+    at_prompt(child, 1)
+    ask(child, "remember", 2)
+    assert leave(child, "/q") == 0
+    child = start()
+    at_prompt(child, 1)
+    assert "\nuser:remember;\n" in ask(child, "\x1b[A\x1b[A", 2)  # up, past /q
+    (tmp_path / "file").touch()
+    child = start(XDG_STATE_HOME=str(tmp_path / "file"))
+    at_prompt(child, 1)
+    ask(child, "hello", 2)
+
+
+def test_a_dumb_terminal_gets_plain_lines(start):
+    child = start(TERM="dumb")
+    child.expect("1> ")
+    assert child.before.replace("\r", "") == BANNER
+    child.sendline("/m\na\nb\n.")
+    child.expect("2> ")
+    assert "\nuser:a\nb;\n" in said(child)
+    assert leave(child) == 0
+
+
+def test_stdout_in_a_file_gets_only_the_answers(start, tmp_path):
+    command = f"{sys.executable} {__file__} > {tmp_path}/out"
+    child = start("-c", f"import os; os.execl('/bin/sh', 'sh', '-c', {command!r})")
+    assert at_prompt(child, 1) == BANNER
+    assert re.search(STATS, ask(child, "hello", 2))
+    assert leave(child, "/q") == 0
+    assert (tmp_path / "out").read_text() == "user:hello;\n"
+
+
+def test_a_terminal_shows_control_characters(start):
+    child = start()
+    at_prompt(child, 1)
+    assert "\na\u241b[2Jb\ufffdc\td\n" in ask(child, "escape", 2)
+
+
+# A pipe, in this process
+
+
+@pytest.fixture
+def pipe(monkeypatch, capsys):
+    """pipe(lines) -> (exit status, stdout, stderr, the generator)."""
+
+    def run(lines: str, system: str | None = None, **params: int) -> tuple[int, str, str, FakeGenerator]:
+        gen = FakeGenerator()
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        status = chat.run(gen, SamplingParams(**params), system)
+        return status, *capsys.readouterr(), gen
+
+    return run
+
+
+def test_a_pipe_prints_only_answers(pipe):
+    status, out, err, gen = pipe("hello\n\n/m\nx\ny\n.\n  bye", system="be short")
+    assert status == 0
+    assert out.splitlines()[0] == "system:be short;user:hello;"
+    assert "Ready" not in out + err
+    assert [line for line in err.splitlines() if line and not re.fullmatch(STATS, line)] == []
+    assert gen.prompts[1][-1] == {"role": "user", "content": "x\ny"}
+    assert [message["role"] for message in gen.prompts[1]] == ["system", "user", "assistant", "user"]
+    assert gen.prompts[2][-1]["content"] == "bye"
+
+
+def test_a_message_that_does_not_fit_is_refused_and_the_conversation_kept(pipe):
+    long = "x" * 201
+    status, _, err, gen = pipe(f"{long}\nhello\n{long}\nagain\n")
+    assert status == 1  # a script should know
+    first, _, _, second, _, _ = err.splitlines()
+    assert first == "the prompt has 201 tokens, above the context of 200"
+    assert second.endswith("above the context of 200; /r N goes back before round N, /r to the start")
+    assert [message["content"] for message in gen.prompts[1]] == ["hello", "user:hello;", "again"]
+
+
+def test_a_cut_answer_says_what_cut_it(pipe, capsys):
+    _, out, err, _ = pipe("count", max_tokens=3)
+    assert out == "1 2 3 \n"
+    assert err.endswith("\n(cut at --max-tokens 3)\n")
+    chat.Chat(FakeGenerator(), SamplingParams(), chat.Console()).report(chat.Answer("text", 3, "length"), 1.0)
+    assert capsys.readouterr().err.endswith("\n(cut: the context of 200 tokens is full; /r N goes back)\n")
+
+
+def test_invalid_bytes_do_not_reach_the_tokenizer(pipe):
+    _, _, _, gen = pipe("caf\udce9\n")
+    assert gen.prompts[0][0]["content"] == "caf?"
+
+
+def interrupting(at: int, times: int = 1) -> FakeGenerator:
+    """A generator in whose step after so many words Ctrl-C is pressed."""
+    gen = FakeGenerator()
+
+    def on_step() -> None:
+        for _ in range(times if len(gen.said) == at else 0):
+            signal.raise_signal(signal.SIGINT)
+
+    gen.on_step = on_step
+    return gen
+
+
+def test_ctrl_c_in_a_pipe_ends_it_after_the_step(monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGINT)
+    gen = interrupting(at=3)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("count\nnever\n"))
+    with pytest.raises(KeyboardInterrupt):
+        chat.run(gen, SamplingParams())
+    assert capsys.readouterr().out == "1 2 3 4 held\n"
+    assert len(gen.prompts) == 1
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class Typist(chat.Console):
+    """A console at which somebody sits."""
+
+    def __init__(self) -> None:
+        self.interactive, self.screen = True, sys.stderr
+
+
+def test_a_second_ctrl_c_breaks_the_step_and_further_ones_do_nothing(monkeypatch, capsys):
+    gen = interrupting(at=3, times=2)
+    abort = gen.abort
+    monkeypatch.setattr(gen, "abort", lambda ids: signal.raise_signal(signal.SIGINT) or abort(ids))
+    conversation = chat.Chat(gen, SamplingParams(), Typist())
+    conversation.ask("count")
+    assert conversation.rounds == [("count", "1 2 3 held")]
+    assert capsys.readouterr().out == "1 2 3 held\n"
+    gen.on_step = lambda: None
+    conversation.ask("next")
+    assert [message["content"] for message in gen.prompts[-1]] == ["count", "1 2 3 held", "next"]
+
+
+def test_ctrl_c_before_the_first_word_takes_the_round_back(capsys):
+    conversation = chat.Chat(interrupting(at=0, times=2), SamplingParams(), Typist())
+    conversation.ask("count")
+    assert conversation.rounds == []
+    assert re.search(STATS, capsys.readouterr().err)[1] == "0"
+
+
+def test_a_closed_pipe_and_an_engine_error_are_quiet_ends():
+    command = f"{sys.executable} {__file__}"
+    shell = {"shell": True, "capture_output": True, "text": True, "timeout": 30, "executable": "/bin/bash"}
+    shell["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
+    head = subprocess.run(f"echo count | {command} 2>errors | head -c 4; cat errors; rm errors", **shell)
+    assert head.stdout == "1 2 "
+    broken = subprocess.run(f"echo break | {command}", **shell)
+    assert (broken.returncode, broken.stdout) == (1, "")
+    assert broken.stderr == "fgchat: error: RuntimeError: the engine broke\n"
+
+
+# The command line, and the bundled model
+
+
+def test_help_and_version_tell_the_truth(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        chat.main(["--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    names = set(re.findall(r"--[a-z-]+", out)) - {"--help", "--version"}
+    assert len(names) == 8
+    for name in (*names, "MODEL"):
+        assert re.search(rf" {name} [^()]*\(default: ", out.split("positional arguments:")[1]), name
+    with pytest.raises(SystemExit, match="0"):
+        chat.main(["--version"])
+    assert capsys.readouterr().out == f"fgchat {fastgen.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--top-p 0", "--temperature -1", "--temperature nan", "--max-tokens 0", "--dtype int8", "--seed x", "--temp 1"],
+)
+def test_bad_options_exit_2(options, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        chat.main(options.split())
+    assert capsys.readouterr().err.splitlines()[-1].startswith("fgchat: error: ")
+
+
+def test_no_such_model_is_one_line(capsys, tmp_path):
+    assert chat.main([str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert re.fullmatch(rf"fgchat: error: {tmp_path} has no config.json.*\n", err)
+    assert out == ""
+
+
+def test_options_go_over_the_models_defaults(monkeypatch, capsys, tmp_path):
+    defaults = {"do_sample": True, "temperature": 0.3, "top_k": 7, "top_p": 0.5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
+    made = []
+
+    def make(model: str | None, **options: object) -> FakeGenerator:
+        made.append(FakeGenerator(model, **options))
+        made[0].folder = tmp_path
+        return made[0]
+
+    monkeypatch.setattr(fastgen, "Generator", make)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    assert chat.main(["a/model", "--top-p", "0.9", "--max-tokens", "5", "--seed", "3", "--system", "short", "-v"]) == 0
+    (gen,) = made
+    assert gen.params == SamplingParams(temperature=0.3, top_k=7, top_p=0.9, max_tokens=5)
+    assert gen.prompts[0][0] == {"role": "system", "content": "short"}
+    assert (gen.model, gen.options) == ("a/model", {"seed": 3, "dtype": "auto", "device": None})
+    assert gen.closed
+    assert capsys.readouterr().err.endswith("some statistics\n")
+
+
+def test_the_bundled_model_in_a_pipe(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("what is 12 + 30?\n"))
+    assert chat.main(["--seed", "0"]) == 0
+    out, err = capfd.readouterr()
+    assert re.fullmatch(r"[^\n]*\b42\b[^\n]*\n", out)
+    assert re.search(rf"{STATS}\n$", err)
+
+
+def test_the_bundled_model_in_a_terminal(start):
+    child = start("-m", "fastgen.cli.chat", "--temperature", "0", OMP_NUM_THREADS="1")
+    shown = at_prompt(child, 1)
+    assert "100%" in shown
+    assert shown.endswith(f"\n{BANNER}")
+    child.sendline("hello")
+    child.expect(STATS)
+    first = said(child).split("\n", 1)[1]
+    assert first.strip()
+    at_prompt(child, 2)
+    pasted = f"\x1b[200~{'far too long ' * 1000}\x1b[201~"
+    refused = ask(child, pasted, 2)
+    assert re.search(r"\nthe prompt has \d+ tokens.*; /r N goes back before round N, /r to the start\n", refused)
+    ask(child, "and what is 2 + 2?", 3)
+    ask(child, "/r 1", 1)
+    child.sendline("hello")
+    child.expect(STATS)
+    assert said(child).split("\n", 1)[1] == first  # nothing was left of the other conversation
+    at_prompt(child, 2)
+    assert leave(child) == 0
+
+
+if __name__ == "__main__":
+    fastgen.Generator = FakeGenerator
+    sys.exit(chat.main())
