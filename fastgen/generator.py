@@ -12,21 +12,28 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing
 from copy import deepcopy
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 
-import torch
 from tqdm import tqdm
 
-from fastgen.arch import ModelConfig, read_config
-from fastgen.attention import make_attention
-from fastgen.cache.pool import KVPool
+from fastgen.arch import read_config
 from fastgen.config import EngineConfig
-from fastgen.loader import fill_random, load, resolve
-from fastgen.model import Transformer
+from fastgen.loader import resolve
 from fastgen.outputs import Active, Answer, Sink, Stats
-from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
-from fastgen.runner import Launched, Runner
+from fastgen.request import (
+    Completion,
+    Event,
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Sequence,
+    Status,
+    TokenMask,
+)
+from fastgen.runner import Launched, build_runner, find_device
 from fastgen.scheduler import Scheduler
 from fastgen.tokenizer import AnswerText, Tokenizer, encode_prompt
 
@@ -71,7 +78,7 @@ class Generator:
         self.model_config = read_config(self.folder)
         self.config = EngineConfig.make(
             self.model_config,
-            device=_device(device),
+            device=find_device(device),
             dtype=dtype,
             max_model_len=max_model_len,
             max_seqs=max_seqs,
@@ -83,7 +90,7 @@ class Generator:
         )
         self.max_model_len = self.config.max_model_len
         self.tokenizer = Tokenizer.find(self.folder if tokenizer is None else resolve(tokenizer, weights=False))
-        self._runner = _build(self.model_config, self.config, self.folder, load)
+        self._runner = build_runner(self.model_config, self.config, self.folder, load)
         self._scheduler = Scheduler(self.config)
         self._in_flight: Launched | None = None
         self._recovering = False
@@ -142,15 +149,18 @@ class Generator:
 
     def _pull(self, source: Iterator[Request], sink: Sink) -> Iterator[Request] | None:
         """Begin the next request of an iterator, for `sink`; None where it has ended."""
-        request = next(source, None)
-        if request is None:
+        try:
+            request = next(source)
+        except StopIteration:
             return None
         try:
+            if not isinstance(request, Request):
+                raise TypeError(f"stream takes Requests, not {type(request).__name__}")
             self._begin(request.prompt, request.params, request.id, sink)
         except (ValueError, TypeError) as error:
             completion = Completion(0, [], "", [], [], "error", error=str(error))
-            id = self._new_id() if request.id is None else request.id
-            sink.done.append(RequestOutput(id, [], [completion]))
+            id = getattr(request, "id", None)
+            sink.done.append(RequestOutput(self._new_id() if id is None else id, [], [completion]))
         return source
 
     def score(
@@ -164,6 +174,8 @@ class Generator:
         if not (isinstance(temperature, int | float) and 0 < temperature < math.inf):
             raise ValueError(f"temperature is {temperature}; scores need one above 0")
         starts = [start] * len(sequences) if isinstance(start, int) else list(start)
+        if not all(isinstance(first, int) for first in starts):
+            raise TypeError(f"start must be an integer, or one a sequence, not {start!r}")
         if len(starts) != len(sequences):
             raise ValueError(
                 f"there are {len(sequences)} sequences and {len(starts)} starts; give one start a sequence"
@@ -186,18 +198,18 @@ class Generator:
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, id: str | int | None = None) -> str | int:
         """Begin a request, whose events `step` returns; returns its id. A bad one raises ValueError or TypeError."""
-        return self._begin(prompt, params or SamplingParams(), id, sink=None).id
+        return self._begin(prompt, SamplingParams() if params is None else params, id, sink=None).id
 
     def step(self) -> list[Event]:
         """Run one step; returns what is new of the requests that were added, [] where nothing is."""
-        if self._scheduler.busy:
+        if self._scheduler.busy or self._recovering:
             self._advance()
         events, self._events = self._events, []
         return events
 
-    def abort(self, ids: Iterable[str | int]) -> list[RequestOutput]:
+    def abort(self, ids: str | int | Iterable[str | int]) -> list[RequestOutput]:
         """End requests with what they have; returns it. Ids that are not, or no longer, in the engine are skipped."""
-        wanted = list(ids)
+        wanted = [ids] if isinstance(ids, str | int) else list(ids)
         if not any(key in self._active for key in wanted):
             return []
         self._settle()
@@ -214,6 +226,7 @@ class Generator:
             self._events = [event for event in self._events if event.id != key]
             outputs.append(active.output())
             self._close_request(active)
+            self._stats.aborted += 1
         return outputs
 
     @property
@@ -227,6 +240,7 @@ class Generator:
         self._stats.running = len(self._scheduler.running)
         self._stats.waiting = len(self._scheduler.waiting)
         self._stats.pages_used = self._scheduler.pages.num_pages - self._scheduler.pages.num_free
+        self._stats.generated_tokens = self._scheduler.generated_tokens
         self._stats.preemptions = self._scheduler.preemptions
         return self._stats
 
@@ -253,8 +267,6 @@ class Generator:
 
     def _advance(self) -> None:
         """One turn of the loop: launch a step, then read the one before it."""
-        if self._closed:
-            raise RuntimeError("this Generator is closed; make a new one")
         start = time.perf_counter()
         if self._recovering:
             self._recovering = False
@@ -311,7 +323,7 @@ class Generator:
                 # Where an id or the length ended it at once, the string is still the reason: it cuts the text.
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
         if active.sink is None:
-            self._events.append(answer.event())
+            answer.tell(self._events)
         if sequence.status is Status.FINISHED:
             self._close_answer(answer)
             if not any(other.sequence in self._owners for other in active.answers):
@@ -322,7 +334,6 @@ class Generator:
 
     def _close_answer(self, answer: Answer) -> None:
         del self._owners[answer.sequence]
-        self._stats.generated_tokens += answer.sequence.output_len
 
     def _close_request(self, active: Active) -> None:
         del self._active[active.id]
@@ -339,6 +350,8 @@ class Generator:
             answer.text = AnswerText(self.tokenizer, prompt, sequence.params.stop_strings)
         new = sequence.token_ids[sequence.prompt_len + answer.ids_read :]
         answer.ids_read += len(new)
+        if isinstance(sequence.stop_reason, int):
+            new.pop()  # the stop id is no text
         return answer.text.push(
             new,
             may_stop=sequence.output_len > sequence.params.min_tokens,
@@ -356,6 +369,8 @@ class Generator:
         score: tuple[int, float] | None = None,
     ) -> Active:
         """Check a request and hand its sequences to the scheduler. score: (first position, temperature)."""
+        if self._closed:
+            raise RuntimeError("this Generator is closed; make a new one")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         params.validate(self.model_config.vocab_size)
@@ -419,7 +434,7 @@ class Generator:
             max_len=min(len(ids) + tokens, self.max_model_len),
             seed=seed,
             stop_ids=frozenset(stop_ids),
-            mask=deepcopy(params.mask),
+            mask=_own(params.mask),
         )
         if score is not None and index == 0:
             sequence.score_start, sequence.score_temperature = score
@@ -439,47 +454,24 @@ class Generator:
         return next(key for key in map("r{}".format, self._ids) if key not in self._active)
 
 
+def _own(mask: TokenMask | None) -> TokenMask | None:
+    """A sample's own copy of a mask, which is the user's code."""
+    try:
+        return deepcopy(mask)
+    except Exception as error:
+        raise ValueError(f"the mask can not be copied (copy.deepcopy): {error!r}") from error
+
+
 def _paired(
     prompts: Prompt | SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
     """Each prompt with its parameters. Raises ValueError where there is not one a prompt."""
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | Mapping))
+    if hasattr(prompts, "tolist"):  # a tensor or array of ids
+        prompts = prompts.tolist()
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping))
     many: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
     if params is None or isinstance(params, SamplingParams):
-        return [(prompt, params or SamplingParams()) for prompt in many]
+        return [(prompt, SamplingParams() if params is None else params) for prompt in many]
     if len(params) != len(many):
         raise ValueError(f"there are {len(many)} prompts and {len(params)} params; give one, or one a prompt")
     return list(zip(many, params, strict=True))
-
-
-def _device(name: str | None) -> str:
-    """The device to run on; the GPU, where there is one, for None. Raises ValueError where it can not be had."""
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # torch's own, for an unknown and for an absent device
-        raise ValueError(f"device is {name!r}, which torch can not use here: {str(error).splitlines()[0]}") from error
-    return name
-
-
-def _build(model_config: ModelConfig, config: EngineConfig, folder: Path, how: str) -> Runner:
-    """The model with its weights, the KV pool and the runner over them."""
-    if how not in ("auto", "dummy"):
-        raise ValueError(f"load is {how!r}; it must be 'auto' or 'dummy'")
-    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-    model = Transformer(model_config, dtype, device, config.max_model_len)
-    if how == "dummy":
-        fill_random(model.targets())
-    else:
-        load(model.targets(), folder, progress=True)
-    pool = KVPool(
-        model_config.num_layers,
-        config.num_pages,
-        model_config.num_kv_heads,
-        config.page_size,
-        model_config.head_size,
-        dtype,
-        device,
-    )
-    return Runner(model, pool, make_attention(config.attention, pool), config)

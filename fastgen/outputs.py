@@ -16,6 +16,7 @@ class Stats:
 
     requests: int = 0
     finished: int = 0
+    aborted: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
@@ -46,8 +47,7 @@ class Answer:
     sequence: Sequence
     text: AnswerText | None  # kept up to date where somebody reads it, or a stop string may end it
     ids_read: int = 0  # ids that have gone into the text
-    ids_told: int = 0  # ids and characters that events have told
-    chars_told: int = 0
+    told: tuple[int, int] = (0, 0)  # ids and characters that events have told
 
     @property
     def unseen(self) -> bool:
@@ -56,21 +56,25 @@ class Answer:
             self.text is not None and self.ids_read < self.sequence.output_len
         )
 
-    def event(self) -> Event:
-        """What is new since the last event."""
-        sequence, told = self.sequence, self.ids_told
+    def tell(self, events: list[Event]) -> None:
+        """Append what is new since the last event."""
+        sequence, (ids, chars) = self.sequence, self.told
         text = self.text.text if self.text is not None else ""
-        new = text[self.chars_told :]
-        self.ids_told, self.chars_told = sequence.output_len, len(text)
-        return Event(
+        event = Event(
             id=sequence.request_id,
             index=sequence.index,
-            token_ids=sequence.token_ids[sequence.prompt_len + told :],
-            logprobs=sequence.logprobs[told:],
-            raw_logprobs=sequence.raw_logprobs[told:],
-            text=new,
+            token_ids=sequence.token_ids[sequence.prompt_len + ids :],
+            logprobs=sequence.logprobs[ids:],
+            raw_logprobs=sequence.raw_logprobs[ids:],
+            text=text[chars:],
             finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            error=sequence.error,
+            top_logprobs=sequence.top_logprobs[ids:] if sequence.params.logprobs else None,
         )
+        told = (sequence.output_len, len(text))
+        events.append(event)
+        self.told = told
 
     def completion(self) -> Completion:
         sequence = self.sequence
@@ -84,7 +88,7 @@ class Answer:
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
-            top_logprobs=None if sequence.params.logprobs is None else sequence.top_logprobs,
+            top_logprobs=sequence.top_logprobs if sequence.params.logprobs else None,
             sampling_mask=sequence.sampling_mask if sequence.params.return_sampling_mask else None,
         )
 

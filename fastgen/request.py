@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 Message = Mapping[str, Any]
@@ -115,6 +116,9 @@ class SamplingParams:
         _token_ids("logit_bias", self.logit_bias or (), vocab_size)
         for token, bias in (self.logit_bias or {}).items():
             _number(f"logit_bias[{token}]", bias, -math.inf, math.inf)
+        for name, listed in (("stop_token_ids", self.stop_token_ids), ("stop", self.stop)):
+            if not isinstance(listed, Iterable):
+                raise TypeError(f"{name} must be a list, not {listed!r}")
         _token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         for text in self.stop_strings:
             if not isinstance(text, str):
@@ -123,30 +127,31 @@ class SamplingParams:
                 raise ValueError("a stop string is empty and would end every answer at once; remove it")
 
 
-def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, not {value!r}")
-    if value < low or (high is not None and value > high):
+    if int(value) < low or (high is not None and int(value) > high):
         raise ValueError(
             f"{name} is {value}; it must be {f'at least {low}' if high is None else f'from {low} to {high}'}"
         )
 
 
-def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+    number = float(value)
+    if not math.isfinite(number) or not low <= number <= high or (open_low and number == low):
         bounds = "finite" if low == -math.inf else f"{'above' if open_low else 'at least'} {low:g}"
         raise ValueError(
             f"{name} is {value}; it must be {bounds}{'' if high == math.inf else f' and at most {high:g}'}"
         )
 
 
-def _token_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
+def _token_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:
     for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool):
+        if not isinstance(token, Integral) or isinstance(token, bool):
             raise TypeError(f"{name} must hold token ids (integers), not {token!r}")
-        if not 0 <= token < vocab_size:
+        if not 0 <= int(token) < vocab_size:
             raise ValueError(f"{name} holds the id {token}, outside the vocabulary of {vocab_size} tokens")
 
 
@@ -312,17 +317,20 @@ class Event:
     raw_logprobs: list[float]
     text: str
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    top_logprobs: list[dict[int, float]] | None = None
 
 
 @dataclass(slots=True)
 class Completion:
     """One finished sample.
 
-    token_ids: what was generated, the stop token included; text: their view, cut before a stop string, without the
-        eos token; logprobs: float32 of the distribution sampled from (0.0 at temperature 0), raw_logprobs: of the
-        untouched logits; both as long as token_ids. finish_reason: "stop", "length", "abort" or "error";
-        stop_reason: the stop id or string that ended it. top_logprobs: the raw alternatives where
-        `SamplingParams.logprobs` asks for them, and sampling_mask the ids that truncation kept, a list a token.
+    token_ids: what was generated, the stop token included; text: their view, cut before a stop string or stop id;
+        logprobs: float32 of the distribution sampled from (0.0 at temperature 0), raw_logprobs: of the untouched
+        logits; both as long as token_ids. finish_reason: "stop", "length", "abort" or "error"; stop_reason: the stop
+        id or string that ended it. top_logprobs: the raw alternatives where `SamplingParams.logprobs` asks for them,
+        and sampling_mask the ids that truncation kept, a list a token.
     """
 
     index: int

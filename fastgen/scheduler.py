@@ -29,6 +29,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.lanes: list[Sequence | None] = [None] * config.max_seqs
         self.in_flight = 0  # steps scheduled and not yet updated
+        self.generated_tokens = 0
         self.preemptions = 0
         self._free_lanes = list(range(config.max_seqs))
         self._starts: list[LaneStart] = []
@@ -200,6 +201,7 @@ class Scheduler:
             sequence.top_logprobs.append(top)
         if result.sampling_masks is not None and (kept := result.sampling_masks[row]) is not None:
             sequence.sampling_mask.append(kept)
+        self.generated_tokens += 1
         sequence.token_ids.append(token)  # last, so that an interrupt leaves no token without its logprobs
         if token in sequence.stop_ids and sequence.output_len > sequence.params.min_tokens:
             self.finish(sequence, "stop", token)

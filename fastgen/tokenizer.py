@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,10 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
         raise TypeError(f"a prompt is a string, a list of ids or a list of messages, not {type(prompt).__name__}")
     if prompt and isinstance(prompt[0], Mapping):
         return _needed(tokenizer).encode_chat(prompt)  # type: ignore[arg-type]
-    ids = list(prompt)
-    for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool):
+    for token in prompt:
+        if not isinstance(token, Integral) or isinstance(token, bool):
             raise TypeError(f"a prompt of ids must hold integers, not {token!r}")
-    return ids  # type: ignore[return-value]
+    return [int(token) for token in prompt]  # type: ignore[arg-type]
 
 
 def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -71,28 +71,32 @@ def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
 class Detokenizer:
     """The text of one answer while it grows.
 
-    The text of new ids is what decoding a window of recent ids gives beyond what the window's older part gave before.
-    A window that ends in the middle of a character waits for the ids that complete it.
+    New ids are decoded behind the ids that gave text last, and what they add is their text. While it ends in the
+    middle of a character it waits for the ids that complete it. One call with many ids says what a call an id says.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = list(prompt_ids[-CONTEXT_IDS:])
-        self._seen = tokenizer.decode(self._window)
-        self._fresh = 0  # ids of the window that have given no text yet
+        # A decoder with byte fallback breaks a whole run of bytes that does not begin with a character.
+        starts = [list(prompt_ids[-count:]) for count in range(CONTEXT_IDS, CONTEXT_IDS + 4)]
+        whole = (ids for ids in starts if not tokenizer.decode(ids).startswith(BROKEN))
+        self._context = next(whole, [])
+        self._seen = tokenizer.decode(self._context)
+        self._fresh: list[int] = []  # ids that have given no text yet
 
     def push(self, ids: Sequence[int], last: bool = False) -> str:
         """The text that new ids add; with `last`, broken characters come out as they are."""
-        self._window.extend(ids)
-        self._fresh += len(ids)
-        text = self._tokenizer.decode(self._window)
+        fresh = [*self._fresh, *ids]
+        text = self._tokenizer.decode(self._context + fresh)
+        if BROKEN in text and len(ids) > 1:
+            return "".join(self.push([token]) for token in ids[:-1]) + self.push(ids[-1:], last)
+        self._fresh = fresh
         if text.endswith(BROKEN) and not last:
             return ""
-        new = text[len(self._seen) :]
-        # The next window begins with the ids that gave this text, as context.
-        self._window = self._window[-max(self._fresh, CONTEXT_IDS) :]
-        self._fresh = 0
-        self._seen = self._tokenizer.decode(self._window)
+        new = text[len(self._seen) :] if text.startswith(self._seen) else self._tokenizer.decode(fresh)
+        if new:
+            self._context, self._fresh = fresh, []
+            self._seen = self._tokenizer.decode(fresh)
         return new
 
 

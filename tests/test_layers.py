@@ -21,6 +21,7 @@ LEVELS = {
     "fastgen.tiny": 0,
     "fastgen.kernels": 1,
     "fastgen.parallel": 1,
+    "fastgen.rope": 1,
     # The design lists all of cache/ at level 3. These two know nothing of a model (one is two tensors, the other only
     # numbers), and attention reads the pool, so they stand under it; cache/host.py, which copies, stays at 3.
     "fastgen.cache": 1,

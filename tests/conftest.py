@@ -1,0 +1,212 @@
+"""What the engine's tests share: tiny checkpoints that transformers wrote, a tokenizer, and masks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fastgen import Generator
+
+VOCAB = 320
+EOS = 2
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_theta": 5000.0}),
+    "mistral": ("Mistral", {"head_dim": 24, "sliding_window": 20}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 24,
+                        "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "num_attention_heads": 8}),
+}  # fmt: skip
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": EOS,
+    "initializer_range": 0.2,
+}  # fmt: skip
+
+Checkpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """pytest-xdist has a worker a core, and threads that wait for each other's core are many times slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """checkpoint(name, **config): the folder of a random model of transformers' `name`ForCausalLM, in float32."""
+    made: dict[str, Path] = {}
+
+    def make(name: str, **config: Any) -> Path:
+        key = repr((name, sorted(config.items())))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(name)
+            save_random(name, {**SIZES, **config}, made[key])
+        return made[key]
+
+    return make
+
+
+def save_random(name: str, config: dict[str, Any], folder: Path) -> None:
+    import transformers
+
+    settings = getattr(transformers, f"{name}Config")(**config)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name}ForCausalLM")(settings).float()
+        for parameter in model.parameters():  # transformers begins with biases of 0 and norms of 1
+            if parameter.dim() == 1:
+                parameter.data += torch.randn_like(parameter) * 0.2
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def family(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Path:
+    """A checkpoint without a tokenizer, of each family in turn."""
+    name, config = FAMILIES[request.param]
+    return checkpoint(name, **config)
+
+
+@pytest.fixture(scope="session")
+def llama(checkpoint: Checkpoint) -> Path:
+    """A checkpoint without a tokenizer."""
+    return checkpoint("Llama", **FAMILIES["llama"][1])
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tokenizer that has a chat template."""
+    folder = tmp_path_factory.mktemp("talker")
+    save_random("Llama", SIZES, folder)
+    save_tokenizer(folder)
+    return folder
+
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'critic' %}{{ raise_exception('no critics') }}{% endif %}"
+    "[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}[answer] {% endif %}"
+)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-fallback BPE like Llama 2's: 3 special tokens, 256 bytes, and 61 letters and merges of some English."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    special = ["<unk>", "<s>", "</s>"]
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = spaces
+    english = ["the quick brown fox jumps over the lazy dog", "hello world, how are you today?", "hello the other"]
+    size = VOCAB - len(special) - 256
+    trained.train_from_iterator(english, trainers.BpeTrainer(vocab_size=size, show_progress=False))
+    found = json.loads(trained.to_str())["model"]
+    entries = special + [f"<0x{byte:02X}>" for byte in range(256)] + sorted(found["vocab"], key=found["vocab"].get)
+    assert len(entries) == VOCAB
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={entry: number for number, entry in enumerate(entries)},
+            merges=[tuple(merge) for merge in found["merges"]],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE
+    )
+    wrapped.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def shared_generator(talker: Path) -> Iterator[Generator]:
+    with Generator(talker, seed=0, max_seqs=8, max_step_tokens=64, page_size=16) as gen:
+        yield gen
+
+
+@pytest.fixture
+def gen(shared_generator: Generator) -> Iterator[Generator]:
+    """A Generator with a tokenizer, 8 lanes and steps of 64 tokens, which a test has to leave with nothing running."""
+    assert shared_generator.unfinished == 0
+    yield shared_generator
+    assert shared_generator.unfinished == 0
+    check_idle(shared_generator)
+
+
+def check_idle(gen: Generator) -> None:
+    """Nothing is kept of what has run."""
+    assert gen.step() == []  # reads a token too many, if one is on its way
+    gen._scheduler.check()
+    stats = gen.stats
+    assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+    assert not gen._owners
+
+
+def hf_logits(folder: Path, ids: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """What transformers makes of ids: float32 [T, V]."""
+    with torch.inference_mode():
+        return hf_model(folder, dtype)(torch.tensor([list(ids)])).logits[0].float()
+
+
+_hf_models: dict[tuple[Path, torch.dtype], Any] = {}
+
+
+def hf_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    if (folder, dtype) not in _hf_models:
+        _hf_models[folder, dtype] = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return _hf_models[folder, dtype]
+
+
+def random_ids(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng((seed, length)).integers(3, VOCAB, length).tolist()
+
+
+def allow(row: np.ndarray, tokens: Sequence[int] | np.ndarray) -> None:
+    """Let a mask row allow just these tokens."""
+    bits = np.zeros(32 * len(row), dtype=np.uint8)
+    bits[tokens] = 1
+    row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class Script:
+    """A mask that makes the model say exactly these ids."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = list(ids)
+        self.said: list[int] = []
+
+    def fill(self, row: np.ndarray) -> None:
+        allow(row, [self.ids[len(self.said)]])
+
+    def accept(self, token: int) -> None:
+        self.said.append(token)
+
+
+class Turns:
+    """A mask whose k-th token is k modulo 5."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def fill(self, row: np.ndarray) -> None:
+        allow(row, np.arange(self.count % 5, VOCAB, 5))
+
+    def accept(self, token: int) -> None:
+        assert token % 5 == self.count % 5
+        self.count += 1

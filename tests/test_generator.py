@@ -1,0 +1,455 @@
+"""generator.py: what goes in, bad input, streams, aborts, masks, seeds, and the end."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import EOS, VOCAB, Script, Turns, check_idle, random_ids
+
+from fastgen import Event, Generator, Request, RequestOutput, SamplingParams
+
+pytestmark = pytest.mark.timeout(60)  # a loop that waits for what never comes is what goes wrong here
+SHORT = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [completion.token_ids for output in outputs for completion in output.completions]
+
+
+def drain(gen: Generator) -> list[Event]:
+    """Step until nothing is left."""
+    events = gen.step()
+    while gen.unfinished:
+        events += gen.step()
+    return events
+
+
+# What goes in and what comes out.
+
+
+def test_prompts_of_all_kinds_and_outputs_in_their_order(gen: Generator) -> None:
+    message = {"role": "user", "content": "hello"}
+    prompts = ["hello", [5, 6, 7], [message], (8, 9), torch.tensor([5, 6, 7])]
+    outputs = gen.generate(prompts, [replace(SHORT, max_tokens=9 - place) for place in range(5)])
+    assert [len(ids) for ids in ids_of(outputs)] == [9, 8, 7, 6, 5]
+    assert outputs[0].prompt_token_ids[0] == 1
+    assert outputs[1].prompt_token_ids == [5, 6, 7]
+    assert outputs[2].prompt_token_ids.count(1) == 1
+    for place, single in enumerate(("hello", [5, 6, 7], [message])):
+        (output,) = gen.generate(single, replace(SHORT, max_tokens=9 - place))
+        assert output.prompt_token_ids == outputs[place].prompt_token_ids
+        assert output.completions == outputs[place].completions
+    assert gen.generate([]) == []
+    assert gen.generate([[5]], SHORT)[0].text == gen.generate([[5]], SHORT)[0].completions[0].text
+
+
+def test_an_answer_goes_on_to_the_end_of_the_context(llama: Path) -> None:
+    with Generator(llama, max_model_len=50, max_seqs=2) as gen:
+        for length in (1, 48, 49):
+            (completion,) = gen.generate(random_ids(length), SamplingParams(ignore_eos=True, n=1))[0].completions
+            assert (len(completion.token_ids), completion.finish_reason) == (50 - length, "length")
+        assert "has room for 49" in str(gen.generate(random_ids(50))[0].error)
+
+
+def test_the_context_is_what_the_pool_holds_less_a_page(llama: Path) -> None:
+    with Generator(llama, page_size=16, num_pages=4, max_seqs=4) as gen:
+        assert gen.max_model_len == 48
+        good, bad = gen.generate([random_ids(40), random_ids(48)], SamplingParams(ignore_eos=True))
+        assert len(ids_of([good])[0]) == 8
+        assert "the context of 48 tokens" in str(bad.error)
+
+
+def test_eos_ends_an_answer_and_stays_in_its_ids(gen: Generator) -> None:
+    params = SamplingParams(max_tokens=9, mask=Script([5, 6, EOS, 7, 8, 9, 10, 11, 12]))
+    ended, ignoring = gen.generate([[5], [5]], [params, replace(params, ignore_eos=True)])
+    completion = ended.completions[0]
+    assert (completion.token_ids, completion.finish_reason, completion.stop_reason) == ([5, 6, EOS], "stop", EOS)
+    assert ids_of([ignoring]) == [[5, 6, EOS, 7, 8, 9, 10, 11, 12]]
+    assert ignoring.completions[0].finish_reason == "length"
+
+
+def test_min_tokens_forbids_eos_and_stop_ids_until_then(gen: Generator) -> None:
+    likely = SamplingParams(max_tokens=8, temperature=0, logit_bias={EOS: 1e4, 9: 9e3}, stop_token_ids=[9])
+    assert ids_of(gen.generate([5, 6], likely)) == [[EOS]]
+    ids = ids_of(gen.generate([5, 6], replace(likely, min_tokens=4)))[0]
+    assert len(ids) == 5
+    assert ids[-1] == EOS
+    assert not {EOS, 9} & set(ids[:4])
+    ids = ids_of(gen.generate([5, 6], replace(likely, min_tokens=4, ignore_eos=True)))[0]
+    assert ids[:5] == [EOS] * 5
+
+
+# Bad input.
+
+BAD: dict[str, tuple[Any, Any, str]] = {
+    "empty": ([], SHORT, "the prompt is empty"),
+    "longer than the context": ([5] * 512, SHORT, "512 tokens, and the context of 512 tokens has room for 511"),
+    "id above the vocabulary": ([5, VOCAB], SHORT, f"the id {VOCAB}, outside the vocabulary of {VOCAB} tokens"),
+    "id below 0": ([5, -1], SHORT, "the id -1, outside the vocabulary"),
+    "no prompt": (None, SHORT, "not NoneType"),
+    "words as ids": (["hello", "world"], SHORT, "must hold integers, not 'hello'"),
+    "nothing to do": ([5], SamplingParams(max_tokens=0), "max_tokens is 0"),
+    "max_tokens below 0": ([5], SamplingParams(max_tokens=-1), "max_tokens is -1"),
+    "max_tokens of 1.5": ([5], SamplingParams(max_tokens=1.5), "max_tokens must be an integer, not 1.5"),  # type: ignore[arg-type]
+    "cold": ([5], SamplingParams(temperature=-0.1), "temperature is -0.1; it must be at least 0"),
+    "hot": ([5], SamplingParams(temperature=math.inf), "temperature is inf"),
+    "nan": ([5], SamplingParams(temperature=math.nan), "temperature is nan"),
+    "warm": ([5], SamplingParams(temperature="warm"), "temperature must be a number, not 'warm'"),  # type: ignore[arg-type]
+    "top_p of 0": ([5], SamplingParams(top_p=0), "top_p is 0; it must be above 0 and at most 1"),
+    "top_p above 1": ([5], SamplingParams(top_p=1.01), "top_p is 1.01"),
+    "top_k below 0": ([5], SamplingParams(top_k=-1), "top_k is -1"),
+    "min_p above 1": ([5], SamplingParams(min_p=1.5), "min_p is 1.5"),
+    "repetition_penalty of 0": ([5], SamplingParams(repetition_penalty=0), "repetition_penalty is 0"),
+    "presence_penalty of nan": ([5], SamplingParams(presence_penalty=math.nan), "presence_penalty is nan"),
+    "n of 0": ([5], SamplingParams(n=0), "n is 0; it must be at least 1"),
+    "n of True": ([5], SamplingParams(n=True), "n must be an integer, not True"),
+    "n scores": ([5], SamplingParams(n=2, max_tokens=0, prompt_logprobs=0), "n is 2 with max_tokens=0"),
+    "min above max": ([5], SamplingParams(min_tokens=3, max_tokens=2), "min_tokens is 3, above max_tokens"),
+    "seed too large": ([5], SamplingParams(seed=2**64), "must fit in 64 bits"),
+    "empty stop": ([5], SamplingParams(stop=["a", ""]), "a stop string is empty"),
+    "stop of ids": ([5], SamplingParams(stop=[5]), "stop must be a string or a list of strings, not 5"),  # type: ignore[list-item]
+    "stop id outside": ([5], SamplingParams(stop_token_ids=[VOCAB]), f"stop_token_ids holds the id {VOCAB}"),
+    "bias outside": ([5], SamplingParams(logit_bias={-1: 1.0}), "logit_bias holds the id -1"),
+    "bias of nan": ([5], SamplingParams(logit_bias={5: math.nan}), "logit_bias.5. is nan"),
+    "many logprobs": ([5], SamplingParams(logprobs=21), "logprobs is 21; it must be from 0 to 20"),
+    "prompt_logprobs below 0": ([5], SamplingParams(prompt_logprobs=-1), "prompt_logprobs is -1"),
+    "params of another kind": ([5], {"temperature": 0}, "params must be SamplingParams, not dict"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_add_raises_what_is_bad(gen: Generator, name: str) -> None:
+    prompt, params, message = BAD[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        gen.add(prompt, params)
+    assert gen.unfinished == 0
+
+
+def test_bad_requests_fail_alone(gen: Generator) -> None:
+    good = [([random_ids(9, seed=i)], replace(SHORT, temperature=1, seed=i)) for i in range(len(BAD))]
+    alone = [ids_of(gen.generate(*request))[0] for request in good]
+    prompts = [p for (prompt,), bad in zip([g[0] for g in good], BAD.values(), strict=True) for p in (prompt, bad[0])]
+    params = [p for (_, own), bad in zip(good, BAD.values(), strict=True) for p in (own, bad[1])]
+    outputs = gen.generate(prompts, params)
+    assert ids_of(outputs[::2]) == alone
+    for output, (_, _, message) in zip(outputs[1::2], BAD.values(), strict=True):
+        (completion,) = output.completions
+        assert (completion.finish_reason, completion.token_ids, completion.text) == ("error", [], "")
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(output.error)
+    requests = [Request(*bad[:2], id=name) for name, bad in BAD.items()]
+    assert {output.id for output in gen.stream(requests) if output.error} == set(BAD)
+
+
+def test_text_needs_a_tokenizer_and_ids_do_not(llama: Path) -> None:
+    with Generator(llama, max_seqs=2) as gen:
+        prompts = ["hello", [{"role": "user", "content": "hello"}], [5], [5, 6]]
+        text, chat, stop, ids = gen.generate(prompts, [SHORT, SHORT, replace(SHORT, stop="x"), SHORT])
+        assert "no tokenizer files" in str(text.error)
+        assert "no tokenizer files" in str(chat.error)
+        assert "stop_token_ids" in str(stop.error)
+        assert (ids.text, len(ids_of([ids])[0])) == ("", 6)
+        id = gen.add([5, 6], SHORT)
+        assert {(event.id, event.text) for event in drain(gen)} == {(id, "")}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"temperature": 1}, TypeError),
+        ({"max_num_seqs": 4}, TypeError),
+        ({"max_seqs": 0}, ValueError),
+        ({"max_seqs": 4.0}, TypeError),
+        ({"page_size": -1}, ValueError),
+        ({"max_seqs": 8, "max_step_tokens": 7}, ValueError),
+        ({"max_model_len": 513}, ValueError),
+        ({"num_pages": 1}, ValueError),
+        ({"num_pages": 4, "kv_cache_gb": 1.0}, ValueError),
+        ({"kv_cache_gb": 1e-9}, ValueError),
+        ({"dtype": "int8"}, ValueError),
+        ({"attention": "flash-1"}, ValueError),
+        ({"load": "never"}, ValueError),
+    ],
+)
+def test_options_that_do_not_work(llama: Path, options: dict[str, Any], kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=next(iter(options))):
+        Generator(llama, **options)
+
+
+def test_there_is_one_of_the_params_or_one_a_prompt(gen: Generator) -> None:
+    with pytest.raises(ValueError, match="2 prompts and 3 params"):
+        gen.generate([[5], [6]], [SHORT] * 3)
+
+
+# Streams.
+
+
+class Feed:
+    """Requests without end, which counts how many were taken."""
+
+    def __init__(self, params: SamplingParams = SHORT) -> None:
+        self.params, self.taken = params, 0
+
+    def __iter__(self) -> Iterator[Request]:
+        while True:
+            self.taken += 1
+            length = 3 + self.taken % 5
+            yield Request(random_ids(length), replace(self.params, max_tokens=length), self.taken)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_reads_no_further_than_there_are_lanes(gen: Generator, n: int) -> None:
+    feed = Feed(replace(SHORT, n=n, temperature=1))
+    for done, output in enumerate(itertools.islice(gen.stream(feed), 40), 1):
+        assert len(output.completions) == n
+        assert feed.taken <= done + gen.config.max_seqs // n + 2
+    assert gen.stats.running == 0  # leaving has aborted the others
+    assert feed.taken < 52
+
+
+def test_a_stream_yields_in_the_order_of_completion(gen: Generator) -> None:
+    lengths = [30, 5, 20, 1, 10]
+    requests = [Request([5], replace(SHORT, max_tokens=length), length) for length in lengths]
+    assert [output.id for output in gen.stream(requests)] == sorted(lengths)
+
+
+def test_leaving_a_stream_early_aborts_what_it_began(gen: Generator) -> None:
+    for output in gen.stream(Feed()):
+        assert output.completions[0].finish_reason == "length"
+        break
+    assert gen.unfinished == 0
+    stats = gen.stats
+    assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+
+
+def test_what_the_input_raises_comes_out_and_aborts(gen: Generator) -> None:
+    def broken() -> Iterator[Request]:
+        yield from itertools.islice(Feed(), 10)
+        raise OSError("the file is gone")
+
+    done = []
+    with pytest.raises(OSError, match="the file is gone"):
+        done.extend(output.id for output in gen.stream(broken()))
+    assert gen.unfinished == 0
+
+
+def test_events_of_added_requests_survive_a_stream(gen: Generator) -> None:
+    params = replace(SHORT, max_tokens=20)
+    alone = ids_of(gen.generate([random_ids(9)], params))[0]
+    id = gen.add(random_ids(9), params)
+    said = [token for event in gen.step() for token in event.token_ids]
+    outputs = list(gen.stream(itertools.islice(Feed(), 12)))
+    assert sorted(output.id for output in outputs) == list(range(1, 13))
+    (kept,) = itertools.islice(gen.stream([Request([5], SHORT, "inner")]), 1)
+    assert kept.id == "inner"
+    while gen.unfinished or gen._events:
+        for event in gen.step():
+            assert event.id == id
+            said += event.token_ids
+    assert said == alone
+
+
+def test_streams_nest(gen: Generator) -> None:
+    inner_ids = []
+    for outer in gen.stream([Request([5], SHORT, "a"), Request([6], replace(SHORT, max_tokens=9), "b")]):
+        inner_ids += [inner.id for inner in gen.stream([Request([7], SHORT, f"in {outer.id}")])]
+    assert inner_ids == ["in a", "in b"]
+
+
+def test_aborting_from_within_a_stream_takes_the_request_out(gen: Generator) -> None:
+    requests = [Request([5], SHORT, "short"), *(Request([6], replace(SHORT, max_tokens=90), i) for i in range(3))]
+    done = []
+    for output in gen.stream(requests):
+        done.append(output.id)
+        if output.id == "short":
+            partial, gone = gen.abort([1, "nobody", 2])
+            assert (partial.id, gone.id) == (1, 2)
+            assert 0 < len(ids_of([partial])[0]) < 90
+    assert done == ["short", 0]
+
+
+def test_an_id_that_is_running_is_refused(gen: Generator) -> None:
+    gen.add([5], SHORT, id="mine")
+    with pytest.raises(ValueError, match="'mine' is running"):
+        gen.add([6], SHORT, id="mine")
+    outputs = list(gen.stream([Request([7], SHORT, "mine"), Request([7], SHORT, "mine too")]))
+    assert [(output.id, output.error is None) for output in outputs] == [("mine", False), ("mine too", True)]
+    gen.abort(["mine"])
+    assert gen.add([6], SHORT, id="mine") == "mine"
+    assert len(gen.abort(["mine"])) == 1
+
+
+def test_made_up_ids_avoid_the_users(gen: Generator) -> None:
+    made = gen.add([5], SHORT)
+    number = int(str(made)[1:])
+    taken = gen.add([5], SHORT, id=f"r{number + 1}")
+    assert len({made, taken, gen.add([5], SHORT)}) == 3
+    gen.abort(list(gen._active))
+
+
+# Aborts.
+
+
+def test_an_abort_returns_what_there_is(gen: Generator) -> None:
+    params = replace(SHORT, max_tokens=40, n=2, prompt_logprobs=0)
+    whole = gen.generate([random_ids(9)], params)[0]
+    running, waiting = gen.add(random_ids(9), params), [gen.add([5], SHORT) for _ in range(9)]
+    for _ in range(5):
+        gen.step()
+    outputs = gen.abort([running, *waiting[-2:]])
+    assert [output.id for output in outputs] == [running, *waiting[-2:]]
+    for part, full in zip(outputs[0].completions, whole.completions, strict=True):
+        count = len(part.token_ids)
+        assert 3 <= count < 40
+        assert part.finish_reason == "abort"
+        assert part.token_ids == full.token_ids[:count]
+        assert part.raw_logprobs == full.raw_logprobs[:count]
+        assert len(part.logprobs) == count
+    assert outputs[0].prompt_logprobs is not None
+    assert outputs[0].prompt_logprobs[1:] == (whole.prompt_logprobs or [])[1:]
+    assert ids_of(outputs[1:]) == [[], []]
+    assert gen.abort([running, "nobody"]) == []
+    assert {event.id for event in drain(gen)} == set(waiting[:-2])
+
+
+# Masks.
+
+
+class Fails(Turns):
+    """Breaks after three tokens: in fill, in accept, or by allowing nothing."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def fill(self, row: np.ndarray) -> None:
+        super().fill(row)
+        if self.count == 3 and self.how == "fill":
+            raise RuntimeError("no more")
+        if self.count == 3 and self.how == "nothing":
+            row[:] = 0
+
+    def accept(self, token: int) -> None:
+        if self.count == 3 and self.how == "accept":
+            raise RuntimeError("no more")
+        super().accept(token)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("fill", "the mask raised RuntimeError('no more')"),
+        ("accept", "the mask raised RuntimeError('no more')"),
+        ("nothing", "the mask allowed no token"),
+    ],
+)
+def test_a_mask_that_fails_fails_alone(gen: Generator, how: str, message: str) -> None:
+    params = replace(SHORT, max_tokens=8, temperature=1, seed=2)
+    alone = ids_of(gen.generate([random_ids(12)], params))
+    masked = ids_of(gen.generate([random_ids(9)], replace(params, mask=Turns())))[0]
+    bad, good = gen.generate([random_ids(9), random_ids(12)], [replace(params, mask=Fails(how)), params])
+    assert ids_of([good]) == alone
+    completion = bad.completions[0]
+    assert (completion.finish_reason, completion.error) == ("error", message)
+    assert completion.token_ids == masked[:3]
+    assert len(completion.logprobs) == len(completion.raw_logprobs) == 3
+
+
+def test_masked_answers_follow_their_grammar_when_preempted(llama: Path) -> None:
+    mask = Turns()
+    params = SamplingParams(max_tokens=24, temperature=1, seed=0, n=2, mask=mask, ignore_eos=True)
+    with Generator(llama, page_size=4, num_pages=16, max_seqs=4, max_step_tokens=16) as gen:
+        outputs = gen.generate([random_ids(9), random_ids(20), random_ids(5)], params)
+        assert gen.stats.preemptions > 0
+        check_idle(gen)
+    for ids in ids_of(outputs):
+        assert [token % 5 for token in ids] == [place % 5 for place in range(24)]
+    assert len({tuple(ids) for ids in ids_of(outputs)}) == 6
+    assert mask.count == 0  # each sample had its own copy
+
+
+# Seeds.
+
+
+def test_seeds_decide_the_answers(llama: Path) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    prompts = [[5, 6], [5, 6], [7]]
+
+    def said(seed: int | None, request_seed: int | None = None) -> list[list[int]]:
+        with Generator(llama, seed=seed, max_seqs=4) as gen:
+            return ids_of(gen.generate(prompts, replace(params, seed=request_seed)))
+
+    torch.manual_seed(0)
+    first = said(1)
+    assert first == said(1)
+    assert first[0] != first[1]  # each request has its own
+    assert first != said(2)
+    torch.manual_seed(0)
+    assert said(None) != said(None)
+    given = said(1, request_seed=3)
+    assert given == said(None, request_seed=3)
+    assert given[0] == given[1]
+    assert given[2] != said(1, request_seed=4)[2]
+
+
+def test_nothing_global_moves(llama: Path) -> None:
+    state, numpy_state = torch.get_rng_state(), np.random.get_state()[1]
+    with Generator(llama, dtype="bfloat16", max_seqs=2) as gen:
+        gen.generate([5, 6], SHORT)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert np.array_equal(np.random.get_state()[1], numpy_state)
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+
+
+# Bars, counts, the end.
+
+
+def test_progress_is_a_bar_on_stderr(gen: Generator, capsys: pytest.CaptureFixture[str]) -> None:
+    gen.generate([[5]] * 3, SHORT)
+    assert capsys.readouterr() == ("", "")
+    gen.generate([[5]] * 3, SHORT, progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "3/3" in shown.err
+    assert "tok/s" in shown.err
+
+
+def test_stats_add_up(llama: Path) -> None:
+    with Generator(llama, max_seqs=4, max_step_tokens=16, page_size=16, num_pages=20) as gen:
+        gen.generate([random_ids(20), random_ids(11), []], replace(SHORT, n=2))
+        stats = gen.stats
+        assert (stats.requests, stats.finished, stats.prompt_tokens, stats.generated_tokens) == (2, 2, 31, 24)
+        assert stats.steps >= 62 / 16 + 5
+        assert stats.pages == 20
+        assert stats.tokens_per_second == pytest.approx(24 / stats.step_seconds)
+        gen.add(random_ids(20), replace(SHORT, n=5))
+        gen.step()
+        stats = gen.stats
+        assert (stats.running, stats.waiting, stats.pages_used) == (1, 4, 2)
+        assert "running 1, waiting 4" in str(stats)
+
+
+def test_a_closed_generator_says_so(llama: Path) -> None:
+    with Generator(llama, max_seqs=2) as gen:
+        gen.add([5], SHORT)
+        gen.step()
+        assert gen.unfinished == 1
+    assert gen.unfinished == 0
+    gen.close()
+    for call in (
+        lambda: gen.generate([5], SHORT),
+        lambda: gen.score([[5, 6]]),
+        lambda: list(gen.stream([Request([5], SHORT)])),
+        lambda: (gen.add([5], SHORT), gen.step()),
+    ):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()

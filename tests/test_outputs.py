@@ -1,0 +1,203 @@
+"""outputs.py: events, text and stop strings; all that is told piece by piece adds up to the whole."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import EOS, VOCAB, Script, check_idle, random_ids
+
+from fastgen import Event, Generator, SamplingParams
+from fastgen.tokenizer import BROKEN, Tokenizer
+
+PARAMS = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
+
+
+@dataclass
+class Told:
+    """What the events of one sample said together."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finish_reasons: list[str | None] = field(default_factory=list)
+
+    def hear(self, event: Event) -> None:
+        assert len(event.token_ids) == len(event.logprobs) == len(event.raw_logprobs)
+        self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
+        self.raw_logprobs += event.raw_logprobs
+        self.texts.append(event.text)
+        self.finish_reasons.append(event.finish_reason)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+def told(gen: Generator, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Told]]:
+    """What step() says of these requests: [request][sample]."""
+    heard: dict[str | int, dict[int, Told]] = defaultdict(lambda: defaultdict(Told))
+    ids = [gen.add(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    while gen.unfinished:
+        for event in gen.step():
+            heard[event.id][event.index].hear(event)
+    assert set(heard) == set(ids)
+    return [[heard[id][index] for index in sorted(heard[id])] for id in ids]
+
+
+def tokenizer_of(gen: Generator) -> Tokenizer:
+    assert gen.tokenizer is not None
+    return gen.tokenizer
+
+
+def saying(gen: Generator, text: str, **params: object) -> SamplingParams:
+    """Parameters that make the model say a text and end."""
+    ids = [*tokenizer_of(gen).encode(text)[1:], EOS]
+    return replace(SamplingParams(mask=Script(ids), max_tokens=len(ids)), **params)  # type: ignore[arg-type]
+
+
+def test_events_add_up_to_the_outputs(gen: Generator) -> None:
+    prompts = [random_ids(length) for length in (1, 30, 90, 12)] * 2
+    params = [
+        replace(PARAMS, n=2),
+        replace(PARAMS, temperature=0, logprobs=2),
+        replace(PARAMS, temperature=1.5, stop=["he", "o", "\n", "zz"]),
+        replace(PARAMS, max_tokens=1),
+    ]
+    params += [replace(own, seed=2, min_tokens=own.max_tokens and own.max_tokens // 2) for own in params]
+    outputs = gen.generate(prompts, params)
+    for output, samples in zip(outputs, told(gen, prompts, params), strict=True):
+        assert output.error is None
+        for completion, said in zip(output.completions, samples, strict=True):
+            assert said.token_ids == completion.token_ids
+            assert said.logprobs == completion.logprobs
+            assert said.raw_logprobs == completion.raw_logprobs
+            assert said.text == completion.text
+            assert said.finish_reasons == [None] * (len(said.texts) - 1) + [completion.finish_reason]
+    assert any(completion.finish_reason == "stop" for output in outputs for completion in output.completions)
+
+
+def test_text_is_the_view_of_the_ids(gen: Generator) -> None:
+    text = "hello world, how are you today"
+    (output,) = gen.generate([[1]], saying(gen, text))
+    assert output.text.strip() == text  # the eos token is no text
+    assert output.completions[0].token_ids[-1] == EOS
+    assert output.completions[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("text", ["hi 😀😀😀😀👍🏽 the é", "你好吗。我很好。hello", "the é ß 字"])
+def test_events_never_show_a_broken_character(gen: Generator, text: str) -> None:
+    params = saying(gen, text)
+    said = told(gen, [[1, 290]], [params])[0][0]
+    assert said.text.strip() == text
+    assert all(BROKEN not in piece for piece in said.texts)
+    assert len([piece for piece in said.texts if piece]) > len(text) // 3  # it came as it grew
+    assert gen.generate([[1, 290]], params)[0].text == said.text
+
+
+def test_text_of_bytes_that_are_no_characters_adds_up(gen: Generator) -> None:
+    rng = np.random.default_rng(0)
+    scripts = [rng.integers(3, [VOCAB, 259][i % 2], 25).tolist() for i in range(16)]
+    params = [SamplingParams(mask=Script(ids), max_tokens=25, ignore_eos=True) for ids in scripts]
+    outputs = gen.generate([[5]] * 16, params)
+    for output, (said,) in zip(outputs, told(gen, [[5]] * 16, params), strict=True):
+        assert said.text == output.text
+
+
+# Stop strings.
+
+TEXT = "hello world, how are you today? hello the other fox 😀 jumps"
+
+
+@pytest.mark.parametrize("max_step_tokens", [8, 64])
+@pytest.mark.parametrize("stop", ["world, how", "w", "?", "x 😀 j", "😀", "today? hello the o", "jumps"])
+def test_a_stop_string_ends_the_text_and_not_the_ids(talker: Path, stop: str, max_step_tokens: int) -> None:
+    with Generator(talker, max_seqs=8, max_step_tokens=max_step_tokens, page_size=16) as gen:
+        params = saying(gen, TEXT, stop=["never", stop])
+        completion = gen.generate([random_ids(20)], params)[0].completions[0]
+        assert completion.text.strip() == TEXT[: TEXT.index(stop)].strip()
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        assert isinstance(params.mask, Script)
+        ids = params.mask.ids
+        count = len(completion.token_ids)
+        assert completion.token_ids == ids[:count]
+        decode = tokenizer_of(gen).decode
+        assert stop in decode(ids[:count])
+        assert stop not in decode(ids[: count - 1])  # it ended at once
+        said = told(gen, [random_ids(20)], [params])[0][0]
+        assert (said.text, said.token_ids) == (completion.text, completion.token_ids)
+        check_idle(gen)
+
+
+def test_what_may_become_a_stop_string_is_not_told(gen: Generator) -> None:
+    """One character an id, so that the events show what is held back."""
+    letters = "abcabd"
+    vocabulary = {tokenizer_of(gen).decode([5, token])[1:]: token for token in range(3, 259)}
+    ids = [vocabulary[letter] for letter in letters]
+    params = SamplingParams(mask=Script(ids), max_tokens=6, stop="abd", ignore_eos=True)
+    said = told(gen, [[290]], [params])[0][0]
+    assert said.texts == ["", "", "abc", "", "", ""]
+    assert said.finish_reasons[-1] == "stop"
+    assert said.token_ids == ids
+    said = told(gen, [[290]], [replace(params, max_tokens=5)])[0][0]  # it did not become one
+    assert said.texts == ["", "", "abc", "", "ab"]
+    assert said.finish_reasons[-1] == "length"
+
+
+def test_held_back_text_comes_with_an_abort(gen: Generator) -> None:
+    id = gen.add([1], saying(gen, TEXT, stop="hello world, how are you tomorrow"))
+    for _ in range(8):
+        gen.step()
+    (output,) = gen.abort([id])
+    assert output.completions[0].finish_reason == "abort"
+    assert output.text.strip() == tokenizer_of(gen).decode(output.completions[0].token_ids).strip()
+    assert output.text.strip()
+    assert TEXT.startswith(output.text.strip())
+
+
+def test_stop_strings_wait_for_min_tokens(gen: Generator) -> None:
+    length = len(tokenizer_of(gen).encode("hello world, how are you today?")[1:])
+    params = saying(gen, TEXT, stop="hello")
+    assert gen.generate([[1]], params)[0].text.strip() == ""
+    later = gen.generate([[1]], replace(params, min_tokens=length))[0]
+    assert later.text.strip() == "hello world, how are you today?"
+    assert later.completions[0].stop_reason == "hello"
+
+
+def test_a_string_at_the_last_token_is_the_reason(gen: Generator) -> None:
+    params = saying(gen, "hello", stop="lo")
+    count = len(tokenizer_of(gen).encode("hello")) - 1
+    completion = gen.generate([[1]], replace(params, max_tokens=count))[0].completions[0]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "lo")
+    assert completion.text.strip() == "hel"
+
+
+def test_stops_in_sampled_text_as_without_masks(gen: Generator) -> None:
+    """Stop strings lag a step; each answer is the beginning of the one without stops."""
+    prompts = [random_ids(10, seed=i) for i in range(8)]
+    whole = gen.generate(prompts, PARAMS)
+    stops = [output.text[len(output.text) // 2 :][:3] for output in whole]
+    stopped = gen.generate(prompts, [replace(PARAMS, stop=stop) for stop in stops])
+    for full, cut, stop in zip(whole, stopped, stops, strict=True):
+        completion, ids = cut.completions[0], full.completions[0].token_ids
+        assert BROKEN in stop or cut.text == full.text[: full.text.index(stop)]
+        assert completion.token_ids == ids[: len(completion.token_ids)]
+        assert len(completion.token_ids) < len(ids)
+        assert completion.logprobs == full.completions[0].logprobs[: len(completion.token_ids)]
+
+
+def test_timings_are_in_order(gen: Generator) -> None:
+    output = gen.generate([[5, 6]], PARAMS)[0]
+    assert output.timings is not None
+    assert output.timings.first_token is not None
+    assert 0 < output.timings.first_token < output.timings.finished < 60
+    waiting = [gen.add([5], PARAMS) for _ in range(9)][-1]
+    (aborted,) = gen.abort([waiting])
+    assert aborted.timings is not None
+    assert aborted.timings.first_token is None
+    gen.abort(list(gen._active))

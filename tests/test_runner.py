@@ -1,0 +1,320 @@
+"""runner.py through the engine: scores and logprobs are transformers', and a step that breaks off loses nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB, Turns, check_idle, hf_logits, random_ids
+
+from fastgen import Event, Generator, SamplingParams
+from fastgen.request import StepResult
+from fastgen.runner import SCORE_ROWS
+
+pytestmark = pytest.mark.timeout(60)  # a loop that waits for what never comes is what goes wrong here
+PROMPTS = [random_ids(length) for length in (1, 2, 40, 90)]
+
+
+def target_logprobs(folder: Path, ids: list[int], temperature: float = 1.0) -> list[float]:
+    """transformers' logprobs of ids, NaN at position 0."""
+    logprobs = (hf_logits(folder, ids) / temperature).log_softmax(-1)
+    return [math.nan, *logprobs[range(len(ids) - 1), ids[1:]].tolist()]
+
+
+def close(found: list[float], expected: list[float]) -> bool:
+    assert len(found) == len(expected)
+    return np.allclose(found, expected, atol=1e-4, rtol=0, equal_nan=True)
+
+
+# Scores.
+
+
+@pytest.mark.parametrize("step", [7, 2048])
+def test_scores_are_those_of_transformers(family: Path, step: int) -> None:
+    with Generator(family, max_seqs=4, max_step_tokens=step, page_size=16) as gen:
+        for temperature in (1.0, 0.5):
+            expected = [target_logprobs(family, ids, temperature) for ids in PROMPTS]
+            for found, wanted in zip(gen.score(PROMPTS, temperature=temperature), expected, strict=True):
+                assert close(found, wanted)
+            starts = [0, 2, 13, 90]
+            for found, wanted, start in zip(gen.score(PROMPTS, starts, temperature), expected, starts, strict=True):
+                assert close(found, wanted[start:])
+        assert close(gen.score(PROMPTS[3:], start=7)[0], target_logprobs(family, PROMPTS[3])[7:])
+        check_idle(gen)
+
+
+def test_a_score_is_what_generation_said(family: Path) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0.7, top_p=0.9, frequency_penalty=0.5, seed=1, ignore_eos=True)
+    with Generator(family, max_seqs=4, max_step_tokens=32, page_size=16) as gen:
+        outputs = gen.generate(PROMPTS, params)
+        said = [output.completions[0] for output in outputs]
+        scored = gen.score([p + c.token_ids for p, c in zip(PROMPTS, said, strict=True)], list(map(len, PROMPTS)))
+    for completion, scores in zip(said, scored, strict=True):
+        assert close(scores, completion.raw_logprobs)
+
+
+def test_long_prompts_are_scored_piece_by_piece(llama: Path) -> None:
+    ids = random_ids(500)
+    with Generator(llama, max_step_tokens=2048) as gen:
+        whole = gen.score([ids])[0]
+        gen._runner.model.logits = limited(gen._runner.model.logits, 100)  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fastgen.runner.SCORE_ROWS", 100)
+            assert gen.score([ids])[0][1:] == whole[1:]
+    assert SCORE_ROWS >= 100
+    assert close(whole, target_logprobs(llama, ids))
+
+
+def limited(logits: Callable[[torch.Tensor], torch.Tensor], rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def checked(hidden: torch.Tensor) -> torch.Tensor:
+        assert len(hidden) <= rows
+        return logits(hidden)
+
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[5, 6]], 3), "start is 3; it must be from 0 to the sequence's length, 2"),
+        (([[5, 6]], -1), "start is -1"),
+        (([[5, 6]], [0, 1]), "1 sequences and 2 starts"),
+        (([[5, 6]], 0, 0.0), "temperature is 0.0"),
+        (([[5, 6]], 0, math.nan), "temperature is nan"),
+        (([[5, 6], []],), "the prompt is empty"),
+        (([[5, 6], [VOCAB]],), f"the id {VOCAB}, outside the vocabulary"),
+        (([[5, 6], [5] * 513],), "has room for 512"),
+        (([[5, 6], "hello"],), "no tokenizer files"),
+    ],
+)
+def test_what_can_not_be_scored(llama: Path, arguments: tuple[Any, ...], message: str) -> None:
+    with Generator(llama) as gen:
+        with pytest.raises(ValueError, match=message):
+            gen.score(*arguments)
+        assert gen.unfinished == 0
+        check_idle(gen)
+        assert len(gen.score([[5] * 512])[0]) == 512
+
+
+def test_scores_run_beside_added_requests(gen: Generator) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    expected = gen.generate(PROMPTS[2], params)[0].completions[0].token_ids
+    gen.add(PROMPTS[2], params)
+    events = gen.step()
+    assert len(gen.score(PROMPTS)[3]) == 90
+    while gen.unfinished:
+        events += gen.step()
+    assert [token for event in events for token in event.token_ids] == expected
+
+
+# Logprobs.
+
+
+def test_raw_logprobs_and_alternatives_are_those_of_transformers(family: Path) -> None:
+    params = SamplingParams(max_tokens=10, temperature=0.5, top_k=3, seed=3, logprobs=4, prompt_logprobs=20)
+    params = replace(params, logit_bias={9: 2.0}, ignore_eos=True)
+    with Generator(family, max_seqs=4, max_step_tokens=64, page_size=16) as gen:
+        outputs = gen.generate(PROMPTS, params)
+    for output in outputs:
+        completion, prompt = output.completions[0], output.prompt_token_ids
+        ids = prompt + completion.token_ids
+        logprobs = hf_logits(family, ids).log_softmax(-1)
+        every = target_logprobs(family, ids)
+        assert close(completion.raw_logprobs, every[len(prompt) :])
+        assert output.prompt_logprobs is not None
+        assert close(output.prompt_logprobs, every[: len(prompt)])
+        assert output.prompt_top_logprobs is not None
+        assert completion.top_logprobs is not None
+        tops = [*output.prompt_top_logprobs, *completion.top_logprobs]
+        assert tops[0] == {}
+        assert [len(top) for top in tops[1:]] == [20] * (len(prompt) - 1) + [4] * 10
+        for top, row in zip(tops[1:], logprobs, strict=False):
+            best = row.topk(len(top))
+            assert close(list(top.values()), best.values.tolist())
+            assert close(row[list(top)].tolist(), best.values.tolist())
+
+
+def test_logprobs_are_of_the_distribution_that_was_sampled_from(gen: Generator) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0.7, top_k=5, seed=0, ignore_eos=True, return_sampling_mask=True)
+    completion = gen.generate([random_ids(20)], params)[0].completions[0]
+    ids = random_ids(20) + completion.token_ids
+    logits = hf_logits(gen.folder, ids)[19:-1] / 0.7
+    assert completion.sampling_mask is not None
+    for token, row, logprob, kept in zip(
+        completion.token_ids, logits, completion.logprobs, completion.sampling_mask, strict=True
+    ):
+        assert sorted(kept) == sorted(row.topk(5).indices.tolist())
+        assert logprob == pytest.approx((row[token] - row[kept].logsumexp(0)).item(), abs=1e-4)
+    assert any(logprob < -0.1 for logprob in completion.logprobs)
+
+
+def test_greedy_logprobs_are_0_and_lists_are_as_long_as_the_ids(gen: Generator) -> None:
+    greedy = SamplingParams(max_tokens=15, temperature=0, ignore_eos=True)
+    ids = gen.generate([random_ids(8)], greedy)[0].completions[0].token_ids
+    stop = ids[9]
+    params = replace(greedy, stop_token_ids=[stop], logprobs=0, return_sampling_mask=True)
+    alone, _ = gen.generate([random_ids(8)], params)[0], check_idle(gen)
+    beside, _ = gen.generate([random_ids(8), random_ids(9)], [params, replace(greedy, logprobs=3)])
+    assert alone.completions == beside.completions
+    completion, length = alone.completions[0], ids.index(stop) + 1
+    assert completion.token_ids == ids[:length]  # the stop token stays
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.logprobs == [0.0] * length
+    assert len(completion.raw_logprobs) == length
+    assert all(raw < 0 for raw in completion.raw_logprobs)
+    assert not any(completion.top_logprobs or [])
+    assert completion.sampling_mask == [[token] for token in completion.token_ids]
+
+
+def test_what_is_not_asked_for_is_none(gen: Generator) -> None:
+    output = gen.generate([random_ids(8)], SamplingParams(max_tokens=2))[0]
+    assert output.prompt_logprobs is None
+    assert output.prompt_top_logprobs is None
+    assert output.completions[0].top_logprobs is None
+    assert output.completions[0].sampling_mask is None
+
+
+def test_a_prompt_alone_can_be_scored(gen: Generator) -> None:
+    output = gen.generate([random_ids(8)], SamplingParams(max_tokens=0, prompt_logprobs=1))[0]
+    completion = output.completions[0]
+    assert (completion.token_ids, completion.text, completion.finish_reason) == ([], "", "length")
+    assert output.prompt_logprobs is not None
+    assert output.prompt_top_logprobs is not None
+    assert len(output.prompt_logprobs) == len(output.prompt_top_logprobs) == 8
+    assert close(output.prompt_logprobs, gen.score([random_ids(8)])[0])
+
+
+# Steps that break off.
+
+BUSY = SamplingParams(max_tokens=12, temperature=0.9, seed=4, ignore_eos=True, repetition_penalty=1.2, logprobs=2)
+REQUESTS = [
+    (random_ids(30), BUSY),
+    (random_ids(70), replace(BUSY, prompt_logprobs=1)),
+    (random_ids(5), replace(BUSY, n=2, temperature=0)),
+    (random_ids(11), replace(BUSY, mask=Turns(), stop="zz")),
+]
+
+
+class Interrupt:
+    """Makes a method raise KeyboardInterrupt at its n-th call, before or after it has done its work."""
+
+    def __init__(self, method: Callable[..., Any], at: int = 0, after: bool = False) -> None:
+        self.method, self.at, self.after = method, at, after
+        self.calls = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at and not self.after:
+            raise KeyboardInterrupt
+        result = self.method(*arguments)
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+        return result
+
+
+class Trap(list[Any]):
+    def __getitem__(self, key: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+def half_read(collect: Callable[..., StepResult]) -> Callable[..., StepResult]:
+    """Results that break off reading when a token's logprobs are kept and the token is not."""
+
+    def trapped(*arguments: Any) -> StepResult:
+        result = collect(*arguments)
+        result.top_logprobs = Trap(result.top_logprobs or [])
+        return result
+
+    return trapped
+
+
+@pytest.fixture
+def small_gen(talker: Path) -> Iterator[Generator]:
+    """5 lanes, and pages that run out."""
+    with Generator(talker, seed=0, max_seqs=5, max_step_tokens=40, page_size=16, num_pages=16) as gen:
+        yield gen
+
+
+def run(gen: Generator, interrupts: int) -> list[list[tuple[Any, ...]]]:
+    """What the events of REQUESTS say, a tuple a sample; so many KeyboardInterrupts have to come."""
+    ids, events = [gen.add(*request) for request in REQUESTS], []
+    while gen.unfinished:
+        try:
+            events += gen.step()
+        except KeyboardInterrupt:
+            interrupts -= 1
+            gen._scheduler.check()
+    assert interrupts == 0
+    check_idle(gen)
+    said = []
+    for id, (_, params) in zip(ids, REQUESTS, strict=True):
+        samples = [[event for event in events if (event.id, event.index) == (id, i)] for i in range(params.n)]
+        said.append([joined(sample) for sample in samples])
+    return said
+
+
+def joined(events: list[Event]) -> tuple[Any, ...]:
+    token_ids, logprobs, raw = (
+        [value for event in events for value in getattr(event, name)]
+        for name in ("token_ids", "logprobs", "raw_logprobs")
+    )
+    reasons = [event.finish_reason for event in events if event.finish_reason]
+    return token_ids, logprobs, raw, "".join(event.text for event in events), reasons
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("target", ["_runner.launch", "_runner.collect", "_runner.sample", "_scheduler.update",
+                                    "_scheduler._append"])  # fmt: skip
+def test_an_interrupted_step_changes_no_answer(
+    target: str, after: bool, small_gen: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, name = target.split(".")
+    owner = getattr(small_gen, part)
+    counting = Interrupt(getattr(owner, name))
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, counting)
+        expected = run(small_gen, interrupts=0)
+    for at in (1, 2, counting.calls // 2, counting.calls - 1, counting.calls):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, Interrupt(counting.method, at, after))
+            assert run(small_gen, interrupts=1) == expected
+
+
+def test_a_token_that_was_half_read_changes_no_answer(small_gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [(prompt, replace(params, mask=None)) for prompt, params in REQUESTS]
+    prompts, params = zip(*requests, strict=True)
+    expected = [output.completions for output in small_gen.generate(prompts, params)]
+    ids = [small_gen.add(*request) for request in requests]
+    for _ in range(4):
+        small_gen.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(small_gen._runner, "collect", half_read(small_gen._runner.collect))
+        with pytest.raises(KeyboardInterrupt):
+            small_gen.step()
+    outputs = {output.id: output for output in small_gen.abort(ids)}
+    for id, completions in zip(ids, expected, strict=True):
+        for part, whole in zip(outputs[id].completions, completions, strict=True):
+            count = len(part.token_ids)
+            assert part.token_ids == whole.token_ids[:count]
+            assert part.logprobs == whole.logprobs[:count]
+            assert part.raw_logprobs == whole.raw_logprobs[:count]
+    check_idle(small_gen)
+
+
+def test_an_interrupted_generate_leaves_nothing_behind(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [random_ids(20, seed=i) for i in range(6)]
+    expected = [output.completions for output in gen.generate(prompts, BUSY)]
+    for method, at in (("launch", 4), ("collect", 4)):
+        with monkeypatch.context() as patch:
+            patch.setattr(gen._runner, method, Interrupt(getattr(gen._runner, method), at, after=False))
+            with pytest.raises(KeyboardInterrupt):
+                gen.generate(prompts, BUSY)
+        assert gen.unfinished == 0
+        check_idle(gen)
+        assert [output.completions for output in gen.generate(prompts, BUSY)] == expected

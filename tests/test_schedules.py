@@ -1,0 +1,157 @@
+"""Promise 1: the schedule never shows. On the CPU in float32 tokens and logprobs are the same to the bit, however the
+work is cut into steps, pages and batches, and whoever else is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Checkpoint, Turns, check_idle, random_ids
+
+from fastgen import Generator, RequestOutput, SamplingParams
+from fastgen.request import Completion
+
+SHORT = SamplingParams(max_tokens=16, seed=7, ignore_eos=True)
+REQUESTS = [
+    (random_ids(1), replace(SHORT, temperature=0)),
+    (random_ids(70), replace(SHORT, temperature=0, logprobs=3, prompt_logprobs=2)),
+    (random_ids(33), replace(SHORT, temperature=0.8, top_p=0.9)),
+    (random_ids(5), replace(SHORT, top_k=20, min_p=0.05, seed=-1, return_sampling_mask=True)),
+    (random_ids(64), replace(SHORT, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2)),
+    (random_ids(100), replace(SHORT, temperature=1.3, logit_bias={5: 3.0, 6: -100.0, 7: 2.5}, prompt_logprobs=0)),
+    (random_ids(17), replace(SHORT, temperature=0, frequency_penalty=0.3, repetition_penalty=1.1)),
+    (random_ids(45), replace(SHORT, n=3)),
+    (random_ids(20), replace(SHORT, temperature=2.0, min_tokens=4, stop_token_ids=tuple(range(3, 60)))),
+    (random_ids(9), replace(SHORT, mask=Turns(), temperature=0.9)),
+    (random_ids(40), replace(SHORT, mask=Turns(), temperature=0, n=2)),
+]
+
+Answer = tuple[list[Completion], list[float], list[dict[int, float]] | None]
+
+
+def answer(output: RequestOutput) -> Answer:
+    """All of an output that must not change."""
+    return output.completions, (output.prompt_logprobs or [])[1:], output.prompt_top_logprobs
+
+
+def answers(gen: Generator, requests: list[tuple[list[int], SamplingParams]] = REQUESTS) -> list[Answer]:
+    prompts, params = zip(*requests, strict=True)
+    found = [answer(output) for output in gen.generate(prompts, params)]
+    check_idle(gen)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(family: Path) -> list[Answer]:
+    """Each request by itself."""
+    with Generator(family) as gen:
+        found = [answers(gen, [request])[0] for request in REQUESTS]
+    said = [completion.token_ids for completions, _, _ in found for completion in completions]
+    assert len({tuple(ids) for ids in said}) > len(REQUESTS)
+    return found
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "all at once": {"page_size": 64, "max_seqs": 32, "max_step_tokens": 4096},
+    "two at a time": {"page_size": 16, "max_seqs": 2, "max_step_tokens": 512},
+    "chunks of 7": {"page_size": 16, "max_seqs": 7, "max_step_tokens": 7},
+    "chunks of a page": {"page_size": 16, "max_seqs": 16, "max_step_tokens": 16},
+    "chunks of a large page": {"page_size": 64, "max_seqs": 32, "max_step_tokens": 64},
+    "pages of 1": {"page_size": 1, "max_seqs": 32, "max_step_tokens": 100},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_batched_and_chunked_as_alone(schedule: str, family: Path, alone: list[Answer]) -> None:
+    with Generator(family, **SCHEDULES[schedule]) as gen:
+        assert answers(gen) == alone
+
+
+def test_a_token_a_step_as_alone(family: Path, alone: list[Answer]) -> None:
+    chosen = [2, 4, 9]
+    with Generator(family, max_seqs=1, max_step_tokens=1, page_size=16) as gen:
+        assert answers(gen, [REQUESTS[i] for i in chosen]) == [alone[i] for i in chosen]
+        assert gen.stats.steps > sum(len(REQUESTS[i][0]) for i in chosen)
+
+
+LONG = replace(SHORT, max_tokens=36)
+GROWING = [  # the last ones are preempted first
+    (random_ids(45), LONG),
+    (random_ids(30), replace(LONG, mask=Turns(), n=2)),
+    (random_ids(41), replace(LONG, temperature=0, prompt_logprobs=1)),
+    (random_ids(33), replace(LONG, repetition_penalty=1.2, frequency_penalty=0.2, logprobs=1)),
+]
+
+
+@pytest.fixture(scope="module")
+def growing_alone(family: Path) -> list[Answer]:
+    with Generator(family) as gen:
+        return [answers(gen, [request])[0] for request in GROWING]
+
+
+@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 240), (16, 18), (64, 3)])
+def test_preempted_and_resumed_as_alone(
+    page_size: int, num_pages: int, family: Path, growing_alone: list[Answer]
+) -> None:
+    with Generator(family, page_size=page_size, num_pages=num_pages, max_seqs=16, max_step_tokens=40) as gen:
+        assert answers(gen, GROWING) == growing_alone
+        assert gen.stats.preemptions > 0
+
+
+def test_with_neighbours_aborted_midway_as_alone(family: Path, alone: list[Answer]) -> None:
+    with Generator(family, page_size=16, num_pages=24, max_seqs=8, max_step_tokens=24) as gen:
+        ids = [gen.add(*request) for request in REQUESTS]
+        kept, said = [0, 2, 4, 6, 8, 10], {}
+        for victim in (1, 3, 5, 7, 9):
+            gen.step()
+            gen.step()
+            neighbour = gen.add(random_ids(30, seed=1), SHORT)
+            gen.abort([ids[victim], neighbour])
+        while gen.unfinished:
+            gen.step()
+        check_idle(gen)
+        ids = [gen.add(*REQUESTS[i]) for i in kept]
+        victims = [gen.add(random_ids(50, seed=i), SHORT) for i in range(3)]
+        while gen.unfinished:
+            for event in gen.step():
+                new = (event.token_ids, event.logprobs, event.raw_logprobs)
+                before = said.get((event.id, event.index), ([], [], []))
+                said[event.id, event.index] = tuple(a + b for a, b in zip(before, new, strict=True))
+            if victims and gen.stats.steps % 3 == 0:
+                gen.abort([victims.pop()])
+        check_idle(gen)
+    for id, i in zip(ids, kept, strict=True):
+        for completion in alone[i][0]:
+            assert said[id, completion.index] == (completion.token_ids, completion.logprobs, completion.raw_logprobs)
+
+
+def test_a_sample_does_not_know_how_many_there_are(family: Path) -> None:
+    params = replace(SHORT, temperature=0.9, logprobs=2)
+    with Generator(family, page_size=16, max_seqs=5, max_step_tokens=32) as gen:
+        one, two, four = (gen.generate(random_ids(35), replace(params, n=n))[0].completions for n in (1, 2, 4))
+    assert one == four[:1]
+    assert two == four[:2]
+    assert len({tuple(completion.token_ids) for completion in four}) == 4
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_with_two_threads_as_alone(checkpoint: Checkpoint) -> None:
+    """Large enough for the threads to share its matrix products; few steps, since threads wait on a busy machine."""
+    folder = checkpoint("Llama", hidden_size=256, intermediate_size=640, num_hidden_layers=2, vocab_size=2000)
+    requests = [(random_ids(length), replace(SHORT, max_tokens=2, prompt_logprobs=0)) for length in (1, 140, 50)]
+    with Generator(folder) as gen:
+        found = [answers(gen, [request])[0] for request in requests]
+        assert answers(gen, requests) == found
+    with Generator(folder, page_size=16, max_seqs=2, max_step_tokens=50) as gen:
+        assert answers(gen, requests) == found

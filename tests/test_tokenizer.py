@@ -1,0 +1,183 @@
+"""tokenizer.py: prompts of all kinds, text that grows id by id, and stop strings."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB
+
+from fastgen.tokenizer import BROKEN, AnswerText, Detokenizer, StopFinder, Tokenizer, encode_prompt
+
+TEXTS = [
+    "hello world, the quick brown fox",
+    " leading and  double  spaces ",
+    "emoji 😀😀😀😀 and a family 👨‍👩‍👧‍👦, é and ß",
+    "你好吗 我很好。😀中é文ß字",
+    "tabs\tand\nnew lines\r\n",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(talker: Path) -> Tokenizer:
+    found = Tokenizer.find(talker)
+    assert found is not None
+    return found
+
+
+def pieces(tokenizer: Tokenizer, prompt: list[int], ids: list[int], chunks: list[int]) -> list[str]:
+    """What a Detokenizer says as chunks of these sizes come in, the last call without new ids."""
+    detokenizer, iterator = Detokenizer(tokenizer, prompt), iter(ids)
+    new = [detokenizer.push(list(itertools.islice(iterator, size))) for size in chunks]
+    return [*new, detokenizer.push(list(iterator), last=True)]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_that_grows_is_the_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)[1:]
+    prompt = tokenizer.encode("hello")
+    whole = tokenizer.decode(prompt + ids)[len("hello") :]
+    assert whole.strip() == text.strip()
+    for size in (1, 2, 3, 5, 100):
+        new = pieces(tokenizer, prompt, ids, [size] * -(-len(ids) // size))
+        assert "".join(new) == whole
+        assert BROKEN not in "".join(new)
+
+
+def test_any_ids_grow_to_one_text_and_broken_characters_wait(tokenizer: Tokenizer) -> None:
+    """Ids that may be the bytes of no character: each way to cut them gives the same text."""
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        low, high = [(3, VOCAB), (3, 259), (3 + 0x80, 3 + 0xF8), (0, VOCAB)][rng.integers(4)]
+        ids = rng.integers(low, high, rng.integers(1, 30)).tolist()
+        ids += tokenizer.encode("😀好")[2:] * int(rng.integers(3)) + tokenizer.encode("a")[1:]
+        prompt = tokenizer.encode("hello")
+        by_id = pieces(tokenizer, prompt, ids, [1] * len(ids))
+        assert not any(new.endswith(BROKEN) for new in by_id[:-1])
+        sizes = rng.integers(1, 6, len(ids)).tolist()
+        assert "".join(pieces(tokenizer, prompt, ids, sizes)) == "".join(by_id)
+        assert "".join(pieces(tokenizer, prompt, ids, [])) == "".join(by_id)
+
+
+def test_a_character_cut_off_at_the_end_comes_out_broken(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ok 😀")[1:]
+    new = pieces(tokenizer, [1], ids[:-1], [1] * (len(ids) - 1))
+    assert BROKEN not in "".join(new[:-1])
+    assert "".join(new).strip(BROKEN) == "ok "
+
+
+def test_special_tokens_are_not_text(tokenizer: Tokenizer) -> None:
+    ids = [1, *tokenizer.encode("hello")[1:], 2]
+    assert tokenizer.decode(ids) == "hello"
+    assert "".join(pieces(tokenizer, [], ids, [1] * len(ids))) == "hello"
+
+
+# Stop strings.
+
+
+def first_stop(text: str, cuts: list[int], stops: list[str]) -> tuple[str, str | None]:
+    """The oracle: look at ever longer beginnings of a text."""
+    for end in cuts:
+        found = [(at, stop) for stop in stops if (at := text[:end].find(stop)) >= 0]
+        if found:
+            at, stop = min(found, key=lambda pair: pair[0])
+            return text[:at], stop
+    return text, None
+
+
+def test_stop_strings_are_found_wherever_the_text_is_cut() -> None:
+    rng = np.random.default_rng(0)
+    letters = list("ab")
+    for _ in range(3000):
+        text = "".join(rng.choice(letters, rng.integers(0, 12)))
+        stops = ["".join(rng.choice(letters, rng.integers(1, 5))) for _ in range(rng.integers(1, 4))]
+        cuts = sorted({*rng.integers(0, len(text) + 1, rng.integers(0, 6)).tolist(), len(text)})
+        finder, shown, found = StopFinder(stops), "", None
+        for start, end in itertools.pairwise([0, *cuts]):
+            new, found = finder.push(text[start:end])
+            shown += new
+            if found is not None:
+                break
+            assert not any((text[:end][len(shown) :]).find(stop) >= 0 for stop in stops)
+            assert text.startswith(shown)
+        shown += finder.flush() if found is None else ""
+        assert (shown, found) == first_stop(text, cuts, stops)
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    finder = StopFinder(["END", "EX"])
+    assert finder.push("the E") == ("the ", None)
+    assert finder.push("N") == ("", None)
+    assert finder.push("E") == ("EN", None)
+    assert finder.push("xE") == ("Ex", None)
+    assert finder.flush() == "E"
+    assert finder.flush() == ""
+
+
+def test_no_stop_before_min_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("hello hello")[1:]
+    text = AnswerText(tokenizer, [1], ["hello"])
+    half = len(ids) // 2
+    assert text.push(ids[:half], may_stop=False) is None
+    assert "hello" in text.text
+    assert text.push(ids[half:]) == "hello"
+    assert text.text.count("hello") == 1
+
+
+# Prompts.
+
+
+def test_text_gets_the_special_tokens_and_messages_no_second_bos(tokenizer: Tokenizer) -> None:
+    text = encode_prompt("hello", tokenizer)
+    assert text[0] == 1
+    assert tokenizer.decode(text) == "hello"
+    chat = encode_prompt([{"role": "user", "content": "hello"}, {"role": "answer", "content": "the"}], tokenizer)
+    assert chat.count(1) == 1
+    assert chat[0] == 1
+    assert chat.count(2) == 2
+    assert tokenizer.decode(chat).replace(" ", "") == "[user]hello[answer]the[answer]"
+
+
+@pytest.mark.parametrize("ids", [[5, 6], (5, 6), range(5, 7), torch.tensor([5, 6]), np.array([5, 6])])
+def test_ids_of_any_sequence_are_taken_as_they_are(ids: Any) -> None:
+    assert encode_prompt(ids, None) == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "message"),
+    [
+        (5, TypeError, "not int"),
+        (None, TypeError, "not NoneType"),
+        ({"role": "user", "content": "hello"}, TypeError, "not dict"),
+        ([5, "six"], TypeError, "not 'six'"),
+        ([5, 6.0], TypeError, "not 6.0"),
+        ([True], TypeError, "not True"),
+        ([[5]], TypeError, "not \\[5\\]"),
+        (torch.tensor(5), TypeError, "not int"),
+        (torch.tensor([0.5]), TypeError, "not 0.5"),
+        ([{"role": "critic", "content": "bad"}], ValueError, "no critics"),
+        ([{"content": "hello"}, "more"], ValueError, "chat template"),
+    ],
+)
+def test_what_is_no_prompt(tokenizer: Tokenizer, prompt: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        encode_prompt(prompt, tokenizer)
+
+
+def test_without_a_tokenizer_only_ids_are_prompts(llama: Path) -> None:
+    assert Tokenizer.find(llama) is None
+    for prompt in ("hello", [{"role": "user", "content": "hello"}]):
+        with pytest.raises(ValueError, match="no tokenizer files"):
+            encode_prompt(prompt, None)
+
+
+def test_a_tokenizer_without_chat_template_takes_no_messages(talker: Path) -> None:
+    tokenizer = Tokenizer(talker)
+    tokenizer.hf.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        encode_prompt([{"role": "user", "content": "hello"}], tokenizer)
