@@ -6,7 +6,6 @@ is imported here.
 """
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. `rope_frequencies` says what the numbers do; a kind reads only its own.
+    """Rotary position embedding. `fastgen.rope` says what the numbers do; a kind reads only its own.
 
     Sources: RoFormer (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), llama3 from Llama 3.1.
     """
@@ -153,64 +152,16 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
 def sampling_defaults(folder: Path) -> dict[str, float]:
     """The sampling fields that `generation_config.json` sets, for the command-line tools.
 
-    A subset of temperature, top_p, top_k, min_p and repetition_penalty; nulls are left out. Empty without the file,
-    with `do_sample` false, and with neither `do_sample` nor a temperature.
+    A subset of temperature, top_p, top_k, min_p and repetition_penalty; nulls are left out. Greedy, which is a
+    temperature of 0, where `do_sample` is false. Empty without the file, and with neither `do_sample` nor a
+    temperature.
     """
     generation = _read_json(folder / "generation_config.json") or {}
+    if generation.get("do_sample") is False:
+        return {"temperature": 0}
     if not generation.get("do_sample", generation.get("temperature") is not None):
         return {}
     return {field: _number(generation, field) for field in _SAMPLING if generation.get(field) is not None}
-
-
-def rope_frequencies(rope: RopeConfig, head_size: int, max_position: int) -> tuple[list[float], float]:
-    """(radians a token for each of the head_size / 2 rotated pairs, the factor that cos and sin are multiplied with).
-
-    Equal to `ROPE_INIT_FUNCTIONS` of transformers up to its float32 rounding; these are double precision.
-    """
-    plain = [rope.theta ** (-2 * pair / head_size) for pair in range(head_size // 2)]
-    context = rope.original_max_position or max_position
-    if rope.kind == "linear":
-        return [frequency / rope.factor for frequency in plain], 1.0
-    if rope.kind == "llama3":
-        return [_llama3(rope, frequency, context) for frequency in plain], 1.0
-    if rope.kind == "yarn":
-        return _yarn(rope, plain, context), _yarn_attention_factor(rope)
-    if rope.kind != "default":
-        raise ValueError(f"rope kind {rope.kind!r} is not supported; it has to be one of {', '.join(_ROPE_KINDS)}")
-    return plain, 1.0
-
-
-def _llama3(rope: RopeConfig, frequency: float, context: int) -> float:
-    turns = context * frequency / (2 * math.pi)  # over the original context
-    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    keep = min(max(keep, 0.0), 1.0)
-    return keep * frequency + (1 - keep) * frequency / rope.factor
-
-
-def _yarn(rope: RopeConfig, plain: list[float], context: int) -> list[float]:
-    head_size = 2 * len(plain)
-
-    def pair_with(turns: float) -> float:
-        """The index, not rounded, of the pair that turns this many times over the original context."""
-        return head_size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_size - 1)
-    if low == high:
-        high += 0.001  # a step instead of a ramp
-    ramp = [min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(len(plain))]
-    return [(1 - r) * frequency + r * frequency / rope.factor for r, frequency in zip(ramp, plain, strict=True)]
-
-
-def _yarn_attention_factor(rope: RopeConfig) -> float:
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    log_factor = math.log(max(rope.factor, 1.0))
-    if rope.mscale and rope.mscale_all_dim:
-        return (0.1 * rope.mscale * log_factor + 1) / (0.1 * rope.mscale_all_dim * log_factor + 1)
-    return 0.1 * log_factor + 1
 
 
 def _architecture(config: dict[str, Any]) -> str:

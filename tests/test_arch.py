@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fastgen.arch import ModelConfig, RopeConfig, parse_config, read_config, rope_frequencies, sampling_defaults
+from fastgen.arch import ModelConfig, RopeConfig, parse_config, read_config, sampling_defaults
+from fastgen.rope import rope_frequencies
 
 LLAMA3_ROPE = {
     "factor": 8.0,
@@ -244,8 +245,8 @@ def test_what_transformers_saves(architecture: str, extra: dict[str, Any], tmp_p
         windows = [model.config.sliding_window] * 3
     assert config.windows == tuple(window or 0 for window in windows)
     inverse, factor = rope_frequencies(config.rope, config.head_size, config.max_position)
-    assert inverse == pytest.approx(model.model.rotary_emb.inv_freq.tolist(), rel=1e-6)
-    assert factor == pytest.approx(model.model.rotary_emb.attention_scaling)
+    assert inverse.equal(model.model.rotary_emb.inv_freq)
+    assert factor == model.model.rotary_emb.attention_scaling
 
 
 def test_mistral_with_layer_types_is_what_automodel_makes_of_it(tmp_path: Path) -> None:
@@ -256,42 +257,6 @@ def test_mistral_with_layer_types_is_what_automodel_makes_of_it(tmp_path: Path) 
     assert read_config(tmp_path).windows == (0, 16, 16)
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     assert [layer.self_attn.sliding_window for layer in theirs.model.layers] == [None, 16, 16]
-
-
-ROPES: list[dict[str, Any]] = [
-    {"rope_type": "default"},
-    {"rope_type": "linear", "factor": 2.5},
-    {"type": "linear", "factor": 4},
-    LLAMA3_ROPE,
-    {**LLAMA3_ROPE, "factor": 32.0, "original_max_position_embeddings": 1024, "low_freq_factor": 2.0},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-    {"type": "yarn", "factor": 4.0},  # the original context is then max_position_embeddings
-    {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 4096, "beta_fast": 64, "beta_slow": 2.0},
-    {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096, "attention_factor": 1.3},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 1},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "mscale": 0.7},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "truncate": False},
-    {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 4096},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "beta_fast": 4, "beta_slow": 4},
-]
-
-
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize(("theta", "head_size"), [(10000.0, 64), (500000.0, 128), (1000000.0, 96)])
-def test_rope_frequencies_equal_transformers(rope: dict[str, Any], theta: float, head_size: int) -> None:
-    transformers = pytest.importorskip("transformers")
-    llama = transformers.models.llama.modeling_llama
-    base = {**SMALL, "max_position_embeddings": 131072, "head_dim": head_size}
-    theirs_config = transformers.LlamaConfig(**base, rope_parameters={**rope, "rope_theta": theta})
-    theirs = llama.LlamaRotaryEmbedding(theirs_config)
-    for config in (
-        {**base, "rope_scaling": rope, "rope_theta": theta},
-        {**base, "rope_parameters": {**rope, "rope_theta": theta}},
-    ):
-        ours = parse_config({**config, "model_type": "llama"})
-        inverse, factor = rope_frequencies(ours.rope, ours.head_size, ours.max_position)
-        assert inverse == pytest.approx(theirs.inv_freq.tolist(), rel=1e-6, abs=0)
-        assert factor == pytest.approx(theirs.attention_scaling, rel=1e-9)
 
 
 GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
@@ -366,7 +331,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     ("generation", "expected"),
     [
         (None, {}),
-        ({"do_sample": False, "temperature": 0.7}, {}),
+        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0}),
         ({"top_p": 0.9}, {}),
         ({"temperature": 0.3, "top_p": None}, {"temperature": 0.3}),
         ({"do_sample": True, "top_k": 20, "top_p": 0.95}, {"top_k": 20, "top_p": 0.95}),
