@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.attention import Attention, StepLayout
+from fastgen.arch import ModelConfig
+from fastgen.attention import Attention, StepLayout, make_attention
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
+from fastgen.loader import fill_random
+from fastgen.loader import load as load_checkpoint
 from fastgen.model import ROW_TILE, StepInput, Transformer
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
 from fastgen.sampler import LaneState, SampleOutput, SamplePlan, sample, score
@@ -177,3 +181,37 @@ def _read_score(output: _ScoreOutput) -> Scored:
         pairs = zip(output.top_ids.tolist(), output.top_logprobs.tolist(), strict=True)
         top = [dict(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
     return Scored(output.lane, output.start, output.logprobs.tolist(), top)
+
+
+def find_device(name: str | None) -> str:
+    """The device to run on; the GPU, where there is one, for None. Raises ValueError where it can not be had."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch's own, for an unknown and for an absent device
+        raise ValueError(f"device is {name!r}, which torch can not use here: {str(error).splitlines()[0]}") from error
+    return name
+
+
+def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str) -> Runner:
+    """The model with its weights, the KV pool and the runner over them."""
+    if load not in ("auto", "dummy"):
+        raise ValueError(f"load is {load!r}; it must be 'auto' or 'dummy'")
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    model = Transformer(model_config, dtype, device, config.max_model_len)
+    if load == "dummy":
+        fill_random(model.targets())
+    else:
+        load_checkpoint(model.targets(), folder, progress=True)
+    model.pack()
+    pool = KVPool(
+        model_config.num_layers,
+        config.num_pages,
+        model_config.num_kv_heads,
+        config.page_size,
+        model_config.head_size,
+        dtype,
+        device,
+    )
+    return Runner(model, pool, make_attention(config.attention, pool), config)

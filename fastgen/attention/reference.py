@@ -70,12 +70,14 @@ class _Gathered(_Keys):
 @dataclass
 class _InPlace(_Keys):
     """The pages first .. last - 1 of the pool; owner [pages]: the tile that each belongs to (any, if to none);
-    pages: for each block, the page of each of the first tiles that have it, counted from `first`."""
+    pages: the page of each tile that has block 0, of each that has block 1, ..., counted from `first`; counts: how many
+    tiles have each block."""
 
     first: int = field(kw_only=True)
     last: int = field(kw_only=True)
     owner: Tensor = field(kw_only=True)
-    pages: list[Tensor] = field(kw_only=True)
+    pages: Tensor = field(kw_only=True)
+    counts: list[int] = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class _Tiles:
     """Query tokens in tiles of one size, those with most key blocks first, so that each block serves a prefix."""
 
     tokens: Tensor  # int64 [n, tile]: which token of the step; a tile's padding repeats its last token
-    real: Tensor  # where the real tokens are in tokens.flatten()
+    real: Tensor | None  # where the real tokens are in tokens.flatten(); None: everywhere
     targets: Tensor  # and which tokens of the step these are
     gathered: list[_Gathered]  # a block each, or empty:
     in_place: _InPlace | None
@@ -123,7 +125,7 @@ class ReferenceAttention:
         in_place = self._in_place(position, table) if size == 1 and self.pool.page_size == KEY_BLOCK else None
         return _Tiles(
             tokens=tokens.to(device),
-            real=real.to(device),
+            real=None if len(real) == tokens.numel() else real.to(device),
             targets=tokens.flatten()[real].to(device),
             gathered=[] if in_place else self._gathered(position, table),
             in_place=in_place,
@@ -143,20 +145,20 @@ class ReferenceAttention:
     def _in_place(self, position: Tensor, table: Tensor) -> _InPlace | None:
         """None where it does not pay: the decodes' pages lie too far apart."""
         counts = [count for _, count in _counts(position)]
-        pages = [table[:count, block] for block, count in enumerate(counts)]
-        every = torch.cat(pages)
-        first, last = int(every.min()), int(every.max()) + 1
-        if len(every) < DENSE * (last - first) or len(set(every.tolist())) < len(every):
+        pages = torch.cat([table[:count, block] for block, count in enumerate(counts)])
+        first, last = int(pages.min()), int(pages.max()) + 1
+        if len(pages) < DENSE * (last - first) or len(set(pages.tolist())) < len(pages):
             return None
-        device = table.device
-        owner = torch.zeros(last - first, dtype=torch.int64, device=device)
+        pages = pages - first
+        owner = torch.zeros(last - first, dtype=torch.int64, device=table.device)
+        owner[pages] = torch.cat([torch.arange(count, device=table.device) for count in counts])
         start = torch.zeros_like(owner)
-        for block, (held, count) in enumerate(zip(pages, counts, strict=True)):
-            owner[held - first] = torch.arange(count, device=device)
-            start[held - first] = block * KEY_BLOCK
-        keys = start[:, None, None] + torch.arange(KEY_BLOCK, device=device)
-        ahead = position.to(device)[owner][:, :, None] - keys
-        return _InPlace(ahead=ahead, first=first, last=last, owner=owner, pages=[held - first for held in pages])
+        start[pages] = (
+            torch.arange(len(counts), device=table.device).repeat_interleave(torch.tensor(counts)) * KEY_BLOCK
+        )
+        keys = start[:, None, None] + torch.arange(KEY_BLOCK, device=table.device)
+        ahead = position.to(table.device)[owner][:, :, None] - keys
+        return _InPlace(ahead=ahead, first=first, last=last, owner=owner, pages=pages, counts=counts)
 
     def attend(self, plan: list[_Tiles], layer: int, q: Tensor, window: int) -> Tensor:
         out = torch.empty_like(q)
@@ -178,8 +180,9 @@ class ReferenceAttention:
         else:
             flat = keys.view(-1, head_size), values.view(-1, head_size)
             parts = (_part(block, rows, *flat, window, group) for block in tiles.gathered)
-        out = _merge(parts)[:, :, : tile * group].reshape(n, kv_heads, tile, group, head_size)
-        return out.transpose(1, 2).reshape(n * tile, heads, head_size)[tiles.real]
+        out = _merge(parts).view(n, kv_heads, tile, group, head_size)
+        out = out.transpose(1, 2).reshape(n * tile, heads, head_size)
+        return out if tiles.real is None else out[tiles.real]
 
 
 def _counts(position: Tensor) -> list[tuple[int, int]]:
@@ -189,22 +192,23 @@ def _counts(position: Tensor) -> list[tuple[int, int]]:
     return [(start, sum(last >= start for last in needed)) for start in starts]
 
 
-def _softmax_part(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> _Part:
-    """q [n, K, R, D] against its own keys and values, each [n, K, KEY_BLOCK, D]."""
+def _softmax_part(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, real: int) -> _Part:
+    """q [n, K, R', D] against its own keys and values, each [n, K, KEY_BLOCK, D]; only `real` of the rows count."""
     n, kv_heads, num_rows, _ = q.shape
     scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(n, kv_heads, num_rows, KEY_BLOCK)
+    weights = scores[:, :, :real]
     if hidden is not None:
-        scores.masked_fill_(hidden, MASKED)
-    peak = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(peak).exp_()
-    out = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).view(q.shape)
+        weights.masked_fill_(hidden, MASKED)
+    peak = weights.amax(-1, keepdim=True)
+    weights.sub_(peak).exp_()
+    out = torch.bmm(scores.flatten(0, 1), v.flatten(0, 1)).view(q.shape)[:, :, :real]
     return _Part(peak, weights.sum(-1, keepdim=True), out)
 
 
 def _part(block: _Gathered, q: Tensor, keys: Tensor, values: Tensor, window: int, group: int) -> _Part:
     """The first tiles' part of a block; q [n, K, R, D], keys and values [pool rows, D]."""
     k, v = F.embedding(block.rows, keys).float(), F.embedding(block.rows, values).float()
-    return _softmax_part(q[: len(k)], k, v, block.hidden(window, group))
+    return _softmax_part(q[: len(k)], k, v, block.hidden(window, group), block.ahead.shape[1] * group)
 
 
 def _parts_in_place(
@@ -212,9 +216,9 @@ def _parts_in_place(
 ) -> Iterator[_Part]:
     """The parts of each block, out of one product over the pool; keys and values [pages, K, KEY_BLOCK, D]."""
     k, v = keys[span.first : span.last].float(), values[span.first : span.last].float()
-    whole = _softmax_part(q[span.owner], k, v, span.hidden(window, group))
-    for pages in span.pages:
-        yield _Part(whole.peak[pages], whole.total[pages], whole.out[pages])
+    whole = _softmax_part(q[span.owner], k, v, span.hidden(window, group), group)
+    parts = (torch.split(each[span.pages], span.counts) for each in (whole.peak, whole.total, whole.out))
+    return (_Part(*part) for part in zip(*parts, strict=True))
 
 
 def _merge(parts: Iterator[_Part]) -> Tensor:
