@@ -51,6 +51,8 @@ class RMSNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
 
 
@@ -154,8 +156,8 @@ class Transformer:
         x = F.embedding(step.token_ids, self.embedding)
         cos, sin = self.cos[step.positions, None], self.sin[step.positions, None]
         for number, layer in enumerate(self.layers):
-            x = x + self._attention(number, layer, layer.input_norm(x), cos, sin, step, pool, attention)
-            x = x + self._mlp(layer, layer.post_norm(x))
+            x += self._attention(number, layer, layer.input_norm(x), cos, sin, step, pool, attention)
+            x += self._mlp(layer, layer.post_norm(x))
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -186,7 +188,7 @@ class Transformer:
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         gate, up = layer.gate_up(x).chunk(2, dim=-1)
-        return layer.down(F.silu(gate) * up)
+        return layer.down(F.silu(gate).mul_(up))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -195,7 +197,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Dimension i turns with i + D / 2, as in the Hugging Face checkpoints. Computed in float32.
     """
     a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    turned = (a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)
+    return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 def _split(linear: Linear, prefix: str, sizes: dict[str, int]) -> dict[str, Tensor]:

@@ -5,13 +5,14 @@ in fixed blocks of KEY_BLOCK positions from 0 on, each block is a product of its
 order by their softmax peaks and sums. Query rows are padded to a multiple of ROW_TILE, since BLAS sums otherwise for
 fewer rows.
 
-Where a page is a block and the decodes' pages lie close together in the pool, which is the common case, their keys
-are not gathered: one product goes over the pool itself, page by page, and a page that no decode holds is computed in
-vain. It gives the same bits and moves half the memory.
+Where a page is a block, which is the default, one product serves all blocks of all decodes. If their pages lie close
+together in the pool it goes over the pool itself, page by page, and a page that no decode holds is computed in vain;
+that moves half the memory of a copy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -25,13 +26,19 @@ from fastgen.cache.pool import KVPool
 KEY_BLOCK = 64
 QUERY_TILE = 32  # query tokens of a prefill tile
 ROW_TILE = 4
+LOG2_E = math.log2(math.e)  # scores are taken to base 2, whose power is several times faster on the CPU
 MASKED = -1e30  # finite, so that a row whose first block is masked as a whole stays free of NaN; the next wipes it
-DENSE = 0.5  # the share of a range of pages that decodes must hold for it to be read as a whole
+DENSE = 0.5  # the share of a range of pages that decodes must hold for it to be read in place
+COPY_MOST = 2**24  # numbers in a copy of the decodes' keys, beyond which it is made block by block
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A block's softmax for some query rows, before it is merged: [n, K, R, 1], [n, K, R, 1] and [n, K, R, D]."""
+    """A block's softmax for some query rows, before it is merged: [n, K, R, 1], [n, K, R, 1] and [n, K, R, D].
+
+    The sums are in units of 2**peak. Peaks are whole numbers, so that bringing parts to one unit rounds nothing, and
+    may be done at any time.
+    """
 
     peak: Tensor
     total: Tensor
@@ -68,13 +75,14 @@ class _Gathered(_Keys):
 
 
 @dataclass
-class _InPlace(_Keys):
-    """The pages first .. last - 1 of the pool; owner [pages]: the tile that each belongs to (any, if to none);
-    pages: the page of each tile that has block 0, of each that has block 1, ..., counted from `first`; counts: how many
-    tiles have each block."""
+class _AtOnce(_Keys):
+    """All blocks of all tiles, a page each. selected: the pages that the product goes over, of a layer's pool.
 
-    first: int = field(kw_only=True)
-    last: int = field(kw_only=True)
+    owner: int64 [selected pages], the tile that each belongs to (any, if to none). pages: which of the selected is
+    block 0 of each tile that has one, then block 1 of each that has one, ...; counts: how many tiles have each block.
+    """
+
+    selected: slice | Tensor = field(kw_only=True)
     owner: Tensor = field(kw_only=True)
     pages: Tensor = field(kw_only=True)
     counts: list[int] = field(kw_only=True)
@@ -88,7 +96,7 @@ class _Tiles:
     real: Tensor | None  # where the real tokens are in tokens.flatten(); None: everywhere
     targets: Tensor  # and which tokens of the step these are
     gathered: list[_Gathered]  # a block each, or empty:
-    in_place: _InPlace | None
+    at_once: _AtOnce | None
 
 
 class ReferenceAttention:
@@ -122,13 +130,13 @@ class ReferenceAttention:
         tokens = first[owner][:, None] + offset
         position = (kv_lens - query_lens)[owner][:, None] + offset
         table = layout.page_table[sequences[owner].to(device)]
-        in_place = self._in_place(position, table) if size == 1 and self.pool.page_size == KEY_BLOCK else None
+        at_once = self._at_once(position, table) if size == 1 and self.pool.page_size == KEY_BLOCK else None
         return _Tiles(
             tokens=tokens.to(device),
             real=None if len(real) == tokens.numel() else real.to(device),
             targets=tokens.flatten()[real].to(device),
-            gathered=[] if in_place else self._gathered(position, table),
-            in_place=in_place,
+            gathered=[] if at_once else self._gathered(position, table),
+            at_once=at_once,
         )
 
     def _gathered(self, position: Tensor, table: Tensor) -> list[_Gathered]:
@@ -142,23 +150,23 @@ class ReferenceAttention:
             blocks.append(_Gathered(ahead=ahead, rows=rows.transpose(1, 2).contiguous().int()))
         return blocks
 
-    def _in_place(self, position: Tensor, table: Tensor) -> _InPlace | None:
-        """None where it does not pay: the decodes' pages lie too far apart."""
+    def _at_once(self, position: Tensor, table: Tensor) -> _AtOnce | None:
+        """None where the pages lie too far apart to be read in place, and are too many to be copied at once."""
+        device = table.device
         counts = [count for _, count in _counts(position)]
         pages = torch.cat([table[:count, block] for block, count in enumerate(counts)])
         first, last = int(pages.min()), int(pages.max()) + 1
-        if len(pages) < DENSE * (last - first) or len(set(pages.tolist())) < len(pages):
+        dense = len(pages) >= DENSE * (last - first) and len(set(pages.tolist())) == len(pages)
+        if not dense and pages.numel() * self.pool.keys[0, 0].numel() > COPY_MOST:
             return None
-        pages = pages - first
-        owner = torch.zeros(last - first, dtype=torch.int64, device=table.device)
-        owner[pages] = torch.cat([torch.arange(count, device=table.device) for count in counts])
-        start = torch.zeros_like(owner)
-        start[pages] = (
-            torch.arange(len(counts), device=table.device).repeat_interleave(torch.tensor(counts)) * KEY_BLOCK
-        )
-        keys = start[:, None, None] + torch.arange(KEY_BLOCK, device=table.device)
-        ahead = position.to(table.device)[owner][:, :, None] - keys
-        return _InPlace(ahead=ahead, first=first, last=last, owner=owner, pages=pages, counts=counts)
+        selected, size = (slice(first, last), last - first) if dense else (pages, len(pages))
+        pages = pages - first if dense else torch.arange(size, device=device)
+        owner, start = torch.zeros(2, size, dtype=torch.int64, device=device)
+        owner[pages] = torch.cat([torch.arange(count) for count in counts]).to(device)
+        start[pages] = (torch.arange(len(counts)) * KEY_BLOCK).repeat_interleave(torch.tensor(counts)).to(device)
+        keys = start[:, None, None] + torch.arange(KEY_BLOCK, device=device)
+        ahead = position.to(device)[owner][:, :, None] - keys
+        return _AtOnce(ahead=ahead, selected=selected, owner=owner, pages=pages, counts=counts)
 
     def attend(self, plan: list[_Tiles], layer: int, q: Tensor, window: int) -> Tensor:
         out = torch.empty_like(q)
@@ -171,16 +179,16 @@ class ReferenceAttention:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         (n, tile), (_, heads, head_size), kv_heads = tiles.tokens.shape, q.shape, keys.shape[1]
         group = heads // kv_heads
-        rows = q[tiles.tokens].float().mul_(head_size**-0.5).view(n, tile, kv_heads, group, head_size)
+        rows = q[tiles.tokens].float().mul_(LOG2_E * head_size**-0.5).view(n, tile, kv_heads, group, head_size)
         rows = rows.transpose(1, 2).reshape(n, kv_heads, tile * group, head_size)
         if padding := -rows.shape[2] % ROW_TILE:
             rows = F.pad(rows, (0, 0, 0, padding))
-        if tiles.in_place:
-            parts = _parts_in_place(tiles.in_place, rows, keys, values, window, group)
+        if tiles.at_once:
+            out = _attend_at_once(tiles.at_once, rows, keys, values, window, group)
         else:
             flat = keys.view(-1, head_size), values.view(-1, head_size)
-            parts = (_part(block, rows, *flat, window, group) for block in tiles.gathered)
-        out = _merge(parts).view(n, kv_heads, tile, group, head_size)
+            out = _merge(_part(block, rows, *flat, window, group) for block in tiles.gathered)
+        out = out.reshape(n, kv_heads, tile, group, head_size)
         out = out.transpose(1, 2).reshape(n * tile, heads, head_size)
         return out if tiles.real is None else out[tiles.real]
 
@@ -199,8 +207,8 @@ def _softmax_part(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, real: 
     weights = scores[:, :, :real]
     if hidden is not None:
         weights.masked_fill_(hidden, MASKED)
-    peak = weights.amax(-1, keepdim=True)
-    weights.sub_(peak).exp_()
+    peak = weights.amax(-1, keepdim=True).ceil_()
+    weights.sub_(peak).exp2_()
     out = torch.bmm(scores.flatten(0, 1), v.flatten(0, 1)).view(q.shape)[:, :, :real]
     return _Part(peak, weights.sum(-1, keepdim=True), out)
 
@@ -211,14 +219,21 @@ def _part(block: _Gathered, q: Tensor, keys: Tensor, values: Tensor, window: int
     return _softmax_part(q[: len(k)], k, v, block.hidden(window, group), block.ahead.shape[1] * group)
 
 
-def _parts_in_place(
-    span: _InPlace, q: Tensor, keys: Tensor, values: Tensor, window: int, group: int
-) -> Iterator[_Part]:
-    """The parts of each block, out of one product over the pool; keys and values [pages, K, KEY_BLOCK, D]."""
-    k, v = keys[span.first : span.last].float(), values[span.first : span.last].float()
+def _attend_at_once(span: _AtOnce, q: Tensor, keys: Tensor, values: Tensor, window: int, group: int) -> Tensor:
+    """The softmax over all blocks [n, K, R, D] of q [n, K, R', D], out of one product over the pool; keys and values
+    [pages, K, KEY_BLOCK, D]. The sums go over the blocks in order, so that they are those of `_merge`, to the bit."""
+    k, v = keys[span.selected].float(), values[span.selected].float()
     whole = _softmax_part(q[span.owner], k, v, span.hidden(window, group), group)
-    parts = (torch.split(each[span.pages], span.counts) for each in (whole.peak, whole.total, whole.out))
-    return (_Part(*part) for part in zip(*parts, strict=True))
+    peaks = torch.split(whole.peak[span.pages], span.counts)
+    peak = peaks[0].clone()
+    for each in peaks[1:]:
+        torch.maximum(peak[: len(each)], each, out=peak[: len(each)])
+    scale = (whole.peak - peak[span.owner]).exp2_()
+    parts = torch.split((torch.cat([whole.out, whole.total], -1) * scale)[span.pages], span.counts)
+    merged = parts[0]
+    for part in parts[1:]:
+        merged[: len(part)] += part
+    return merged[..., :-1] / merged[..., -1:]
 
 
 def _merge(parts: Iterator[_Part]) -> Tensor:
@@ -228,7 +243,7 @@ def _merge(parts: Iterator[_Part]) -> Tensor:
     for part in parts:
         n = len(part.peak)
         higher = torch.maximum(peak[:n], part.peak)
-        old, new = (peak[:n] - higher).exp_(), (part.peak - higher).exp_()
+        old, new = (peak[:n] - higher).exp2_(), (part.peak - higher).exp2_()
         peak[:n] = higher
         total[:n].mul_(old).addcmul_(part.total, new)
         out[:n].mul_(old).addcmul_(part.out, new)
