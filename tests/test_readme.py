@@ -1,0 +1,33 @@
+"""The README's claims that a test can hold."""
+
+import io
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_ci_runs_the_test_command_as_the_readme_has_it() -> None:
+    command = next(line.strip() for line in README.splitlines() if line.strip().endswith("&& pytest"))
+    assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_python_example_runs_and_the_model_is_mostly_right() -> None:
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exec(compile(code, "README.md", "exec"), {})
+    found = re.search(r"(\d+) of 400 samples are right", out.getvalue())
+    assert found, out.getvalue()
+    assert int(found[1]) > 340  # at temperature 0.8; the card tells the accuracy without
+    scores = re.findall(r"(-?\d+\.\d{4}) = (-?\d+\.\d{4})", out.getvalue())
+    assert len(scores) == 4
+    assert all(abs(float(left) - float(right)) < 2e-3 for left, right in scores)
+
+
+def test_every_file_of_the_tree_exists() -> None:
+    tree = README.split("## The repository")[1].split("Read `request.py`")[0]
+    for name in re.findall(r"^ {6}(\S+)", tree, re.MULTILINE):
+        assert (ROOT / "fastgen" / name).exists(), name
