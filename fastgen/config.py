@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fastgen.arch import ModelConfig
@@ -42,7 +43,7 @@ class EngineConfig:
     ) -> EngineConfig:
         """Fill in what was left open, from the model. Raises ValueError with what to change."""
         if dtype == "auto":
-            dtype = "float32" if device == "cpu" else model.dtype
+            dtype = "float32" if device.split(":")[0] == "cpu" else model.dtype
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype is {dtype!r}; it must be 'auto' or one of {', '.join(DTYPE_BYTES)}")
         if attention not in ("auto", *ATTENTION):
@@ -57,7 +58,13 @@ class EngineConfig:
         context = _context(model, max_model_len)
         num_pages = _num_pages(model, dtype, context, max_seqs, page_size, num_pages, kv_cache_gb)
         # A page less than all, so that a sequence alone always fits and can not preempt itself forever.
-        context = min(context, (num_pages - 1) * page_size)
+        room = (num_pages - 1) * page_size
+        if max_model_len is not None and context > room:
+            raise ValueError(
+                f"max_model_len is {context}, and {num_pages} pages of {page_size} tokens hold a context of {room}; "
+                "lower it, or raise num_pages or kv_cache_gb"
+            )
+        context = min(context, room)
         return cls(
             device=device,
             dtype=dtype,
@@ -106,6 +113,8 @@ def _num_pages(
         return num_pages
     page_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_size * page_size * DTYPE_BYTES[dtype]
     gigabytes = DEFAULT_KV_CACHE_GB if kv_cache_gb is None else kv_cache_gb
+    if not 0 < gigabytes < math.inf:
+        raise ValueError(f"kv_cache_gb is {gigabytes}; it must be a number above 0")
     affordable = int(gigabytes * 1e9 / page_bytes)
     if affordable < 2:
         raise ValueError(

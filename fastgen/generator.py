@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import math
 import os
 import time
@@ -12,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing
 from copy import deepcopy
-from numbers import Integral
+from dataclasses import replace
+from numbers import Integral, Real
 from pathlib import Path
 from types import TracebackType
 
@@ -36,6 +38,8 @@ from fastgen.request import (
 from fastgen.runner import Launched, build_runner, find_device
 from fastgen.scheduler import Scheduler
 from fastgen.tokenizer import AnswerText, Tokenizer, encode_prompt
+
+log = logging.getLogger(__name__)
 
 
 class Generator:
@@ -74,7 +78,9 @@ class Generator:
         load: str = "auto",
         seed: int | None = None,
     ) -> None:
-        self.folder = resolve(model, revision)
+        if load not in ("auto", "dummy"):
+            raise ValueError(f"load is {load!r}; it must be 'auto' or 'dummy'")
+        self.folder = resolve(model, revision, weights=False)  # the weights follow when all else is known to be right
         self.model_config = read_config(self.folder)
         self.config = EngineConfig.make(
             self.model_config,
@@ -90,10 +96,18 @@ class Generator:
         )
         self.max_model_len = self.config.max_model_len
         self.tokenizer = Tokenizer.find(self.folder if tokenizer is None else resolve(tokenizer, weights=False))
+        if tokenizer is not None and self.tokenizer is None:
+            raise ValueError(f"tokenizer is {str(tokenizer)!r}, which has no tokenizer files")
+        start = time.perf_counter()
+        if load == "auto":
+            self.folder = resolve(model, revision)
         self._runner = build_runner(self.model_config, self.config, self.folder, load)
+        log.info("%s in %.1f s: %s", self.folder.name, time.perf_counter() - start, self.config)
         self._scheduler = Scheduler(self.config)
         self._in_flight: Launched | None = None
         self._recovering = False
+        self._stepping = False
+        self._late_aborts: list[str | int] = []
         self._active: dict[str | int, Active] = {}
         self._owners: dict[Sequence, tuple[Active, Answer]] = {}
         self._events: list[Event] = []
@@ -171,10 +185,11 @@ class Generator:
         sequences: prompts, mostly lists of ids; start: one for all, or one a sequence. Each list has len - start
         floats; position 0 has no logprob, and is NaN. Raises ValueError for a sequence that can not be scored.
         """
-        if not (isinstance(temperature, int | float) and 0 < temperature < math.inf):
+        if not (isinstance(temperature, Real) and 0 < float(temperature) < math.inf):
             raise ValueError(f"temperature is {temperature}; scores need one above 0")
-        starts = [start] * len(sequences) if isinstance(start, int) else list(start)
-        if not all(isinstance(first, int) for first in starts):
+        sequences = _prompts(sequences)
+        starts = [start] * len(sequences) if isinstance(start, Integral) else list(start)
+        if not all(isinstance(first, Integral) for first in starts):
             raise TypeError(f"start must be an integer, or one a sequence, not {start!r}")
         if len(starts) != len(sequences):
             raise ValueError(
@@ -210,24 +225,24 @@ class Generator:
     def abort(self, ids: str | int | Iterable[str | int]) -> list[RequestOutput]:
         """End requests with what they have; returns it. Ids that are not, or no longer, in the engine are skipped."""
         wanted = [ids] if isinstance(ids, str | int) else list(ids)
+        if self._stepping:  # called from within a step, by a mask or a stream that is collected
+            self._late_aborts += wanted
+            return []
         if not any(key in self._active for key in wanted):
             return []
         self._settle()
-        outputs = []
-        for key in wanted:
-            active = self._active.get(key)
-            if active is None:
-                continue
+        ended = [self._active[key] for key in dict.fromkeys(wanted) if key in self._active]
+        unread = [answer for active in ended for answer in active.answers if answer.sequence in self._owners]
+        for active in ended:  # out of the engine first, so that no interrupt finds them half in it
             for answer in active.answers:
                 self._scheduler.abort(answer.sequence)
-                if answer.sequence in self._owners:
-                    self._read_text(answer)
-                    self._close_answer(answer)
-            self._events = [event for event in self._events if event.id != key]
-            outputs.append(active.output())
+                self._owners.pop(answer.sequence, None)
             self._close_request(active)
+            self._events = [event for event in self._events if event.id != active.id]
             self._stats.aborted += 1
-        return outputs
+        for answer in unread:
+            answer.read(self.tokenizer)
+        return [active.output() for active in ended]
 
     @property
     def unfinished(self) -> int:
@@ -242,7 +257,7 @@ class Generator:
         self._stats.pages_used = self._scheduler.pages.num_pages - self._scheduler.pages.num_free
         self._stats.generated_tokens = self._scheduler.generated_tokens
         self._stats.preemptions = self._scheduler.preemptions
-        return self._stats
+        return replace(self._stats)
 
     def close(self) -> None:
         """Abort everything and let the memory go."""
@@ -268,11 +283,12 @@ class Generator:
     def _advance(self) -> None:
         """One turn of the loop: launch a step, then read the one before it."""
         start = time.perf_counter()
-        if self._recovering:
-            self._recovering = False
-            for sequence in [s for s, (_, answer) in self._owners.items() if answer.unseen]:
-                self._see(sequence)
+        self._stepping = True
         try:
+            if self._recovering:
+                for sequence in [s for s, (_, answer) in self._owners.items() if answer.unseen]:
+                    self._see(sequence)
+                self._recovering = False
             batch = self._scheduler.schedule()
             launched = self._runner.launch(batch) if batch else None
             self._read()
@@ -280,11 +296,16 @@ class Generator:
                 masks = self._scheduler.fill_masks(batch, self.model_config.vocab_size)
                 self._runner.sample(launched, masks)
             self._in_flight = launched
+            if not self._active:  # what is still in flight are tokens too many
+                self._read()
         except BaseException:
             self._recover()
             raise
-        if not self._active:  # what is still in flight are tokens too many
-            self._settle()
+        finally:
+            self._stepping = False
+        if self._late_aborts:
+            late, self._late_aborts = self._late_aborts, []
+            self.abort(late)
         self._stats.steps += batch is not None
         self._stats.step_seconds += time.perf_counter() - start
 
@@ -299,16 +320,21 @@ class Generator:
 
     def _settle(self) -> None:
         """Read the step in flight without launching another."""
+        self._stepping = True
         try:
             self._read()
         except BaseException:
             self._recover()
             raise
+        finally:
+            self._stepping = False
 
     def _recover(self) -> None:
         """After an exception (Ctrl-C too) in the loop: what was on its way is lost, what was read is kept."""
         self._in_flight = None
         self._scheduler.rewind()
+        for _, answer in self._owners.values():
+            answer.forget_text(self.tokenizer)
         self._recovering = True
 
     def _see(self, sequence: Sequence) -> None:
@@ -317,7 +343,7 @@ class Generator:
         if active.first_token is None and sequence.output_len:
             active.first_token = time.perf_counter()
         if answer.text is not None or sequence.status is Status.FINISHED:
-            stop = self._read_text(answer)
+            stop = answer.read(self.tokenizer)
             if stop is not None:
                 self._scheduler.finish(sequence, "stop", stop)
                 # Where an id or the length ended it at once, the string is still the reason: it cuts the text.
@@ -325,38 +351,17 @@ class Generator:
         if active.sink is None:
             answer.tell(self._events)
         if sequence.status is Status.FINISHED:
-            self._close_answer(answer)
+            del self._owners[sequence]
             if not any(other.sequence in self._owners for other in active.answers):
                 self._close_request(active)
                 self._stats.finished += 1
                 if active.sink is not None:
                     active.sink.done.append(active.output())
 
-    def _close_answer(self, answer: Answer) -> None:
-        del self._owners[answer.sequence]
-
     def _close_request(self, active: Active) -> None:
         del self._active[active.id]
         if active.sink is not None:
             active.sink.running.discard(active.id)
-
-    def _read_text(self, answer: Answer) -> str | None:
-        """Bring an answer's text up to date; returns the stop string that it has come to."""
-        sequence = answer.sequence
-        if answer.text is None:
-            if self.tokenizer is None:
-                return None
-            prompt = sequence.token_ids[: sequence.prompt_len]
-            answer.text = AnswerText(self.tokenizer, prompt, sequence.params.stop_strings)
-        new = sequence.token_ids[sequence.prompt_len + answer.ids_read :]
-        answer.ids_read += len(new)
-        if isinstance(sequence.stop_reason, int):
-            new.pop()  # the stop id is no text
-        return answer.text.push(
-            new,
-            may_stop=sequence.output_len > sequence.params.min_tokens,
-            last=sequence.status is Status.FINISHED,
-        )
 
     # --------------------------------------------------------------------------------------- in and out
 
@@ -375,6 +380,8 @@ class Generator:
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         params.validate(self.model_config.vocab_size)
         id = self._new_id() if id is None else id
+        if not isinstance(id, str | int):
+            raise TypeError(f"id must be a string or an integer, not {id!r}")
         if id in self._active:
             raise ValueError(f"a request with the id {id!r} is running; give another id")
         ids = self._prompt_ids(prompt, params)
@@ -382,7 +389,7 @@ class Generator:
             score = (0, 1.0)
         if score is not None and not 0 <= score[0] <= len(ids):
             raise ValueError(f"start is {score[0]}; it must be from 0 to the sequence's length, {len(ids)}")
-        seed = self._next_seed() if params.seed is None else params.seed
+        seed = self._next_seed() if params.seed is None else int(params.seed)
         answers = [self._answer(id, index, ids, params, seed, sink, score) for index in range(params.n)]
         active = Active(id, ids, answers, sink, added=time.perf_counter())
         self._active[id] = active
@@ -423,7 +430,8 @@ class Generator:
         sink: Sink | None,
         score: tuple[int, float] | None,
     ) -> Answer:
-        stop_ids = set(params.stop_token_ids) | set(() if params.ignore_eos else self.model_config.eos_ids)
+        eos_ids = () if params.ignore_eos else self.model_config.eos_ids
+        stop_ids = {id for id in (*params.stop_token_ids, *eos_ids) if 0 <= id < self.model_config.vocab_size}
         tokens = self.max_model_len if params.max_tokens is None else params.max_tokens
         sequence = Sequence(
             request_id=id,
@@ -462,14 +470,19 @@ def _own(mask: TokenMask | None) -> TokenMask | None:
         raise ValueError(f"the mask can not be copied (copy.deepcopy): {error!r}") from error
 
 
+def _prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+    """A list of prompts, also of one: a string, or what begins with an int or a dict."""
+    if hasattr(prompts, "tolist"):  # a tensor or array of ids
+        prompts = prompts.tolist()
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping))
+    return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+
+
 def _paired(
     prompts: Prompt | SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
     """Each prompt with its parameters. Raises ValueError where there is not one a prompt."""
-    if hasattr(prompts, "tolist"):  # a tensor or array of ids
-        prompts = prompts.tolist()
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping))
-    many: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+    many = _prompts(prompts)
     if params is None or isinstance(params, SamplingParams):
         return [(prompt, SamplingParams() if params is None else params) for prompt in many]
     if len(params) != len(many):

@@ -33,14 +33,14 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     Of a hub repository only the configuration, the tokenizer and (with `weights`) the safetensors files that the index
     names are fetched, else `model.safetensors`; what is in huggingface_hub's cache suffices when the hub can not be
     reached. Raises ValueError if the model is neither a folder nor on the hub, if access to it needs a login, or if it
-    has no config.json.
+    has no config.json (with `weights`; a tokenizer alone needs none).
     """
     folder = BUNDLED if model is None else Path(model).expanduser()
     if not folder.is_dir() and model is not None:
         folder = _fetch_model(str(model), revision, weights)
     elif revision is not None:
         raise ValueError(f"revision={revision!r} goes with a hub id, and {folder} is a folder")
-    if not (folder / "config.json").is_file():
+    if weights and not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; a checkpoint folder in Hugging Face's format is needed")
     return folder
 

@@ -188,7 +188,17 @@ class Transformer:
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         gate, up = layer.gate_up(x).chunk(2, dim=-1)
-        return layer.down(F.silu(gate).mul_(up))
+        return layer.down(silu(gate).mul_(up))
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x).
+
+    On the CPU in float32 from exp: F.silu rounds otherwise where a thread's share of a tensor ends within a vector.
+    """
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        return F.silu(x)
+    return x / x.neg().exp_().add_(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

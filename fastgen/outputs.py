@@ -6,8 +6,8 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from fastgen.request import Completion, Event, RequestOutput, Sequence, Timings
-from fastgen.tokenizer import AnswerText
+from fastgen.request import Completion, Event, RequestOutput, Sequence, Status, Timings
+from fastgen.tokenizer import AnswerText, Tokenizer
 
 
 @dataclass
@@ -56,10 +56,40 @@ class Answer:
             self.text is not None and self.ids_read < self.sequence.output_len
         )
 
+    def read(self, tokenizer: Tokenizer | None) -> str | None:
+        """Bring the text up to date; returns the stop string that it has come to."""
+        sequence, params = self.sequence, self.sequence.params
+        if tokenizer is None:
+            return None
+        if self.text is None:
+            self.text = AnswerText(tokenizer, sequence.token_ids[: sequence.prompt_len], params.stop_strings)
+        end = sequence.output_len - isinstance(sequence.stop_reason, int)  # a stop id is no text
+        finished = sequence.status is Status.FINISHED
+        while self.ids_read < end or finished:
+            # One id at a time where a stop string may end it: the text ends at the first.
+            upto = min(self.ids_read + 1, end) if params.stop_strings else end
+            new = sequence.token_ids[sequence.prompt_len + self.ids_read : sequence.prompt_len + upto]
+            last = finished and upto == end
+            stop = self.text.push(new, may_stop=upto > params.min_tokens, last=last)
+            self.ids_read = upto
+            if stop is not None or last:
+                return stop
+        return None
+
+    def forget_text(self, tokenizer: Tokenizer | None) -> None:
+        """Begin the text anew, after an interrupt that may have torn it."""
+        if self.text is not None and tokenizer is not None:
+            sequence = self.sequence
+            prompt = sequence.token_ids[: sequence.prompt_len]
+            self.text, self.ids_read = AnswerText(tokenizer, prompt, sequence.params.stop_strings), 0
+
     def tell(self, events: list[Event]) -> None:
         """Append what is new since the last event."""
         sequence, (ids, chars) = self.sequence, self.told
         text = self.text.text if self.text is not None else ""
+        if (sequence.output_len, len(text)) == self.told and sequence.finish_reason is None:
+            return
+        scored = sequence.finish_reason is not None and sequence.score_start is not None
         event = Event(
             id=sequence.request_id,
             index=sequence.index,
@@ -71,6 +101,9 @@ class Answer:
             stop_reason=sequence.stop_reason,
             error=sequence.error,
             top_logprobs=sequence.top_logprobs[ids:] if sequence.params.logprobs else None,
+            sampling_mask=sequence.sampling_mask[ids:] if sequence.params.return_sampling_mask else None,
+            prompt_logprobs=sequence.prompt_logprobs if scored else None,
+            prompt_top_logprobs=(sequence.prompt_top_logprobs or None) if scored else None,
         )
         told = (sequence.output_len, len(text))
         events.append(event)

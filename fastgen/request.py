@@ -96,7 +96,7 @@ class SamplingParams:
                 )
             if self.max_tokens == 0 and self.n != 1:
                 raise ValueError(f"n is {self.n} with max_tokens=0; scoring a prompt takes n=1")
-        _integer("min_tokens", self.min_tokens, 0)
+        _integer("min_tokens", self.min_tokens, 0, 2**31)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
         _number("temperature", self.temperature, 0, math.inf)
@@ -113,6 +113,8 @@ class SamplingParams:
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 _integer(name, value, 0, min(MAX_LOGPROBS, vocab_size))
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise TypeError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
         _token_ids("logit_bias", self.logit_bias or (), vocab_size)
         for token, bias in (self.logit_bias or {}).items():
             _number(f"logit_bias[{token}]", bias, -math.inf, math.inf)
@@ -139,7 +141,10 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf
     if not math.isfinite(number) or not low <= number <= high or (open_low and number == low):
         bounds = "finite" if low == -math.inf else f"{'above' if open_low else 'at least'} {low:g}"
         raise ValueError(
@@ -320,6 +325,9 @@ class Event:
     stop_reason: int | str | None = None
     error: str | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    sampling_mask: list[list[int]] | None = None
+    prompt_logprobs: list[float] | None = None  # with the last event of sample 0
+    prompt_top_logprobs: list[dict[int, float]] | None = None
 
 
 @dataclass(slots=True)

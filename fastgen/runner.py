@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,7 +54,7 @@ class Runner:
         self.pool = pool
         self.attention = attention
         self.device = torch.device(config.device)
-        slots = -(-config.max_model_len // config.page_size) + 1
+        slots = -(-config.max_model_len // config.page_size)
         self.page_table = torch.zeros(config.max_seqs, slots, dtype=torch.int64, device=self.device)
         self.state = LaneState(config.max_seqs, model.config.vocab_size, self.device)
         self._kv_lens = np.zeros(config.max_seqs, dtype=np.int64)  # the host's mirrors
@@ -69,7 +70,7 @@ class Runner:
         for chunk in batch.prefills:
             self._kv_lens[chunk.lane] = chunk.start + len(chunk.tokens)
         hidden = self._forward(batch, np.array(lanes), query_lens)
-        scored = self._score(batch, hidden)
+        scored = self._launch_scores(batch, hidden)
         drawing = np.array([1] * len(batch.decodes) + [chunk.sample for chunk in batch.prefills], dtype=bool)
         rows = (query_lens.cumsum() - 1)[drawing]
         launched = Launched(
@@ -129,6 +130,7 @@ class Runner:
         if batch.pages:
             lanes, slots, pages = self._tensor(np.array(batch.pages, dtype=np.int64)).unbind(1)
             self.page_table[lanes, slots] = pages
+            self.pool.wipe(pages)
 
     def _forward(self, batch: Batch, lanes: np.ndarray, query_lens: np.ndarray) -> Tensor:
         """Hidden states [T, hidden], T padded to ROW_TILE."""
@@ -154,7 +156,7 @@ class Runner:
         )
         return self.model.forward(step, self.pool, self.attention)
 
-    def _score(self, batch: Batch, hidden: Tensor) -> list[_ScoreOutput]:
+    def _launch_scores(self, batch: Batch, hidden: Tensor) -> list[_ScoreOutput]:
         found = []
         first = len(batch.decodes)
         for chunk in batch.prefills:
@@ -191,27 +193,21 @@ def find_device(name: str | None) -> str:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # torch's own, for an unknown and for an absent device
         raise ValueError(f"device is {name!r}, which torch can not use here: {str(error).splitlines()[0]}") from error
-    return name
+    return str(torch.device(name))
 
 
 def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str) -> Runner:
     """The model with its weights, the KV pool and the runner over them."""
-    if load not in ("auto", "dummy"):
-        raise ValueError(f"load is {load!r}; it must be 'auto' or 'dummy'")
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     model = Transformer(model_config, dtype, device, config.max_model_len)
     if load == "dummy":
         fill_random(model.targets())
     else:
-        load_checkpoint(model.targets(), folder, progress=True)
+        load_checkpoint(model.targets(), folder, progress=sys.stderr.isatty())
     model.pack()
-    pool = KVPool(
-        model_config.num_layers,
-        config.num_pages,
-        model_config.num_kv_heads,
-        config.page_size,
-        model_config.head_size,
-        dtype,
-        device,
-    )
+    c = model_config
+    try:
+        pool = KVPool(c.num_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size, dtype, device)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise ValueError(f"no memory for {config.num_pages} pages of KV; lower num_pages or kv_cache_gb") from error
     return Runner(model, pool, make_attention(config.attention, pool), config)

@@ -41,8 +41,9 @@ class Scheduler:
 
     @property
     def wants_more(self) -> bool:
-        """Whether there are lanes for more than already wait."""
-        return len(self.waiting) <= len(self._free_lanes)
+        """Whether there are lanes, and pages, for more than already wait."""
+        pages = sum(self.pages.missing([], len(sequence.token_ids)) for sequence in self.waiting)
+        return len(self.waiting) <= len(self._free_lanes) and pages <= self.pages.num_free
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -111,8 +112,9 @@ class Scheduler:
             return False
         sequence = self.waiting[0]
         known = len(sequence.token_ids)
-        # A page for each running sequence stays free: they grow soon, and would preempt the newcomer.
-        if self.pages.missing([], known + 1) + len(self.running) > self.pages.num_free and self.running:
+        # A page stays free for each running sequence that will grow, or it would soon preempt the newcomer.
+        growing = sum(self.pages.missing(other.pages, other.max_len - 1) > 0 for other in self.running)
+        if self.running and self.pages.missing([], known + 1) + growing > self.pages.num_free:
             return False
         sequence.lane = heapq.heappop(self._free_lanes)
         self.lanes[sequence.lane] = self.waiting.popleft()
@@ -143,7 +145,7 @@ class Scheduler:
             start=start,
             tokens=tuple(sequence.token_ids[start:end]),
             sample=end == sequence.prefill_len and end < sequence.max_len,
-            score=_score(sequence, start, end),
+            score=_wanted_score(sequence, start, end),
         )
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -290,7 +292,7 @@ class Scheduler:
             assert len(sequence.token_ids) <= sequence.max_len
 
 
-def _score(sequence: Sequence, start: int, end: int) -> Score | None:
+def _wanted_score(sequence: Sequence, start: int, end: int) -> Score | None:
     """The prompt logprobs that the chunk of positions start .. end - 1 gives: of the tokens one further."""
     if sequence.score_start is None:
         return None

@@ -50,6 +50,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     """Ids of a prompt of any kind. Raises ValueError, or TypeError for what is no prompt."""
     if isinstance(prompt, str):
         return _needed(tokenizer).encode(prompt)
+    if isinstance(prompt, bytes | bytearray):
+        raise TypeError("a prompt can not be bytes; decode them to a string")
     if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):  # a tensor or array of ids
         prompt = prompt.tolist()
     if not isinstance(prompt, Sequence):

@@ -320,7 +320,7 @@ def test_a_cut_answer_says_what_cut_it(pipe, capsys):
     _, out, err, _ = pipe("count", max_tokens=3)
     assert out == "1 2 3 \n"
     assert err.endswith("\n(cut at --max-tokens 3)\n")
-    chat.Chat(FakeGenerator(), SamplingParams(), chat.Console()).report(chat.Answer("text", 3, "length"), 1.0)
+    chat.Chat(FakeGenerator(), SamplingParams(), chat.Console()).report(chat.Reply("text", 3, "length"), 1.0)
     assert capsys.readouterr().err.endswith("\n(cut: the context of 200 tokens is full; /r N goes back)\n")
 
 

@@ -114,7 +114,7 @@ def test_the_smallest_values_work() -> None:
         ({"num_pages": 1}, ValueError, "num_pages is 1; the pool needs at least 2"),
         ({"num_pages": 2.0}, TypeError, "num_pages must be an integer"),
         ({"num_pages": 9, "kv_cache_gb": 1.0}, ValueError, "num_pages and kv_cache_gb.*one of them"),
-        ({"kv_cache_gb": 0}, ValueError, "kv_cache_gb is 0.*raise kv_cache_gb or lower page_size"),
+        ({"kv_cache_gb": 0}, ValueError, "kv_cache_gb is 0.*above 0"),
         ({"kv_cache_gb": -1.0}, ValueError, "kv_cache_gb is -1"),
         ({"kv_cache_gb": 1.9 * 64 * TOKEN_BYTES / 1e9}, ValueError, "holds 1 pages"),
         ({"gpus": 8}, TypeError, "gpus"),

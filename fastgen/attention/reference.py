@@ -2,7 +2,7 @@
 
 The answer for a query does not depend on what else is in the step, to the bit (DESIGN, promise 1): the keys are taken
 in fixed blocks of KEY_BLOCK positions from 0 on, each block is a product of its own, and the blocks are merged in
-order by their softmax peaks and sums. Query rows are padded to a multiple of ROW_TILE, since BLAS sums otherwise for
+order by their softmax peaks and sums. Query rows are padded to a multiple of BMM_ROWS, since BLAS sums otherwise for
 fewer rows.
 
 Where a page is a block, which is the default, one product serves all blocks of all decodes. If their pages lie close
@@ -25,9 +25,9 @@ from fastgen.cache.pool import KVPool
 
 KEY_BLOCK = 64
 QUERY_TILE = 32  # query tokens of a prefill tile
-ROW_TILE = 4
-LOG2_E = math.log2(math.e)  # scores are taken to base 2, whose power is several times faster on the CPU
-MASKED = -1e30  # finite, so that a row whose first block is masked as a whole stays free of NaN; the next wipes it
+BMM_ROWS = 4
+LN_2 = math.log(2)
+LEAST = -1e30  # the peak of a row whose block is masked as a whole: finite, so that it gives zeros and no NaN
 DENSE = 0.5  # the share of a range of pages that decodes must hold for it to be read in place
 COPY_MOST = 2**24  # numbers in a copy of the decodes' keys, beyond which it is made block by block
 
@@ -36,8 +36,8 @@ COPY_MOST = 2**24  # numbers in a copy of the decodes' keys, beyond which it is 
 class _Part:
     """A block's softmax for some query rows, before it is merged: [n, K, R, 1], [n, K, R, 1] and [n, K, R, D].
 
-    The sums are in units of 2**peak. Peaks are whole numbers, so that bringing parts to one unit rounds nothing, and
-    may be done at any time.
+    The sums are in units of 2**peak. Peaks are whole numbers, so that bringing parts to one unit rounds nothing (but
+    for what is 2**-126 of the rest), and may be done at any time.
     """
 
     peak: Tensor
@@ -179,9 +179,9 @@ class ReferenceAttention:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         (n, tile), (_, heads, head_size), kv_heads = tiles.tokens.shape, q.shape, keys.shape[1]
         group = heads // kv_heads
-        rows = q[tiles.tokens].float().mul_(LOG2_E * head_size**-0.5).view(n, tile, kv_heads, group, head_size)
+        rows = q[tiles.tokens].float().mul_(head_size**-0.5 / LN_2).view(n, tile, kv_heads, group, head_size)
         rows = rows.transpose(1, 2).reshape(n, kv_heads, tile * group, head_size)
-        if padding := -rows.shape[2] % ROW_TILE:
+        if padding := -rows.shape[2] % BMM_ROWS:
             rows = F.pad(rows, (0, 0, 0, padding))
         if tiles.at_once:
             out = _attend_at_once(tiles.at_once, rows, keys, values, window, group)
@@ -206,9 +206,9 @@ def _softmax_part(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, real: 
     scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(n, kv_heads, num_rows, KEY_BLOCK)
     weights = scores[:, :, :real]
     if hidden is not None:
-        weights.masked_fill_(hidden, MASKED)
-    peak = weights.amax(-1, keepdim=True).ceil_()
-    weights.sub_(peak).exp2_()
+        weights.masked_fill_(hidden, -math.inf)
+    peak = weights.amax(-1, keepdim=True).ceil_().clamp_(min=LEAST)
+    weights.sub_(peak).mul_(LN_2).exp_()  # not exp2, which rounds otherwise at the end of a thread's share
     out = torch.bmm(scores.flatten(0, 1), v.flatten(0, 1)).view(q.shape)[:, :, :real]
     return _Part(peak, weights.sum(-1, keepdim=True), out)
 

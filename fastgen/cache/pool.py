@@ -35,6 +35,10 @@ class KVPool:
         self.keys[layer].view(-1, head_size)[flat] = k.reshape(-1, head_size)
         self.values[layer].view(-1, head_size)[flat] = v.reshape(-1, head_size)
 
+    def wipe(self, pages: Tensor) -> None:
+        """Zero the values of pages that change hands: a masked key weighs 0, but 0 times a NaN left there is NaN."""
+        self.values.index_fill_(1, pages, 0)
+
     def rows(self, pages: Tensor, offsets: Tensor) -> Tensor:
         """Index of (page, head, offset) in a layer's `keys.view(-1, D)`, for pages and offsets [...]: [..., K]."""
         _, _, num_kv_heads, page_size, _ = self.keys.shape
@@ -43,10 +47,7 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, because a masked key's weight of 0 times a NaN left in fresh memory would be NaN.
-
-    On the CPU from calloc, which takes no memory until a page is written.
-    """
+    """Zeros; on the CPU from calloc, which takes no memory until a page is written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)

@@ -193,7 +193,7 @@ class Interrupt:
 
 
 @dataclass
-class Answer:
+class Reply:
     text: str = ""
     num_tokens: int = 0
     finish_reason: str | None = None
@@ -271,9 +271,9 @@ class Chat:
         if interrupt.asked and not self.console.interactive:
             raise KeyboardInterrupt  # nobody is there to go on with the conversation
 
-    def answer(self, rid: str | int, interrupt: Interrupt) -> Answer:
+    def answer(self, rid: str | int, interrupt: Interrupt) -> Reply:
         """Show the answer while it is made, to its end or to Ctrl-C."""
-        answer = Answer()
+        answer = Reply()
         try:
             while answer.finish_reason is None and not interrupt.asked:
                 for event in interrupt.step(self.gen):
@@ -283,6 +283,8 @@ class Chat:
                     answer.num_tokens += len(event.token_ids)
                     answer.finish_reason = event.finish_reason
                     self.console.say(event.text)
+                    if event.error is not None:
+                        self.refuse(f"error: {event.error}")
         except KeyboardInterrupt:
             pass
         if answer.finish_reason is None:
@@ -296,15 +298,22 @@ class Chat:
             turns += [("user", asked), ("assistant", answered)]
         return [{"role": role, "content": content} for role, content in [*turns, ("user", message)]]
 
-    def stop(self, rid: str | int, answer: Answer) -> None:
+    def stop(self, rid: str | int, answer: Reply) -> None:
         """Abort, and show what the engine had and had not yet told."""
-        for output in self.gen.abort([rid]):
+        outputs = self.gen.abort([rid])
+        for output in outputs:
             completion = output.completions[0]
             self.console.say(completion.text[len(answer.text) :])
             answer.text, answer.num_tokens = completion.text, len(completion.token_ids)
+        if not outputs:  # it ended by itself just before; the end is still to be told
+            for event in self.gen.step():
+                if event.id == rid:
+                    self.console.say(event.text)
+                    answer.text += event.text
+                    answer.num_tokens += len(event.token_ids)
         answer.finish_reason = "abort"
 
-    def report(self, answer: Answer, seconds: float) -> None:
+    def report(self, answer: Reply, seconds: float) -> None:
         if not answer.text.endswith("\n"):
             self.console.say("\n")
         rate = answer.num_tokens / max(seconds, 1e-9)

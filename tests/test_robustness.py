@@ -1,0 +1,176 @@
+"""What once went wrong between the modules: interrupts in odd places, values of odd types, a request that poisons."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import check_idle, random_ids
+
+from fastgen import Event, Generator, Request, SamplingParams
+from fastgen.tokenizer import AnswerText, Tokenizer
+
+pytestmark = pytest.mark.timeout(60)
+SHORT = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+def test_not_finite_logits_fail_alone_and_leave_nothing_behind(llama: Path) -> None:
+    with Generator(llama, page_size=16, num_pages=12, max_seqs=4) as gen:
+        right = gen.generate([random_ids(40)], SHORT)
+        gen._runner.model.embedding[7] = torch.nan
+        clean = [token for token in random_ids(40) if token != 7]
+        before = gen.generate([clean], SHORT)[0].completions[0].token_ids
+        poisoned, beside = gen.generate([[1, 7, 9] * 10, clean], SHORT)
+        assert poisoned.error == "the logits are not finite"
+        assert beside.completions[0].token_ids == before
+        assert gen.generate([clean], SHORT)[0].completions[0].token_ids == before
+        assert right[0].error is None
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(logit_bias=[5]),  # type: ignore[arg-type]
+        SamplingParams(min_tokens=2**63),
+        SamplingParams(temperature=10**400),
+        SamplingParams(seed=2**64),
+        SamplingParams(stop=5),  # type: ignore[arg-type]
+        SamplingParams(stop_token_ids=5),  # type: ignore[arg-type]
+    ],
+)
+def test_an_odd_parameter_fails_alone(gen: Generator, params: SamplingParams) -> None:
+    good, bad = gen.generate([[5, 6], [5, 6]], [SHORT, params])
+    assert good.error is None
+    assert bad.error
+
+
+def test_numpy_values_are_values(gen: Generator) -> None:
+    plain = gen.generate([[5, 6, 7]], SamplingParams(max_tokens=4, seed=5, temperature=0.5))[0]
+    odd = SamplingParams(max_tokens=np.int64(4), seed=np.int64(5), temperature=np.float32(0.5))  # type: ignore[arg-type]
+    for prompt in (np.array([5, 6, 7]), list(np.array([5, 6, 7])), torch.tensor([5, 6, 7])):
+        assert gen.generate(prompt, odd)[0].completions == plain.completions  # type: ignore[arg-type]
+    assert gen.generate(b"hello")[0].error == "a prompt can not be bytes; decode them to a string"  # type: ignore[arg-type]
+    ids = random_ids(9)
+    expected = gen.score([ids], start=2)
+    assert gen.score(ids, start=2) == expected
+    assert gen.score([ids], start=np.array([2]), temperature=np.float32(1)) == expected  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="start must be an integer"):
+        gen.score([ids], start=[1.5])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("after", range(8))
+def test_an_interrupt_while_text_is_made_loses_nothing(
+    gen: Generator, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0)
+    expected = gen.generate([[5, 6, 7]], params)[0].completions[0]
+    push, count = AnswerText.push, itertools.count()
+
+    def interrupted(self: AnswerText, *args: Any, **options: Any) -> str | None:
+        if next(count) == after:
+            raise KeyboardInterrupt
+        return push(self, *args, **options)
+
+    monkeypatch.setattr(AnswerText, "push", interrupted)
+    gen.add([5, 6, 7], params)
+    events: list[Event] = []
+    while gen.unfinished:
+        try:
+            events += gen.step()
+        except KeyboardInterrupt:
+            continue
+    assert [token for event in events for token in event.token_ids] == expected.token_ids
+    assert "".join(event.text for event in events) == expected.text
+    assert events[-1].finish_reason == expected.finish_reason
+    check_idle(gen)
+
+
+def test_a_mask_may_abort_from_within_a_step(gen: Generator) -> None:
+    class Quitter:
+        def __deepcopy__(self, memo: object) -> Quitter:
+            return self
+
+        def fill(self, row: np.ndarray) -> None:
+            pass
+
+        def accept(self, token: int) -> None:
+            gen.abort("quitter")
+
+    gen.add([5, 6], SamplingParams(max_tokens=50, mask=Quitter(), ignore_eos=True), id="quitter")
+    gen.add([5, 6], SHORT, id="other")
+    events = list(itertools.chain.from_iterable(iter(gen.step, [])))
+    while gen.unfinished:
+        events += gen.step()
+    assert sum(len(event.token_ids) for event in events if event.id == "other") == 6
+    assert sum(len(event.token_ids) for event in events if event.id == "quitter") < 50
+    check_idle(gen)
+
+
+def test_events_tell_all_that_outputs_tell(gen: Generator) -> None:
+    params = SamplingParams(
+        max_tokens=5, top_k=3, logprobs=2, prompt_logprobs=1, return_sampling_mask=True, seed=3, ignore_eos=True
+    )
+    (output,) = gen.generate([[5, 6, 7]], params)
+    gen.add([5, 6, 7], params)
+    events = gen.step()
+    while gen.unfinished:
+        events += gen.step()
+    completion = output.completions[0]
+    for name in ("token_ids", "logprobs", "raw_logprobs", "top_logprobs", "sampling_mask"):
+        assert [each for event in events for each in getattr(event, name)] == getattr(completion, name), name
+    assert str(events[-1].prompt_logprobs) == str(output.prompt_logprobs)  # NaN is not equal to itself
+    assert events[-1].prompt_top_logprobs == output.prompt_top_logprobs
+
+
+def test_the_cpu_by_any_name_is_float32_and_a_wrong_device_an_error(llama: Path) -> None:
+    for device in ("cpu", "cpu:0", torch.device("cpu")):
+        assert Generator(llama, device=device).config.dtype == "float32"  # type: ignore[arg-type]
+    for device in ("foo", "cuda:99"):
+        with pytest.raises(ValueError, match="which torch can not use here"):
+            Generator(llama, device=device)
+
+
+def test_a_tokenizer_may_come_from_a_folder_of_its_own(llama: Path, talker: Path, tmp_path: Path) -> None:
+    Tokenizer(talker).hf.save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    assert Generator(llama, tokenizer=tmp_path).generate("hello", SHORT)[0].error is None
+    with pytest.raises(ValueError, match="no tokenizer files"):
+        Generator(llama, tokenizer=llama)
+
+
+def test_stats_are_a_snapshot(gen: Generator) -> None:
+    before = gen.stats
+    gen.generate([[5]], SHORT)
+    assert gen.stats.generated_tokens - before.generated_tokens == 6
+
+
+def test_a_stream_reads_no_further_than_pages_are_free(llama: Path) -> None:
+    read = itertools.count()
+    requests = (Request([5] * 90, SHORT, id=next(read)) for _ in range(40))
+    with Generator(llama, page_size=16, num_pages=20, max_seqs=64) as gen:
+        next(gen.stream(requests))
+        assert next(read) < 12
+
+
+def test_a_context_that_the_pool_can_not_hold_is_refused(llama: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_model_len is 100.*hold a context of 48"):
+        Generator(llama, max_model_len=100, page_size=16, num_pages=4)
+    with pytest.raises(ValueError, match="lower num_pages"):
+        Generator(llama, num_pages=10**12)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_the_schedule_never_shows_on_any_number_of_threads(threads: int) -> None:
+    """Threads share a tensor out without regard to vectors, and the rest of a vector may be rounded otherwise."""
+    torch.set_num_threads(threads)
+    try:
+        prompts = [random_ids(length, seed=length) for length in range(20, 140, 9)]
+        with Generator(max_step_tokens=272) as gen:
+            together = gen.score(prompts, start=1)
+            assert [gen.score([prompt], start=1)[0] for prompt in prompts] == together
+    finally:
+        torch.set_num_threads(1)
