@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import resource
@@ -30,7 +31,7 @@ DATA = Path(__file__).parent / "data"
 
 @dataclass(frozen=True)
 class Workload:
-    """`sequences` ragged prompts, of lengths drawn evenly from `prompt` to `longest`, and as many tokens generated."""
+    """`sequences` ragged prompts and answers; the lengths of both are drawn evenly from `shortest` to `longest`."""
 
     sequences: int = 64
     shortest: int = 16
@@ -108,12 +109,21 @@ def measure(engine: str, model: str | None, workload: Workload, dtype: str, repe
     seconds = ENGINES[engine](model, workload, dtype, repeats)
     tokens = sum(generated for _, generated in workload.lengths())
     rates = [tokens / each for each in seconds]
+    unit = 1 if sys.platform == "darwin" else 1024
     return {
         "tokens_per_second": statistics.median(rates),
         "spread": [min(rates), max(rates)],
         "generated_tokens": tokens,
-        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
+        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6,
     }
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def bench_cpu(arguments: argparse.Namespace) -> None:
@@ -139,13 +149,13 @@ def bench_cpu(arguments: argparse.Namespace) -> None:
             "workload": asdict(workload),
             "dtype": arguments.dtype,
             "threads": torch.get_num_threads(),
-            "machine": platform.processor() or platform.machine(),
+            "machine": processor(),
             "torch": torch.__version__,
             "repeats": repeats,
             **results,
             "ratio": ratio,
         }
-        path = DATA / f"cpu-{arguments.dtype}.json"
+        path = DATA / f"{arguments.name or f'cpu-{arguments.dtype}'}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(report, indent=2) + "\n")
 
@@ -156,6 +166,7 @@ def main() -> None:
     cpu = kinds.add_parser("cpu", help="fastgen and transformers on the bundled model, on the CPU")
     cpu.add_argument("--model", help="a folder or hub id (default: the bundled model)")
     cpu.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    cpu.add_argument("--name", help="of the JSON file in scripts/data (default: cpu-DTYPE)")
     cpu.add_argument("--repeats", type=int, default=3, help="timed runs after a warm-up (default 3)")
     cpu.add_argument("--smoke", action="store_true", help="a few tokens, nothing written")
     engine = kinds.add_parser("engine", help="(what `cpu` starts, once an engine)")

@@ -219,17 +219,22 @@ def _part(block: _Gathered, q: Tensor, keys: Tensor, values: Tensor, window: int
     return _softmax_part(q[: len(k)], k, v, block.hidden(window, group), block.ahead.shape[1] * group)
 
 
+def _select(pool: Tensor, pages: slice | Tensor) -> Tensor:
+    return pool[pages] if isinstance(pages, slice) else pool.index_select(0, pages)  # several times faster than []
+
+
 def _attend_at_once(span: _AtOnce, q: Tensor, keys: Tensor, values: Tensor, window: int, group: int) -> Tensor:
     """The softmax over all blocks [n, K, R, D] of q [n, K, R', D], out of one product over the pool; keys and values
     [pages, K, KEY_BLOCK, D]. The sums go over the blocks in order, so that they are those of `_merge`, to the bit."""
-    k, v = keys[span.selected].float(), values[span.selected].float()
-    whole = _softmax_part(q[span.owner], k, v, span.hidden(window, group), group)
-    peaks = torch.split(whole.peak[span.pages], span.counts)
+    k, v = (_select(pool, span.selected).float() for pool in (keys, values))
+    whole = _softmax_part(q.index_select(0, span.owner), k, v, span.hidden(window, group), group)
+    peaks = torch.split(whole.peak.index_select(0, span.pages), span.counts)
     peak = peaks[0].clone()
     for each in peaks[1:]:
         torch.maximum(peak[: len(each)], each, out=peak[: len(each)])
-    scale = (whole.peak - peak[span.owner]).exp2_()
-    parts = torch.split((torch.cat([whole.out, whole.total], -1) * scale)[span.pages], span.counts)
+    scale = whole.peak.sub_(peak.index_select(0, span.owner)).exp2_()
+    scaled = torch.cat([whole.out, whole.total], -1).mul_(scale)
+    parts = torch.split(scaled.index_select(0, span.pages), span.counts)
     merged = parts[0]
     for part in parts[1:]:
         merged[: len(part)] += part
