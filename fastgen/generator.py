@@ -49,8 +49,8 @@ class Generator:
     tokenizer: a folder or hub id to take the tokenizer from, where it is not the model's own.
     dtype: "auto" (the checkpoint's on a GPU, float32 on the CPU), "float32", "bfloat16" or "float16".
     device: a torch device; None: the GPU where there is one, else the CPU.
-    max_model_len: the context, prompt and answer together, in tokens; None: the model's. It is lowered where the KV
-        pool holds less; the attribute of that name tells.
+    max_model_len: the context, prompt and answer together, in tokens; None: the model's, or what the KV pool holds
+        where that is less; the attribute of that name tells.
     max_seqs: sequences that run at a time. max_step_tokens: tokens that one step computes at most.
     page_size: tokens a page of the KV pool; num_pages, or kv_cache_gb (10^9 bytes), sizes the pool.
     attention: "auto" or "reference". load: "auto", or "dummy" for random weights.
@@ -145,7 +145,7 @@ class Generator:
     def stream(self, requests: Iterable[Request]) -> PyGenerator[RequestOutput, None, None]:
         """Answer requests as they come from an iterable, endless ones too, in the order of completion.
 
-        The iterable is read only as far as lanes are free. Leaving early aborts what was begun. A request that can not
+        The iterable is read only as far as lanes and pages are free. Leaving early aborts what was begun. A request that can not
         be served comes back as an output with an error, and the others never notice.
         """
         source: Iterator[Request] | None = iter(requests)

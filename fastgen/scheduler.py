@@ -42,8 +42,10 @@ class Scheduler:
     @property
     def wants_more(self) -> bool:
         """Whether there are lanes, and pages, for more than already wait."""
-        pages = sum(self.pages.missing([], len(sequence.token_ids)) for sequence in self.waiting)
-        return len(self.waiting) <= len(self._free_lanes) and pages <= self.pages.num_free
+        if len(self.waiting) > len(self._free_lanes):
+            return False
+        wanted = sum(self.pages.missing([], len(sequence.token_ids)) for sequence in self.waiting)
+        return wanted <= self.pages.num_free
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
