@@ -145,8 +145,8 @@ class Generator:
     def stream(self, requests: Iterable[Request]) -> PyGenerator[RequestOutput, None, None]:
         """Answer requests as they come from an iterable, endless ones too, in the order of completion.
 
-        The iterable is read only as far as lanes and pages are free. Leaving early aborts what was begun. A request that can not
-        be served comes back as an output with an error, and the others never notice.
+        The iterable is read only as far as lanes and pages are free. Leaving early aborts what was begun. A request
+        that can not be served comes back as an output with an error, and the others never notice.
         """
         source: Iterator[Request] | None = iter(requests)
         sink = Sink()
