@@ -95,6 +95,12 @@ class Generator:
             attention=attention,
         )
         self.max_model_len = self.config.max_model_len
+        if max_model_len is None and self.max_model_len < self.model_config.max_position:
+            log.warning(
+                "the KV pool holds a context of %d tokens, and the model's is %d; raise kv_cache_gb for more",
+                self.max_model_len,
+                self.model_config.max_position,
+            )
         self.tokenizer = Tokenizer.find(self.folder if tokenizer is None else resolve(tokenizer, weights=False))
         if tokenizer is not None and self.tokenizer is None:
             raise ValueError(f"tokenizer is {str(tokenizer)!r}, which has no tokenizer files")

@@ -156,7 +156,9 @@ def test_a_stream_reads_no_further_than_pages_are_free(llama: Path) -> None:
         assert next(read) < 12
 
 
-def test_a_context_that_the_pool_can_not_hold_is_refused(llama: Path) -> None:
+def test_a_context_that_the_pool_can_not_hold_is_refused(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert Generator(llama, page_size=16, num_pages=4).max_model_len == 48
+    assert "holds a context of 48 tokens" in caplog.text
     with pytest.raises(ValueError, match=r"max_model_len is 100.*hold a context of 48"):
         Generator(llama, max_model_len=100, page_size=16, num_pages=4)
     with pytest.raises(ValueError, match="lower num_pages"):
