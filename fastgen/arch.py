@@ -79,7 +79,6 @@ class ModelConfig:
     tied: bool  # the output matrix is the embedding; the checkpoint need not hold lm_head.weight
     windows: tuple[int, ...]  # a layer: a query at p sees the keys in (p - window, p]; 0: all keys up to p
     eos_ids: tuple[int, ...]
-    bos_id: int | None
     dtype: str  # the checkpoint's: bfloat16, float16 or float32
 
     def __post_init__(self) -> None:
@@ -144,7 +143,6 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         tied=bool(config.get("tie_word_embeddings")),
         windows=_windows(config, architecture, num_layers),
         eos_ids=_eos_ids(config, generation or {}),
-        bos_id=None if config.get("bos_token_id") is None else _int(config, "bos_token_id"),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
     )
 

@@ -92,7 +92,7 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
     "meta-llama/Llama-3.1-8B-Instruct": (
         {**LLAMA, **LLAMA_8B, "eos_token_id": [128001, 128008, 128009], "transformers_version": "4.42.3"},
         {"bos_token_id": 128000, "do_sample": True, "eos_token_id": [128001, 128008, 128009], "temperature": 0.6},
-        {"head_size": 128, "num_kv_heads": 8, "eos_ids": (128001, 128008, 128009), "bos_id": 128000, "norm_eps": 1e-5,
+        {"head_size": 128, "num_kv_heads": 8, "eos_ids": (128001, 128008, 128009), "norm_eps": 1e-5,
          "rope": RopeConfig("llama3", 500000.0, 8.0, 1.0, 4.0, 8192), "windows": (0,) * 32, "max_position": 131072},
         8_030_261_248,
     ),
@@ -108,7 +108,7 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
         MISTRAL,
         {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2},
         {"head_size": 128, "windows": (4096,) * 32, "max_position": 32768, "rope": RopeConfig(theta=10000.0),
-         "vocab_size": 32000, "eos_ids": (2,), "bos_id": 1, "qkv_bias": False, "o_bias": False},
+         "vocab_size": 32000, "eos_ids": (2,), "qkv_bias": False, "o_bias": False},
         7_241_732_096,
     ),
     "mistralai/Mistral-7B-Instruct-v0.3": (
@@ -237,7 +237,6 @@ def test_what_transformers_saves(architecture: str, extra: dict[str, Any], tmp_p
     assert (config.qkv_bias, config.o_bias) == (attention.q_proj.bias is not None, attention.o_proj.bias is not None)
     assert config.head_size == attention.head_dim
     assert config.eos_ids == (3, 4)
-    assert config.bos_id == model.config.bos_token_id
     assert config.norm_eps == model.config.rms_norm_eps
     assert config.tied == model.config.tie_word_embeddings
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
@@ -308,7 +307,7 @@ def test_forms_that_mean_the_same() -> None:
         assert parse_config({**GOOD, **change}) == plain
     assert parse_config({**GOOD, "num_key_value_heads": None}).num_kv_heads == 32
     absent = {field: value for field, value in GOOD.items() if field not in ("bos_token_id", "eos_token_id")}
-    assert (parse_config(absent).bos_id, parse_config(absent).eos_ids) == (1, (2,))
+    assert parse_config(absent).eos_ids == (2,)
     assert parse_config({**GOOD, "eos_token_id": None, "bos_token_id": None}).eos_ids == ()
     assert parse_config(GOOD, {"eos_token_id": 0}).eos_ids == (0,)
 

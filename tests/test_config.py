@@ -29,7 +29,6 @@ MODEL = ModelConfig(
     tied=False,
     windows=(0, 0, 0),
     eos_ids=(2,),
-    bos_id=1,
     dtype="bfloat16",
 )
 TOKEN_BYTES = 2 * 3 * 2 * 16 * 4  # K and V, layers, KV heads, head size, float32
