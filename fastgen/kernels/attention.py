@@ -1,0 +1,378 @@
+"""Attention over the paged KV pool, of a list of items (see fastgen.kernels.items), for decodes and prefills alike.
+
+A unit of work is an item and a KV head: the query rows are the item's tokens times the head's group of query heads, in
+one tile. As many programs run as the chip holds; each takes units until there are none. Where a tile's keys are split,
+partial results go through a workspace, and the last program to end merges them, in the order of the splits, so that
+the result does not depend on who was last.
+
+Shape letters: T tokens in the step, H query heads, K KV heads, D head size, P page size, G = H / K.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.kernels.items import BEGIN, END, FIELDS, FIRST, HEADER, SPLITS, dependent
+from fastgen.kernels.launch import Chip, Kernel, jit, tl
+
+DECODE, FEW, PREFILL = "decode", "few", "prefill"  # FEW: decodes of so few sequences that the chip is not filled
+FILLED = 8  # units (a sequence and a KV head) a processor, up to which decodes are FEW
+REGISTERS = 255  # of a thread: all that it may have measured faster than more programs a processor
+MERGED = {DECODE: 8, FEW: 8, PREFILL: 16}  # numbers of partial results that a thread has on their way while it merges
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """rows: of a query tile, tokens * G or more; keys: of an iteration; registers: that a thread may have; programs:
+    that a processor is given; peel: blocks of keys that all rows see in full have a loop of their own, without a mask;
+    merge_rows, merge_splits: of the partial results that are read at once."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int
+    programs: int
+    peel: bool
+    merge_rows: int
+    merge_splits: int
+
+
+# Per phase, and whether a number takes 2 bytes: (rows, keys, warps, stages), the first of which fits is taken. Rows 0:
+# those of a token. `stages` - 1 blocks of keys are on their way while one is worked on. As measured on an H200
+# (scripts/tune_attention.py).
+_HALF_PREFILL = ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))
+CONFIGS = {
+    (DECODE, True): ((0, 32, 1, 2), (0, 16, 1, 2)),
+    (DECODE, False): ((0, 32, 4, 2), (0, 16, 4, 2)),
+    (FEW, True): ((0, 64, 2, 3), (0, 64, 2, 2), (0, 32, 2, 2), (0, 16, 2, 2)),
+    (FEW, False): ((0, 32, 4, 2), (0, 16, 4, 2)),
+    (PREFILL, True): ((128, 64, 8, 3), (128, 64, 8, 2), *_HALF_PREFILL),
+    (PREFILL, False): ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
+}
+
+
+def configure(phase: str, group: int, head_size: int, dtype: torch.dtype, chip: Chip) -> Config:
+    """The configuration for `group` query heads a KV head (G)."""
+    dims, least = _power(head_size), max(_power(group), 16)
+    wide = dims > 128  # then a tile of half the rows has as many numbers
+    for rows, keys, warps, stages in CONFIGS[phase, dtype.itemsize == 2]:
+        rows = max(rows // 2 if wide else rows, least)
+        warps = max(warps, min(rows // 16, 8) if rows == least else 0, 4 if wide else 0)
+        size = shared_bytes(rows, keys, stages, dims, dtype, chip)
+        if size <= chip.shared_memory:
+            merge_rows = min(rows if phase == PREFILL else _power(group), 32)
+            merge_splits = min(max(MERGED[phase] * warps * 32 // (merge_rows * dims), 1), 16)
+            programs = programs_of(size, REGISTERS, warps, chip)
+            return Config(
+                rows, keys, warps, stages, REGISTERS, programs, phase == PREFILL, merge_rows, merge_splits
+            )  # fmt: skip
+    raise ValueError(
+        f"attention='paged' can not run {group} query heads a KV head of size {head_size} in {dtype} on this GPU, "
+        f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"
+    )
+
+
+def programs_of(shared_memory: int, registers: int, warps: int, chip: Chip) -> int:
+    """Programs that a processor holds at once: if there were more, the last would start when all work is taken."""
+    by_memory = (chip.shared_memory + 1024) // (shared_memory + 1024)  # a kilobyte of each is the system's
+    by_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)
+    return max(min(by_memory, by_registers, 16), 1)
+
+
+def shared_bytes(rows: int, keys: int, stages: int, dims: int, dtype: torch.dtype, chip: Chip) -> int:
+    """Of shared memory, that a program takes: rounded up, since the compiler decides."""
+    ahead = stages if chip.capability >= HOPPER and rows >= 64 else max(stages - 1, 1)
+    numbers = 2 * ahead * keys * dims + rows * dims + rows * keys
+    return max(numbers * dtype.itemsize, rows * dims * 4) + 2048
+
+
+def _power(size: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (size - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list on the device (see fastgen.kernels.items), the most items that it can have, and how they are run."""
+
+    list: Tensor
+    most: int
+    config: Config
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where the splits of tiles meet. parts: float32 [slots, H, D]; lse: float32 [slots, H], log2 of the softmax's sum;
+    arrivals: int32 [slots, K], zeros between launches."""
+
+    parts: Tensor
+    lse: Tensor
+    arrivals: Tensor
+
+    @staticmethod
+    def empty(slots: int, num_heads: int, num_kv: int, head_size: int, device: torch.device) -> Workspace:
+        return Workspace(
+            torch.empty(slots, num_heads, head_size, dtype=torch.float32, device=device),
+            torch.empty(slots, num_heads, dtype=torch.float32, device=device),
+            torch.zeros(slots, num_kv, dtype=torch.int32, device=device),
+        )
+
+
+@jit("layer", "num_pages", "table_width")
+def _attention_kernel(
+    q_ptr, out_ptr, keys_ptr, values_ptr, table_ptr, list_ptr, parts_ptr, lse_ptr, arrivals_ptr,
+    layer, num_pages, table_width,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
+    HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Units are taken in order: the first by the program's number, others from the layer's counter in the header."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    G: tl.constexpr = H // K
+    programs = tl.num_programs(0)
+    unit = tl.program_id(0)
+    # An item is read together with the number of items, and not after it, which is what a small step waits for.
+    count = tl.load(list_ptr)
+    item_ptr = list_ptr + HEADER + unit // K * FIELDS
+    first, tokens, lane, position, begin, end, part, split = _item(item_ptr)
+    while unit < count * K:
+        head = unit % K
+        splits = split // SPLITS
+        split = split % SPLITS
+        row = tl.arange(0, ROWS)
+        token = row // G
+        q_head = head * G + row % G
+        dim = tl.arange(0, DIMS)[None, :]
+        here = (token < tokens)[:, None] & (dim < D)
+        at = ((first + token) * H + q_head)[:, None] * D + dim
+        q = tl.load(q_ptr + at, mask=here, other=0.0)
+        acc, peak, total = _softmax(
+            q, position, tokens, begin, end, keys_ptr, values_ptr, table_ptr + lane * table_width, layer * num_pages,
+            head, K, G, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL,
+        )  # fmt: skip
+        acc = acc / total[:, None]
+        if splits == 1:
+            tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=here)
+        else:
+            slot = (part + split * tokens + token) * H + q_head
+            tl.store(parts_ptr + slot[:, None] * D + dim, acc, mask=here)
+            tl.store(lse_ptr + slot, peak + tl.log2(total), mask=token < tokens)
+            tl.debug_barrier()  # all of the program's results are written before it counts as arrived
+            arrived = tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="acq_rel", scope="gpu")
+            if arrived == splits - 1:
+                _merge(
+                    out_ptr, parts_ptr, lse_ptr, first, tokens, part, splits, head,
+                    H, G, D, DIMS, MERGE_ROWS, MERGE_SPLITS,
+                )  # fmt: skip
+                tl.store(arrivals_ptr + part * K + head, 0)
+        unit = count * K
+        if unit > programs:
+            unit = programs + tl.atomic_add(list_ptr + 1 + layer, 1, sem="relaxed")
+        item_ptr = list_ptr + HEADER + tl.minimum(unit // K, count - 1) * FIELDS
+        first, tokens, lane, position, begin, end, part, split = _item(item_ptr)
+
+
+@jit()
+def _item(item_ptr):
+    first = tl.load(item_ptr)
+    tokens = tl.load(item_ptr + 1)
+    lane = tl.load(item_ptr + 2)
+    position = tl.load(item_ptr + 3)
+    begin = tl.load(item_ptr + 4)
+    end = tl.load(item_ptr + 5)
+    part = tl.load(item_ptr + 6)
+    split = tl.load(item_ptr + 7)
+    return first, tokens, lane, position, begin, end, part, split
+
+
+@jit()
+def _softmax(
+    q, position, tokens, begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr,
+):  # fmt: skip
+    """The softmax of q [ROWS, DIMS] over the keys [begin, end), not yet divided by its sum: acc [ROWS, DIMS], and peak
+    and total [ROWS], the sum in units of 2**peak."""
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    peak = tl.full([ROWS], -1e30, tl.float32)  # finite, so that a row that has seen nothing gives no NaN
+    total = tl.zeros([ROWS], tl.float32)
+    query = position + tl.arange(0, ROWS) // G
+    full_begin = begin
+    full_end = end
+    if PEEL:
+        if WINDOW > 0:  # the first block that the last query sees from its first key on
+            full_begin = tl.maximum(begin, (position + tokens - WINDOW + KEYS - 1) // KEYS * KEYS)
+            full_begin = tl.minimum(full_begin, end)
+            acc, peak, total = _blocks(
+                acc, peak, total, q, query, begin, full_begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
+                K, D, P, WINDOW, SCALE, KEYS, DIMS, True,
+            )  # fmt: skip
+        full_end = tl.maximum(tl.minimum(end, position + 1) // KEYS * KEYS, full_begin)
+        acc, peak, total = _blocks(
+            acc, peak, total, q, query, full_begin, full_end, end, keys_ptr, values_ptr, table_ptr, first_page, head,
+            K, D, P, WINDOW, SCALE, KEYS, DIMS, False,
+        )  # fmt: skip
+        full_begin = full_end
+    return _blocks(
+        acc, peak, total, q, query, full_begin, end, end, keys_ptr, values_ptr, table_ptr, first_page, head,
+        K, D, P, WINDOW, SCALE, KEYS, DIMS, True,
+    )  # fmt: skip
+
+
+@jit()
+def _blocks(
+    acc, peak, total, q, query, begin, end, limit, keys_ptr, values_ptr, table_ptr, first_page, head,
+    K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
+    KEYS: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Go on with the keys [begin, end), of which those from `limit` on are not there: what is in the pool in their
+    place may be anything, so that it is not loaded."""
+    number = tl.arange(0, KEYS)
+    dim = tl.arange(0, DIMS)[None, :]
+    next_page = tl.load(table_ptr + tl.minimum(begin, limit - 1) // P)
+    for start in range(begin, end, KEYS):
+        key = start + number
+        if P % KEYS == 0:  # the block lies in one page, whose number was read an iteration ago
+            base = (((first_page + next_page).to(tl.int64) * K + head) * P + start % P) * D
+            next_page = tl.load(table_ptr + tl.minimum(start + KEYS, limit - 1) // P)
+            at = number[:, None] * D + dim
+        else:
+            page = (first_page + tl.load(table_ptr + key // P, mask=key < limit, other=0)).to(tl.int64)
+            base = tl.zeros([], tl.int64)
+            at = ((page * K + head) * P + key % P)[:, None] * D + dim
+        if MASKED:
+            here = (key < limit)[:, None] & (dim < D)
+            k = tl.load(keys_ptr + base + at, mask=here, other=0.0)
+            v = tl.load(values_ptr + base + at, mask=here, other=0.0)
+        elif DIMS == D:
+            k = tl.load(keys_ptr + base + at)
+            v = tl.load(values_ptr + base + at)
+        else:
+            k = tl.load(keys_ptr + base + at, mask=dim < D, other=0.0)
+            v = tl.load(values_ptr + base + at, mask=dim < D, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            seen = (key[None, :] <= query[:, None]) & (key < limit)[None, :]
+            if WINDOW > 0:
+                seen = seen & (key[None, :] > query[:, None] - WINDOW)
+            scores = tl.where(seen, scores * SCALE, -1e30)
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            weights = tl.exp2(scores - higher[:, None])
+        else:  # a fused multiply-add, which would not do for -1e30: it takes a rounded product from an exact one
+            higher = tl.maximum(peak, tl.max(scores, 1) * SCALE)
+            weights = tl.exp2(scores * SCALE - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        peak = higher
+    return acc, peak, total
+
+
+@jit()
+def _merge(
+    out_ptr, parts_ptr, lse_ptr, first, tokens, part, splits, head,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Other programs wrote the partial results, so that they are read from L2 (.cg), not from a stale L1."""
+    dim = tl.arange(0, DIMS)[None, :]
+    for first_row in range(0, tokens * G, ROWS):
+        row = first_row + tl.arange(0, ROWS)
+        token = row // G
+        q_head = head * G + row % G
+        here = token < tokens
+        acc = tl.zeros([ROWS, DIMS], tl.float32)
+        peak = tl.full([ROWS], -1e30, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for first_split in range(0, splits, SPLITS):
+            split = first_split + tl.arange(0, SPLITS)
+            slot = (part + split[:, None] * tokens + token[None, :]) * H + q_head[None, :]
+            there = (split < splits)[:, None] & here[None, :]
+            lse = tl.load(lse_ptr + slot, mask=there, other=-1e30, cache_modifier=".cg")
+            at = slot[:, :, None] * D + dim[None, :, :]
+            inside = there[:, :, None] & (dim < D)[None, :, :]
+            parts = tl.load(parts_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
+            higher = tl.maximum(peak, tl.max(lse, 0))
+            weights = tl.exp2(lse - higher[None, :])
+            shrink = tl.exp2(peak - higher)
+            acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
+            total = total * shrink + tl.sum(weights, 0)
+            peak = higher
+        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        at = ((first + token) * H + q_head)[:, None] * D + dim
+        tl.store(out_ptr + at, out, mask=here[:, None] & (dim < D))
+
+
+def _launch(
+    q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, items: Items, workspace: Workspace,
+    layer: int, window: int,
+) -> None:  # fmt: skip
+    (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _), config = q.shape, keys.shape, items.config
+    group, dims = num_heads // num_kv, _power(head_size)
+    assert q.shape == out.shape
+    assert q.dtype == out.dtype == keys.dtype == values.dtype
+    assert q.is_contiguous()
+    assert out.is_contiguous()
+    assert keys.shape == values.shape
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    assert keys.shape[4] == head_size
+    assert num_heads == group * num_kv
+    assert group <= config.rows
+    assert page_table.dtype == items.list.dtype == torch.int32
+    assert page_table.stride(1) == 1
+    assert layer < HEADER - 1
+    assert max(q.numel(), workspace.parts.numel(), page_table.numel()) < 2**31
+    chip = Chip.of(q.device)
+    pdl = dependent(chip)
+    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    if config.registers < REGISTERS:
+        options["maxnreg"] = config.registers
+    _attention_kernel[(min(items.most * num_kv, chip.processors * config.programs),)](
+        q, out, keys, values, page_table, items.list, workspace.parts, workspace.lse, workspace.arrivals,
+        layer, num_pages, page_table.stride(0),
+        num_heads, num_kv, head_size, page_size, window, head_size**-0.5 * math.log2(math.e),
+        config.rows, config.keys, dims, config.peel, config.merge_rows, config.merge_splits,
+        HEADER, FIELDS, SPLITS, pdl,
+        num_warps=config.warps, num_stages=config.stages, **options,
+    )  # fmt: skip
+
+
+def _twin(
+    q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, items: Items, workspace: Workspace,
+    layer: int, window: int,
+) -> None:  # fmt: skip
+    """Causal attention of the items' query tokens, of q [T, H, D], into the same rows of out; others are left.
+
+    keys, values: [layers, pages, K, P, D], of which a layer is read; page_table: int32 [lanes, slots]. A query at
+    position p sees the positions (p - window, p], all up to p where window is 0. In float32, from numbers of any dtype.
+    A list serves each layer once. Takes an item at a time.
+    """
+    found = items.list.cpu()
+    tiles: dict[int, list[list[int]]] = {}
+    for item in found[HEADER : HEADER + int(found[0]) * FIELDS].view(-1, FIELDS).tolist():
+        tiles.setdefault(item[FIRST], []).append(item)
+    group, page_size, device = q.shape[1] // keys.shape[2], keys.shape[3], q.device
+    for first, splits in tiles.items():
+        _, tokens, lane, position, *_ = splits[0]
+        key = torch.cat([torch.arange(item[BEGIN], item[END], device=device) for item in splits])
+        pages = page_table[lane, key // page_size].long()
+        k, v = (pool[layer][pages, :, key % page_size].float() for pool in (keys, values))  # [keys, K, D]
+        rows = q[first : first + tokens].float().unflatten(1, (-1, group))
+        scores = torch.einsum("tkgd,nkd->kgtn", rows, k) * q.shape[2] ** -0.5
+        ahead = torch.arange(position, position + tokens, device=device)[:, None] - key
+        hidden = (ahead < 0) | (ahead >= window) if window else ahead < 0
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        out[first : first + tokens] = torch.einsum("kgtn,nkd->tkgd", weights, v).flatten(1, 2).to(out.dtype)
+
+
+attention = Kernel(_launch, _twin)

@@ -1,0 +1,106 @@
+"""What the kernels share: Triton where there is one, the chip's properties, and the way from a kernel to its twin.
+
+Triton is not a dependency: without it (or without a GPU) the torch twins run. With TRITON_INTERPRET=1 in the
+environment before Triton is first imported, kernels run on CPU tensors, which is how tests without a GPU see them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+def _optional(name: str) -> Any:
+    """A module of Triton's, where it is there and may be of use: importing it takes a while."""
+    useless = torch.version.cuda is None and os.environ.get("TRITON_INTERPRET") != "1"
+    if useless and "triton" not in sys.modules:
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+triton, tl = _optional("triton"), _optional("triton.language")
+INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
+    """triton.jit, which compiles nothing anew for other values of the `unspecialized` arguments; without Triton the
+    function as it is, which nothing then calls."""
+    if triton is None:
+        return lambda function: function
+    return lambda function: triton.jit(function, do_not_specialize=unspecialized)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What kernel configurations are chosen by.
+
+    capability: (9, 0) for Hopper; processors: streaming multiprocessors; shared_memory: bytes that one block may have.
+    """
+
+    capability: tuple[int, int]
+    processors: int
+    shared_memory: int
+
+    @property
+    def dependent_launch(self) -> bool:
+        """Whether a kernel may start while the one before it ends (programmatic dependent launch)."""
+        return self.capability >= (9, 0)
+
+    @staticmethod
+    @cache
+    def of(device: torch.device) -> Chip:
+        """The properties of a GPU; those of a small made-up one for the interpreter."""
+        if device.type != "cuda":
+            return Chip((8, 0), 4, 100_000)
+        found = torch.cuda.get_device_properties(device)
+        shared_memory: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        return Chip((found.major, found.minor), found.multi_processor_count, shared_memory)
+
+
+class Kernel:
+    """A launch of Triton kernels, and the torch twin with the same arguments and result.
+
+    Called with CUDA tensors it launches, with others it calls the twin. A launch that the chip's compiler refuses is
+    replaced by the twin from then on, with one warning. (Compiling comes before anything is written.)
+    """
+
+    def __init__(self, launch: Callable[..., Any], twin: Callable[..., Any]) -> None:
+        self.launch, self.twin = launch, twin
+        self.broken = False
+        self.__doc__ = launch.__doc__
+
+    def __call__(self, x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if self.runs_on(x.device):
+            try:
+                return self.launch(x, *arguments, **options)
+            except Exception as error:
+                if not _refused(error):
+                    raise
+                self.broken = True
+                name = self.launch.__module__.rpartition(".")[2]
+                log.warning("the %s kernel does not compile on this GPU; torch computes it, slower: %s", name, error)
+        return self.twin(x, *arguments, **options)
+
+    def runs_on(self, device: torch.device) -> bool:
+        return device.type == "cuda" and triton is not None and not self.broken
+
+
+def _refused(error: Exception) -> bool:
+    """Whether Triton could not make a kernel: its language, a pass of its compiler, ptxas, or for want of resources."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return isinstance(error, CompilationError | OutOfResources | PTXASError) or "PassManager" in str(error)

@@ -1,0 +1,62 @@
+"""RMSNorm, with the addition to the residual stream that comes before it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.kernels.launch import Chip, Kernel, jit, tl, triton
+
+
+@jit("eps")
+def _rms_norm_kernel(
+    x_ptr, delta_ptr, weight_ptr, out_ptr, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program a row of N."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    column = tl.arange(0, BLOCK)
+    here = column < N
+    at = tl.program_id(0).to(tl.int64) * N + column
+    x = tl.load(x_ptr + at, mask=here, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(delta_ptr + at, mask=here, other=0.0).to(tl.float32)
+        x = x.to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + at, x, mask=here)
+        x = x.to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(x * x) / N + eps)
+    weight = tl.load(weight_ptr + column, mask=here, other=0.0).to(tl.float32)
+    normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)  # rounded here too, as transformers does
+    tl.store(out_ptr + at, (normed * weight).to(out_ptr.dtype.element_ty), mask=here)
+
+
+def _launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
+    rows, size = x.shape
+    assert x.is_contiguous()
+    assert weight.shape == (size,)
+    assert delta is None or (delta.shape == x.shape and delta.is_contiguous())
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    pdl = Chip.of(x.device).dependent_launch
+    options = {"launch_pdl": True} if pdl else {}
+    _rms_norm_kernel[(rows,)](
+        x, x if delta is None else delta, weight, out, eps, size, block, delta is not None, pdl,
+        num_warps=min(max(block // 1024, 1), 16), **options,
+    )  # fmt: skip
+    return out
+
+
+def _twin(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
+    """https://arxiv.org/abs/1910.07467 over the last dimension of x [T, N], in float32; `delta` is first added to x,
+    in place."""
+    if delta is not None:
+        x += delta
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
+
+
+rms_norm = Kernel(_launch, _twin)

@@ -1,0 +1,167 @@
+"""Rotary embedding of queries and keys, after Qwen3's norm of each head, and the way of keys and values into pages.
+
+Shape letters: T tokens, H query heads, K KV heads, D head size, P page size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.kernels.launch import Chip, Kernel, jit, tl, triton
+
+HEADS = 16  # heads a program
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """An RMSNorm of each query and each key head: weights [D]."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of a step stand, in their sequences and in the pool; the layers share it.
+
+    positions: int64 [T]; slots: int64 [T], page * P + offset, negative: nowhere; cos, sin: float32 [context, D / 2],
+    the tables for all positions; real: tokens that are not padding, which stands at the end and has no slots;
+    num_kv, page_size: K and P of the pool.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    cos: Tensor
+    sin: Tensor
+    real: int
+    num_kv: int
+    page_size: int
+
+    @cached_property
+    def turns(self) -> tuple[Tensor, Tensor]:
+        """The tokens' own cos and sin, [T, 1, D / 2]; for the twin."""
+        return self.cos[self.positions, None], self.sin[self.positions, None]
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Rows of a layer's keys.view(-1, D) that the real tokens' heads go to: int64 [real * K]; for the twin."""
+        slots = self.slots[: self.real]
+        row = (slots // self.page_size * (self.num_kv * self.page_size) + slots % self.page_size)[:, None]
+        return (row + torch.arange(self.num_kv, device=row.device) * self.page_size).flatten()
+
+
+@jit("eps")
+def _rope_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_ptr, keys_ptr, values_ptr, q_norm_ptr, k_norm_ptr, eps,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program a token and HEADS of its heads: queries, then keys, then values. HALF: D / 2, up to a power of two."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    turn = tl.arange(0, HALF)[None, :]
+    half = turn < D // 2
+    here = half & (head < H + 2 * K)
+    at = qkv_ptr + token * (H + 2 * K) * D + head * D + turn
+    a = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    b = tl.load(at + D // 2, mask=here, other=0.0).to(tl.float32)
+    is_q = head < H
+    turned = head < H + K
+    if NORM:
+        scale = 1 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+        q_a = tl.load(q_norm_ptr + turn, mask=half, other=0.0).to(tl.float32)
+        q_b = tl.load(q_norm_ptr + D // 2 + turn, mask=half, other=0.0).to(tl.float32)
+        k_a = tl.load(k_norm_ptr + turn, mask=half, other=0.0).to(tl.float32)
+        k_b = tl.load(k_norm_ptr + D // 2 + turn, mask=half, other=0.0).to(tl.float32)
+        # Rounded twice, as transformers does.
+        normed_a = (a * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * tl.where(is_q, q_a, k_a)
+        normed_b = (b * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * tl.where(is_q, q_b, k_b)
+        a = tl.where(turned, normed_a.to(q_ptr.dtype.element_ty).to(tl.float32), a)
+        b = tl.where(turned, normed_b.to(q_ptr.dtype.element_ty).to(tl.float32), b)
+    position = tl.load(positions_ptr + token)
+    cos = tl.load(cos_ptr + position * (D // 2) + turn, mask=half, other=0.0)
+    sin = tl.load(sin_ptr + position * (D // 2) + turn, mask=half, other=0.0)
+    first = tl.where(turned, a * cos - b * sin, a).to(q_ptr.dtype.element_ty)
+    second = tl.where(turned, b * cos + a * sin, b).to(q_ptr.dtype.element_ty)
+    to_q = q_ptr + (token * H + head) * D + turn
+    tl.store(to_q, first, mask=here & is_q)
+    tl.store(to_q + D // 2, second, mask=here & is_q)
+    slot = tl.load(slots_ptr + token)
+    written = here & (slot >= 0)
+    row = (slot // P) * K * P + slot % P
+    to_k = keys_ptr + (row + (head - H) * P) * D + turn
+    is_k = turned & (head >= H)
+    tl.store(to_k, first, mask=written & is_k)
+    tl.store(to_k + D // 2, second, mask=written & is_k)
+    to_v = values_ptr + (row + (head - H - K) * P) * D + turn
+    is_v = head >= H + K
+    tl.store(to_v, first, mask=written & is_v)
+    tl.store(to_v + D // 2, second, mask=written & is_v)
+
+
+def _launch(qkv: Tensor, places: Places, keys: Tensor, values: Tensor, norm: HeadNorm | None = None) -> Tensor:
+    tokens = len(qkv)
+    _, num_kv, page_size, head_size = keys.shape
+    num_q = qkv.shape[1] // head_size - 2 * num_kv
+    assert qkv.is_contiguous()
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    assert places.positions.shape == places.slots.shape == (tokens,)
+    assert places.positions.dtype == places.slots.dtype == torch.int64
+    assert places.cos.shape[1] == head_size // 2
+    assert (places.num_kv, places.page_size) == (num_kv, page_size)
+    q = torch.empty(tokens, num_q, head_size, dtype=qkv.dtype, device=qkv.device)
+    pdl = Chip.of(qkv.device).dependent_launch
+    options = {"launch_pdl": True} if pdl else {}
+    _rope_kernel[(tokens, -(-(num_q + 2 * num_kv) // HEADS))](
+        qkv, places.cos, places.sin, places.positions, places.slots, q, keys, values,
+        norm.q if norm else qkv, norm.k if norm else qkv, norm.eps if norm else 0.0,
+        num_q, num_kv, head_size, page_size, HEADS, triton.next_power_of_2(head_size // 2), norm is not None, pdl,
+        num_warps=4, **options,
+    )  # fmt: skip
+    return q
+
+
+def _twin(qkv: Tensor, places: Places, keys: Tensor, values: Tensor, norm: HeadNorm | None = None) -> Tensor:
+    """The rotated queries [T, H, D] of qkv [T, (H + 2 K) D]; the rotated keys, and the values, of the real tokens go
+    into keys and values [pages, K, P, D].
+
+    Dimension i turns with i + D / 2, as in the Hugging Face checkpoints (https://arxiv.org/abs/2104.09864), in
+    float32.
+    """
+    num_kv, head_size = keys.shape[1], keys.shape[3]
+    heads = qkv.view(len(qkv), -1, head_size)
+    num_q = heads.shape[1] - 2 * num_kv
+    qk, v = torch.split(heads, [num_q + num_kv, num_kv], dim=1)
+    if norm is not None:
+        normed_q = _normed(qk[:, :num_q], norm.q, norm.eps)
+        qk = torch.cat([normed_q, _normed(qk[:, num_q:], norm.k, norm.eps)], dim=1)
+    q, k = torch.split(rotate(qk, *places.turns), [num_q, num_kv], dim=1)
+    keys.view(-1, head_size)[places.rows] = k[: places.real].reshape(-1, head_size)
+    values.view(-1, head_size)[places.rows] = v[: places.real].reshape(-1, head_size)
+    return q
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D] turned by cos, sin float32 [T, 1, D / 2]."""
+    a, b = x.chunk(2, dim=-1)
+    turned = (a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
+
+
+rope_write = Kernel(_launch, _twin)

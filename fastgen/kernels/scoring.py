@@ -1,0 +1,149 @@
+"""Logprobs of known tokens, and of the most likely ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.kernels import columns
+from fastgen.kernels.launch import Kernel, jit, tl, triton
+from fastgen.kernels.lottery import fixed_sum, ids_of, key_ids, key_logits, log_sum, rank_keys, scales, weigh
+
+MOST = 32  # alternatives
+
+
+@jit("targets_ptr", "temperatures_ptr")
+def _score_kernel(
+    logits_ptr, targets_ptr, temperatures_ptr, found_ptr,
+    V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """A program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures_ptr + row)
+    high, low = scales(temperature)
+    number = tl.arange(0, CHUNKS)
+    tops = tl.full([CHUNKS], float("-inf"), tl.float32)
+    sums = tl.zeros([CHUNKS], tl.float32)
+    for chunk in range((V + CHUNK - 1) // CHUNK):
+        ids = ids_of(chunk, CHUNK, SUB)
+        x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+        top = tl.max(tl.where(x == x, x, float("inf")))
+        total = fixed_sum(weigh(x, tl.where(top > float("-inf"), top, 0.0), high, low)).to(tl.float32)
+        tops = tl.where(number == chunk, top, tops)
+        sums = tl.where(number == chunk, total, sums)
+    best, log_total = log_sum(tops, sums, high, low)
+    x = tl.load(logits_ptr + row * V + tl.load(targets_ptr + row)).to(tl.float32)
+    logprob = tl.div_rn(x - best, temperature) - log_total
+    rows = tl.num_programs(0)
+    tl.store(found_ptr + row, tl.where(best < float("inf"), logprob, float("nan")))
+    tl.store(found_ptr + rows + row, best)
+    tl.store(found_ptr + 2 * rows + row, log_total)
+
+
+@jit("most")
+def _list_kernel(
+    logits_ptr, listed_ptr, most, V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, MOST: tl.constexpr
+):
+    """A program a chunk and row: its largest rank keys."""
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    ids = ids_of(chunk, CHUNK, SUB)
+    x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+    keys = tl.where(ids < V, rank_keys(x, ids), columns.NO_KEY)
+    listed = listed_ptr + (row * tl.num_programs(0) + chunk) * MOST
+    place = most * 0
+    while place < most:
+        key = tl.max(keys)
+        tl.store(listed + place, key)
+        keys = tl.where(keys == key, columns.NO_KEY, keys)
+        place += 1
+
+
+@jit("totals_ptr", "most")
+def _merge_kernel(
+    listed_ptr, totals_ptr, ids_ptr, logprobs_ptr, most, C: tl.constexpr, SLOTS: tl.constexpr, MOST: tl.constexpr
+):
+    """A program a row: the largest of what its chunks have listed."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    listed = (slot < C * MOST) & (slot % MOST < most)
+    keys = tl.load(listed_ptr + row * C * MOST + slot, mask=listed, other=columns.NO_KEY)
+    best, log_total = tl.load(totals_ptr + row), tl.load(totals_ptr + tl.num_programs(0) + row)
+    place = most * 0
+    while place < most:
+        key = tl.max(keys)
+        tl.store(ids_ptr + row * most + place, key_ids(key))
+        tl.store(logprobs_ptr + row * most + place, key_logits(key) - best - log_total)
+        keys = tl.where(keys == key, columns.NO_KEY, keys)
+        place += 1
+
+
+def _launch_score(logits: Tensor, targets: Tensor, temperatures: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    rows, vocab = logits.shape
+    if temperatures is None:
+        temperatures = torch.ones(rows, dtype=torch.float32, device=logits.device)
+    assert logits.is_contiguous()
+    assert targets.shape == temperatures.shape == (rows,)
+    assert temperatures.dtype == torch.float32
+    found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    _score_kernel[(rows,)](
+        logits, targets, temperatures, found, vocab, columns.CHUNK, columns.SUB,
+        triton.next_power_of_2(-(-vocab // columns.CHUNK)), num_warps=columns.WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return found[0], found[1:]
+
+
+def _score_twin(logits: Tensor, targets: Tensor, temperatures: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Logprobs [R] float32 of targets [R] int64 under logits [R, V] / temperatures [R] (all above 0; None: 1).
+
+    The kernel also gives float32 [2, R]: the largest logit of each row, and the logarithm of the sum of
+    exp((logit - largest) / temperature).
+    """
+    scaled = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
+    return scaled.log_softmax(1).gather(1, targets[:, None]).squeeze(1), None
+
+
+def _launch_alternatives(logits: Tensor, most: int, totals: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    rows, vocab = logits.shape
+    chunks = -(-vocab // columns.CHUNK)
+    device = logits.device
+    if totals is None:
+        _, totals = _launch_score(logits, torch.zeros(rows, dtype=torch.int64, device=device))
+    assert totals is not None
+    assert logits.is_contiguous()
+    assert totals.shape == (2, rows)
+    assert totals.is_contiguous()
+    assert 0 < most <= min(MOST, vocab)
+    listed = torch.empty(rows, chunks, MOST, dtype=torch.int64, device=device)
+    ids = torch.empty(rows, most, dtype=torch.int64, device=device)
+    logprobs = torch.empty(rows, most, dtype=torch.float32, device=device)
+    _list_kernel[(chunks, rows)](logits, listed, most, vocab, columns.CHUNK, columns.SUB, MOST, num_warps=columns.WARPS)
+    _merge_kernel[(rows,)](
+        listed, totals, ids, logprobs, most, chunks, triton.next_power_of_2(chunks * MOST), MOST, num_warps=4
+    )
+    return ids, logprobs
+
+
+def _alternatives_twin(logits: Tensor, most: int, totals: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The ids of the `most` largest logits of each row of [R, V], best first, equals by id, and their logprobs: int64
+    and float32 [R, most]. totals: of each row the largest logit and the logarithm of its sum of exp(logit - largest),
+    float32 [2, R], where that is known."""
+    logits = logits.float()
+    ids = ids_of_keys(rank_keys_of(logits).topk(most).values, logits.shape[1])
+    return ids, logits.log_softmax(1).gather(1, ids)
+
+
+def rank_keys_of(logits: Tensor) -> Tensor:
+    """Logits [R, V] float32 as distinct int64: the larger logit is the larger key; among equals, the lower id."""
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 the equal of 0.0
+    ordered = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))  # as integers, negative floats run backwards
+    return ordered.long().mul_(2**32).add_(torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device))
+
+
+def ids_of_keys(keys: Tensor, vocab: int) -> Tensor:
+    """The token ids within rank keys."""
+    return vocab - 1 - (keys & 0xFFFFFFFF)
+
+
+score = Kernel(_launch_score, _score_twin)
+alternatives = Kernel(_launch_alternatives, _alternatives_twin)

@@ -1,0 +1,129 @@
+"""The elementwise kernels, in Triton's interpreter where there is no GPU, against their torch twins."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastgen.kernels.lanes import DecodeInput, advance
+from fastgen.kernels.launch import Chip, Kernel
+from fastgen.kernels.norm import rms_norm
+from fastgen.kernels.rope import HeadNorm, Places, rope_write
+from fastgen.kernels.swiglu import swiglu
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter truncates to bfloat16
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """A few units in the last place apart, at most."""
+    assert found.dtype == expected.dtype
+    tolerance = 8 * torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 96), (3, 2048)])
+def test_rms_norm(rows: int, size: int, dtype: torch.dtype) -> None:
+    x, weight = randn(rows, size, dtype=dtype), randn(size, seed=1, dtype=dtype)
+    close(rms_norm.launch(x, weight, 1e-5), rms_norm.twin(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_rms_norm_with_a_sum(dtype: torch.dtype) -> None:
+    x, delta, weight = randn(4, 80, dtype=dtype), randn(4, 80, seed=1, dtype=dtype), randn(80, seed=2, dtype=dtype)
+    y = x.clone()
+    close(rms_norm.launch(x, weight, 1e-6, delta), rms_norm.twin(y, weight, 1e-6, delta))
+    assert torch.equal(x, y), "the sum is kept in x"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 2100)])
+def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
+    x = randn(rows, 2 * size, dtype=dtype)
+    found, exact = swiglu.launch(x), swiglu.twin(x.double())
+    error, twin_error = (found - exact).abs().max(), (swiglu.twin(x) - exact).abs().max()
+    assert error <= 1.1 * twin_error + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("heads", "num_kv", "head_size"), [(4, 2, 64), (5, 1, 24), (8, 8, 96)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_and_the_way_into_the_pool(
+    heads: int, num_kv: int, head_size: int, dtype: torch.dtype, normed: bool
+) -> None:
+    tokens, page_size, pages = 7, 4, 5
+    qkv = randn(tokens, (heads + 2 * num_kv) * head_size, dtype=dtype)
+    angles = randn(40, head_size // 2, seed=1) * 3
+    slots = torch.tensor([3, 4, 19, 0, 11, -1, -1], device=DEVICE)
+    positions = torch.tensor([39, 0, 7, 8, 20, 1, 0], device=DEVICE)
+    places = Places(positions, slots, angles.cos(), angles.sin(), 5, num_kv, page_size)
+    weights = randn(head_size, seed=2, dtype=dtype), randn(head_size, seed=3, dtype=dtype)
+    norm = HeadNorm(*weights, 1e-5) if normed else None
+    before = randn(2, pages, num_kv, page_size, head_size, seed=4, dtype=dtype)
+    pool, twin_pool = before.clone(), before.clone()
+    close(rope_write.launch(qkv, places, *pool, norm), rope_write.twin(qkv, places, *twin_pool, norm))
+    close(pool, twin_pool)
+    written = (pool != before).any(-1).any(2).any(0)
+    assert written.flatten().nonzero().flatten().tolist() == [0, 3, 4, 11, 19]
+
+
+def test_advance() -> None:
+    lanes, table = 7, torch.arange(8 * 3, dtype=torch.int32, device=DEVICE).view(8, 3)
+    last_token = torch.arange(50, 50 + lanes + 1, device=DEVICE)
+    kv_lens = torch.tensor([0, 5, 11, 4, 3, 8, 1, 0], dtype=torch.int32, device=DEVICE)
+    found = []
+    for run in (advance.launch, advance.twin):
+        lens, step = kv_lens.clone(), DecodeInput.empty(9, DEVICE).first(6)
+        step.lanes.copy_(torch.tensor([2, 0, 5, 7, 7, 1]))
+        run(last_token, lens, table, step, 4)
+        found.append((lens, step))
+    (lens, step), (twin_lens, twin_step) = found
+    assert lens.tolist() == twin_lens.tolist() == [1, 6, 12, 4, 3, 9, 1, 0]
+    assert step.token_ids.tolist() == twin_step.token_ids.tolist() == [52, 50, 55, 57, 57, 51]
+    assert step.positions.tolist() == twin_step.positions.tolist() == [11, 0, 8, 0, 0, 5]
+    assert step.kv_lens.tolist() == twin_step.kv_lens.tolist() == [12, 1, 9, 1, 1, 6]
+    assert step.slots.tolist() == twin_step.slots.tolist() == [8 * 4 + 3, 0, 17 * 4, 21 * 4, 21 * 4, 4 * 4 + 1]
+
+
+def test_a_kernel_that_does_not_compile_falls_back_to_its_twin_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    tried = []
+
+    def refused(x: Tensor, by: int) -> Tensor:
+        tried.append(by)
+        raise OutOfResources(200_000, 100_000, "shared memory")
+
+    kernel = Kernel(refused, lambda x, by: x * by)
+    monkeypatch.setattr(Kernel, "runs_on", lambda self, device: not self.broken)
+    with caplog.at_level(logging.WARNING):
+        assert kernel(torch.tensor(3), 4) == 12
+        assert kernel(torch.tensor(3), 5) == 15
+    assert tried == [4]
+    assert len(caplog.records) == 1
+    assert "test_kernels kernel does not compile" in caplog.text
+
+
+def test_a_failure_that_is_not_the_compilers_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x: Tensor) -> Tensor:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(Kernel, "runs_on", lambda self, device: True)
+    with pytest.raises(RuntimeError, match="illegal"):
+        Kernel(wrong, lambda x: x)(torch.tensor(3))
+
+
+def test_kernels_run_their_twins_on_the_cpu() -> None:
+    assert not rms_norm.runs_on(torch.device("cpu"))
+    assert Chip((8, 6), 84, 101_376).dependent_launch is False
+    assert Chip((9, 0), 132, 232_448).dependent_launch is True
