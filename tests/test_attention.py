@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.attention import StepLayout, make_attention
+from fastgen.attention import StepLayout
+from fastgen.attention.reference import ReferenceAttention
 from fastgen.cache.pool import KVPool
 
 KV_HEADS = 2
@@ -41,13 +42,14 @@ class Case:
             self.table[row, : len(own)] = own
             positions = torch.arange(self.kv_lens[row])
             rows = self.pool.rows(own[positions // page_size], positions % page_size)
-            self.pool.write(0, rows, self.k[row], self.v[row])
+            self.pool.keys[0].view(-1, head_size)[rows] = self.k[row]
+            self.pool.values[0].view(-1, head_size)[rows] = self.v[row]
 
     def attend(self, members: list[int], window: int) -> list[Tensor]:
         """One step with these sequences only."""
-        attention = make_attention("reference", self.pool)
+        attention = ReferenceAttention(self.pool)
         lens = [torch.tensor([lens[member] for member in members]) for lens in (self.query_lens, self.kv_lens)]
-        plan = attention.plan(StepLayout(*lens, self.table[members]))
+        plan = attention.plan(StepLayout(*lens, 0, torch.tensor(members), self.table.int()))
         out = attention.attend(plan, 0, torch.cat([self.q[member] for member in members]), window)
         return list(torch.split(out, lens[0].tolist()))
 

@@ -15,20 +15,40 @@ from torch import Tensor
 class StepLayout:
     """Where a step's tokens sit. Sequence s has query_lens[s] tokens, in order, at its last positions.
 
-    query_lens, kv_lens: int64 [S] on the host; kv_lens include the query tokens.
-    page_table: int64 [S, slots] on the device; entries behind a sequence's last page are any valid page.
+    query_lens, kv_lens: int64 [S] on the host; kv_lens include the query tokens. The first `decodes` sequences have
+    one query token each.
+    lanes: int64 [S] on the host: the row of page_table that each sequence has.
+    page_table: int32 [all lanes, slots] on the device: the pages of positions 0 .. P - 1, P .. 2 P - 1, ...; entries
+    behind a sequence's last page are any valid page.
     """
 
     query_lens: Tensor
     kv_lens: Tensor
+    decodes: int
+    lanes: Tensor
     page_table: Tensor
 
 
 class Attention(Protocol):
-    """An implementation. `plan` runs once a step, `attend` once a layer."""
+    """An implementation. A plan is made once a step, `attend` runs once a layer.
+
+    capturable: `plan_decode` and `attend` may be captured in a CUDA graph. needs_clean_pages: values that no token of
+    a page's sequence has written yet must be finite, so that they have to be wiped when a page changes hands.
+    """
+
+    @property
+    def capturable(self) -> bool: ...
+
+    @property
+    def needs_clean_pages(self) -> bool: ...
 
     def plan(self, layout: StepLayout) -> Any:
         """What the layers of one step share."""
+
+    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor) -> Any:
+        """The plan of a step of one token a sequence that is known on the device alone, so that a CUDA graph can hold
+        it: lanes int64 [S], kv_lens int32 [S], page_table int32 [all lanes, slots]; values may change before a replay.
+        """
 
     def attend(self, plan: Any, layer: int, q: Tensor, window: int) -> Tensor:
         """Causal attention of q [T, H, D] over the pages of each sequence, which hold its query tokens already.

@@ -100,22 +100,33 @@ class _Tiles:
 
 
 class ReferenceAttention:
+    capturable = False
+    needs_clean_pages = True
+
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
 
     def plan(self, layout: StepLayout) -> list[_Tiles]:
         """Decodes in tiles of one token, prefill chunks in tiles of QUERY_TILE."""
         first = layout.query_lens.cumsum(0) - layout.query_lens
+        slots = -(-int(layout.kv_lens.max()) // self.pool.page_size)
+        table = layout.page_table[layout.lanes.to(layout.page_table.device), :slots].long()
         decode = layout.query_lens == 1
         groups = []
         for size, members in ((1, decode), (QUERY_TILE, ~decode)):
             chosen = members.nonzero().flatten()
             if len(chosen):
-                groups.append(self._tiles(size, chosen, first[chosen], layout))
+                groups.append(self._tiles(size, chosen, first[chosen], layout, table))
         return groups
 
-    def _tiles(self, size: int, sequences: Tensor, first: Tensor, layout: StepLayout) -> _Tiles:
-        device = layout.page_table.device
+    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor) -> list[_Tiles]:
+        """Reads the lengths from the device, so that no CUDA graph can hold it."""
+        ones = torch.ones(len(lanes), dtype=torch.int64)
+        return self.plan(StepLayout(ones, kv_lens.cpu().long(), len(lanes), lanes.cpu(), page_table))
+
+    def _tiles(self, size: int, sequences: Tensor, first: Tensor, layout: StepLayout, table: Tensor) -> _Tiles:
+        """table: int64 [S, slots] on the device."""
+        device = table.device
         query_lens, kv_lens = layout.query_lens[sequences], layout.kv_lens[sequences]
         per_sequence = -(-query_lens // size)
         owner = torch.repeat_interleave(torch.arange(len(sequences)), per_sequence)  # tile -> sequence
@@ -129,7 +140,7 @@ class ReferenceAttention:
         offset = torch.minimum(offset, last)
         tokens = first[owner][:, None] + offset
         position = (kv_lens - query_lens)[owner][:, None] + offset
-        table = layout.page_table[sequences[owner].to(device)]
+        table = table[sequences[owner].to(device)]
         at_once = self._at_once(position, table) if size == 1 and self.pool.page_size == KEY_BLOCK else None
         return _Tiles(
             tokens=tokens.to(device),

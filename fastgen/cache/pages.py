@@ -27,9 +27,13 @@ class PageAllocator:
     def num_free(self) -> int:
         return len(self._free)
 
+    def count(self, num_tokens: int) -> int:
+        """How many pages so many tokens take."""
+        return -(-num_tokens // self.page_size)
+
     def missing(self, pages: list[int], num_tokens: int) -> int:
         """How many more pages a page table needs to hold `num_tokens` tokens."""
-        return max(0, -(-num_tokens // self.page_size) - len(pages))
+        return max(0, self.count(num_tokens) - len(pages))
 
     def grow(self, pages: list[int], num_tokens: int) -> bool:
         """Extend a page table to hold `num_tokens` tokens; False, and nothing changed, where too few are free."""

@@ -11,7 +11,8 @@ class KVPool:
     """Keys and values of all layers: `keys[layer]` and `values[layer]` are [pages, K, P, D].
 
     K KV heads, P tokens a page, D head size. The heads stand outside a page's tokens, so that a head's page is one
-    contiguous piece of P x D.
+    contiguous piece of P x D. There is one page more than `num_pages`, `spare`, which no sequence ever holds: padding
+    is written there.
     """
 
     def __init__(
@@ -25,15 +26,9 @@ class KVPool:
         device: torch.device,
     ) -> None:
         self.page_size = page_size
-        shape = (2, num_layers, num_pages, num_kv_heads, page_size, head_size)
+        self.spare = num_pages
+        shape = (2, num_layers, num_pages + 1, num_kv_heads, page_size, head_size)
         self.keys, self.values = _zeros(shape, dtype, device).unbind(0)
-
-    def write(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k and v, each [T, K, D], at `rows` [T, K] (see `rows`)."""
-        flat = rows.flatten()
-        head_size = k.shape[-1]
-        self.keys[layer].view(-1, head_size)[flat] = k.reshape(-1, head_size)
-        self.values[layer].view(-1, head_size)[flat] = v.reshape(-1, head_size)
 
     def wipe(self, pages: Tensor) -> None:
         """Zero the values of pages that change hands: a masked key weighs 0, but 0 times a NaN left there is NaN."""

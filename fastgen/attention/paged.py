@@ -1,0 +1,124 @@
+"""Attention in Triton kernels that read the paged pool as it is, for decodes and for prefills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastgen.attention.interface import StepLayout
+from fastgen.cache.pool import KVPool
+from fastgen.kernels import attention as kernel
+from fastgen.kernels import items as lists
+from fastgen.kernels.launch import Chip
+
+PREFILL_SLOTS = 2048  # partial results, of a query token each, that there is room for at least
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """work: for each window, the lists that a layer with it goes through, one launch each."""
+
+    page_table: Tensor
+    work: dict[int, list[kernel.Items]]
+
+
+class PagedAttention:
+    """See fastgen.attention.interface.Attention. A plan holds until the next one is made, and serves each layer once.
+
+    num_heads: H; windows: of the layers, 0 for none; max_seqs, max_step_tokens: of a step, with padding; context: the
+    longest kv_len. All memory but that of answers and prefill lists is taken here, and graphs share it: `slots` partial
+    results of (H * (D + 1) + K) * 4 bytes, and 32 bytes a slot and distinct window. At H = 32, K = 8, D = 128 with 1024
+    sequences these are 5120 slots, 85 MB and 0.2 MB, however large the pool is.
+    """
+
+    needs_clean_pages = False  # values that are not written yet are not read
+
+    @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
+    def __init__(
+        self, pool: KVPool, num_heads: int, windows: tuple[int, ...], max_seqs: int, max_step_tokens: int, context: int
+    ) -> None:
+        _, _, num_kv, _, head_size = pool.keys.shape
+        device, dtype = pool.keys.device, pool.keys.dtype
+        self.pool = pool
+        self.num_kv = num_kv
+        self.max_seqs = max_seqs
+        self.chip = Chip.of(device)
+        self.group = num_heads // num_kv
+        self.configs = {
+            phase: kernel.configure(phase, self.group, head_size, dtype, self.chip)
+            for phase in (kernel.DECODE, kernel.FEW, kernel.PREFILL)
+        }
+        self.windows = tuple(sorted(set(windows)))
+        self.slots = max(lists.slots_for(max_seqs, context), min(PREFILL_SLOTS, max_step_tokens * lists.MOST_SPLITS))
+        self._windows = torch.tensor(self.windows, dtype=torch.int32, device=device)
+        size = lists.HEADER + self.slots * lists.FIELDS
+        self._lists = torch.zeros(len(self.windows), size, dtype=torch.int32, device=device)
+        self._workspace = kernel.Workspace.empty(self.slots, num_heads, num_kv, head_size, device)
+
+    @property
+    def capturable(self) -> bool:
+        on_gpu = self.pool.keys.device
+        return kernel.attention.runs_on(on_gpu) and lists.plan_decode.runs_on(on_gpu)
+
+    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor) -> _Plan:
+        """The lists are made on the device, in the step's own graph."""
+        sequences = len(lanes)
+        assert sequences <= self.max_seqs
+        split, most = lists.split_of(sequences, self.num_kv, self.chip), lists.splits_of(sequences)
+        lists.plan_decode(lanes, kv_lens, self._windows, self._lists, split, most)
+        few = sequences * self.num_kv <= kernel.FILLED * self.chip.processors
+        config = self.configs[kernel.FEW if few else kernel.DECODE]
+        work = zip(self.windows, self._lists.unbind(), strict=True)
+        return _Plan(page_table, {window: [kernel.Items(x, sequences * (most + 1), config)] for window, x in work})
+
+    def plan(self, layout: StepLayout) -> _Plan:
+        """Decodes are planned as in a step of their own; the lists of the prefills come from here, with their lanes and
+        lengths in one copy."""
+        query_lens, kv_lens, lanes = (x.numpy() for x in (layout.query_lens, layout.kv_lens, layout.lanes))
+        first = np.cumsum(query_lens) - query_lens
+        decodes, device = layout.decodes, layout.page_table.device
+        pieces = [np.ascontiguousarray(lanes[:decodes]).view(np.int32), kv_lens[:decodes].astype(np.int32)]
+        chunks = lists.Chunks(*(x[decodes:] for x in (first, query_lens, lanes, kv_lens)))
+        counts = []
+        if len(query_lens) > decodes:
+            config = self.configs[kernel.PREFILL]
+            tile = config.rows // self.group
+            units = max(self.chip.processors * config.programs // self.num_kv, 1)
+            for window in self.windows:
+                items = lists.prefill_items(chunks, window, tile, config.keys, units, self.slots)
+                counts.append(len(items))
+                pieces.append(lists.prefill_list(items))
+        on_device = _upload(pieces, device)
+        plan = _Plan(layout.page_table, {window: [] for window in self.windows})
+        if decodes:
+            plan = self.plan_decode(on_device[0].view(torch.int64), on_device[1], layout.page_table)
+        for window, count, made in zip(self.windows, counts, on_device[2:], strict=False):  # counts: none or all
+            plan.work[window].append(kernel.Items(made, count, config))
+        return plan
+
+    def attend(self, plan: _Plan, layer: int, q: Tensor, window: int) -> Tensor:
+        q = q.contiguous()  # it is, but where a torch twin made it
+        out = torch.empty_like(q)
+        for items in plan.work[window]:
+            kernel.attention(
+                q, out, self.pool.keys, self.pool.values, plan.page_table, items, self._workspace, layer, window
+            )
+        return out
+
+
+def _upload(pieces: list[NDArray[np.int32]], device: torch.device) -> list[Tensor]:
+    """Copies of the pieces, in one transfer. Each begins at a multiple of 16 bytes, as others of its kind do, so that
+    Triton does not compile kernels anew for another alignment."""
+    sizes = [-(-len(piece) // 4) * 4 for piece in pieces]
+    whole = np.zeros(sum(sizes), np.int32)
+    for at, piece in zip(np.cumsum(sizes) - sizes, pieces, strict=True):
+        whole[at : at + len(piece)] = piece
+    host = torch.from_numpy(whole)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    parts = torch.split(host.to(device, non_blocking=True), sizes)
+    return [part[: len(piece)] for part, piece in zip(parts, pieces, strict=True)]

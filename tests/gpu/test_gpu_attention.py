@@ -1,0 +1,146 @@
+"""All implementations of attention on a GPU, against the reference in float32: within what bf16 can hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ragged import KV_HEADS, LAYER, Ragged, assert_within
+from torch import Tensor
+
+from fastgen.attention import Attention
+from fastgen.attention.reference import ReferenceAttention
+from fastgen.cache.pool import KVPool
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
+
+NAMES = ["reference", "paged", "flash", "flash alone"]
+PAGES = [16, 64, 128]
+WINDOWS = (0, 1, 100, 1000)
+SHAPES = sorted(
+    # every head size with every group at some page size, and one of them at each
+    {(size, group, PAGES[(i + j) % 3]) for i, size in enumerate((64, 96, 128)) for j, group in enumerate((1, 4, 5, 8))}
+    | {(128, 4, page_size) for page_size in PAGES}
+)
+
+
+def make(name: str, pool: KVPool, num_heads: int, max_seqs: int, tokens: int) -> Attention:
+    """flash: prefills by flash, decodes by paged; flash alone: both by flash. Skips where it can not run."""
+    if name == "reference":
+        return ReferenceAttention(pool)
+    from fastgen.attention.flash import FlashAttention, why_not
+    from fastgen.attention.paged import PagedAttention
+
+    paged = PagedAttention(pool, num_heads, WINDOWS, max_seqs, tokens, 2048)
+    if name == "paged":
+        return paged
+    missing = why_not(pool)
+    if missing:
+        pytest.skip(missing)
+    return FlashAttention(pool, num_heads, WINDOWS, paged, decodes=name == "flash alone", max_seqs=max_seqs)
+
+
+def attention_of(name: str, case: Ragged) -> Attention:
+    pool = case.pool("cuda")
+    attention = make(name, pool, case.q.shape[1], len(case.query_lens), len(case.q))
+    if not attention.needs_clean_pages:
+        pool.values.copy_(case.pool(garbage=torch.nan).values)
+    return attention
+
+
+def queries(case: Ragged) -> Tensor:
+    """On the GPU, and in one tensor with keys and values, as a model has them."""
+    length, heads, head_size = case.q.shape
+    together = torch.full((length, heads + 2 * KV_HEADS, head_size), torch.nan, dtype=case.dtype, device="cuda")
+    together[:, :heads] = case.q.cuda()
+    return together[:, :heads]
+
+
+def spoil_shared_memory() -> None:
+    """Leave NaN in the memory that the next kernel's blocks find: what one does not load, it must not compute with."""
+    x = torch.full((4096, 4096), torch.nan, dtype=torch.bfloat16, device="cuda")
+    torch.mm(x, x)
+
+
+def check(attention: Attention, case: Ragged, window: int) -> None:
+    with torch.inference_mode():
+        plan, q = attention.plan(case.layout("cuda")), queries(case)
+        spoil_shared_memory()
+        assert_within(attention.attend(plan, LAYER, q, window), case.expected(window))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("head_size", "group", "page_size"), SHAPES)
+def test_they_agree(head_size: int, group: int, page_size: int, name: str) -> None:
+    for seed, window in enumerate(WINDOWS):
+        case = Ragged(head_size, group, page_size, torch.bfloat16, seed)
+        check(attention_of(name, case), case, window)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_agree_in_float16(name: str) -> None:
+    case = Ragged(128, 4, 64, torch.float16)
+    check(attention_of(name, case), case, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_agree_on_many_sequences(name: str) -> None:
+    case = Ragged(128, 4, 64, torch.bfloat16, query_lens=[1] * 300 + [2] * 300)
+    check(attention_of(name, case), case, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("query_lens", [[1], [1] * 20, [700], [5, 1]])
+def test_they_agree_on_decodes_alone_and_on_prefills_alone(query_lens: list[int], name: str) -> None:
+    case = Ragged(128, 4, 64, torch.bfloat16, query_lens=query_lens)
+    check(attention_of(name, case), case, 0)
+
+
+@pytest.mark.parametrize("name", ["paged", "flash", "flash alone"])
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_a_captured_decode_follows_the_device(page_size: int, name: str) -> None:
+    """A graph that holds the plan too answers for the lanes, lengths and pages that are there when it is replayed."""
+    case = Ragged(128, 4, page_size, torch.bfloat16, query_lens=[1] * 37)
+    attention = attention_of(name, case)
+    assert attention.capturable
+    q, lanes, table = queries(case), case.lanes.cuda(), case.table.cuda()
+    lens = torch.tensor(case.kv_lens, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()  # what follows runs on another stream
+
+    def step() -> list[Tensor]:
+        # A plan serves each layer once, and the next one may take its memory.
+        return [
+            attention.attend(attention.plan_decode(lanes, lens, table), LAYER, q, window).clone() for window in WINDOWS
+        ]
+
+    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        for out, window in zip(step(), WINDOWS, strict=True):
+            assert_within(out, case.expected(window))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            captured = step()
+        shorter = [-(-length // 2) for length in case.kv_lens]
+        lens.copy_(torch.tensor(shorter))
+        order = torch.randperm(len(table))
+        table.copy_(case.table[order])
+        lanes.copy_(order.argsort()[case.lanes])
+        spoil_shared_memory()
+        graph.replay()
+        torch.cuda.synchronize()
+        for out, again, window in zip(captured, step(), WINDOWS, strict=True):
+            assert torch.equal(out, again)
+            assert_within(out, case.expected(window, shorter))
+
+
+def test_flash_compiles_nothing_after_the_start() -> None:
+    interface = pytest.importorskip("flash_attn.cute.interface")
+    size, group = 96, 2  # a shape that no other test has
+    make("flash alone", Ragged(size, group, 128, torch.bfloat16).pool("cuda"), group * KV_HEADS, 300, 1000)
+    functions = (interface._flash_attn_fwd, interface._compute_tile_cumsum, interface._compute_blocks_to_batch)
+    before = [len(function.compile_cache.cache) for function in functions]
+    assert before[0] >= 4
+    for query_lens in (None, [1], [1] * 60, [3] * 40, [500], [1] * 299, [2] * 299):
+        case = Ragged(size, group, 128, torch.bfloat16, query_lens=query_lens)
+        attention = make("flash alone", case.pool("cuda"), group * KV_HEADS, 300, 1000)
+        for window in WINDOWS:
+            check(attention, case, window)
+    assert [len(function.compile_cache.cache) for function in functions] == before

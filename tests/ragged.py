@@ -1,0 +1,107 @@
+"""Random ragged steps over a paged pool, for the tests of attention; and what attention must answer, within what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgen.attention import StepLayout
+from fastgen.attention.reference import ReferenceAttention
+from fastgen.cache.pool import KVPool
+
+KV_HEADS = 2
+LAYERS = 2
+LAYER = 1  # the one that holds the case; the other holds garbage
+QUERIES = (1, 2, 31, 64, 127, 128, 130, 300)
+KNOWN = (0, 1, 63, 64, 65, 127, 128, 129, 500)
+
+
+class Ragged:
+    """A step of some decodes, then some prefill chunks, over shuffled pages and lanes.
+
+    query_lens: of each sequence; by default a few of each kind. q: [T, H, D] of `dtype`, on the CPU, as is all here
+    that has no device given.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        group: int,
+        page_size: int,
+        dtype: torch.dtype,
+        seed: int = 0,
+        query_lens: Sequence[int] | None = None,
+    ) -> None:
+        rng = np.random.default_rng((seed, head_size, group, page_size))
+        random = torch.Generator().manual_seed(seed)
+        if query_lens is None:
+            query_lens = [1] * int(rng.integers(1, 6)) + rng.choice(QUERIES, rng.integers(2, 6)).tolist()
+        self.query_lens = list(query_lens)
+        self.kv_lens = [length + int(rng.choice(KNOWN)) for length in self.query_lens]
+        self.dtype = dtype
+        self.q = torch.randn(sum(self.query_lens), KV_HEADS * group, head_size, generator=random).to(dtype)
+        slots = [-(-length // page_size) for length in self.kv_lens]
+        num_pages, lanes = sum(slots) + 3, len(slots) + 2
+        self.lanes = torch.from_numpy(rng.permutation(lanes)[: len(slots)])
+        # Behind a sequence's last page stands any page.
+        self.table = torch.from_numpy(rng.integers(0, num_pages, (lanes, max(slots) + 1))).int()
+        own = torch.split(torch.from_numpy(rng.permutation(num_pages)[: sum(slots)]).int(), slots)
+        self._pool = self._new_pool(num_pages, page_size, torch.float32, "cpu")
+        self._written = torch.zeros(num_pages + 1, page_size, dtype=torch.bool)
+        for lane, pages, length in zip(self.lanes, own, self.kv_lens, strict=True):
+            self.table[lane, : len(pages)] = pages
+            positions = torch.arange(length)
+            self._written[pages[positions // page_size], positions % page_size] = True
+        for tensor in (self._pool.keys[LAYER], self._pool.values[LAYER]):
+            numbers = torch.randn(tensor.shape, generator=random).to(dtype).float()
+            tensor.copy_(numbers.where(self._written[:, None, :, None], 0.0))
+
+    def _new_pool(self, num_pages: int, page_size: int, dtype: torch.dtype, device: str) -> KVPool:
+        head_size = self.q.shape[-1]
+        return KVPool(LAYERS, num_pages, KV_HEADS, page_size, head_size, dtype, torch.device(device))
+
+    def pool(self, device: str = "cpu", garbage: float = 1e4) -> KVPool:
+        """A pool of `dtype` with keys and values of the sequences; `garbage` where none has written a value, NaN where
+        none has written a key."""
+        pool = self._new_pool(self._pool.spare, self._pool.page_size, self.dtype, device)
+        written = self._written[:, None, :, None]
+        pool.keys.fill_(torch.nan)
+        pool.values.fill_(garbage)
+        pool.keys[LAYER] = self._pool.keys[LAYER].where(written, torch.nan).to(self.dtype)
+        pool.values[LAYER] = self._pool.values[LAYER].where(written, garbage).to(self.dtype)
+        return pool
+
+    def layout(self, device: str = "cpu", lens: Sequence[int] | None = None) -> StepLayout:
+        """lens: kv_lens, if not those of the case."""
+        ends = [length == 1 for length in self.query_lens] + [False]
+        lens = self.kv_lens if lens is None else lens
+        host = torch.tensor(self.query_lens), torch.tensor(lens)
+        return StepLayout(*host, ends.index(False), self.lanes, self.table.to(device))
+
+    def expected(self, window: int, lens: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """The answer [T, H, D] in float32, and by how much each number of an answer in `dtype` may differ from it.
+
+        The weights of the keys are rounded to dtype before they meet the values, and the answer is rounded to it: each
+        to half a unit in the last place, so that both together stay under a unit of what |values| come to.
+        """
+        layout, pool = self.layout(lens=lens), self._pool
+        answer = self._reference(pool, layout, window)
+        positive = self._new_pool(pool.spare, pool.page_size, torch.float32, "cpu")
+        positive.keys[LAYER], positive.values[LAYER] = pool.keys[LAYER], pool.values[LAYER].abs()
+        unit = torch.finfo(self.dtype).eps
+        return answer, unit * self._reference(positive, layout, window) + 1e-5
+
+    def _reference(self, pool: KVPool, layout: StepLayout, window: int) -> Tensor:
+        attention = ReferenceAttention(pool)
+        return attention.attend(attention.plan(layout), LAYER, self.q.float(), window)
+
+
+def assert_within(answer: Tensor, expected: tuple[Tensor, Tensor]) -> None:
+    """NaN is within nothing."""
+    exact, slack = expected
+    excess = ((answer.float().cpu() - exact).abs() / slack).nan_to_num(torch.inf)
+    assert answer.shape == exact.shape
+    assert excess.max() <= 1, f"{excess.max():.2f} times what rounding can make of it, at {excess.argmax().item()}"
