@@ -9,18 +9,25 @@ could change, and a `SamplePlan` only leaves out steps that would change no row.
 - Rank keys. A logit and its token id make one integer, larger for a larger logit and, among equals, for the lower id.
   So "the k likeliest" is always exactly k tokens, and top_k=1 is what greedy says.
 
+On a GPU the kernels of fastgen.kernels.sampling do this; the torch code below is their twin.
+
 Shapes: R rows (the samples drawn in a step), V vocabulary, S lanes. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fastgen.kernels import sampling, scoring
+from fastgen.kernels.launch import Kernel
+from fastgen.kernels.scoring import ids_of_keys, rank_keys_of
 from fastgen.request import LaneStart, SamplingParams
 
 TICKETS = 2**44  # what the likeliest token holds
@@ -51,42 +58,99 @@ class SamplePlan:
     keep_mask: bool = False
 
     @staticmethod
-    def of(params: Iterable[SamplingParams]) -> SamplePlan:
-        """The least plan for rows with these parameters."""
-        rows = list(params)
-        drawing = [p for p in rows if p.temperature > 0]
-        ordered = [p for p in drawing if p.top_k or p.top_p < 1]
-        every_k = all(p.top_k for p in ordered)
-        return SamplePlan(
-            greedy=len(drawing) < len(rows),
-            draws=bool(drawing),
-            penalties=any(p.penalized for p in rows),
-            bias=any(p.logit_bias for p in rows),
-            min_tokens=any(p.min_tokens for p in rows),
-            top_k_or_p=bool(ordered),
-            widest=max((p.top_k for p in ordered), default=0) if every_k else 0,
-            min_p=any(p.min_p > 0 for p in drawing),
-            top_logprobs=max((p.logprobs or 0 for p in rows), default=0),
-            keep_mask=any(p.return_sampling_mask for p in rows),
-        )
+    def of(rows: Iterable[SamplingParams] | np.ndarray) -> SamplePlan:
+        """The least plan for rows with these parameters, or with these plan_flags (int64 [R])."""
+        flags = rows if isinstance(rows, np.ndarray) else np.array([plan_flags(p) for p in rows], dtype=np.int64)
+        if not len(flags):
+            return _plan(0, 0, 0)
+        together = int(np.bitwise_or.reduce(flags))
+        top_logprobs = int((flags >> 9 & 31).max())
+        widest = 0 if together & _TOP_P_ALONE else int((flags >> 14).max())
+        return _plan(together & (1 << 9) - 1, top_logprobs, widest)
+
+    @property
+    def edits(self) -> bool:
+        """Whether logits are edited before the draw, masks aside."""
+        return self.penalties or self.bias or self.min_tokens
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes the full kernels; the plain ones do temperature and min_p."""
+        return self.edits or self.top_k_or_p or self.keep_mask
+
+
+_GREEDY, _DRAWS, _PENALTIES, _BIAS, _MIN_TOKENS, _TOP_K_OR_P, _TOP_P_ALONE, _MIN_P, _KEEP_MASK = (
+    1 << bit for bit in range(9)
+)
+
+
+def plan_flags(params: SamplingParams) -> int:
+    """What SamplePlan.of has to know of a row, below 2**63: nine bits, then logprobs (5 bits), then top_k."""
+    drawing = params.temperature > 0
+    ordered = drawing and (params.top_k > 0 or params.top_p < 1)
+    flags = (
+        _GREEDY * (not drawing)
+        | _DRAWS * drawing
+        | _PENALTIES * params.penalized
+        | _BIAS * bool(params.logit_bias)
+        | _MIN_TOKENS * (params.min_tokens > 0)
+        | _TOP_K_OR_P * ordered
+        | _TOP_P_ALONE * (ordered and not params.top_k)
+        | _MIN_P * (drawing and params.min_p > 0)
+        | _KEEP_MASK * params.return_sampling_mask
+    )
+    return flags | (params.logprobs or 0) << 9 | (min(params.top_k, MAX_VOCAB) << 14 if ordered else 0)
+
+
+@lru_cache(maxsize=1024)
+def _plan(flags: int, top_logprobs: int, widest: int) -> SamplePlan:
+    def has(flag: int) -> bool:
+        return bool(flags & flag)
+
+    return SamplePlan(
+        greedy=has(_GREEDY),
+        draws=has(_DRAWS),
+        penalties=has(_PENALTIES),
+        bias=has(_BIAS),
+        min_tokens=has(_MIN_TOKENS),
+        top_k_or_p=has(_TOP_K_OR_P),
+        widest=widest,
+        min_p=has(_MIN_P),
+        top_logprobs=top_logprobs,
+        keep_mask=has(_KEEP_MASK),
+    )
 
 
 @dataclass(slots=True)
 class SampleOutput:
     """What R rows drew; all on the device.
 
-    tokens: [R] int64, NO_TOKEN where nothing could be drawn. logprobs: [R] float32, of the distribution drawn from,
-    0 for a greedy row, NaN at NO_TOKEN. raw_logprobs: [R] float32, log-softmax of the untouched logits.
+    packed: [3, R] int32, so that one copy brings it to the host: the tokens, NO_TOKEN where nothing could be drawn;
+    then, as the bits of float32, the logprobs, of the distribution drawn from, 0 for a greedy row, NaN at NO_TOKEN;
+    then the raw logprobs, log-softmax of the untouched logits, which mean nothing at NO_TOKEN.
     top_ids, top_logprobs: [R, k] int64 and float32, the raw alternatives, best first, equals by id; None for k = 0.
     kept: [R, V] bool, the tokens that could be drawn (a greedy row's one); None unless a row asked for it.
     """
 
-    tokens: Tensor
-    logprobs: Tensor
-    raw_logprobs: Tensor
+    packed: Tensor
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
     kept: Tensor | None = None
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R] int64."""
+        return self.packed[0].long()
+
+    @property
+    def logprobs(self) -> Tensor:
+        """[R] float32."""
+        return self.packed[1].view(torch.float32)
+
+    @property
+    def raw_logprobs(self) -> Tensor:
+        """[R] float32."""
+        return self.packed[2].view(torch.float32)
 
 
 class _Rows(NamedTuple):
@@ -104,37 +168,19 @@ class _Rows(NamedTuple):
     min_tokens: Tensor
     top_k: Tensor  # V where there is none
     penalized: Tensor
-
-
-class _TokenTable:
-    """A few (token id, addend) pairs a lane, [S, width]; unused ones add 0.0. As wide as was ever needed."""
-
-    def __init__(self, max_seqs: int, device: torch.device) -> None:
-        self.ids = torch.zeros(max_seqs, 0, dtype=torch.int64, device=device)
-        self.addends = torch.zeros(max_seqs, 0, dtype=torch.float32, device=device)
-
-    def write(self, lanes: Tensor, pairs: Mapping[int, Sequence[tuple[int, float]]]) -> None:
-        """Replace the pairs of these lanes, the keys of `pairs`."""
-        width, longest = self.ids.shape[1], max(map(len, pairs.values()))
-        if longest > width:
-            more = max(longest, 2 * width) - width
-            self.ids = torch.nn.functional.pad(self.ids, (0, more))
-            self.addends = torch.nn.functional.pad(self.addends, (0, more))
-        self.addends.index_fill_(0, lanes, 0.0)
-        if longest:
-            cells = [(lane, column, token) for lane, row in pairs.items() for column, (token, _) in enumerate(row)]
-            lane, column, token = _upload(cells, torch.int64, self.ids.device).unbind(1)
-            self.ids[lane, column] = token
-            addends = [addend for row in pairs.values() for _, addend in row]
-            self.addends[lane, column] = _upload(addends, torch.float32, self.ids.device)
+    biases: Tensor  # so many in the token table, and so many stop ids behind them
+    stops: Tensor
 
 
 class LaneState:
     """What the sampler keeps of S lanes on the device.
 
-    `last_token` [S] int64 is what a lane drew last (0 for NO_TOKEN, so that it can always be embedded). Penalty counts
-    take 5 bytes a lane and token of the vocabulary; they are allocated when the first penalized lane starts, and a
-    lane's own are rebuilt from its tokens at each start.
+    `last_token` [S] int64 is what a lane drew last (0 for NO_TOKEN, so that it can always be embedded). `table` [S, 14]
+    int64 are the parameters: the integers of _Rows from seed on, then the bits of its floats, as float64. `token_ids`
+    and `addends` [S, width] are (token, addend) pairs, a lane's biases and then its stop ids, as wide as was ever
+    needed. Penalty counts take 5 bytes a lane and token of the vocabulary; they are allocated at once on a GPU, whose
+    memory is shared out at the start, else when the first penalized lane starts. A lane's own are rebuilt from its
+    tokens at each start.
     """
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
@@ -143,12 +189,27 @@ class LaneState:
             raise ValueError(f"the vocabulary has {vocab_size} tokens; the sampler takes at most {MAX_VOCAB}")
         self.vocab_size = vocab_size
         self.last_token = torch.zeros(max_seqs, dtype=torch.int64, device=device)
-        self.floats = torch.zeros(max_seqs, 6, dtype=torch.float64, device=device)
-        self.integers = torch.zeros(max_seqs, 6, dtype=torch.int64, device=device)
-        self.bias = _TokenTable(max_seqs, device)
-        self.stops = _TokenTable(max_seqs, device)
+        self.table = torch.zeros(max_seqs, 14, dtype=torch.int64, device=device)
+        self.token_ids = torch.zeros(max_seqs, 8, dtype=torch.int64, device=device)
+        self.addends = torch.zeros(max_seqs, 8, dtype=torch.float32, device=device)
         self.in_prompt: Tensor | None = None  # [S, V] bool
         self.counts: Tensor | None = None  # [S, V] int32, occurrences in the answer
+        self._workspace: sampling.Workspace | None = None
+        if device.type == "cuda":
+            self.allocate_counts()
+            self.workspace(max_seqs)
+
+    @torch.inference_mode(False)
+    def allocate_counts(self) -> None:
+        shape = (len(self.last_token), self.vocab_size)
+        self.counts = torch.zeros(shape, dtype=torch.int32, device=self.last_token.device)
+        self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.last_token.device)
+
+    def workspace(self, rows: int) -> sampling.Workspace:
+        """What the kernels need beside the lanes, for at least so many rows; the same until more are wanted."""
+        if self._workspace is None or self._workspace.rows < rows:
+            self._workspace = sampling.Workspace.make(rows, self.vocab_size, self.last_token.device)
+        return self._workspace
 
     @torch.inference_mode(False)
     def start(self, starts: Sequence[LaneStart]) -> None:
@@ -156,42 +217,67 @@ class LaneState:
         if not starts:
             return
         device = self.last_token.device
-        integers = _upload([[s.lane, *self._integers(s)] for s in starts], torch.int64, device)
-        lanes = integers[:, 0]
-        self.integers[lanes] = integers[:, 1:]
-        self.floats[lanes] = _upload([_floats(s.params) for s in starts], torch.float64, device)
-        self.bias.write(lanes, {s.lane: _bias(s.params) for s in starts})
-        self.stops.write(lanes, {s.lane: _stops(s) for s in starts})
+        shared: dict[int, tuple[list[int], list[int]]] = {}  # of parameters, which many lanes have in common
+        rows = []
+        for s in starts:
+            if id(s.params) not in shared:
+                shared[id(s.params)] = self._integers(s.params), _float_bits(s.params)
+            integers, floats = shared[id(s.params)]
+            seed = (s.seed + 2**63) % 2**64 - 2**63  # the low 64 bits, as int64: seeds -1 and 2**64 - 1 are one
+            stops = len(s.stop_ids) if s.params.min_tokens else 0
+            rows.append([s.lane, seed, s.index, s.prompt_len, *integers, stops, *floats])
+        uploaded = _upload(np.array(rows, dtype=np.int64), device)
+        self.table.index_copy_(0, uploaded[:, 0], uploaded[:, 1:])
+        if any(s.params.logit_bias or s.params.min_tokens for s in starts):
+            self._write_pairs(starts)
         penalized = [s for s in starts if s.params.penalized]
         if penalized:
             self._count(penalized)
 
-    def _integers(self, start: LaneStart) -> list[int]:
-        params = start.params
+    def _integers(self, params: SamplingParams) -> list[int]:
         top_k = min(params.top_k or self.vocab_size, self.vocab_size)
-        seed = (start.seed + 2**63) % 2**64 - 2**63  # the low 64 bits, as int64: seeds -1 and 2**64 - 1 are one
-        return [seed, start.index, start.prompt_len, params.min_tokens, top_k, int(params.penalized)]
+        return [params.min_tokens, top_k, int(params.penalized), len(params.logit_bias or ())]
+
+    def _write_pairs(self, starts: Sequence[LaneStart]) -> None:
+        """Put the biases and stop ids of these lanes into the token table; what was there stays behind them."""
+        pairs = {s.lane: [*_bias(s.params), *_stops(s)] for s in starts}
+        width, longest = self.token_ids.shape[1], max(map(len, pairs.values()))
+        if longest > width:
+            more = max(longest, 2 * width) - width
+            self.token_ids = torch.nn.functional.pad(self.token_ids, (0, more))
+            self.addends = torch.nn.functional.pad(self.addends, (0, more))
+        cells = [(lane, column, token) for lane, row in pairs.items() for column, (token, _) in enumerate(row)]
+        if cells:
+            addends = np.array([addend for row in pairs.values() for _, addend in row])
+            packed = np.column_stack((np.array(cells, dtype=np.int64), addends.view(np.int64)))
+            uploaded = _upload(packed, self.token_ids.device)
+            lanes, columns, tokens, bits = uploaded.unbind(1)
+            self.token_ids[lanes, columns] = tokens
+            self.addends[lanes, columns] = bits.view(torch.float64).float()
 
     def _count(self, starts: Sequence[LaneStart]) -> None:
         """Count the tokens of these lanes from nothing."""
         device = self.last_token.device
         if self.counts is None or self.in_prompt is None:
-            shape = (len(self.last_token), self.vocab_size)
-            self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
-            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
-        lanes = _upload([s.lane for s in starts], torch.int64, device)
+            self.allocate_counts()
+        assert self.counts is not None
+        assert self.in_prompt is not None
+        known = [np.array(s.token_ids, dtype=np.int64) + s.lane * self.vocab_size for s in starts]
+        prompts = np.concatenate([tokens[: s.prompt_len] for tokens, s in zip(known, starts, strict=True)])
+        answers = np.concatenate([tokens[s.prompt_len :] for tokens, s in zip(known, starts, strict=True)])
+        uploaded = _upload(np.concatenate((np.array([s.lane for s in starts]), prompts, answers)), device)
+        lanes, cells = uploaded[: len(starts)], uploaded[len(starts) :]
+        prompt, answer = cells[: len(prompts)], cells[len(prompts) :]
         self.counts.index_fill_(0, lanes, 0)
         self.in_prompt.index_fill_(0, lanes, False)
-        prompt = [s.lane * self.vocab_size + t for s in starts for t in s.token_ids[: s.prompt_len]]
-        answer = [s.lane * self.vocab_size + t for s in starts for t in s.token_ids[s.prompt_len :]]
-        self.in_prompt.view(-1).index_fill_(0, _upload(prompt, torch.int64, device), True)
-        cells = _upload(answer, torch.int64, device)
-        self.counts.view(-1).index_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
+        self.in_prompt.view(-1).index_fill_(0, prompt, True)
+        self.counts.view(-1).index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
 
     def rows(self, lanes: Tensor) -> _Rows:
         """The parameters of lanes [R]."""
-        floats = self.floats[lanes]
-        float32s, integers = floats[:, :5].float(), self.integers[lanes]
+        entries = self.table[lanes]
+        integers, floats = entries[:, :8], entries[:, 8:].view(torch.float64)
+        float32s = floats[:, :5].float()
         return _Rows._make([*float32s[..., None].unbind(1), floats[:, 5:], *integers[..., None].unbind(1)])
 
     def drew(self, lanes: Tensor, tokens: Tensor, penalized: Tensor | None) -> None:
@@ -207,12 +293,32 @@ def sample(
 ) -> SampleOutput:
     """Draw the next token of each row, and note it in `state`.
 
-    lanes: [R] int64, no lane twice. positions: [R] int64, where in prompt and answer (from 0) the drawn token will
-    stand. logits: [R, V], left as they are. mask: [R, ceil(V / 32)] int32, bit i of word w is token 32 w + i, a set
-    bit allows it. The order is that of SamplingParams: penalties, bias, min_tokens, mask, temperature, top-k, top-p,
-    min-p.
+    lanes: [R] int64, none twice but for one that is not penalized and whose draws nobody reads. positions: [R] int64,
+    where in prompt and answer (from 0) the drawn token will stand. logits: [R, V], left as they are. mask:
+    [R, ceil(V / 32)] int32, bit i of word w is token 32 w + i, a set bit allows it. The order is that of
+    SamplingParams: penalties, bias, min_tokens, mask, temperature, top-k, top-p, min-p.
     """
-    logits = logits.float().contiguous()
+    output: SampleOutput = draw(logits.contiguous(), state, lanes, positions, plan, mask)
+    return output
+
+
+def _launch_draw(
+    logits: Tensor, state: LaneState, lanes: Tensor, positions: Tensor, plan: SamplePlan, mask: Tensor | None
+) -> SampleOutput:
+    full = plan.full or mask is not None
+    work = state.workspace(len(lanes))
+    out, kept = sampling.draw(logits, state, lanes, positions, work, full, plan.edits, mask, plan.keep_mask)
+    output = SampleOutput(out[:3], kept=kept)
+    if plan.top_logprobs:
+        totals = out[3:].view(torch.float32)
+        output.top_ids, output.top_logprobs = scoring.alternatives.launch(logits, plan.top_logprobs, totals)
+    return output
+
+
+def _draw_twin(
+    logits: Tensor, state: LaneState, lanes: Tensor, positions: Tensor, plan: SamplePlan, mask: Tensor | None
+) -> SampleOutput:
+    logits = logits.float()
     rows = state.rows(lanes)
     edited = _edit(state, rows, lanes, positions, logits, plan, mask)
     if not plan.draws:
@@ -227,33 +333,33 @@ def sample(
             greedy = rows.temperature == 0
             tokens = torch.where(greedy, edited.argmax(1, keepdim=True), tokens)
             logprobs = logprobs.masked_fill(greedy, 0.0)
-    raw = logits.log_softmax(1)
-    raw_logprobs = raw.gather(1, tokens)
+    raw_logprobs = logits.log_softmax(1).gather(1, tokens)
     if plan.keep_mask:
         kept = _kept(edited, kept, rows, tokens)
     possible = best.isfinite()
-    tokens = tokens.masked_fill(~possible, NO_TOKEN).squeeze(1)
-    logprobs = logprobs.masked_fill(~possible, float("nan")).squeeze(1)
-    state.drew(lanes, tokens, rows.penalized.squeeze(1) if plan.penalties else None)
-    output = SampleOutput(tokens, logprobs, raw_logprobs.squeeze(1), kept=kept)
+    tokens = tokens.masked_fill(~possible, NO_TOKEN)
+    logprobs = logprobs.masked_fill(~possible, float("nan"))
+    state.drew(lanes, tokens.squeeze(1), rows.penalized.squeeze(1) if plan.penalties else None)
+    packed = torch.cat((tokens.int(), logprobs.view(torch.int32), raw_logprobs.view(torch.int32)), dim=1)
+    output = SampleOutput(packed.T.contiguous(), kept=kept)
     if plan.top_logprobs:
-        output.top_ids, output.top_logprobs = _alternatives(logits, raw, plan.top_logprobs)
+        output.top_ids, output.top_logprobs = scoring.alternatives.twin(logits, plan.top_logprobs)
     return output
+
+
+draw = Kernel(_launch_draw, _draw_twin)
 
 
 def score(
     logits: Tensor, targets: Tensor, temperatures: Tensor | None = None, top: int = 0
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Logprobs [R] float32 of targets [R] int64 under logits [R, V] / temperatures [R] (all above 0; None: 1), and
-    `top` raw alternatives (not divided) as ids and logprobs [R, top], or None for 0."""
-    logits = logits.float().contiguous()
-    scaled = logits if temperatures is None else logits / temperatures[:, None].float()
-    logprobs = scaled.log_softmax(1)
-    chosen = logprobs.gather(1, targets[:, None]).squeeze(1)
+    """Logprobs [R] float32 of targets [R] int64 under logits [R, V] / temperatures [R] float32 (all above 0; None: 1),
+    and `top` raw alternatives (not divided) as ids and logprobs [R, top], or None for 0."""
+    logits = logits.contiguous()
+    logprobs, totals = scoring.score(logits, targets, temperatures)
     if not top:
-        return chosen, None, None
-    raw = logprobs if temperatures is None else logits.log_softmax(1)
-    return chosen, *_alternatives(logits, raw, top)
+        return logprobs, None, None
+    return logprobs, *scoring.alternatives(logits, top, None if temperatures is not None else totals)
 
 
 def _edit(
@@ -272,11 +378,11 @@ def _edit(
         repeated = torch.where(logits > 0, logits / rows.repetition, logits * rows.repetition)
         logits = torch.where(answered | in_prompt, repeated, logits)
         logits = logits - counts * rows.frequency - answered * rows.presence
-    if plan.bias:
-        logits = logits.scatter_add(1, state.bias.ids[lanes], state.bias.addends[lanes])
-    if plan.min_tokens:
+    if plan.bias or plan.min_tokens:
         early = positions[:, None] - rows.prompt_len < rows.min_tokens
-        logits = logits.scatter_add(1, state.stops.ids[lanes], state.stops.addends[lanes].masked_fill(~early, 0.0))
+        used = rows.biases + torch.where(early, rows.stops, 0)
+        unused = torch.arange(state.token_ids.shape[1], device=logits.device) >= used
+        logits = logits.scatter_add(1, state.token_ids[lanes], state.addends[lanes].masked_fill(unused, 0.0))
     if mask is not None:
         bits = mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)
         allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]
@@ -307,18 +413,20 @@ def _draw(
 
 
 def _likeliest(edited: Tensor, tickets: Tensor, rows: _Rows, widest: int) -> Tensor:
-    """What top-k and then top-p keep of logits [R, V] with these tickets [R, V]: bool [R, V]."""
+    """What top-k and then top-p keep of logits [R, V] with these tickets [R, V], where they cut only what holds any:
+    bool [R, V]."""
     vocab = edited.shape[1]
     width = min(widest or vocab, vocab)
-    keys = _rank_keys(edited)
+    keys = rank_keys_of(edited)
     ranked = keys.topk(width).values if width < vocab else keys.sort(dim=1, descending=True).values
     count = rows.top_k.clamp(max=width)
     within = torch.arange(width, device=keys.device) < count
-    held = tickets.gather(1, _key_ids(ranked, vocab)).mul_(within).cumsum_(1)
+    held = tickets.gather(1, ids_of_keys(ranked, vocab)).mul_(within).cumsum_(1)
     short = (held < held[:, -1:] * rows.top_p).sum(1, keepdim=True)  # so many hold less than top_p together
     count = torch.where(rows.top_p < 1, torch.minimum(short + 1, count), count)
     everything = (rows.top_k >= vocab) & (rows.top_p >= 1)  # its count is wrong where width < vocab
-    return (keys >= ranked.gather(1, count - 1)).logical_or_(everything)
+    cut = (keys >= ranked.gather(1, count - 1)).logical_and_(tickets > 0)
+    return cut.logical_or_(everything)
 
 
 def _kept(edited: Tensor, kept: Tensor | None, rows: _Rows, tokens: Tensor) -> Tensor:
@@ -328,24 +436,6 @@ def _kept(edited: Tensor, kept: Tensor | None, rows: _Rows, tokens: Tensor) -> T
         possible &= kept
     chosen = torch.zeros_like(possible).scatter_(1, tokens, True)
     return torch.where(rows.temperature == 0, chosen, possible)
-
-
-def _alternatives(logits: Tensor, raw: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """The ids of the `top` largest logits and their raw logprobs, [R, top]."""
-    ids = _key_ids(_rank_keys(logits).topk(top).values, logits.shape[1])
-    return ids, raw.gather(1, ids)
-
-
-def _rank_keys(logits: Tensor) -> Tensor:
-    """Logits [R, V] float32 as distinct int64: the larger logit is the larger key; among equals, the lower id."""
-    bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 the equal of 0.0
-    ordered = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))  # as integers, negative floats run backwards
-    return ordered.long().mul_(2**32).add_(torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device))
-
-
-def _key_ids(keys: Tensor, vocab: int) -> Tensor:
-    """The token ids within rank keys."""
-    return vocab - 1 - (keys & WORD)
 
 
 def _uniform(seed: Tensor, index: Tensor, position: Tensor) -> Tensor:
@@ -369,12 +459,13 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
     return torch.stack((even[0], odd[0], even[1], odd[1]))
 
 
-def _floats(params: SamplingParams) -> list[float]:
-    """A lane's parameters in the order of _Rows."""
+def _float_bits(params: SamplingParams) -> list[int]:
+    """A lane's floats in the order of _Rows, as the bits of float64."""
     temperature = max(params.temperature, 1 / LARGE) if params.temperature else 0.0
     repetition = max(params.repetition_penalty, 1 / LARGE)
     bounded = map(_bounded, (temperature, params.min_p, repetition, params.presence_penalty, params.frequency_penalty))
-    return [*bounded, params.top_p]
+    bits: list[int] = np.array([*bounded, params.top_p], dtype=np.float64).view(np.int64).tolist()
+    return bits
 
 
 def _bias(params: SamplingParams) -> list[tuple[int, float]]:
@@ -389,7 +480,9 @@ def _bounded(value: float) -> float:
     return min(max(value, -LARGE), LARGE)
 
 
-def _upload(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _upload(values: np.ndarray, device: torch.device) -> Tensor:
     """Host values as a device tensor, without waiting for the copy."""
-    pinned = device.type == "cuda"  # a copy from pageable memory would wait
-    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+    tensor = torch.from_numpy(values)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # a copy from pageable memory would wait
+    return tensor.to(device, non_blocking=True)

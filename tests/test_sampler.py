@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastgen import sampler
 from fastgen.request import LaneStart, SamplingParams
-from fastgen.sampler import LaneState, SampleOutput, SamplePlan, philox, sample, score
+from fastgen.sampler import LaneState, SampleOutput, SamplePlan, philox, plan_flags, sample, score
 
 CPU = torch.device("cpu")
 PROMPT, ANSWER, STOPS = (3, 5, 5, 9), (7, 9, 9, 11, 0), frozenset({0, 2, 8})
@@ -320,6 +320,29 @@ def test_plans_ask_for_no_more_than_the_rows_do() -> None:
     assert SamplePlan.of([SamplingParams(logprobs=3), SamplingParams(logprobs=0)]).top_logprobs == 3
 
 
+def test_a_plan_of_flags_is_that_of_the_rows() -> None:
+    rng = np.random.default_rng(5)
+    for count in (1, 1, 2, 3, 40):
+        rows = [replace(p, top_k=p.top_k * 1000) for p in mixed_params(count, rng)]
+        plan = SamplePlan.of(np.array([plan_flags(p) for p in rows]))
+        drawing = [p for p in rows if p.temperature > 0]
+        cutting = [p for p in drawing if p.top_k or p.top_p < 1]
+        assert plan == SamplePlan.of(rows)
+        assert plan == SamplePlan(
+            greedy=len(drawing) < count,
+            draws=bool(drawing),
+            penalties=any(p.penalized for p in rows),
+            bias=any(p.logit_bias for p in rows),
+            min_tokens=any(p.min_tokens for p in rows),
+            top_k_or_p=bool(cutting),
+            widest=max((min(p.top_k, 2**18) for p in cutting), default=0) if all(p.top_k for p in cutting) else 0,
+            min_p=any(p.min_p for p in drawing),
+            top_logprobs=max(p.logprobs or 0 for p in rows),
+            keep_mask=any(p.return_sampling_mask for p in rows),
+        )
+        assert plan.full == (plan.penalties or plan.bias or plan.min_tokens or plan.top_k_or_p or plan.keep_mask)
+
+
 # Greedy rows, ties, extremes.
 
 
@@ -474,6 +497,23 @@ def test_min_tokens_end_with_the_answer_index() -> None:
     logits[:, 8] = 5.0  # a stop token
     out = sample(state, torch.arange(5), len(PROMPT) + torch.arange(5), logits, SamplePlan.of([params]))
     assert out.tokens.tolist() == [1, 1, 1, 8, 8]
+
+
+def test_lanes_started_together_are_as_if_started_one_by_one() -> None:
+    rng = np.random.default_rng(6)
+    params = mixed_params(12, rng)
+    starts = [lane_start(lane, params[lane // 2], seed=lane, index=lane % 3) for lane in range(24)]
+    together, apart = LaneState(24, VOCAB, CPU), LaneState(24, VOCAB, CPU)
+    starts = [replace(s, params=replace(s.params, logit_bias=dict.fromkeys(range(s.lane), 0.5))) for s in starts]
+    together.start(starts)
+    for start in starts:
+        apart.start([start])
+    assert torch.equal(together.table, apart.table)
+    positions = torch.full((24,), 7)
+    plan, logits = SamplePlan.of([s.params for s in starts]), random_logits(24, VOCAB)
+    outs = [sample(state, torch.arange(24), positions, logits, plan) for state in (together, apart)]
+    assert torch.equal(outs[0].packed, outs[1].packed)
+    assert torch.equal(together.counts, apart.counts)  # type: ignore[arg-type]
 
 
 def test_a_vocabulary_beyond_the_tickets_is_refused() -> None:
