@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import math
-import os
 import time
 from collections.abc import Generator as PyGenerator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import closing
-from copy import deepcopy
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -22,24 +19,21 @@ from tqdm import tqdm
 
 from fastgen.arch import read_config
 from fastgen.config import EngineConfig
+from fastgen.intake import Intake, paired, prompt_list
 from fastgen.loader import resolve
 from fastgen.outputs import Active, Answer, Sink, Stats
-from fastgen.request import (
-    Completion,
-    Event,
-    Prompt,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    Sequence,
-    Status,
-    TokenMask,
-)
-from fastgen.runner import Launched, build_runner, find_device
+from fastgen.profiling import Recorder, span
+from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
+from fastgen.runner import Launched
 from fastgen.scheduler import Scheduler
-from fastgen.tokenizer import AnswerText, Tokenizer, encode_prompt
+from fastgen.startup import build_runner, device_memory, find_device
+from fastgen.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+AHEAD = 4096  # requests of one generate() that are in the engine at a time, if there are so many
+
+LOG_SECONDS = 10.0  # of steps, between two lines in the log
 
 
 class Generator:
@@ -51,9 +45,12 @@ class Generator:
     device: a torch device; None: the GPU where there is one, else the CPU.
     max_model_len: the context, prompt and answer together, in tokens; None: the model's, or what the KV pool holds
         where that is less; the attribute of that name tells.
-    max_seqs: sequences that run at a time. max_step_tokens: tokens that one step computes at most.
-    page_size: tokens a page of the KV pool; num_pages, or kv_cache_gb (10^9 bytes), sizes the pool.
-    attention: "auto" or "reference". load: "auto", or "dummy" for random weights.
+    max_seqs: sequences that run at a time; max_step_tokens: tokens that one step computes at most; None: as it suits
+        the model and the device.
+    page_size: tokens a page of the KV pool; num_pages, or kv_cache_gb (10^9 bytes), sizes the pool. Where neither is
+        given, a GPU's pool takes what weights and steps leave of memory_fraction of the memory that is free.
+    attention: "auto" (what measured fastest on the device), "flash", "paged" or "reference".
+    load: "auto", or "dummy" for random weights.
     seed: where requests without one derive theirs from; None: from the operating system.
 
     Raises ValueError for what can not work, saying what to change. Use it from one thread at a time. Nothing global is
@@ -69,11 +66,12 @@ class Generator:
         dtype: str = "auto",
         device: str | None = None,
         max_model_len: int | None = None,
-        max_seqs: int = 256,
-        max_step_tokens: int = 2048,
+        max_seqs: int | None = None,
+        max_step_tokens: int | None = None,
         page_size: int = 64,
         num_pages: int | None = None,
         kv_cache_gb: float | None = None,
+        memory_fraction: float = 0.9,
         attention: str = "auto",
         load: str = "auto",
         seed: int | None = None,
@@ -82,9 +80,11 @@ class Generator:
             raise ValueError(f"load is {load!r}; it must be 'auto' or 'dummy'")
         self.folder = resolve(model, revision, weights=False)  # the weights follow when all else is known to be right
         self.model_config = read_config(self.folder)
-        self.config = EngineConfig.make(
+        device = find_device(device)
+        config = EngineConfig.make(
             self.model_config,
-            device=find_device(device),
+            device=device,
+            memory=device_memory(device),
             dtype=dtype,
             max_model_len=max_model_len,
             max_seqs=max_seqs,
@@ -92,23 +92,27 @@ class Generator:
             page_size=page_size,
             num_pages=num_pages,
             kv_cache_gb=kv_cache_gb,
+            memory_fraction=memory_fraction,
             attention=attention,
         )
-        self.max_model_len = self.config.max_model_len
-        if max_model_len is None and self.max_model_len < self.model_config.max_position:
-            log.warning(
-                "the KV pool holds a context of %d tokens, and the model's is %d; raise kv_cache_gb for more",
-                self.max_model_len,
-                self.model_config.max_position,
-            )
         self.tokenizer = Tokenizer.find(self.folder if tokenizer is None else resolve(tokenizer, weights=False))
         if tokenizer is not None and self.tokenizer is None:
             raise ValueError(f"tokenizer is {str(tokenizer)!r}, which has no tokenizer files")
         start = time.perf_counter()
         if load == "auto":
             self.folder = resolve(model, revision)
-        self._runner = build_runner(self.model_config, self.config, self.folder, load)
+        self._runner = build_runner(self.model_config, config, self.folder, load)
+        self.config = self._runner.config  # only now is it known how large the KV pool is
+        self.max_model_len = self.config.max_model_len
         log.info("%s in %.1f s: %s", self.folder.name, time.perf_counter() - start, self.config)
+        if max_model_len is None and self.max_model_len < self.model_config.max_position:
+            log.warning(
+                "the KV pool holds a context of %d tokens, and the model's is %d; raise kv_cache_gb for more",
+                self.max_model_len,
+                self.model_config.max_position,
+            )
+        self.recorder = Recorder(device)
+        self._intake = Intake(self.model_config, self.tokenizer, self.max_model_len, seed)
         self._scheduler = Scheduler(self.config)
         self._in_flight: Launched | None = None
         self._recovering = False
@@ -116,10 +120,10 @@ class Generator:
         self._late_aborts: list[str | int] = []
         self._active: dict[str | int, Active] = {}
         self._owners: dict[Sequence, tuple[Active, Answer]] = {}
+        self._watched: set[Sequence] = set()  # those whose next token is waited for: the first, or each that is read
         self._events: list[Event] = []
         self._stats = Stats(pages=self.config.num_pages)
-        self._seed = os.urandom(8) if seed is None else str(seed).encode()
-        self._seeds = itertools.count()
+        self._logged = Stats()  # the counts at the last line in the log
         self._ids = itertools.count()
 
     # --------------------------------------------------------------------------------------- whole answers
@@ -136,11 +140,11 @@ class Generator:
         A prompt is a string, a list of ids or a list of messages; a list that begins with an int or a dict is one
         prompt. A bad prompt comes back as an output with an error. progress: show a bar of requests and tokens/s.
         """
-        requests = [Request(prompt, p, self._new_id()) for prompt, p in _paired(prompts, params)]
+        requests = [Request(prompt, p, self._new_id()) for prompt, p in paired(prompts, params)]
         outputs: dict[str | int, RequestOutput] = {}
         start, generated = time.perf_counter(), 0
         bar = tqdm(total=len(requests), unit="req", disable=not progress)
-        with bar, closing(self.stream(requests)) as outputs_as_done:
+        with bar, closing(self._serve(requests, ahead=AHEAD)) as outputs_as_done:
             for output in outputs_as_done:
                 outputs[output.id] = output
                 generated += sum(len(completion.token_ids) for completion in output.completions)
@@ -154,18 +158,27 @@ class Generator:
         The iterable is read only as far as lanes and pages are free. Leaving early aborts what was begun. A request
         that can not be served comes back as an output with an error, and the others never notice.
         """
+        yield from self._serve(requests, ahead=0)
+
+    def _serve(self, requests: Iterable[Request], ahead: int) -> PyGenerator[RequestOutput, None, None]:
+        """`stream`; at least `ahead` requests are read as long as there are some, which lets the scheduler plan."""
         source: Iterator[Request] | None = iter(requests)
         sink = Sink()
         try:
             while source is not None or sink.running or sink.done:
-                while source is not None and self._scheduler.wants_more and not sink.done:
+                while source is not None and not sink.done and self._wants_more(sink, ahead):
                     source = self._pull(source, sink)
+                self._scheduler.closed = source is None
                 if not sink.done:
                     self._advance()
                 while sink.done:
                     yield sink.done.popleft()
         finally:
+            self._scheduler.closed = False
             self.abort(sink.running)
+
+    def _wants_more(self, sink: Sink, ahead: int) -> bool:
+        return len(sink.running) < ahead or self._scheduler.wants_more
 
     def _pull(self, source: Iterator[Request], sink: Sink) -> Iterator[Request] | None:
         """Begin the next request of an iterator, for `sink`; None where it has ended."""
@@ -193,7 +206,7 @@ class Generator:
         """
         if not (isinstance(temperature, Real) and 0 < float(temperature) < math.inf):
             raise ValueError(f"temperature is {temperature}; scores need one above 0")
-        sequences = _prompts(sequences)
+        sequences = prompt_list(sequences)
         starts = [start] * len(sequences) if isinstance(start, Integral) else list(start)
         if not all(isinstance(first, Integral) for first in starts):
             raise TypeError(f"start must be an integer, or one a sequence, not {start!r}")
@@ -242,7 +255,7 @@ class Generator:
         for active in ended:  # out of the engine first, so that no interrupt finds them half in it
             for answer in active.answers:
                 self._scheduler.abort(answer.sequence)
-                self._owners.pop(answer.sequence, None)
+                self._forget(answer.sequence)
             self._close_request(active)
             self._events = [event for event in self._events if event.id != active.id]
             self._stats.aborted += 1
@@ -261,15 +274,26 @@ class Generator:
         self._stats.running = len(self._scheduler.running)
         self._stats.waiting = len(self._scheduler.waiting)
         self._stats.pages_used = self._scheduler.pages.num_pages - self._scheduler.pages.num_free
+        self._stats.prefilled_tokens = self._scheduler.prefilled_tokens
         self._stats.generated_tokens = self._scheduler.generated_tokens
         self._stats.preemptions = self._scheduler.preemptions
         return replace(self._stats)
+
+    def profile(self, path: str | Path, steps: int = 8) -> AbstractContextManager[None]:
+        """Write a Chrome trace of the next `steps` steps that run inside the block (`with`), or of all if fewer do.
+
+        path: of a new file, .json or .json.gz. The trace has what the CPU and a GPU did, and ranges for the parts of
+        a step: schedule, launch, collect (of the step before) and update. Raises ValueError for steps below 1, for a
+        path in no folder, and where a trace is being recorded already.
+        """
+        return self.recorder.block(path, steps)
 
     def close(self) -> None:
         """Abort everything and let the memory go."""
         if self._closed:
             return
         self.abort(list(self._active))
+        self.recorder.finish()
         del self._runner
 
     @property
@@ -289,18 +313,22 @@ class Generator:
     def _advance(self) -> None:
         """One turn of the loop: launch a step, then read the one before it."""
         start = time.perf_counter()
+        self.recorder.before_step()
         self._stepping = True
         try:
             if self._recovering:
-                for sequence in [s for s, (_, answer) in self._owners.items() if answer.unseen]:
-                    self._see(sequence)
-                self._recovering = False
-            batch = self._scheduler.schedule()
-            launched = self._runner.launch(batch) if batch else None
+                self._see_again()
+            with span("schedule"):
+                batch = self._scheduler.schedule()
+            launched = None
+            if batch is not None:
+                with span("launch"):
+                    launched = self._runner.launch(batch)
             self._read()
-            if launched and batch and batch.masked:
-                masks = self._scheduler.fill_masks(batch, self.model_config.vocab_size)
-                self._runner.sample(launched, masks)
+            if launched is not None and batch is not None and batch.masked:
+                with span("sample"):
+                    masks = self._scheduler.fill_masks(batch, self.model_config.vocab_size)
+                    self._runner.sample(launched, masks)
             self._in_flight = launched
             if not self._active:  # what is still in flight are tokens too many
                 self._read()
@@ -314,15 +342,28 @@ class Generator:
             self.abort(late)
         self._stats.steps += batch is not None
         self._stats.step_seconds += time.perf_counter() - start
+        if batch is not None:
+            self.recorder.after_step()
+        if self._stats.step_seconds - self._logged.step_seconds >= LOG_SECONDS:
+            self._log_progress()
+
+    def _log_progress(self) -> None:
+        stats = self.stats
+        log.info("%s", stats.since(self._logged))
+        self._logged = stats
 
     def _read(self) -> None:
         """Collect the step in flight, and see what has come of it."""
         if self._in_flight is None:
             return
         launched, self._in_flight = self._in_flight, None
-        changed = self._scheduler.update(launched.batch, self._runner.collect(launched))
-        for sequence in changed:
-            self._see(sequence)
+        with span("collect"):
+            result = self._runner.collect(launched)
+        with span("update"):
+            watched, finished = self._watched, Status.FINISHED
+            for sequence in self._scheduler.update(launched.batch, result):
+                if sequence.status is finished or sequence in watched:
+                    self._see(sequence)
 
     def _settle(self) -> None:
         """Read the step in flight without launching another."""
@@ -343,6 +384,12 @@ class Generator:
             answer.forget_text(self.tokenizer)
         self._recovering = True
 
+    def _see_again(self) -> None:
+        """After an exception: what was read and not seen."""
+        for sequence in [s for s, (_, answer) in self._owners.items() if answer.unseen]:
+            self._see(sequence)
+        self._recovering = False
+
     def _see(self, sequence: Sequence) -> None:
         """Text, events and the end of a sequence that has something new."""
         active, answer = self._owners[sequence]
@@ -356,20 +403,24 @@ class Generator:
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
         if active.sink is None:
             answer.tell(self._events)
+        elif answer.text is None:
+            self._watched.discard(sequence)  # nobody reads it before its end
         if sequence.status is Status.FINISHED:
-            del self._owners[sequence]
+            self._forget(sequence)
             if not any(other.sequence in self._owners for other in active.answers):
                 self._close_request(active)
                 self._stats.finished += 1
                 if active.sink is not None:
                     active.sink.done.append(active.output())
 
+    def _forget(self, sequence: Sequence) -> None:
+        self._owners.pop(sequence, None)
+        self._watched.discard(sequence)
+
     def _close_request(self, active: Active) -> None:
         del self._active[active.id]
         if active.sink is not None:
             active.sink.running.discard(active.id)
-
-    # --------------------------------------------------------------------------------------- in and out
 
     def _begin(
         self,
@@ -382,115 +433,23 @@ class Generator:
         """Check a request and hand its sequences to the scheduler. score: (first position, temperature)."""
         if self._closed:
             raise RuntimeError("this Generator is closed; make a new one")
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
-        params.validate(self.model_config.vocab_size)
+        self._intake.check_params(params)
         id = self._new_id() if id is None else id
         if not isinstance(id, str | int):
             raise TypeError(f"id must be a string or an integer, not {id!r}")
         if id in self._active:
             raise ValueError(f"a request with the id {id!r} is running; give another id")
-        ids = self._prompt_ids(prompt, params)
-        if score is None and params.prompt_logprobs is not None:
-            score = (0, 1.0)
-        if score is not None and not 0 <= score[0] <= len(ids):
-            raise ValueError(f"start is {score[0]}; it must be from 0 to the sequence's length, {len(ids)}")
-        seed = self._next_seed() if params.seed is None else int(params.seed)
-        answers = [self._answer(id, index, ids, params, seed, sink, score) for index in range(params.n)]
-        active = Active(id, ids, answers, sink, added=time.perf_counter())
+        active = self._intake.take(id, prompt, params, sink, score)
         self._active[id] = active
         if sink is not None:
             sink.running.add(id)
-        for answer in answers:
+        for answer in active.answers:
             self._owners[answer.sequence] = (active, answer)
+            self._watched.add(answer.sequence)
             self._scheduler.add(answer.sequence)
         self._stats.requests += 1
-        self._stats.prompt_tokens += len(ids)
+        self._stats.prompt_tokens += len(active.prompt_ids)
         return active
-
-    def _prompt_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        ids = encode_prompt(prompt, self.tokenizer)
-        vocab_size, context = self.model_config.vocab_size, self.max_model_len
-        if not ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"the prompt holds the id {wrong}, outside the vocabulary of {vocab_size} tokens")
-        room = context if params.max_tokens == 0 else context - 1
-        if len(ids) > room:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, and the context of {context} tokens has room for {room}; "
-                "shorten it, or raise max_model_len or the KV pool where the model allows it"
-            )
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError("this model has no tokenizer files, so stop strings can not be found; use stop_token_ids")
-        return ids
-
-    def _answer(
-        self,
-        id: str | int,
-        index: int,
-        ids: list[int],
-        params: SamplingParams,
-        seed: int,
-        sink: Sink | None,
-        score: tuple[int, float] | None,
-    ) -> Answer:
-        eos_ids = () if params.ignore_eos else self.model_config.eos_ids
-        stop_ids = {id for id in (*params.stop_token_ids, *eos_ids) if 0 <= id < self.model_config.vocab_size}
-        tokens = self.max_model_len if params.max_tokens is None else params.max_tokens
-        sequence = Sequence(
-            request_id=id,
-            index=index,
-            params=params,
-            token_ids=list(ids),
-            prompt_len=len(ids),
-            max_len=min(len(ids) + tokens, self.max_model_len),
-            seed=seed,
-            stop_ids=frozenset(stop_ids),
-            mask=_own(params.mask),
-        )
-        if score is not None and index == 0:
-            sequence.score_start, sequence.score_temperature = score
-            sequence.prompt_logprobs = [math.nan] * len(ids)
-            if params.prompt_logprobs:
-                sequence.prompt_top_logprobs = [{} for _ in ids]
-        text = None
-        if self.tokenizer is not None and (sink is None or params.stop_strings):
-            text = AnswerText(self.tokenizer, ids, params.stop_strings)
-        return Answer(sequence, text)
-
-    def _next_seed(self) -> int:
-        digest = hashlib.blake2b(self._seed + b":%d" % next(self._seeds), digest_size=8).digest()
-        return int.from_bytes(digest, "little")
 
     def _new_id(self) -> str:
         return next(key for key in map("r{}".format, self._ids) if key not in self._active)
-
-
-def _own(mask: TokenMask | None) -> TokenMask | None:
-    """A sample's own copy of a mask, which is the user's code."""
-    try:
-        return deepcopy(mask)
-    except Exception as error:
-        raise ValueError(f"the mask can not be copied (copy.deepcopy): {error!r}") from error
-
-
-def _prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
-    """A list of prompts, also of one: a string, or what begins with an int or a dict."""
-    if hasattr(prompts, "tolist"):  # a tensor or array of ids
-        prompts = prompts.tolist()
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping))
-    return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
-
-
-def _paired(
-    prompts: Prompt | SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None
-) -> list[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its parameters. Raises ValueError where there is not one a prompt."""
-    many = _prompts(prompts)
-    if params is None or isinstance(params, SamplingParams):
-        return [(prompt, SamplingParams() if params is None else params) for prompt in many]
-    if len(params) != len(many):
-        raise ValueError(f"there are {len(many)} prompts and {len(params)} params; give one, or one a prompt")
-    return list(zip(many, params, strict=True))

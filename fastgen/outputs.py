@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastgen.request import Completion, Event, RequestOutput, Sequence, Status, Timings
 from fastgen.tokenizer import AnswerText, Tokenizer
@@ -12,12 +12,17 @@ from fastgen.tokenizer import AnswerText, Tokenizer
 
 @dataclass
 class Stats:
-    """What a Generator has done, and holds now. Times in seconds; tokens, pages and requests counted."""
+    """What a Generator has done, and holds now. Times in seconds; tokens, pages and requests counted.
+
+    prompt_tokens: of the requests, each once; prefilled_tokens: what steps computed of known tokens, which counts a
+    prompt once a sample, and again after a preemption.
+    """
 
     requests: int = 0
     finished: int = 0
     aborted: int = 0
     prompt_tokens: int = 0
+    prefilled_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
     step_seconds: float = 0.0
@@ -32,12 +37,24 @@ class Stats:
         """Generated tokens over the time spent in steps."""
         return self.generated_tokens / self.step_seconds if self.step_seconds else 0.0
 
+    @property
+    def prefilled_per_second(self) -> float:
+        """Prefilled tokens over the time spent in steps."""
+        return self.prefilled_tokens / self.step_seconds if self.step_seconds else 0.0
+
     def __str__(self) -> str:
         return (
             f"running {self.running}, waiting {self.waiting}, finished {self.finished}; "
-            f"{self.prompt_tokens} tokens in, {self.generated_tokens} out, {self.tokens_per_second:.1f} tok/s; "
+            f"{self.prompt_tokens} tokens in, {self.generated_tokens} out, "
+            f"{self.prefilled_per_second:.1f} tok/s in, {self.tokens_per_second:.1f} tok/s out; "
             f"pages {self.pages_used}/{self.pages}, preemptions {self.preemptions}"
         )
+
+    def since(self, before: Stats) -> Stats:
+        """What was done since then, and what is held now."""
+        done = ("requests", "finished", "aborted", "prompt_tokens", "prefilled_tokens", "generated_tokens", "steps",
+                "step_seconds", "preemptions")  # fmt: skip
+        return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in done})
 
 
 @dataclass(eq=False)

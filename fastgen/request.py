@@ -214,6 +214,11 @@ class Sequence:
     error: str | None = None
 
     @property
+    def ends_at_length(self) -> bool:
+        """Whether nothing but max_len ends it."""
+        return not self.stop_ids and not self.params.stop and self.mask is None
+
+    @property
     def length(self) -> int:
         """Tokens read and in flight."""
         return len(self.token_ids) + self.pending

@@ -19,7 +19,7 @@ import numpy as np
 
 from fastgen.config import EngineConfig
 from fastgen.request import Batch, LaneStart, SamplingParams, Scored, Sequence, Status, StepResult
-from fastgen.scheduler import Scheduler
+from fastgen.scheduler import Expectation, Scheduler
 
 VOCAB = 40  # two words of mask
 JUNK = -1  # what memory holds before anything is written
@@ -367,6 +367,8 @@ class Simulation:
         assert all(chunk.tokens for chunk in batch.prefills)
         assert batch.masked == any(on[lane].mask is not None for lane in batch.sampling)
         assert all(on[lane].pages[slot] == page for lane, slot, page in batch.pages), "a page of somebody else"
+        if self.batches and batch.decodes == self.batches[-1].decodes:
+            assert batch.decodes is self.batches[-1].decodes, "the same lanes in another object"
         assert sorted(start.lane for start in batch.starts) == sorted(s.lane for s in on.values() if s not in kept)
 
     def _read(self) -> None:
@@ -452,6 +454,11 @@ def make_config(**changed: Any) -> EngineConfig:
     given = {"max_model_len": 64, "max_seqs": 4, "max_step_tokens": 16, "page_size": 4, "num_pages": 64} | changed
     given["max_model_len"] = min(given["max_model_len"], (given["num_pages"] - 1) * given["page_size"])
     return EngineConfig(device="cpu", dtype="float32", attention="reference", **given)
+
+
+def hopeful(config: EngineConfig) -> Scheduler:
+    """A scheduler that expects no answer to get long, so that pages run out."""
+    return Scheduler(config, Expectation(average=0, least=0, weight=0, exact=False))
 
 
 def make_sequence(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS, VOCAB, Script, Turns, check_idle, random_ids
+from hash_model import hopeful
 
 from fastgen import Event, Generator, Request, RequestOutput, SamplingParams
 
@@ -367,6 +368,7 @@ def test_masked_answers_follow_their_grammar_when_preempted(llama: Path) -> None
     mask = Turns()
     params = SamplingParams(max_tokens=24, temperature=1, seed=0, n=2, mask=mask, ignore_eos=True)
     with Generator(llama, page_size=4, num_pages=16, max_seqs=4, max_step_tokens=16) as gen:
+        gen._scheduler = hopeful(gen.config)
         outputs = gen.generate([random_ids(9), random_ids(20), random_ids(5)], params)
         assert gen.stats.preemptions > 0
         check_idle(gen)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Checkpoint, Turns, check_idle, random_ids
+from hash_model import hopeful
 
 from fastgen import Generator, RequestOutput, SamplingParams
 from fastgen.request import Completion
@@ -93,11 +94,12 @@ def growing_alone(family: Path) -> list[Answer]:
         return [answers(gen, [request])[0] for request in GROWING]
 
 
-@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 240), (16, 18), (64, 3)])
+@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 240), (16, 18), (32, 5)])
 def test_preempted_and_resumed_as_alone(
     page_size: int, num_pages: int, family: Path, growing_alone: list[Answer]
 ) -> None:
     with Generator(family, page_size=page_size, num_pages=num_pages, max_seqs=16, max_step_tokens=40) as gen:
+        gen._scheduler = hopeful(gen.config)
         assert answers(gen, GROWING) == growing_alone
         assert gen.stats.preemptions > 0
 

@@ -14,10 +14,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fastgen import __version__
+from fastgen.cli.signals import trace_on_signal
 from fastgen.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -385,6 +387,7 @@ def _load_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
         params = SamplingParams(**{**sampling_defaults(gen.folder), **given})
     finally:
         signal.signal(signal.SIGINT, interruptible)
+    trace_on_signal(gen, Path())
     with gen:
         status = run(gen, params, args.system and _encodable(args.system))
         if args.verbose:

@@ -1,0 +1,135 @@
+"""What comes in: prompts and parameters are checked, and a request is turned into its sequences."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from copy import deepcopy
+from numbers import Integral
+
+from fastgen.arch import ModelConfig
+from fastgen.outputs import Active, Answer, Sink
+from fastgen.request import Prompt, SamplingParams, Sequence, TokenMask
+from fastgen.tokenizer import AnswerText, Tokenizer, encode_prompt
+
+
+class Intake:
+    """Turns requests into sequences for a model with a context of so many tokens.
+
+    seed: where requests without one derive theirs from, with a counter; None: from the operating system.
+    """
+
+    def __init__(self, model: ModelConfig, tokenizer: Tokenizer | None, context: int, seed: int | None) -> None:
+        self.model, self.tokenizer, self.context = model, tokenizer, context
+        self._seed = os.urandom(8) if seed is None else str(seed).encode()
+        self._seeds = itertools.count()
+
+    def check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        params.validate(self.model.vocab_size)
+
+    def take(
+        self, id: str | int, prompt: Prompt, params: SamplingParams, sink: Sink | None, score: tuple[int, float] | None
+    ) -> Active:
+        """The sequences of a request, whose parameters are known to be right. score: (first position, temperature).
+
+        Raises ValueError or TypeError for a prompt that can not be served.
+        """
+        ids = self._prompt_ids(prompt, params)
+        if score is None and params.prompt_logprobs is not None:
+            score = (0, 1.0)
+        if score is not None and not 0 <= score[0] <= len(ids):
+            raise ValueError(f"start is {score[0]}; it must be from 0 to the sequence's length, {len(ids)}")
+        seed = self._next_seed() if params.seed is None else int(params.seed)
+        answers = [self._answer(id, index, ids, params, seed, sink, score) for index in range(params.n)]
+        return Active(id, ids, answers, sink, added=time.perf_counter())
+
+    def _prompt_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        ids = encode_prompt(prompt, self.tokenizer)
+        vocab_size, context = self.model.vocab_size, self.context
+        if not ids:
+            raise ValueError("the prompt is empty; give at least one token")
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < vocab_size)
+            raise ValueError(f"the prompt holds the id {wrong}, outside the vocabulary of {vocab_size} tokens")
+        room = context if params.max_tokens == 0 else context - 1
+        if len(ids) > room:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, and the context of {context} tokens has room for {room}; "
+                "shorten it, or raise max_model_len or the KV pool where the model allows it"
+            )
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("this model has no tokenizer files, so stop strings can not be found; use stop_token_ids")
+        return ids
+
+    def _answer(
+        self,
+        id: str | int,
+        index: int,
+        ids: list[int],
+        params: SamplingParams,
+        seed: int,
+        sink: Sink | None,
+        score: tuple[int, float] | None,
+    ) -> Answer:
+        eos_ids = () if params.ignore_eos else self.model.eos_ids
+        stop_ids = {id for id in (*params.stop_token_ids, *eos_ids) if 0 <= id < self.model.vocab_size}
+        tokens = self.context if params.max_tokens is None else params.max_tokens
+        sequence = Sequence(
+            request_id=id,
+            index=index,
+            params=params,
+            token_ids=list(ids),
+            prompt_len=len(ids),
+            max_len=min(len(ids) + tokens, self.context),
+            seed=seed,
+            stop_ids=frozenset(stop_ids),
+            mask=_own(params.mask),
+        )
+        if score is not None and index == 0:
+            sequence.score_start, sequence.score_temperature = score
+            sequence.prompt_logprobs = [math.nan] * len(ids)
+            if params.prompt_logprobs:
+                sequence.prompt_top_logprobs = [{} for _ in ids]
+        text = None
+        if self.tokenizer is not None and (sink is None or params.stop_strings):
+            text = AnswerText(self.tokenizer, ids, params.stop_strings)
+        return Answer(sequence, text)
+
+    def _next_seed(self) -> int:
+        digest = hashlib.blake2b(self._seed + b":%d" % next(self._seeds), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+
+def _own(mask: TokenMask | None) -> TokenMask | None:
+    """A sample's own copy of a mask, which is the user's code."""
+    try:
+        return deepcopy(mask)
+    except Exception as error:
+        raise ValueError(f"the mask can not be copied (copy.deepcopy): {error!r}") from error
+
+
+def prompt_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+    """A list of prompts, also of one: a string, or what begins with an int or a dict."""
+    if hasattr(prompts, "tolist"):  # a tensor or array of ids
+        prompts = prompts.tolist()
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping))
+    return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+def paired(
+    prompts: Prompt | SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Each prompt with its parameters. Raises ValueError where there is not one a prompt."""
+    many = prompt_list(prompts)
+    if params is None or isinstance(params, SamplingParams):
+        return [(prompt, SamplingParams() if params is None else params) for prompt in many]
+    if len(params) != len(many):
+        raise ValueError(f"there are {len(many)} prompts and {len(params)} params; give one, or one a prompt")
+    return list(zip(many, params, strict=True))
