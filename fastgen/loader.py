@@ -5,8 +5,9 @@ loader copies, and holds the two sides to each other. It knows nothing of the mo
 """
 
 import json
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import closing
+import struct
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
+
+from fastgen.staging import Piece, stage
 
 BUNDLED = Path(__file__).parent / "tiny"
 
@@ -24,7 +27,7 @@ _SMALL_FILES = [
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template*", _INDEX,
 ]  # fmt: skip
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 def resolve(model: str | Path | None, revision: str | None = None, weights: bool = True) -> Path:
@@ -45,8 +48,19 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     return folder
 
 
-def load(targets: Mapping[str, Tensor], folder: Path, progress: bool = False) -> None:
-    """Copy the checkpoint of a folder into `targets`: `read_checkpoint` into `load_weights`."""
+def load(targets: Mapping[str, Tensor], folder: Path, progress: bool = False, staged: bool | None = None) -> None:
+    """Copy the checkpoint of a folder into `targets`; raises what `read_checkpoint` and `load_weights` raise.
+
+    Onto a GPU through pinned buffers, many pieces at a time (`fastgen.staging`); `staged` forces or forbids that way.
+    Whatever is wrong with names, shapes and dtypes is then found before anything is copied.
+    """
+    devices = {view.device for view in targets.values()}
+    if staged is None:
+        staged = len(devices) == 1 and all(device.type == "cuda" for device in devices)
+    if staged:
+        (device,) = devices
+        stage(_pieces(targets, folder), device, progress)
+        return
     with closing(read_checkpoint(folder, progress)) as tensors:
         load_weights(targets, tensors)
 
@@ -59,23 +73,14 @@ def load_weights(targets: Mapping[str, Tensor], tensors: Iterable[tuple[str, Ten
     `lm_head.weight`, which a tied model does not have. Raises ValueError for a name that is unexpected, doubled or
     missing, for a shape that differs, and for a dtype that is not a plain float; what came before it has been copied.
     """
-    seen: set[str] = set()
+    places = _Places(targets)
     with torch.no_grad():
         for name, tensor in tensors:
-            view = targets.get(name)
+            view = places.find(name, tensor.shape, tensor.dtype)
             if view is not None:
-                if name in seen:
-                    raise ValueError(f"tensor {name!r} is given twice")
-                _check_tensor(name, tensor, view)
                 view.copy_(tensor)
-                seen.add(name)
-            elif not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight":
-                raise ValueError(f"unexpected tensor {name!r}; the model of this config.json has no such parameter")
             del tensor  # or it would live on while the next one is read
-    missing = [name for name in targets if name not in seen]
-    if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise ValueError(f"missing {len(missing)} of {len(targets)} tensors: {', '.join(missing[:5])}{more}")
+    places.check_complete()
 
 
 def read_checkpoint(folder: Path, progress: bool = False) -> Generator[tuple[str, Tensor], None, None]:
@@ -86,19 +91,38 @@ def read_checkpoint(folder: Path, progress: bool = False) -> Generator[tuple[str
     bar in bytes. Raises ValueError naming the file that is missing, truncated or corrupt, or that lacks a tensor.
     """
     shards = _shards(folder)
-    for path in shards:
-        if not path.is_file():
-            raise ValueError(f"{path} is missing" + _hint(folder))
+    _check_present(shards, folder)
     total = sum(path.stat().st_size for path in shards)
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
         for path, names in shards.items():
             start = bar.n
-            for name, tensor in _read_shard(path, names):
-                size = tensor.nbytes
-                yield name, tensor
-                del tensor
-                bar.update(size)
+            with _opened(path, names) as (file, wanted):
+                for name in wanted:
+                    tensor = file.get_tensor(name)
+                    size = tensor.nbytes
+                    yield name, tensor
+                    del tensor
+                    bar.update(size)
             bar.update(start + path.stat().st_size - bar.n)  # the header, and tensors that the index leaves out
+
+
+def _pieces(targets: Mapping[str, Tensor], folder: Path) -> list[Piece]:
+    """Where in the files the tensors of a folder are, and where they belong; all of `targets`."""
+    shards = _shards(folder)
+    _check_present(shards, folder)
+    places, pieces = _Places(targets), []
+    for path, names in shards.items():
+        with _opened(path, names) as (_, wanted):  # holds the header to the format and to the file's size
+            header, start = _read_header(path)
+        for name in wanted:
+            entry = header[name]
+            dtype = _FLOATS.get(entry["dtype"], entry["dtype"])
+            view = places.find(name, entry["shape"], dtype)
+            if view is not None:
+                assert isinstance(dtype, torch.dtype)
+                pieces.append(Piece(path, start + entry["data_offsets"][0], dtype, view))
+    places.check_complete()
+    return pieces
 
 
 def fill_random(targets: Mapping[str, Tensor], seed: int = 0) -> None:
@@ -117,11 +141,34 @@ def fill_random(targets: Mapping[str, Tensor], seed: int = 0) -> None:
             view.normal_(0.0, 0.02, generator=generators[view.device])
 
 
-def _check_tensor(name: str, tensor: Tensor, view: Tensor) -> None:
-    if tensor.shape != view.shape:
-        raise ValueError(f"tensor {name!r} has shape {list(tensor.shape)}; the model needs {list(view.shape)}")
-    if tensor.dtype not in _FLOATS:
-        raise ValueError(f"tensor {name!r} is {tensor.dtype}; bfloat16, float16 and float32 weights are supported")
+class _Places:
+    """Where tensors belong: each name of `targets` once, and what else a checkpoint may hold."""
+
+    def __init__(self, targets: Mapping[str, Tensor]) -> None:
+        self._targets = targets
+        self._seen: set[str] = set()
+
+    def find(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> Tensor | None:
+        """The view for a tensor; None for one to skip. Raises ValueError where it does not fit."""
+        view = self._targets.get(name)
+        if view is None:
+            if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":
+                return None
+            raise ValueError(f"unexpected tensor {name!r}; the model of this config.json has no such parameter")
+        if name in self._seen:
+            raise ValueError(f"tensor {name!r} is given twice")
+        if list(shape) != list(view.shape):
+            raise ValueError(f"tensor {name!r} has shape {list(shape)}; the model needs {list(view.shape)}")
+        if dtype not in _FLOATS.values():
+            raise ValueError(f"tensor {name!r} is {dtype}; bfloat16, float16 and float32 weights are supported")
+        self._seen.add(name)
+        return view
+
+    def check_complete(self) -> None:
+        missing = [name for name in self._targets if name not in self._seen]
+        if missing:
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            raise ValueError(f"missing {len(missing)} of {len(self._targets)} tensors: {', '.join(missing[:5])}{more}")
 
 
 def _shards(folder: Path) -> dict[Path, list[str] | None]:
@@ -140,13 +187,21 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
     return shards
 
 
+def _check_present(shards: Iterable[Path], folder: Path) -> None:
+    for path in shards:
+        if not path.is_file():
+            raise ValueError(f"{path} is missing" + _hint(folder))
+
+
 def _hint(folder: Path) -> str:
     if (folder / _INDEX).is_file():
         return f", though {_INDEX} names it; fetch it again"
     return f", and there is no {_INDEX}; fastgen reads safetensors only, so convert other formats first"
 
 
-def _read_shard(path: Path, names: list[str] | None) -> Generator[tuple[str, Tensor], None, None]:
+@contextmanager
+def _opened(path: Path, names: list[str] | None) -> Generator[tuple[Any, list[str]], None, None]:
+    """A safetensors file, mapped, and which of its tensors to take, in their order there."""
     try:
         file = safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -159,9 +214,17 @@ def _read_shard(path: Path, names: list[str] | None) -> Generator[tuple[str, Ten
         if lacking:
             raise ValueError(f"{path} lacks the tensor {min(lacking)!r} that {_INDEX} places there")
         wanted = set(stored if names is None else names)
-        for name in stored:
-            if name in wanted:
-                yield name, file.get_tensor(name)  # type: ignore[no-untyped-call]
+        yield file, [name for name in stored if name in wanted]
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file (https://github.com/huggingface/safetensors), and where its data begin.
+
+    A name's entry has dtype, shape and data_offsets, which count from there.
+    """
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        return json.loads(file.read(size)), 8 + size
 
 
 def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:

@@ -123,8 +123,9 @@ def test_load_weights_holds_one_tensor_at_a_time() -> None:
 # Folders
 
 
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_load_reads_a_folder(sharded: bool, tmp_path: Path) -> None:
+def test_load_reads_a_folder(sharded: bool, staged: bool, tmp_path: Path) -> None:
     tensors, targets = small_tensors(), empty_targets()
     if sharded:
         write_sharded(tmp_path, tensors)
@@ -132,7 +133,7 @@ def test_load_reads_a_folder(sharded: bool, tmp_path: Path) -> None:
         save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "consolidated.safetensors").write_bytes(b"another format of the same weights")
     (tmp_path / "model-extra.safetensors").write_bytes(b"not named by the index")
-    load(targets, tmp_path)
+    load(targets, tmp_path, staged=staged)
     for name, tensor in tensors.items():
         assert torch.equal(targets[name], tensor)
 
@@ -198,11 +199,12 @@ def break_index(folder: Path) -> None:
         (break_index, r"model\.safetensors\.index\.json is not an index"),
     ],
 )
-def test_a_damaged_folder_is_named(damage: Any, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_damaged_folder_is_named(damage: Any, message: str, staged: bool, tmp_path: Path) -> None:
     write_sharded(tmp_path, small_tensors())
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
-        load(empty_targets(), tmp_path)
+        load(empty_targets(), tmp_path, staged=staged)
 
 
 def test_resolve_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

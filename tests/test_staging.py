@@ -1,0 +1,140 @@
+"""staging.py, on the CPU with ordinary buffers: the same tensors as read one by one, and an end to every trouble."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fastgen import loader, staging
+from fastgen.loader import load
+from fastgen.staging import Piece, stage
+
+CPU = torch.device("cpu")
+SHAPES = {"a": (300, 24), "b": (7,), "c": (24, 300), "d": (), "e": (0, 8), "f": (40, 24), "g": (3, 5, 7)}
+
+
+def write_tensors(folder: Path) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    dtypes = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(dtypes[place % len(dtypes)])
+        for place, (name, shape) in enumerate(SHAPES.items())
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def empty_targets(dtype: torch.dtype) -> dict[str, Tensor]:
+    """a and f are rows of one parameter; c is a part of each row of another, as a rank of several holds it."""
+    fused = torch.nn.Parameter(torch.full((340, 24), torch.nan, dtype=dtype))
+    wide = torch.full((24, 900), torch.nan, dtype=dtype)
+    targets = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in SHAPES.items()}
+    return {**targets, "a": fused[:300], "f": fused[300:], "c": wide[:, 300:600]}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("buffer", [2400, 1 << 20])
+def test_what_is_staged_is_what_is_copied(dtype: torch.dtype, buffer: int, tmp_path: Path) -> None:
+    tensors, targets = write_tensors(tmp_path), empty_targets(dtype)
+    stage(loader._pieces(targets, tmp_path), CPU, buffer=buffer)
+    for name, tensor in tensors.items():
+        assert torch.equal(targets[name], tensor.to(dtype)), name
+    wide = targets["c"]._base
+    assert wide is not None
+    assert wide[:, :300].isnan().all()
+    assert wide[:, 600:].isnan().all()
+    assert torch.is_grad_enabled()
+
+
+def test_load_takes_this_way_when_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors, targets = write_tensors(tmp_path), empty_targets(torch.float32)
+    load(targets, tmp_path, progress=True, staged=True)
+    assert all(torch.equal(targets[name], tensor.float()) for name, tensor in tensors.items())
+    shown = capsys.readouterr().err
+    assert "100%" in shown
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    assert f"{total / 1000:.1f}k/{total / 1000:.1f}k" in shown
+
+
+def test_tensors_may_lie_at_odd_places_in_a_file(tmp_path: Path) -> None:
+    values = torch.arange(100, dtype=torch.float32)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [100], "data_offsets": [0, 400]}}).encode()
+    header += b" " * (1 - len(header) % 2)
+    assert (8 + len(header)) % 2 == 1
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + values.numpy().tobytes())
+    targets = {"w": torch.zeros(100)}
+    load(targets, tmp_path, staged=True)
+    assert torch.equal(targets["w"], values)
+
+
+def test_nothing_is_copied_where_something_is_wrong(tmp_path: Path) -> None:
+    write_tensors(tmp_path)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"h": torch.zeros(1)}, "missing 1 of 8 tensors: h"),
+        ({"b": torch.zeros(8)}, r"tensor 'b' has shape \[7\]; the model needs \[8\]"),
+    ]
+    for change, message in cases:
+        targets = {**empty_targets(torch.float32), **change}
+        with pytest.raises(ValueError, match=message):
+            load(targets, tmp_path, staged=True)
+        assert targets["a"].isnan().all()
+    save_file({"b": torch.zeros(7, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"tensor 'b' is I8; bfloat16, float16 and float32 weights are supported"):
+        load({"b": torch.zeros(7)}, tmp_path, staged=True)
+    with pytest.raises(ValueError, match=r"unexpected tensor 'b'"):
+        loader._pieces({}, tmp_path)
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    write_tensors(tmp_path)
+    pieces = loader._pieces(empty_targets(torch.float32), tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"model\.safetensors is truncated; delete it and fetch it again"):
+        stage(pieces, CPU, buffer=2400)
+
+
+def test_after_an_error_nobody_reads_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "good").write_bytes(b"\0" * 4000)
+    good = [Piece(tmp_path / "good", 0, torch.float32, torch.zeros(1000)) for _ in range(1000)]
+    read: list[Path] = []
+    failed = threading.Event()
+
+    def fill(buffer: Tensor, part: Piece) -> None:
+        if part.path.name == "gone":
+            failed.set()
+            raise FileNotFoundError(part.path)
+        failed.wait(10)
+        read.append(part.path)
+
+    monkeypatch.setattr(staging, "THREADS", 2)
+    monkeypatch.setattr(staging, "_fill", fill)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        stage([good[0], Piece(tmp_path / "gone", 0, torch.float32, torch.zeros(1000)), *good], CPU)
+    assert len(read) < 1000
+
+
+def test_an_interrupt_ends_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tensors(tmp_path)
+    pieces = loader._pieces(empty_targets(torch.float32), tmp_path)
+
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(staging, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stage(pieces, CPU)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fastgen-load")]
+
+
+def test_no_pieces() -> None:
+    stage([], CPU)
