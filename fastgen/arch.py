@@ -97,6 +97,13 @@ class ModelConfig:
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not supported; it has to be one of {', '.join(_DTYPES)}")
 
+    @property
+    def num_parameters(self) -> int:
+        """Without norms and biases, which are few."""
+        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * layer + self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+
 
 def read_config(folder: Path) -> ModelConfig:
     """Read `config.json` of a checkpoint folder, and `generation_config.json` if it is there.

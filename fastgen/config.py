@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastgen.arch import ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ATTENTION = ("reference",)
-DEFAULT_KV_CACHE_GB = 4.0
+ATTENTION = ("flash", "paged", "reference")
+DEFAULT_KV_CACHE_GB = 4.0  # without a GPU, whose memory is measured
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """device: a torch device; dtype: of weights and KV; max_model_len: the context, prompt and answer together;
-    max_seqs: lanes; max_step_tokens: the token budget of a step; page_size: tokens; num_pages: of the KV pool."""
+    max_seqs: lanes; max_step_tokens: the token budget of a step; page_size: tokens; num_pages: of the KV pool, 0 where
+    it is still to be measured (see `settle`); attention: "auto" or a name; memory_fraction: of the GPU's free memory.
+    """
 
     device: str
     dtype: str
@@ -25,6 +27,8 @@ class EngineConfig:
     page_size: int
     num_pages: int
     attention: str
+    memory_fraction: float = 0.9
+    context_given: bool = False  # whether max_model_len was asked for; else it is what the model and the pool allow
 
     @classmethod
     def make(
@@ -32,49 +36,105 @@ class EngineConfig:
         model: ModelConfig,
         *,
         device: str = "cpu",
+        memory: int = 0,
         dtype: str = "auto",
         max_model_len: int | None = None,
-        max_seqs: int = 256,
-        max_step_tokens: int = 2048,
+        max_seqs: int | None = None,
+        max_step_tokens: int | None = None,
         page_size: int = 64,
         num_pages: int | None = None,
         kv_cache_gb: float | None = None,
+        memory_fraction: float = 0.9,
         attention: str = "auto",
     ) -> EngineConfig:
-        """Fill in what was left open, from the model. Raises ValueError with what to change."""
+        """Fill in what was left open, from the model and the GPU's memory in bytes (0: there is no GPU).
+
+        Raises ValueError with what to change.
+        """
+        gpu = device.split(":")[0] != "cpu"
         if dtype == "auto":
-            dtype = "float32" if device.split(":")[0] == "cpu" else model.dtype
+            dtype = model.dtype if gpu else "float32"
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype is {dtype!r}; it must be 'auto' or one of {', '.join(DTYPE_BYTES)}")
         if attention not in ("auto", *ATTENTION):
             raise ValueError(f"attention is {attention!r}; it must be 'auto' or one of {', '.join(ATTENTION)}")
-        for name, value in (("max_seqs", max_seqs), ("max_step_tokens", max_step_tokens), ("page_size", page_size)):
-            _positive(name, value)
-        if max_step_tokens < max_seqs:
-            raise ValueError(
-                f"max_step_tokens is {max_step_tokens}, below max_seqs, which is {max_seqs}: "
-                "a step must hold one token of every sequence"
-            )
-        context = _context(model, max_model_len)
-        num_pages = _num_pages(model, dtype, context, max_seqs, page_size, num_pages, kv_cache_gb)
-        # A page less than all, so that a sequence alone always fits and can not preempt itself forever.
-        room = (num_pages - 1) * page_size
-        if max_model_len is not None and context > room:
-            raise ValueError(
-                f"max_model_len is {context}, and {num_pages} pages of {page_size} tokens hold a context of {room}; "
-                "lower it, or raise num_pages or kv_cache_gb"
-            )
-        context = min(context, room)
-        return cls(
+        if attention in ("flash", "paged") and not gpu:
+            raise ValueError(f"attention is {attention!r}, which needs a GPU; use 'auto' or 'reference'")
+        if not 0 < memory_fraction <= 1:
+            raise ValueError(f"memory_fraction is {memory_fraction}; it must be above 0 and at most 1")
+        _positive("page_size", page_size)
+        if attention == "paged" and page_size % 16:
+            raise ValueError(f"page_size is {page_size}; on a GPU it must be a multiple of 16")
+        max_seqs, max_step_tokens = _step_size(model, dtype, memory, max_seqs, max_step_tokens)
+        config = cls(
             device=device,
             dtype=dtype,
-            max_model_len=context,
+            max_model_len=_context(model, max_model_len),
             max_seqs=max_seqs,
             max_step_tokens=max_step_tokens,
             page_size=page_size,
-            num_pages=num_pages,
-            attention="reference" if attention == "auto" else attention,
+            num_pages=0,
+            attention="reference" if attention == "auto" and not gpu else attention,
+            memory_fraction=memory_fraction,
+            context_given=max_model_len is not None,
         )
+        pages = _num_pages(config, model, num_pages, kv_cache_gb, measured=gpu)
+        return config.settle(pages) if pages else config
+
+    def settle(self, num_pages: int) -> EngineConfig:
+        """With so many pages, and the context that they hold where it is less than the model's and none was given."""
+        # A page less than all, so that a sequence alone always fits and can not preempt itself forever.
+        room = (num_pages - 1) * self.page_size
+        if self.context_given and self.max_model_len > room:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len}, and {num_pages} pages of {self.page_size} tokens hold a "
+                f"context of {room}; lower it, or raise num_pages, kv_cache_gb or memory_fraction"
+            )
+        return replace(self, num_pages=num_pages, max_model_len=min(self.max_model_len, room))
+
+    def page_bytes(self, model: ModelConfig) -> int:
+        """Of the keys and values of all layers."""
+        return token_bytes(model, self.dtype) * self.page_size
+
+    def useful_pages(self) -> int:
+        """What all lanes can fill, and one."""
+        return self.max_seqs * -(-self.max_model_len // self.page_size) + 1
+
+
+def token_bytes(model: ModelConfig, dtype: str) -> int:
+    """The KV of one token."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_size * DTYPE_BYTES[dtype]
+
+
+def _step_size(
+    model: ModelConfig, dtype: str, memory: int, max_seqs: int | None, max_step_tokens: int | None
+) -> tuple[int, int]:
+    """Lanes and the token budget, as given or as they suit the memory.
+
+    On a GPU: as many lanes as sequences of 256 tokens find room beside the weights, since more lanes a step use its
+    arithmetic better; and a budget at which its products run at full speed.
+    """
+    for name, value in (("max_seqs", max_seqs), ("max_step_tokens", max_step_tokens)):
+        if value is not None:
+            _positive(name, value)
+    budget = 2048
+    if memory:
+        budget = 8192 if memory > 60e9 else 4096 if memory > 30e9 else 2048
+    if max_seqs is None:
+        lanes = 256
+        if memory:
+            room = 0.9 * memory - model.num_parameters * DTYPE_BYTES[dtype]
+            fit = int(room / (256 * token_bytes(model, dtype)))
+            lanes = min(1 << max(fit, 1).bit_length() - 1, 1024)
+        max_seqs = max(min(lanes, max_step_tokens or budget), 1)
+    if max_step_tokens is None:
+        max_step_tokens = max(budget, max_seqs)
+    if max_step_tokens < max_seqs:
+        raise ValueError(
+            f"max_step_tokens is {max_step_tokens}, below max_seqs, which is {max_seqs}: "
+            "a step must hold one token of every sequence"
+        )
+    return max_seqs, max_step_tokens
 
 
 def _positive(name: str, value: int) -> None:
@@ -96,14 +156,9 @@ def _context(model: ModelConfig, max_model_len: int | None) -> int:
 
 
 def _num_pages(
-    model: ModelConfig,
-    dtype: str,
-    context: int,
-    max_seqs: int,
-    page_size: int,
-    num_pages: int | None,
-    kv_cache_gb: float | None,
+    config: EngineConfig, model: ModelConfig, num_pages: int | None, kv_cache_gb: float | None, measured: bool
 ) -> int:
+    """What num_pages or kv_cache_gb says; 0 where neither is given and the memory will be measured."""
     if num_pages is not None:
         if kv_cache_gb is not None:
             raise ValueError("num_pages and kv_cache_gb both size the KV pool; give one of them")
@@ -111,15 +166,16 @@ def _num_pages(
         if num_pages < 2:
             raise ValueError("num_pages is 1; the pool needs at least 2 pages")
         return num_pages
-    page_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_size * page_size * DTYPE_BYTES[dtype]
+    if kv_cache_gb is None and measured:
+        return 0
     gigabytes = DEFAULT_KV_CACHE_GB if kv_cache_gb is None else kv_cache_gb
     if not 0 < gigabytes < math.inf:
         raise ValueError(f"kv_cache_gb is {gigabytes}; it must be a number above 0")
+    page_bytes = config.page_bytes(model)
     affordable = int(gigabytes * 1e9 / page_bytes)
     if affordable < 2:
         raise ValueError(
             f"kv_cache_gb is {gigabytes:g}, which holds {affordable} pages of {page_bytes / 1e6:.1f} MB; "
             "the pool needs at least 2: raise kv_cache_gb or lower page_size"
         )
-    useful = max_seqs * -(-context // page_size) + 1
-    return min(affordable, useful)
+    return min(affordable, config.useful_pages())

@@ -16,6 +16,12 @@ from torch import Tensor
 from fastgen.arch import ModelConfig
 from fastgen.attention import Attention
 from fastgen.cache.pool import KVPool
+from fastgen.kernels import product
+from fastgen.kernels.launch import Chip
+from fastgen.kernels.norm import rms_norm
+from fastgen.kernels.rope import HeadNorm, Places, rope_write
+from fastgen.kernels.swiglu import swiglu
+from fastgen.profiling import span
 from fastgen.rope import rope_tables
 
 ROW_TILE = 16
@@ -32,7 +38,10 @@ class Linear:
     weight: Tensor
     bias: Tensor | None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        if out_dtype not in (None, x.dtype):
+            assert self.bias is None
+            return torch.mm(x, self.weight.t(), out_dtype=out_dtype)
         if ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return product
@@ -45,15 +54,43 @@ class Linear:
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """https://arxiv.org/abs/1910.07467, in float32 over the last dimension."""
-
     weight: Tensor
     eps: float
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+
+def apply(
+    linear: Linear,
+    x: Tensor,
+    *,
+    norm: RMSNorm | None = None,
+    add: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A linear layer with what surrounds it: `norm` of its input x [T, in] before, SwiGLU of its output (`gated`; the
+    weight holds gate, then up) or an addition to `add` [T, out], in place, behind.
+
+    A few rows go through one kernel of our own, which reads the weights and little else; more through BLAS.
+    """
+    if _few(x, linear):
+        out: Tensor = product.product(
+            x,
+            linear.weight,
+            linear.bias,
+            norm=norm and (norm.weight, norm.eps),
+            add=add,
+            swiglu=gated,
+            out_dtype=out_dtype,
+        )
+        return out
+    if norm is not None:
+        x = rms_norm(x, norm.weight, norm.eps)
+    if add is not None and linear.bias is None and x.device.type != "cpu":
+        return add.addmm_(x, linear.weight.t())  # the sum is then part of the product
+    y = linear(x, out_dtype)
+    if gated:
+        y = swiglu(y)
+    return y if add is None else add.add_(y)
 
 
 @dataclass(frozen=True)
@@ -62,8 +99,7 @@ class Layer:
 
     input_norm: RMSNorm
     qkv: Linear
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
+    head_norm: HeadNorm | None
     o: Linear
     post_norm: RMSNorm
     gate_up: Linear
@@ -73,13 +109,27 @@ class Layer:
 
 @dataclass(frozen=True)
 class StepInput:
-    """token_ids, positions: int64 [T]; kv_rows: int64 [T', K], the pool rows (KVPool.rows) of the T' <= T tokens that
-    are not padding; plan: Attention.plan of the step."""
+    """token_ids: int64 [T]; places: where they stand; plan: Attention.plan of the step."""
 
     token_ids: Tensor
-    positions: Tensor
-    kv_rows: Tensor
+    places: Places
     plan: Any
+
+
+def _few(x: Tensor, linear: Linear) -> bool:
+    """Whether x has so few rows that a product of our own is faster."""
+    outputs, inputs = linear.weight.shape
+    return x.is_cuda and x.dtype != torch.float32 and product.pays(len(x), outputs, inputs, Chip.of(x.device))
+
+
+def _queries(layer: Layer, x: Tensor, places: Places, keys: Tensor, values: Tensor) -> Tensor:
+    """The queries [T, H, D] of the residual stream x; its keys and values go into the pool."""
+    if layer.head_norm is None and _few(x, layer.qkv):
+        rope, norm = product.RopeWrite(places, keys, values), (layer.input_norm.weight, layer.input_norm.eps)
+        q: Tensor = product.product(x, layer.qkv.weight, layer.qkv.bias, norm=norm, rope=rope)
+        return q
+    turned: Tensor = rope_write(apply(layer.qkv, x, norm=layer.input_norm), places, keys, values, layer.head_norm)
+    return turned
 
 
 class Transformer:
@@ -110,8 +160,7 @@ class Transformer:
         return Layer(
             input_norm=self._norm(c.hidden_size),
             qkv=self._linear(c.hidden_size, q_size + 2 * kv_size, c.qkv_bias),
-            q_norm=self._norm(c.head_size) if c.qk_norm else None,
-            k_norm=self._norm(c.head_size) if c.qk_norm else None,
+            head_norm=HeadNorm(self._new(c.head_size), self._new(c.head_size), c.norm_eps) if c.qk_norm else None,
             o=self._linear(q_size, c.hidden_size, c.o_bias),
             post_norm=self._norm(c.hidden_size),
             gate_up=self._linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias),
@@ -134,9 +183,9 @@ class Transformer:
             found |= _split(layer.o, at + "self_attn.", {"o_proj": c.hidden_size})
             found |= _split(layer.gate_up, at + "mlp.", dict.fromkeys(("gate_proj", "up_proj"), c.intermediate_size))
             found |= _split(layer.down, at + "mlp.", {"down_proj": c.hidden_size})
-            if layer.q_norm and layer.k_norm:
-                found[at + "self_attn.q_norm.weight"] = layer.q_norm.weight
-                found[at + "self_attn.k_norm.weight"] = layer.k_norm.weight
+            if layer.head_norm:
+                found[at + "self_attn.q_norm.weight"] = layer.head_norm.q
+                found[at + "self_attn.k_norm.weight"] = layer.head_norm.k
         return found
 
     def pack(self) -> None:
@@ -152,63 +201,27 @@ class Transformer:
                 self.layers[number] = replace(layer, **{name: getattr(layer, name).packed()})
 
     def forward(self, step: StepInput, pool: KVPool, attention: Attention) -> Tensor:
-        """The last hidden states [T, hidden], normed; writes the step's keys and values into the pool."""
+        """The residual stream behind the last layer, [T, hidden]; writes the step's keys and values into the pool."""
         x = F.embedding(step.token_ids, self.embedding)
-        cos, sin = self.cos[step.positions, None], self.sin[step.positions, None]
         for number, layer in enumerate(self.layers):
-            x += self._attention(number, layer, layer.input_norm(x), cos, sin, step, pool, attention)
-            x += self._mlp(layer, layer.post_norm(x))
-        return self.norm(x)
+            with span("qkv"):
+                q = _queries(layer, x, step.places, pool.keys[number], pool.values[number])
+            with span("attention"):
+                out = attention.attend(step.plan, number, q[: step.places.real], layer.window).flatten(1)
+                if len(out) < len(x):  # padding is not attended
+                    out = F.pad(out, (0, 0, 0, len(x) - len(out)))
+            with span("o"):
+                x = apply(layer.o, out, add=x)
+            with span("mlp"):
+                x = apply(layer.down, apply(layer.gate_up, x, norm=layer.post_norm, gated=True), add=x)
+        return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [R, V] of hidden [R, hidden]."""
-        rows = len(hidden)
-        return self.lm_head(F.pad(hidden, (0, 0, 0, -rows % ROW_TILE)))[:rows].float()
-
-    def _attention(
-        self,
-        number: int,
-        layer: Layer,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        step: StepInput,
-        pool: KVPool,
-        attention: Attention,
-    ) -> Tensor:
-        c, real = self.config, len(step.kv_rows)
-        heads = layer.qkv(x).view(len(x), -1, c.head_size)
-        qk, v = torch.split(heads, [c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=1)
-        if layer.q_norm and layer.k_norm:
-            qk = torch.cat([layer.q_norm(qk[:, : c.num_heads]), layer.k_norm(qk[:, c.num_heads :])], dim=1)
-        q, k = torch.split(rotate(qk, cos, sin), [c.num_heads, c.num_kv_heads], dim=1)
-        pool.write(number, step.kv_rows, k[:real], v[:real])
-        out = attention.attend(step.plan, number, q[:real], layer.window)
-        return layer.o(F.pad(out.flatten(1), (0, 0, 0, len(x) - real)))
-
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        gate, up = layer.gate_up(x).chunk(2, dim=-1)
-        return layer.down(silu(gate).mul_(up))
-
-
-def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x).
-
-    On the CPU in float32 from exp: F.silu rounds otherwise where a thread's share of a tensor ends within a vector.
-    """
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        return F.silu(x)
-    return x / x.neg().exp_().add_(1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (https://arxiv.org/abs/2104.09864) of x [T, heads, D]; cos, sin float32 [T, 1, D / 2].
-
-    Dimension i turns with i + D / 2, as in the Hugging Face checkpoints. Computed in float32.
-    """
-    a, b = x.chunk(2, dim=-1)
-    turned = (a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)
-    return torch.cat(turned, dim=-1).to(x.dtype)
+    def logits(self, x: Tensor) -> Tensor:
+        """float32 [R, V] of rows x [R, hidden] of what `forward` gives."""
+        if x.device.type == "cpu":
+            padded = F.pad(x, (0, 0, 0, -len(x) % ROW_TILE))
+            return self.lm_head(rms_norm(padded, self.norm.weight, self.norm.eps))[: len(x)].float()
+        return apply(self.lm_head, x, norm=self.norm, out_dtype=torch.float32)
 
 
 def _split(linear: Linear, prefix: str, sizes: dict[str, int]) -> dict[str, Tensor]:

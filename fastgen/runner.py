@@ -2,123 +2,148 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.arch import ModelConfig
-from fastgen.attention import Attention, StepLayout, make_attention
+from fastgen.attention import Attention, StepLayout
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
-from fastgen.loader import fill_random
-from fastgen.loader import load as load_checkpoint
+from fastgen.graphs import DecodeGraphs, batch_sizes
+from fastgen.kernels.lanes import DecodeInput, advance
+from fastgen.kernels.rope import Places
 from fastgen.model import ROW_TILE, StepInput, Transformer
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
-from fastgen.sampler import LaneState, SampleOutput, SamplePlan, sample, score
+from fastgen.sampler import LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
 
 SCORE_ROWS = 512
 """Rows whose logits over the whole vocabulary are held at a time when prompts are scored."""
 
 
 @dataclass
-class _ScoreOutput:
+class _Scores:
+    """Of the prompt tokens of a lane at positions start, start + 1, ...; on their way to the host."""
+
     lane: int
     start: int
-    logprobs: Tensor
-    top_ids: Tensor | None
-    top_logprobs: Tensor | None
+    logprobs: Tensor  # float32 [n]
+    top_ids: Tensor | None  # int64 [n, top]
+    top_logprobs: Tensor | None  # float32 [n, top]
 
 
 @dataclass
 class Launched:
-    """A step on its way: its results are on the device until `Runner.collect`."""
+    """A step on its way. What it comes to is on its way to the host, and there when `arrived` (None: at once)."""
 
     batch: Batch
-    params: list[SamplingParams]  # of the lanes that draw
-    lanes: Tensor  # int64 [R]
-    positions: Tensor  # int64 [R], of the tokens to be drawn
-    hidden: Tensor | None  # [R, hidden], until sampled
-    scored: list[_ScoreOutput] = field(default_factory=list)
+    lanes: Tensor  # int64 [R], those that draw
+    positions: Tensor  # int32 [R], of the tokens to be drawn
+    logits: Tensor | None  # float32 [R, V], until sampled
+    scored: list[_Scores] = field(default_factory=list)
     sampled: SampleOutput | None = None
+    arrived: torch.cuda.Event | None = None
 
 
 class Runner:
-    """Keeps what the device knows of the lanes: page tables, KV lengths, sampling state; and the model and its pool."""
+    """Keeps what the device knows of the lanes: page tables, KV lengths, sampling state; and the model and its pool.
+
+    The last lane of all is padding: the rows that a CUDA graph has too many run there, on a page of its own. A step of
+    decodes alone replays a graph, which takes tokens, positions and pages from the lanes, so that the host sends
+    nothing but what changed. Steps with prefills are launched kernel by kernel.
+    """
 
     def __init__(self, model: Transformer, pool: KVPool, attention: Attention, config: EngineConfig) -> None:
         self.model = model
         self.pool = pool
         self.attention = attention
+        self.config = config
         self.device = torch.device(config.device)
-        slots = -(-config.max_model_len // config.page_size)
-        self.page_table = torch.zeros(config.max_seqs, slots, dtype=torch.int64, device=self.device)
-        self.state = LaneState(config.max_seqs, model.config.vocab_size, self.device)
-        self._kv_lens = np.zeros(config.max_seqs, dtype=np.int64)  # the host's mirrors
-        self._params = [SamplingParams()] * config.max_seqs
+        lanes, slots = config.max_seqs + 1, -(-config.max_model_len // config.page_size)
+        self.page_table = torch.full((lanes, slots), pool.spare, dtype=torch.int32, device=self.device)
+        self.kv_lens = torch.zeros(lanes, dtype=torch.int32, device=self.device)
+        self.state = LaneState(lanes, model.config.vocab_size, self.device)
+        self._kv_lens = np.zeros(lanes, dtype=np.int64)  # the host's mirrors
+        self._flags = np.zeros(lanes, dtype=np.int64)  # plan_flags of each lane's parameters
+        self._params = [SamplingParams()] * lanes
+        self.graphs: DecodeGraphs | None = None
+        self._decodes: tuple[int, ...] = ()  # the lanes that `_step` holds
+        self._decode_lanes = np.zeros(0, dtype=np.int64)
+
+    @torch.inference_mode()
+    def capture(self, sizes: list[int] | None = None) -> None:
+        """Capture decode steps of these many lanes (None: of all that are of use) as CUDA graphs."""
+        most = self.config.max_seqs
+        self._step = DecodeInput.empty(most, self.device)
+        self._step.lanes.fill_(most)
+        self._logits = torch.empty(most, self.model.config.vocab_size, device=self.device)
+        self.graphs = DecodeGraphs(self.decode, sizes or batch_sizes(most), self.device)
+        self.graphs.capture()
+
+    def forget(self) -> None:
+        """All lanes are empty again."""
+        self.kv_lens.zero_()
+        self._kv_lens[:] = 0
+        self.page_table.fill_(self.pool.spare)
+
+    def decode(self, size: int) -> None:
+        """The launches of one decode step of the first `size` lanes of `_step`; at fixed addresses throughout."""
+        step = self._step.first(size)
+        advance(self.state.last_token, self.kv_lens, self.page_table, step, self.pool.page_size)
+        plan = self.attention.plan_decode(step.lanes, step.kv_lens, self.page_table)
+        places = self._places(step.positions, step.slots, size)
+        x = self.model.forward(StepInput(step.token_ids, places, plan), self.pool, self.attention)
+        self._logits[:size].copy_(self.model.logits(x))
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Run the forward pass, and the sampler too unless the batch is masked; does not wait for the device."""
         self._apply_changes(batch)
-        lanes = [*batch.decodes, *(chunk.lane for chunk in batch.prefills)]
-        query_lens = np.array([1] * len(batch.decodes) + [len(chunk.tokens) for chunk in batch.prefills])
-        self._kv_lens[list(batch.decodes)] += 1
-        for chunk in batch.prefills:
-            self._kv_lens[chunk.lane] = chunk.start + len(chunk.tokens)
-        hidden = self._forward(batch, np.array(lanes), query_lens)
-        scored = self._launch_scores(batch, hidden)
-        drawing = np.array([1] * len(batch.decodes) + [chunk.sample for chunk in batch.prefills], dtype=bool)
-        rows = (query_lens.cumsum() - 1)[drawing]
-        launched = Launched(
-            batch=batch,
-            params=[self._params[lane] for lane in batch.sampling],
-            lanes=self._tensor(np.array(batch.sampling, dtype=np.int64)),
-            positions=self._tensor(self._kv_lens[list(batch.sampling)]),
-            hidden=hidden[self._tensor(rows)],
-            scored=scored,
-        )
+        replayed = self.graphs is not None and not batch.prefills
+        launched = self._replay(batch) if replayed else self._launch(batch)
         if not batch.masked:
             self.sample(launched)
         return launched
 
     @torch.inference_mode()
     def sample(self, launched: Launched, masks: np.ndarray | None = None) -> None:
-        """Draw the tokens of a launched step; masks: int32 [R, ceil(V / 32)], for a masked batch."""
-        assert launched.hidden is not None
-        if launched.params:
-            launched.sampled = sample(
-                self.state,
-                launched.lanes,
-                launched.positions,
-                self.model.logits(launched.hidden),
-                SamplePlan.of(launched.params),
-                None if masks is None else self._tensor(masks),
-            )
-        launched.hidden = None
+        """Draw the tokens of a launched step, and send what it came to to the host; masks: int32 [R, ceil(V / 32)],
+        for a masked batch."""
+        if launched.logits is not None:
+            plan = SamplePlan.of(self._flags[list(launched.batch.sampling)])
+            mask = None if masks is None else self._tensor(masks)
+            drawn = sample(self.state, launched.lanes, launched.positions, launched.logits, plan, mask)
+            sent = (self._to_host(x) for x in (drawn.packed, drawn.top_ids, drawn.top_logprobs, drawn.kept))
+            launched.sampled = SampleOutput(*sent)  # type: ignore[arg-type]
+            launched.logits = None
+        if self.device.type == "cuda":
+            launched.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            launched.arrived.record()
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a step, and read it."""
-        result = StepResult([], [], [], scored=[_read_score(output) for output in launched.scored])
+        if launched.arrived is not None:
+            launched.arrived.synchronize()
+        result = StepResult([], [], [], scored=[_read(scores) for scores in launched.scored])
         output = launched.sampled
         if output is None:
             return result
-        result.tokens = output.tokens.tolist()
-        result.logprobs = output.logprobs.tolist()
-        result.raw_logprobs = output.raw_logprobs.tolist()
+        packed = output.packed.numpy()
+        result.tokens = packed[0].tolist()
+        result.logprobs, result.raw_logprobs = packed[1:].view(np.float32).tolist()
         if output.top_ids is not None and output.top_logprobs is not None:
             ids, logprobs = output.top_ids.tolist(), output.top_logprobs.tolist()
+            wanted = [self._params[lane].logprobs for lane in launched.batch.sampling]
             result.top_logprobs = [
-                None if p.logprobs is None else dict(zip(ids[row][: p.logprobs], logprobs[row], strict=False))
-                for row, p in enumerate(launched.params)
+                None if count is None else dict(zip(ids[row][:count], logprobs[row], strict=False))
+                for row, count in enumerate(wanted)
             ]
         if output.kept is not None:
             result.sampling_masks = [
-                output.kept[row].nonzero().flatten().tolist() if p.return_sampling_mask else None
-                for row, p in enumerate(launched.params)
+                output.kept[row].nonzero().flatten().tolist() if self._params[lane].return_sampling_mask else None
+                for row, lane in enumerate(launched.batch.sampling)
             ]
         return result
 
@@ -127,87 +152,140 @@ class Runner:
             self.state.start(batch.starts)
             for start in batch.starts:
                 self._params[start.lane] = start.params
+                self._flags[start.lane] = plan_flags(start.params)
         if batch.pages:
-            lanes, slots, pages = self._tensor(np.array(batch.pages, dtype=np.int64)).unbind(1)
-            self.page_table[lanes, slots] = pages
-            self.pool.wipe(pages)
+            lanes, slots, pages = self._tensor(np.array(batch.pages, dtype=np.int64).T.copy())
+            self.page_table.index_put_((lanes, slots), pages.int())
+            if self.attention.needs_clean_pages:
+                self.pool.wipe(pages)
 
-    def _forward(self, batch: Batch, lanes: np.ndarray, query_lens: np.ndarray) -> Tensor:
-        """Hidden states [T, hidden], T padded to ROW_TILE."""
-        kv_lens = self._kv_lens[lanes]
-        table = self.page_table[self._tensor(lanes), : -(-int(kv_lens.max()) // self.pool.page_size)]
-        total = int(query_lens.sum())
-        first = np.repeat(kv_lens - query_lens, query_lens)
-        positions = np.zeros(-(-total // ROW_TILE) * ROW_TILE, dtype=np.int64)
-        positions[:total] = first + np.arange(total) - np.repeat(query_lens.cumsum() - query_lens, query_lens)
-        token_ids = np.zeros_like(positions)
-        token_ids[len(batch.decodes) : total] = [token for chunk in batch.prefills for token in chunk.tokens]
-        device_ids, device_positions = self._tensor(token_ids), self._tensor(positions)
-        decodes = len(batch.decodes)
-        device_ids[:decodes] = self.state.last_token[self._tensor(lanes[:decodes])]
-        owner = self._tensor(np.repeat(np.arange(len(lanes)), query_lens))
-        pages = table[owner, device_positions[:total] // self.pool.page_size]
-        layout = StepLayout(torch.from_numpy(query_lens), torch.from_numpy(kv_lens), table)
-        step = StepInput(
-            token_ids=device_ids,
-            positions=device_positions,
-            kv_rows=self.pool.rows(pages, device_positions[:total] % self.pool.page_size),
-            plan=self.attention.plan(layout),
+    def _replay(self, batch: Batch) -> Launched:
+        """A step of decodes, as a graph."""
+        assert self.graphs is not None
+        count = len(batch.decodes)
+        size = self.graphs.size_of(count)
+        if batch.decodes is not self._decodes and batch.decodes != self._decodes:
+            self._decode_lanes = np.array(batch.decodes, dtype=np.int64)
+            lanes = np.full(size, self.config.max_seqs, dtype=np.int64)
+            lanes[:count] = self._decode_lanes
+            self._step.lanes[:size] = self._tensor(lanes)
+        self._decodes = batch.decodes
+        self._kv_lens[self._decode_lanes] += 1
+        self.graphs.run(size)
+        return Launched(batch, self._step.lanes[:count], self._step.kv_lens[:count], self._logits[:count])
+
+    def _launch(self, batch: Batch) -> Launched:
+        """Any step, kernel by kernel."""
+        step = _Lengths.of(batch, self._kv_lens)
+        total = int(step.query_lens.sum())
+        padding = -total % ROW_TILE if self.device.type == "cpu" else 0
+        ids, positions, owners, lanes, kv_lens, rows, drawing, drawn_at = self._upload(
+            step.token_ids(batch, padding),
+            step.positions(padding),
+            np.repeat(step.lanes, step.query_lens),
+            step.lanes,
+            step.kv_lens,
+            step.rows,
+            step.lanes[step.draws],
+            step.kv_lens[step.draws],
         )
-        return self.model.forward(step, self.pool, self.attention)
+        decodes = len(batch.decodes)
+        ids[:decodes] = self.state.last_token[lanes[:decodes]]
+        self.kv_lens.index_put_((lanes,), kv_lens.int())
+        page_size = self.pool.page_size
+        at = positions[:total]
+        slots = self.page_table[owners, at // page_size].long() * page_size + at % page_size
+        slots = torch.nn.functional.pad(slots, (0, padding), value=-1)
+        host_lens = torch.from_numpy(step.query_lens), torch.from_numpy(step.kv_lens)
+        layout = StepLayout(*host_lens, decodes, torch.from_numpy(step.lanes), self.page_table)
+        places = self._places(positions, slots, total)
+        x = self.model.forward(StepInput(ids, places, self.attention.plan(layout)), self.pool, self.attention)
+        logits = self.model.logits(x[rows]) if len(rows) else None
+        return Launched(batch, drawing, drawn_at.int(), logits, self._launch_scores(batch, x))
 
-    def _launch_scores(self, batch: Batch, hidden: Tensor) -> list[_ScoreOutput]:
+    def _places(self, positions: Tensor, slots: Tensor, real: int) -> Places:
+        num_kv, page_size = self.pool.keys.shape[2:4]
+        return Places(positions, slots, self.model.cos, self.model.sin, real, num_kv, page_size)
+
+    def _launch_scores(self, batch: Batch, x: Tensor) -> list[_Scores]:
         found = []
         first = len(batch.decodes)
         for chunk in batch.prefills:
             if chunk.score is not None:
                 wanted = chunk.score
-                rows = hidden[first + wanted.row : first + wanted.row + len(wanted.targets)]
+                rows = x[first + wanted.row : first + wanted.row + len(wanted.targets)]
                 targets = self._tensor(np.array(wanted.targets, dtype=np.int64))
                 temperatures = torch.full(targets.shape, wanted.temperature, device=self.device)
                 for at in range(0, len(rows), SCORE_ROWS):
                     part = slice(at, at + SCORE_ROWS)
                     logits = self.model.logits(rows[part])
                     output = score(logits, targets[part], temperatures[part], wanted.top)
-                    found.append(_ScoreOutput(chunk.lane, chunk.start + wanted.row + 1 + at, *output))
+                    sent = (self._to_host(x) for x in output)
+                    found.append(_Scores(chunk.lane, chunk.start + wanted.row + 1 + at, *sent))  # type: ignore[arg-type]
             first += len(chunk.tokens)
         return found
 
+    def _upload(self, *arrays: np.ndarray) -> list[Tensor]:
+        """int64 arrays as device tensors, in one copy."""
+        together = self._tensor(np.concatenate(arrays))
+        return list(torch.split(together, [len(array) for array in arrays]))
+
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        """On the device, without waiting for the copy: one from pageable memory would wait."""
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _to_host(self, tensor: Tensor | None) -> Tensor | None:
+        """A copy that is there when what was launched so far has run."""
+        if tensor is None or self.device.type == "cpu":
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _read_score(output: _ScoreOutput) -> Scored:
+@dataclass(frozen=True)
+class _Lengths:
+    """The sequences of a step, decodes first. All int64 numpy arrays."""
+
+    lanes: np.ndarray  # [S]
+    query_lens: np.ndarray  # [S]
+    kv_lens: np.ndarray  # [S], with the query tokens
+    draws: np.ndarray  # bool [S]
+
+    @classmethod
+    def of(cls, batch: Batch, known: np.ndarray) -> _Lengths:
+        """Also counts the step's tokens in `known`, the KV lengths of all lanes."""
+        decodes = len(batch.decodes)
+        lanes = np.array([*batch.decodes, *(chunk.lane for chunk in batch.prefills)], dtype=np.int64)
+        query_lens = np.array([1] * decodes + [len(chunk.tokens) for chunk in batch.prefills], dtype=np.int64)
+        known[lanes[:decodes]] += 1
+        known[lanes[decodes:]] = [chunk.start + len(chunk.tokens) for chunk in batch.prefills]
+        draws = np.array([True] * decodes + [chunk.sample for chunk in batch.prefills], dtype=bool)
+        return cls(lanes, query_lens, known[lanes], draws)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows that draw: the last of those sequences."""
+        last: np.ndarray = self.query_lens.cumsum() - 1
+        drawing: np.ndarray = last[self.draws]
+        return drawing
+
+    def positions(self, padding: int) -> np.ndarray:
+        first = np.repeat(self.kv_lens - self.query_lens, self.query_lens)
+        before = np.repeat(self.query_lens.cumsum() - self.query_lens, self.query_lens)
+        real: np.ndarray = first + np.arange(len(first)) - before
+        return np.concatenate([real, np.zeros(padding, dtype=np.int64)])
+
+    def token_ids(self, batch: Batch, padding: int) -> np.ndarray:
+        """0 for the decodes, whose tokens are on the device."""
+        ids = np.zeros(int(self.query_lens.sum()) + padding, dtype=np.int64)
+        known = list(itertools.chain.from_iterable(chunk.tokens for chunk in batch.prefills))
+        ids[len(batch.decodes) : len(batch.decodes) + len(known)] = known
+        return ids
+
+
+def _read(scores: _Scores) -> Scored:
     top = None
-    if output.top_ids is not None and output.top_logprobs is not None:
-        pairs = zip(output.top_ids.tolist(), output.top_logprobs.tolist(), strict=True)
+    if scores.top_ids is not None and scores.top_logprobs is not None:
+        pairs = zip(scores.top_ids.tolist(), scores.top_logprobs.tolist(), strict=True)
         top = [dict(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
-    return Scored(output.lane, output.start, output.logprobs.tolist(), top)
-
-
-def find_device(name: str | None) -> str:
-    """The device to run on; the GPU, where there is one, for None. Raises ValueError where it can not be had."""
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # torch's own, for an unknown and for an absent device
-        raise ValueError(f"device is {name!r}, which torch can not use here: {str(error).splitlines()[0]}") from error
-    return str(torch.device(name))
-
-
-def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str) -> Runner:
-    """The model with its weights, the KV pool and the runner over them."""
-    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-    model = Transformer(model_config, dtype, device, config.max_model_len)
-    if load == "dummy":
-        fill_random(model.targets())
-    else:
-        load_checkpoint(model.targets(), folder, progress=sys.stderr.isatty())
-    model.pack()
-    c = model_config
-    try:
-        pool = KVPool(c.num_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size, dtype, device)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise ValueError(f"no memory for {config.num_pages} pages of KV; lower num_pages or kv_cache_gb") from error
-    return Runner(model, pool, make_attention(config.attention, pool), config)
+    return Scored(scores.lane, scores.start, scores.logprobs.tolist(), top)

@@ -2,9 +2,10 @@
 
     python scripts/bench.py cpu            # against transformers' generate, on the bundled model
     python scripts/bench.py cpu --smoke    # the same in seconds, to see that it runs; writes nothing
+    python scripts/bench.py gpu            # true shapes on a GPU, beside the limit of the chip; see bench_gpu.py
 
-Each engine runs in a process of its own, so that its peak memory is its own. Prompts are random ids, the same for both
-engines; every sequence runs to its length (no eos).
+On the CPU each engine runs in a process of its own, so that its peak memory is its own. Prompts are random ids, the
+same for both engines; every sequence runs to its length (no eos).
 """
 
 from __future__ import annotations
@@ -169,11 +170,18 @@ def main() -> None:
     cpu.add_argument("--name", help="of the JSON file in scripts/data (default: cpu-DTYPE)")
     cpu.add_argument("--repeats", type=int, default=3, help="timed runs after a warm-up (default 3)")
     cpu.add_argument("--smoke", action="store_true", help="a few tokens, nothing written")
+    kinds.add_parser("gpu", add_help=False, help="Mistral 7B or Qwen2.5 14B with random weights, on a GPU")
     engine = kinds.add_parser("engine", help="(what `cpu` starts, once an engine)")
     engine.add_argument("engine", choices=list(ENGINES))
     engine.add_argument("what", type=json.loads)
-    arguments = parser.parse_args()
-    if arguments.kind == "cpu":
+    arguments, rest = parser.parse_known_args()
+    if arguments.kind == "gpu":
+        import bench_gpu  # not above: it brings fastgen, and the process that measures transformers is to have none
+
+        bench_gpu.main(rest)
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    elif arguments.kind == "cpu":
         bench_cpu(arguments)
     else:
         model, workload, dtype, repeats = arguments.what

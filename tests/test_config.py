@@ -98,7 +98,7 @@ def test_the_smallest_values_work() -> None:
     ("options", "error", "message"),
     [
         ({"dtype": "float64"}, ValueError, "dtype is 'float64'.*float32, bfloat16, float16"),
-        ({"attention": "flash9"}, ValueError, "attention is 'flash9'.*'auto' or one of reference"),
+        ({"attention": "flash9"}, ValueError, "attention is 'flash9'.*'auto' or one of flash, paged, reference"),
         ({"max_seqs": 0}, ValueError, "max_seqs is 0; it must be at least 1"),
         ({"max_step_tokens": -1}, ValueError, "max_step_tokens is -1"),
         ({"page_size": 0}, ValueError, "page_size is 0"),

@@ -21,6 +21,7 @@ LEVELS = {
     "fastgen.tiny": 0,
     "fastgen.kernels": 1,
     "fastgen.parallel": 1,
+    "fastgen.profiling": 1,  # names parts of a step, wherever they are
     "fastgen.rope": 1,
     # The design lists all of cache/ at level 3. These two know nothing of a model (one is two tensors, the other only
     # numbers), and attention reads the pool, so they stand under it; cache/host.py, which copies, stays at 3.
@@ -33,9 +34,12 @@ LEVELS = {
     "fastgen.loader": 3,
     "fastgen.model": 3,
     "fastgen.sampler": 3,
+    "fastgen.staging": 3,
     "fastgen.runner": 4,
+    "fastgen.startup": 4,
     "fastgen.scheduler": 4,
     "fastgen.outputs": 5,  # what becomes of sequences: beside the workers, under Generator alone
+    "fastgen.intake": 5,  # what goes in: beside outputs
     "fastgen.workers": 5,
     "fastgen.generator": 6,
     "fastgen.cli": 7,

@@ -23,17 +23,22 @@ def prefill_logits(gen: Generator, prompts: list[list[int]]) -> list[Tensor]:
     runner = gen._runner
     size = runner.pool.page_size
     lens = torch.tensor([len(prompt) for prompt in prompts])
-    slots = -(-int(lens.max()) // size)
+    most = -(-int(lens.max()) // size)
     order = torch.randperm(gen.config.num_pages, generator=torch.Generator().manual_seed(0))
-    table = order[: len(prompts) * slots].view(len(prompts), slots)
+    table = order[: len(prompts) * most].view(len(prompts), most)
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
     owner = torch.repeat_interleave(torch.arange(len(prompts)), lens)
     padding = -len(positions) % ROW_TILE
+    slots = table[owner, positions // size] * size + positions % size
+    places = runner._places(
+        torch.nn.functional.pad(positions, (0, padding)),
+        torch.nn.functional.pad(slots, (0, padding), value=-1),
+        len(positions),
+    )
     step = StepInput(
         token_ids=torch.tensor([token for prompt in prompts for token in prompt] + [0] * padding),
-        positions=torch.nn.functional.pad(positions, (0, padding)),
-        kv_rows=runner.pool.rows(table[owner, positions // size], positions % size),
-        plan=runner.attention.plan(StepLayout(lens, lens, table)),
+        places=places,
+        plan=runner.attention.plan(StepLayout(lens, lens, 0, torch.arange(len(prompts)), table.int())),
     )
     with torch.inference_mode():
         logits = runner.model.logits(runner.model.forward(step, runner.pool, runner.attention))

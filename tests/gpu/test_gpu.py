@@ -1,45 +1,162 @@
 """The engine on a GPU: the same answers as on the CPU. Run there as PYTHONPATH=. python3 -m pytest tests/gpu."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from fastgen import Generator, SamplingParams
+from fastgen.loader import load
+from fastgen.request import Completion
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 
-CHATS = [
-    [{"role": "user", "content": text}]
-    for text in ("hello", "what is 12 + 30?", "spell banana", "sort 5, 2, 9, 1", "what day comes after friday?")
-]
+ASKED = [
+    "hello", "what is 12 + 30?", "spell banana", "sort 5, 2, 9, 1", "what day comes after friday?", "who are you?",
+    "what is the capital of france?", "what is 9 * 7?", "count to 10", "say goodbye", "reverse the word cat",
+    "what is fastgen?", "name a colour", "is 7 larger than 3?", "what is 81 - 19?", "tell me something",
+]  # fmt: skip
+CHATS = [[{"role": "user", "content": text}] for text in ASKED]
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
+NEAR_TIE = 0.05
 
 
-def answers(**options: object) -> list[list[int]]:
-    with Generator(**options) as gen:  # type: ignore[arg-type]
-        return [output.completions[0].token_ids for output in gen.generate(CHATS, GREEDY)]
+def tight(page_size: int) -> dict[str, Any]:
+    """Three lanes, chunks of at most 7 tokens, and pages for little more than one answer."""
+    return {"max_seqs": 3, "max_step_tokens": 7, "page_size": page_size, "num_pages": 128 // page_size + 2}
+
+
+def completions(params: SamplingParams = GREEDY, **options: Any) -> list[Completion]:
+    with Generator(**options) as gen:
+        return [output.completions[0] for output in gen.generate(CHATS, params)]
+
+
+def answers(**options: Any) -> list[list[int]]:
+    return [completion.token_ids for completion in completions(**options)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return answers(device="cpu")
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_float32_answers_are_those_of_the_cpu(page_size: int) -> None:
-    expected = answers(device="cpu")
+def test_float32_answers_are_those_of_the_cpu(page_size: int, expected: list[list[int]]) -> None:
     assert answers(device="cuda", dtype="float32", page_size=page_size) == expected
-    tight = {"max_seqs": 3, "max_step_tokens": 7, "page_size": page_size, "num_pages": 128 // page_size + 2}
-    assert answers(device="cuda", dtype="float32", **tight) == expected
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_chunks_and_few_pages_change_nothing_in_float32(page_size: int, expected: list[list[int]]) -> None:
+    assert answers(device="cuda", dtype="float32", **tight(page_size)) == expected
+
+
+def collect_events(gen: Generator, found: dict[str | int, list[int]]) -> None:
+    for event in gen.step():
+        found[event.id] += event.token_ids
+
+
+def test_preemption_changes_nothing_in_float32(expected: list[list[int]]) -> None:
+    """Every few steps all that runs gives up its lane and its pages, and computes everything again."""
+    found: dict[str | int, list[int]] = {id: [] for id in range(len(CHATS))}
+    with Generator(device="cuda", dtype="float32", max_seqs=8, max_step_tokens=64) as gen:
+        for id, chat in enumerate(CHATS):
+            gen.add(chat, GREEDY, id=id)
+        while gen.unfinished:
+            for _ in range(9):
+                collect_events(gen, found)
+            gen._settle()
+            gen._scheduler.rewind()
+        collect_events(gen, found)
+        assert gen.stats.preemptions > len(CHATS)
+    assert list(found.values()) == expected
+
+
+def test_aborts_change_nothing_in_float32(expected: list[list[int]]) -> None:
+    """Half of the requests, of which every second is aborted at some step; the rest of the requests come then."""
+    found: dict[str | int, list[int]] = {id: [] for id in range(len(CHATS))}
+    half = len(CHATS) // 2
+    with Generator(device="cuda", dtype="float32", max_seqs=4, max_step_tokens=24) as gen:
+        for id in range(half):
+            gen.add(CHATS[id], GREEDY, id=id)
+        for odd in range(1, half, 2):
+            for _ in range(6):
+                collect_events(gen, found)
+            for output in gen.abort(odd):  # what it has said is the beginning of what it would have said
+                ids = output.completions[0].token_ids
+                assert ids == expected[odd][: len(ids)]
+        for id in range(half, len(CHATS)):
+            gen.add(CHATS[id], GREEDY, id=id)
+        while gen.unfinished:
+            collect_events(gen, found)
+        collect_events(gen, found)
+        assert gen.stats.aborted > 0
+    kept = [id for id in range(len(CHATS)) if id >= half or id % 2 == 0]
+    assert [found[id] for id in kept] == [expected[id] for id in kept]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_answers_make_sense(dtype: str) -> None:
-    with Generator(device="cuda", dtype=dtype) as gen:
-        texts = [output.text for output in gen.generate(CHATS, GREEDY)]
+    texts = [completion.text for completion in completions(device="cuda", dtype=dtype)]
     assert texts[1] == "12 + 30 = 42."
     assert texts[2] == "b-a-n-a-n-a"
+
+
+@pytest.mark.parametrize("attention", ["auto", "paged", "reference"])
+def test_two_schedules_in_bfloat16_first_differ_at_a_near_tie(attention: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=64, logprobs=5)
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "attention": attention}
+    wide = completions(params, **options)
+    narrow = completions(params, **options, **tight(16))
+    for one, other in zip(wide, narrow, strict=True):
+        pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False))
+        first = next((at for at, (a, b) in pairs if a != b), None)
+        if first is None:
+            assert one.token_ids == other.token_ids
+            continue
+        assert one.top_logprobs is not None
+        raw = one.top_logprobs[first]
+        assert raw[one.token_ids[first]] - raw[other.token_ids[first]] < NEAR_TIE
 
 
 def test_sampling_and_scores_agree_on_the_gpu() -> None:
     params = SamplingParams(seed=1, temperature=0.8, top_p=0.9, top_k=40, repetition_penalty=1.1, n=4, max_tokens=32)
     with Generator(device="cuda", dtype="float32") as gen:
-        for output in gen.generate(CHATS, params):
+        for output in gen.generate(CHATS[:5], params):
             ids, start = output.prompt_token_ids, len(output.prompt_token_ids)
             scores = gen.score([ids + completion.token_ids for completion in output.completions], start=start)
             for score, completion in zip(scores, output.completions, strict=True):
                 assert score == pytest.approx(completion.raw_logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_checkpoint_comes_onto_the_gpu_as_it_is(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Through pinned buffers, several at a time, with rows of fused parameters and a change of dtype."""
+    from safetensors.torch import save_file
+
+    draw = torch.Generator().manual_seed(0)
+    sizes = {"a": (3000, 4096), "b": (5000, 4096), "c": (77,), "d": (4096, 3)}
+    tensors = {name: torch.randn(size, generator=draw).bfloat16() for name, size in sizes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    fused = torch.zeros(8000, 4096, dtype=dtype, device="cuda")
+    wide = torch.zeros(4096, 9, dtype=dtype, device="cuda")
+    targets = {
+        "a": fused[:3000],
+        "b": fused[3000:],
+        "c": torch.zeros(77, dtype=dtype, device="cuda"),
+        "d": wide[:, 3:6],
+    }
+    load(targets, tmp_path)
+    for name, tensor in tensors.items():
+        assert torch.equal(targets[name].cpu(), tensor.to(dtype)), name
+    assert not wide[:, :3].any()
+    assert not wide[:, 6:].any()
+
+
+def test_the_bundled_checkpoint_is_the_same_on_both_devices() -> None:
+    with Generator(device="cpu", dtype="bfloat16") as there, Generator(device="cuda", dtype="bfloat16") as here:
+        pairs = zip(there._runner.model.targets().items(), here._runner.model.targets().values(), strict=True)
+        for (name, one), other in pairs:
+            assert torch.equal(one, other.cpu()), name

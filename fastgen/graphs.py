@@ -1,0 +1,62 @@
+"""Capture and replay of decode steps: one CUDA graph a batch size."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+import torch
+
+
+def batch_sizes(most: int) -> list[int]:
+    """The sizes that are captured, up to `most`: a step runs in the least that holds it.
+
+    Close ones waste little; but between 384 and 512, and above, matrix products take no less time for fewer rows.
+    """
+    steps = ((8, 1), (32, 4), (64, 8), (256, 16), (384, 32), (most, 128))
+    sizes, size = [], 1
+    for upto, step in steps:
+        while size < min(upto, most):
+            sizes.append(size)
+            size = (size // step + 1) * step
+    return [*sizes, most]
+
+
+class DecodeGraphs:
+    """Replays `step(size)`, the launches of a decode step of `size` lanes, without the host's work for each launch.
+
+    `step` reads and writes memory at fixed addresses only. The graphs share one memory pool: what a step leaves in
+    temporary tensors is gone with the next replay, so that it must keep its results in tensors of its own.
+    """
+
+    def __init__(self, step: Callable[[int], None], sizes: list[int], device: torch.device) -> None:
+        self.sizes = sizes  # ascending
+        self._step = step
+        self._device = device
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def capture(self) -> None:
+        """Run each size once, so that all kernels are compiled, and capture it; the largest first, whose memory the
+        others then share."""
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        pool = None
+        with torch.cuda.stream(stream):
+            for size in reversed(self.sizes):
+                self._step(size)
+                torch.cuda.synchronize(self._device)
+                graph = torch.cuda.CUDAGraph()  # not torch.cuda.graph, which collects garbage each time
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                self._step(size)
+                graph.capture_end()
+                pool = graph.pool()
+                self._graphs[size] = graph
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+
+    def size_of(self, lanes: int) -> int:
+        """The size that `lanes` lanes run in."""
+        return self.sizes[bisect.bisect_left(self.sizes, lanes)]
+
+    def run(self, size: int) -> None:
+        """Replay the step of one of `sizes`, on the current stream."""
+        self._graphs[size].replay()

@@ -1,0 +1,163 @@
+"""From a configuration to a Runner: weights, the KV pool, and what a GPU is made ready with.
+
+On a GPU the pool takes what is left, within `memory_fraction`, when the weights are there and the largest step has
+been run over a pool of one page: its peak is measured, not guessed. The largest step runs again at the end, with the
+graphs captured and the pool in place, so that memory runs out now or never.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fastgen.arch import ModelConfig
+from fastgen.attention import make_attention
+from fastgen.cache.pool import KVPool
+from fastgen.config import EngineConfig
+from fastgen.graphs import batch_sizes
+from fastgen.loader import fill_random
+from fastgen.loader import load as load_checkpoint
+from fastgen.model import Transformer
+from fastgen.request import Batch, LaneStart, Prefill, SamplingParams, Score
+from fastgen.runner import SCORE_ROWS, Runner
+
+log = logging.getLogger(__name__)
+
+GRAPH_BYTES = 4e6  # that a captured step takes beside its tensors
+
+
+def find_device(name: str | None) -> str:
+    """The device to run on; the GPU, where there is one, for None. Raises ValueError where it can not be had."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch's own, for an unknown and for an absent device
+        raise ValueError(f"device is {name!r}, which torch can not use here: {str(error).splitlines()[0]}") from error
+    return str(torch.device(name))
+
+
+def device_memory(device: str) -> int:
+    """Bytes of a GPU's memory that are free; 0 for the CPU."""
+    return torch.cuda.mem_get_info(torch.device(device))[0] if torch.device(device).type == "cuda" else 0
+
+
+def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str) -> Runner:
+    """The model with its weights, the KV pool and the runner over them; its `config` says how large the pool is."""
+    device = torch.device(config.device)
+    free = device_memory(config.device)
+    with _explained(config):
+        model = _build_model(model_config, config, folder, load)
+        if device.type == "cpu":
+            return _assemble(model, config)
+        if not config.num_pages:
+            config = config.settle(_measure_pages(model, config, free))
+        runner = _assemble(model, config)
+        if runner.attention.capturable:
+            runner.capture()
+        _rehearse(runner)
+    log.info(
+        "%d pages of %d tokens; %.1f GB free", config.num_pages, config.page_size, device_memory(config.device) / 1e9
+    )
+    return runner
+
+
+def _build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str) -> Transformer:
+    model = Transformer(model_config, getattr(torch, config.dtype), torch.device(config.device), config.max_model_len)
+    if load == "dummy":
+        fill_random(model.targets())
+    else:
+        load_checkpoint(model.targets(), folder, progress=sys.stderr.isatty())
+    model.pack()
+    return model
+
+
+def _assemble(model: Transformer, config: EngineConfig) -> Runner:
+    c = model.config
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    try:
+        pool = KVPool(c.num_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size, dtype, device)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise ValueError(f"no memory for {config.num_pages} pages of KV; lower num_pages or kv_cache_gb") from error
+    attention = make_attention(
+        config.attention, pool, c.num_heads, c.windows, config.max_seqs, config.max_step_tokens, config.max_model_len
+    )
+    return Runner(model, pool, attention, config)
+
+
+def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
+    """How many pages fit beside the weights and the largest step. free: bytes before the weights came."""
+    weights = free - device_memory(config.device)
+    probe = _assemble(model, replace(config, num_pages=1))
+    _rehearse(probe)
+    if probe.attention.capturable:
+        probe.capture([config.max_seqs])
+    left = device_memory(config.device)  # torch keeps what the largest step took
+    del probe
+    gc.collect()
+    torch.cuda.empty_cache()
+    room = left - GRAPH_BYTES * len(batch_sizes(config.max_seqs)) - (1 - config.memory_fraction) * free
+    page_bytes = config.page_bytes(model.config)
+    pages = int(room // page_bytes) - 1
+    if pages < config.max_seqs:
+        step = free - weights - left
+        raise ValueError(
+            f"of {free / 1e9:.1f} GB that were free, memory_fraction={config.memory_fraction:g} allows "
+            f"{config.memory_fraction * free / 1e9:.1f}; the weights take {weights / 1e9:.1f} and the largest step "
+            f"{step / 1e9:.1f}, which leaves {max(pages, 0)} pages of {page_bytes / 1e6:.1f} MB, and max_seqs="
+            f"{config.max_seqs} needs one each: raise memory_fraction, or lower max_seqs or max_step_tokens"
+        )
+    return min(pages, config.useful_pages())
+
+
+def _rehearse(runner: Runner) -> None:
+    """Run the largest steps there can be, on made-up tokens: with all that a request can ask for, and with nothing."""
+    plain = SamplingParams()
+    everything = SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, min_tokens=1,
+        logit_bias={0: 1.0}, logprobs=20, return_sampling_mask=True,
+    )  # fmt: skip
+    demanding = SamplingParams(temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1)
+    for params in (everything, demanding, plain):
+        for batch in _largest_batches(runner.config, params):
+            runner.collect(runner.launch(batch))
+    runner.forget()
+
+
+def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[Batch]:
+    """A step of prefills that fill the token budget, on all lanes, and a step of decodes on all lanes after it."""
+    lanes, most = config.max_seqs, config.max_model_len - 1
+    lengths = [min(config.max_step_tokens // lanes, most)] * lanes
+    spare = config.max_step_tokens - sum(lengths)
+    for lane in range(lanes):
+        more = min(spare, most - lengths[lane])
+        lengths[lane], spare = lengths[lane] + more, spare - more
+    lengths = [max(length, 1) for length in lengths]
+    scored = min(lengths[0] - 1, SCORE_ROWS)
+    starts = tuple(LaneStart(lane, params, 0, 0, lengths[lane], frozenset((0,)), (0,)) for lane in range(lanes))
+    prefills = tuple(
+        Prefill(lane, 0, (0,) * lengths[lane], True, Score(0, (0,) * scored, 20, 1.0) if lane == 0 and scored else None)
+        for lane in range(lanes)
+    )
+    yield Batch((), prefills, starts, (), masked=False)
+    yield Batch(tuple(range(lanes)), (), (), (), masked=False)
+
+
+@contextmanager
+def _explained(config: EngineConfig) -> Iterator[None]:
+    """Say what to lower where the GPU's memory does not suffice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"the GPU's memory does not suffice for the weights and a step of max_step_tokens={config.max_step_tokens} "
+            f"over max_seqs={config.max_seqs}: lower these, memory_fraction, num_pages or kv_cache_gb, or take a "
+            f"smaller model ({str(error).splitlines()[0]})"
+        ) from error

@@ -1,0 +1,282 @@
+"""What `bench.py gpu` measures beside its workloads: the start, loading, how busy the GPU is, rates over lengths."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import bench_gpu
+import torch
+from bench_gpu import DATA, WORKLOADS, Workload
+
+from fastgen import Generator, loader, staging
+from fastgen.arch import parse_config
+from fastgen.loader import fill_random
+from fastgen.model import Transformer
+
+PERF_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+
+FIRST_TOKEN = """
+import json, sys, time
+marks = {"interpreter": time.time()}
+from fastgen import Generator, SamplingParams
+generator = Generator(sys.argv[1], **json.loads(sys.argv[2]))
+marks["generator"] = time.time()
+outputs = generator.generate([list(range(3, 131))], SamplingParams(max_tokens=1, ignore_eos=True))
+assert len(outputs[0].completions[0].token_ids) == 1, outputs
+marks["first_token"] = time.time()
+print(json.dumps(marks))
+"""
+
+
+def write_report(arguments: argparse.Namespace, name: str, report: dict[str, Any]) -> None:
+    """JSON beside the workloads' file: MODEL-GPU-name.json."""
+    about = bench_gpu.machine("cpu" if arguments.smoke else "cuda")
+    print(json.dumps(report, indent=2))
+    if arguments.out or not arguments.smoke:
+        path = (arguments.out or DATA) / f"{arguments.model}-{bench_gpu.slug(about['gpu'])}-{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"model": arguments.model, **about, **report}, indent=2) + "\n")
+
+
+# The start
+
+
+def bench_start(arguments: argparse.Namespace) -> None:
+    """Seconds from starting a process to its first token, random weights: Triton's cache empty, then warm 3 times."""
+    options = bench_gpu.engine_options(arguments)
+    with bench_gpu.dummy_folder(arguments.model, arguments.smoke) as folder:
+        cache = folder / "triton"
+        cold = first_token(folder, options, cache)
+        print(f"cold {cold}", flush=True)
+        warm = [first_token(folder, options, cache) for _ in range(1 if arguments.smoke else 3)]
+    totals = [marks["first_token"] for marks in warm]
+    seconds = {"cold_seconds": cold["first_token"], "warm_seconds": statistics.median(totals)}
+    write_report(arguments, "start", {**seconds, "spread": [min(totals), max(totals)], "cold": cold, "warm": warm})
+
+
+def first_token(folder: Path, options: dict[str, Any], cache: Path) -> dict[str, float]:
+    """Seconds from the start of a process to each of its marks."""
+    paths = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", FIRST_TOKEN, str(folder), json.dumps(options)]
+    start = time.time()
+    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+    marks: dict[str, float] = json.loads(answer.splitlines()[-1])
+    return {name: mark - start for name, mark in marks.items()}
+
+
+# Loading
+
+
+def bench_load(arguments: argparse.Namespace) -> None:
+    """GB/s of loading a random checkpoint that has just been written, so that it is in the page cache."""
+    smoke = arguments.smoke
+    device, dtype = torch.device("cpu" if smoke else "cuda"), torch.bfloat16
+    config = parse_config(bench_gpu.MODELS[arguments.model] | (bench_gpu.SMOKE_SHAPE if smoke else {}))
+    targets = Transformer(config, dtype, device, context=128).targets()
+    with tempfile.TemporaryDirectory(prefix="fastgen-bench-") as name:
+        folder = Path(name)
+        fill_random(targets)
+        expected = checksums(targets)
+        written = write_checkpoint(targets, folder, shard_bytes=10**5 if smoke else 5 * 10**9)
+        print(f"wrote {written / 1e9:.1f} GB", flush=True)
+
+        def load_seconds() -> float:
+            for view in targets.values():
+                view.zero_()
+            bench_gpu.wait(device.type)
+            start = time.perf_counter()
+            loader.load(targets, folder, staged=True)
+            seconds = time.perf_counter() - start
+            if checksums(targets) != expected:
+                raise RuntimeError("what was loaded is not what was written")
+            return seconds
+
+        runs = [load_seconds() for _ in range(3)]
+        rates = [written / seconds / 1e9 for seconds in runs]
+        report = {
+            "gb": written / 1e9,
+            "gb_per_second": statistics.median(rates),
+            "spread": [min(rates), max(rates)],
+            "first_gb_per_second": rates[0],
+            "others": try_settings(load_seconds, written),
+        }
+    write_report(arguments, "load", report)
+
+
+def checksums(tensors: dict[str, torch.Tensor]) -> list[int]:
+    return torch.stack([tensor.view(torch.int16).sum() for tensor in tensors.values()]).tolist()
+
+
+def write_checkpoint(tensors: dict[str, torch.Tensor], folder: Path, shard_bytes: int) -> int:
+    """Write tensors as shards with an index; returns the bytes of the tensors."""
+    from safetensors.torch import save_file
+
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    held = 0
+    for name, tensor in tensors.items():
+        if held + tensor.nbytes > shard_bytes and shards[-1]:
+            shards.append({})
+            held = 0
+        shards[-1][name] = tensor
+        held += tensor.nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file({name: tensor.cpu().contiguous() for name, tensor in shard.items()}, folder / file)
+        weight_map |= dict.fromkeys(shard, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def try_settings(load_seconds: Callable[[], float], size: int) -> dict[str, float]:
+    """GB/s with other numbers of threads and other buffers."""
+    found = {}
+    settled = staging.THREADS, staging.BUFFER_BYTES
+    for threads, megabytes in ((2, 16), (4, 16), (16, 16), (8, 4), (8, 32)):
+        staging.THREADS, staging.BUFFER_BYTES = threads, megabytes << 20
+        found[f"{threads} threads, buffers of {megabytes} MB"] = size / load_seconds() / 1e9
+    staging.THREADS, staging.BUFFER_BYTES = settled
+    return found
+
+
+# How busy the GPU is
+
+
+class RecordedEnough(Exception):  # noqa: N818
+    """The steps that were wanted have been recorded."""
+
+
+class Recorder:
+    """Records `steps` steps of a Generator, from when it decodes steadily: the same lanes all draw a token each step.
+
+    It stands in for the step of the loop, `Generator._advance`, and leaves through an exception when it has enough.
+    """
+
+    def __init__(self, generator: Generator, steps: int, on_gpu: bool) -> None:
+        activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+        self.profiler = torch.profiler.profile(activities=[activity])
+        self.lanes = 0
+        self._steps = steps
+        self._generator = generator
+        self._advance: Callable[[], None] = generator._advance
+        self.ends: list[float] = []  # of the steps recorded
+        self._recording = False
+        self._seen: deque[tuple[int, int]] = deque(maxlen=9)  # (lanes, tokens) after each of the last steps
+
+    def __call__(self) -> None:
+        self._advance()
+        if not self._recording:
+            stats = self._generator.stats
+            self._seen.append((stats.running, stats.generated_tokens))
+            if self._steady():
+                self.lanes = stats.running
+                self.profiler.start()
+                self._recording = True
+            return
+        self.ends.append(time.perf_counter())
+        if len(self.ends) == self._steps:
+            self.profiler.stop()
+            raise RecordedEnough
+
+    def _steady(self) -> bool:
+        lanes = {running for running, _ in self._seen}
+        drawn = {after - before for (_, before), (_, after) in itertools.pairwise(self._seen)}
+        return len(self._seen) == self._seen.maxlen and len(lanes) == 1 and drawn == lanes
+
+
+def bench_busy(arguments: argparse.Namespace) -> None:
+    """The share of its time that the GPU computes or copies, and what takes it, over steady decode steps."""
+    smoke = arguments.smoke
+    report: dict[str, Any] = {}
+    with bench_gpu.dummy_folder(arguments.model, smoke) as folder:
+        generator = Generator(folder, **bench_gpu.engine_options(arguments))
+    with generator:
+        bench_gpu.warm_up(generator, smoke)
+        for name in arguments.only or ["decode"]:
+            workload = WORKLOADS[name]
+            if smoke:
+                workload = Workload(4, 24, 80)
+            recorder = Recorder(generator, steps=8 if smoke else 64, on_gpu=not smoke)
+            generator._advance = recorder  # type: ignore[method-assign]
+            try:
+                bench_gpu.run(generator, workload, seed=1)
+            except RecordedEnough:
+                report[name] = read_trace(recorder, "cpu_op" if smoke else "kernel")
+            finally:
+                del generator._advance
+            if name not in report:
+                raise RuntimeError(f"{name} never decoded steadily for long enough")
+    write_report(arguments, "busy", report)
+
+
+def read_trace(recorder: Recorder, kernels: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorder.profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kinds = {kernels, "gpu_memcpy", "gpu_memset"}
+    work = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") in kinds)
+    first, last = work[0][0], max(end for _, end, _ in work)
+    first += (last - first) / 10  # starting the profiler leaves a gap
+    work = [each for each in work if each[0] >= first]
+    spent: dict[str, list[float]] = defaultdict(list)
+    for start, end, name in work:
+        spent[re.sub(r"<.*", "", name)[:80]].append(end - start)
+    top = sorted(spent.items(), key=lambda item: -sum(item[1]))[:25]
+    window = last - work[0][0]
+    step = statistics.median(after - before for before, after in itertools.pairwise(recorder.ends)) * 1e6
+    steps = window / step
+    return {
+        "busy": covered((start, end) for start, end, _ in work) / window,
+        "lanes": recorder.lanes,
+        "steps": len(recorder.ends),
+        "us_per_step": step,
+        "kernels_per_step": len(work) / steps,
+        "top": [
+            {"name": name, "share": sum(times) / window, "per_step": len(times) / steps, "us": statistics.median(times)}
+            for name, times in top
+        ],
+    }
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals, which come in the order of their starts."""
+    total, until = 0.0, float("-inf")
+    for start, end in intervals:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+# Rates over the tokens generated
+
+
+def bench_perf(arguments: argparse.Namespace) -> None:
+    """tok/s over 16 to 2048 generated tokens for 512 prompts of 1024; scripts/plot_perf.py draws it."""
+    smoke = arguments.smoke
+    with bench_gpu.dummy_folder(arguments.model, smoke) as folder:
+        generator = Generator(folder, **bench_gpu.engine_options(arguments))
+    costs = bench_gpu.Costs.of(generator.model_config)
+    points = []
+    with generator:
+        bench_gpu.warm_up(generator, smoke)
+        for generated in PERF_LENGTHS[:3] if smoke else PERF_LENGTHS:
+            workload = Workload(4, 24, generated) if smoke else Workload(512, 1024, generated)
+            found = bench_gpu.measure(generator, workload, repeats=1)
+            points.append(bench_gpu.compare(found, costs, None, workload, None))
+            print(bench_gpu.line(str(generated), points[-1]), flush=True)
+    write_report(arguments, "perf", {"points": points})

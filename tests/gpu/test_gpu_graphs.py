@@ -1,0 +1,110 @@
+"""A decode step replayed as a CUDA graph is, bit for bit, the same step launched kernel by kernel.
+
+(Named unlike tests/test_graphs.py, beside which pytest could not collect a second file of that name.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_arch import KNOWN
+from torch import Tensor
+
+from fastgen import Generator, SamplingParams
+from fastgen.runner import Runner
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
+
+# The bundled model, and two layers of others at their true sizes.
+MODELS = [None, "mistralai/Mistral-7B-Instruct-v0.3", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-8B"]
+LANES = 70
+LENGTHS = [1, 15, 16, 17, 63, 64, 65, 200, 700]
+
+
+@contextmanager
+def busy_generator(name: str | None, folder: Path, dtype: str) -> Iterator[Generator]:
+    """A Generator in the midst of LANES ragged sequences, all of which decode."""
+    options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "max_seqs": LANES, "kv_cache_gb": 1.0, "seed": 0}
+    if name is not None:
+        (folder / "config.json").write_text(json.dumps({**KNOWN[name][0], "num_hidden_layers": 2}))
+        options |= {"model": folder, "load": "dummy", "max_model_len": 2048}
+    draw = np.random.default_rng(0)
+    with Generator(**options) as gen:
+        vocab = gen.model_config.vocab_size
+        for lane in range(LANES):
+            prompt = draw.integers(0, vocab, LENGTHS[lane % len(LENGTHS)]).tolist()
+            gen.add(prompt, SamplingParams(max_tokens=200, ignore_eos=True, seed=lane))
+        said: set[str | int] = set()
+        while len(said) < LANES:
+            said |= {event.id for event in gen.step()}
+        for _ in range(4):
+            gen.step()
+        gen._settle()
+        assert gen.stats.running == LANES
+        yield gen
+        gen.abort(list(said))
+
+
+def held(runner: Runner) -> list[Tensor]:
+    """What a step writes that outlives it."""
+    return [runner.kv_lens, runner.pool.keys, runner.pool.values]
+
+
+@torch.inference_mode()
+def check_size(runner: Runner, size: int, real: int) -> None:
+    """`real` lanes in a step of `size`: replayed, then launched from the same state."""
+    lanes = torch.full((size,), runner.config.max_seqs, dtype=torch.int64)
+    lanes[:real] = torch.randperm(LANES, generator=torch.Generator().manual_seed(size))[:real]
+    runner._step.lanes[:size] = lanes.cuda()
+    before = [tensor.clone() for tensor in held(runner)]
+    results: list[list[Tensor]] = []
+    assert runner.graphs is not None
+    for run in (runner.graphs.run, runner.decode):
+        for tensor, saved in zip(held(runner), before, strict=True):
+            tensor.copy_(saved)
+        runner._logits.fill_(torch.nan)
+        run(size)
+        # The spare page of padding is whatever its last writer left there.
+        pages = [tensor[:, : runner.pool.spare].clone() for tensor in held(runner)[1:]]
+        results.append([runner._logits[:real].clone(), runner.kv_lens.clone(), *pages])
+    for tensor, saved in zip(held(runner), before, strict=True):
+        tensor.copy_(saved)
+    replayed, launched = results
+    assert replayed[0].isfinite().all()
+    assert not torch.equal(replayed[1], before[0]), "the step counted its tokens"
+    for name, one, other in zip(("logits", "KV lengths", "keys", "values"), replayed, launched, strict=True):
+        assert torch.equal(one, other), f"{name} of {real} lanes in a step of {size}"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_replayed_step_is_the_launched_one(name: str | None, dtype: str, tmp_path: Path) -> None:
+    with busy_generator(name, tmp_path, dtype) as gen:
+        runner = gen._runner
+        assert runner.graphs is not None
+        smaller = 0
+        for size in runner.graphs.sizes:
+            for real in {size, smaller + 1}:  # full, and with as much padding as there can be
+                check_size(runner, size, real)
+            smaller = size
+
+
+def test_decodes_are_replayed_and_prefills_are_not() -> None:
+    with Generator(device="cuda", max_seqs=8, seed=0) as gen:
+        graphs = gen._runner.graphs
+        assert graphs is not None
+        ran: list[int] = []
+        replay = graphs.run
+        graphs.run = lambda size: (ran.append(size), replay(size))[1]  # type: ignore[method-assign, func-returns-value]
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        outputs = gen.generate([[1, 2, 3]] * 5, params)
+        assert len(ran) in (19, 20)  # and perhaps a step too many
+        assert set(ran) == {graphs.size_of(5)}
+        assert len({tuple(output.completions[0].token_ids) for output in outputs}) == 1

@@ -1,0 +1,87 @@
+"""startup.py: what a GPU's memory is shared out to; its arithmetic and its rehearsal, on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastgen import Generator, startup
+from fastgen.arch import read_config
+from fastgen.config import EngineConfig
+from fastgen.request import SamplingParams
+from fastgen.startup import _build_model, _largest_batches, _measure_pages, _rehearse, device_memory, find_device
+
+GB = 10**9
+
+
+def test_the_cpu_has_no_memory_to_share_out() -> None:
+    assert device_memory("cpu") == device_memory("cpu:0") == 0
+    assert find_device("cpu") == "cpu"
+
+
+def make(folder: Path, **options: int) -> EngineConfig:
+    return EngineConfig.make(read_config(folder), dtype="float32", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "budget", "context"), [(1, 1, 2), (4, 4, 512), (4, 7, 512), (3, 300, 64), (8, 512, 9)]
+)
+def test_the_largest_steps_fill_lanes_and_budget(llama: Path, lanes: int, budget: int, context: int) -> None:
+    config = make(llama, max_seqs=lanes, max_step_tokens=budget, max_model_len=context)
+    prefill, decode = _largest_batches(config, SamplingParams())
+    assert prefill.num_tokens == min(budget, lanes * (context - 1))
+    assert [start.lane for start in prefill.starts] == list(range(lanes))
+    assert len(prefill.sampling) == lanes, "each lane draws, so that all logits are there at once"
+    assert all(0 < len(chunk.tokens) < context for chunk in prefill.prefills)
+    assert decode.decodes == tuple(range(lanes))
+
+
+def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:
+    with Generator(llama, max_seqs=4, max_step_tokens=32, page_size=16) as gen:
+        expected = gen.generate([[5, 6, 7]], SamplingParams(max_tokens=9, temperature=0))
+        _rehearse(gen._runner)
+        assert gen.generate([[5, 6, 7]], SamplingParams(max_tokens=9, temperature=0))[0].completions == (
+            expected[0].completions
+        )
+
+
+def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, free: list[float], **options: int) -> EngineConfig:
+    """_measure_pages on a made-up GPU, whose free memory is `free` after the weights and after the rehearsal."""
+    readings = iter(free[1:])
+    monkeypatch.setattr(startup, "device_memory", lambda device: int(next(readings)))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    config = replace(make(folder, max_seqs=4, max_step_tokens=32, **options), num_pages=0)
+    model = _build_model(read_config(folder), config, folder, "dummy")
+    return config.settle(_measure_pages(model, config, int(free[0])))
+
+
+def test_the_pool_takes_what_the_largest_step_leaves(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make(llama, max_seqs=4)
+    page = config.page_bytes(read_config(llama))
+    graphs = startup.GRAPH_BYTES * 4
+    left = [10 * GB, 9 * GB, 1 * GB + graphs + 20.5 * page]
+    assert measured(llama, monkeypatch, left).num_pages == 19, "one is the spare page"
+    assert measured(llama, monkeypatch, [10 * GB, 9 * GB, 8 * GB]).num_pages == config.useful_pages()
+
+
+def test_too_little_for_a_page_a_lane_is_an_error_with_the_numbers(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, step = r"=0\.9 allows 9\.0; the weights take 6\.0", r"and the largest step 3\.1"
+    lanes = r"leaves 0 pages.*max_seqs=4 needs one each: raise"
+    with pytest.raises(ValueError, match=rf"of 10\.0 GB that were free.*{weights} {step}.*{lanes}"):
+        measured(llama, monkeypatch, [10 * GB, 4 * GB, 0.9 * GB])
+
+
+def test_out_of_memory_at_start_says_what_to_lower(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+    monkeypatch.setattr(startup, "_build_model", full)
+    with pytest.raises(
+        ValueError, match=r"max_step_tokens=77.*max_seqs=5.*smaller model \(CUDA out of memory.*GiB.\)$"
+    ):
+        Generator(llama, max_seqs=5, max_step_tokens=77)
