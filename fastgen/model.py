@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.arch import ModelConfig
-from fastgen.attention import Attention
+from fastgen.attention import Attention, StepLayout
 from fastgen.cache.pool import KVPool
 from fastgen.kernels import product
 from fastgen.kernels.launch import Chip
@@ -108,12 +108,25 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """The tokens of a step whose logits are wanted, one a sequence.
+
+    rows: int64 [R], in the step; layout: the same as a step of one query token a sequence.
+    """
+
+    rows: Tensor
+    layout: StepLayout
+
+
+@dataclass(frozen=True)
 class StepInput:
-    """token_ids: int64 [T]; places: where they stand; plan: Attention.plan of the step."""
+    """token_ids: int64 [T]; places: where they stand; plan: Attention.plan of the step; ends: None where all rows are
+    wanted."""
 
     token_ids: Tensor
     places: Places
     plan: Any
+    ends: Ends | None = None
 
 
 def _few(x: Tensor, linear: Linear) -> bool:
@@ -201,13 +214,22 @@ class Transformer:
                 self.layers[number] = replace(layer, **{name: getattr(layer, name).packed()})
 
     def forward(self, step: StepInput, pool: KVPool, attention: Attention) -> Tensor:
-        """The residual stream behind the last layer, [T, hidden]; writes the step's keys and values into the pool."""
-        x = F.embedding(step.token_ids, self.embedding)
+        """The residual stream behind the last layer: [T, hidden], or with `ends` [R, hidden], and padding.
+
+        Writes the step's keys and values into the pool. Of a prefill the last layer's keys and values are needed, and
+        all that is behind them for the last token alone.
+        """
+        x, plan = F.embedding(step.token_ids, self.embedding), step.plan
         for number, layer in enumerate(self.layers):
             with span("qkv"):
                 q = _queries(layer, x, step.places, pool.keys[number], pool.values[number])
+            if step.ends is not None and number == len(self.layers) - 1:
+                x, q = _padded(x[step.ends.rows]), q[step.ends.rows]
+                if not len(q):
+                    break
+                plan = attention.plan(step.ends.layout)
             with span("attention"):
-                out = attention.attend(step.plan, number, q[: step.places.real], layer.window).flatten(1)
+                out = attention.attend(plan, number, q[: step.places.real], layer.window).flatten(1)
                 if len(out) < len(x):  # padding is not attended
                     out = F.pad(out, (0, 0, 0, len(x) - len(out)))
             with span("o"):
@@ -219,9 +241,13 @@ class Transformer:
     def logits(self, x: Tensor) -> Tensor:
         """float32 [R, V] of rows x [R, hidden] of what `forward` gives."""
         if x.device.type == "cpu":
-            padded = F.pad(x, (0, 0, 0, -len(x) % ROW_TILE))
-            return self.lm_head(rms_norm(padded, self.norm.weight, self.norm.eps))[: len(x)].float()
+            return self.lm_head(rms_norm(_padded(x), self.norm.weight, self.norm.eps))[: len(x)].float()
         return apply(self.lm_head, x, norm=self.norm, out_dtype=torch.float32)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """With rows of zeros behind it on the CPU, up to a multiple of ROW_TILE."""
+    return F.pad(x, (0, 0, 0, -len(x) % ROW_TILE)) if x.device.type == "cpu" else x
 
 
 def _split(linear: Linear, prefix: str, sizes: dict[str, int]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from fastgen.config import EngineConfig
 from fastgen.graphs import DecodeGraphs, batch_sizes
 from fastgen.kernels.lanes import DecodeInput, advance
 from fastgen.kernels.rope import Places
-from fastgen.model import ROW_TILE, StepInput, Transformer
+from fastgen.model import ROW_TILE, Ends, StepInput, Transformer
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
 from fastgen.sampler import LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
 
@@ -196,11 +196,13 @@ class Runner:
         at = positions[:total]
         slots = self.page_table[owners, at // page_size].long() * page_size + at % page_size
         slots = torch.nn.functional.pad(slots, (0, padding), value=-1)
-        host_lens = torch.from_numpy(step.query_lens), torch.from_numpy(step.kv_lens)
-        layout = StepLayout(*host_lens, decodes, torch.from_numpy(step.lanes), self.page_table)
-        places = self._places(positions, slots, total)
-        x = self.model.forward(StepInput(ids, places, self.attention.plan(layout)), self.pool, self.attention)
-        logits = self.model.logits(x[rows]) if len(rows) else None
+        places, plan = self._places(positions, slots, total), self.attention.plan(step.layout(self.page_table, decodes))
+        ends = None
+        if len(rows) < total and not any(chunk.score for chunk in batch.prefills):
+            ends = Ends(rows, step.ends.layout(self.page_table, len(rows)))
+        x = self.model.forward(StepInput(ids, places, plan, ends), self.pool, self.attention)
+        wanted = x[: len(rows)] if ends else x[rows]
+        logits = self.model.logits(wanted) if len(rows) else None
         return Launched(batch, drawing, drawn_at.int(), logits, self._launch_scores(batch, x))
 
     def _places(self, positions: Tensor, slots: Tensor, real: int) -> Places:
@@ -261,6 +263,16 @@ class _Lengths:
         known[lanes[decodes:]] = [chunk.start + len(chunk.tokens) for chunk in batch.prefills]
         draws = np.array([True] * decodes + [chunk.sample for chunk in batch.prefills], dtype=bool)
         return cls(lanes, query_lens, known[lanes], draws)
+
+    @property
+    def ends(self) -> _Lengths:
+        """The last query tokens of the sequences that draw."""
+        lanes, kv_lens = self.lanes[self.draws], self.kv_lens[self.draws]
+        return _Lengths(lanes, np.ones_like(lanes), kv_lens, np.ones(len(lanes), dtype=bool))
+
+    def layout(self, page_table: Tensor, decodes: int) -> StepLayout:
+        lens = torch.from_numpy(self.query_lens), torch.from_numpy(self.kv_lens)
+        return StepLayout(*lens, decodes, torch.from_numpy(self.lanes), page_table)
 
     @property
     def rows(self) -> np.ndarray:

@@ -140,7 +140,7 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
         more = min(spare, most - lengths[lane])
         lengths[lane], spare = lengths[lane] + more, spare - more
     lengths = [max(length, 1) for length in lengths]
-    scored = min(lengths[0] - 1, SCORE_ROWS)
+    scored = min(lengths[0] - 1, SCORE_ROWS) if params.logprobs else 0
     starts = tuple(LaneStart(lane, params, 0, 0, lengths[lane], frozenset((0,)), (0,)) for lane in range(lanes))
     prefills = tuple(
         Prefill(lane, 0, (0,) * lengths[lane], True, Score(0, (0,) * scored, 20, 1.0) if lane == 0 and scored else None)

@@ -430,6 +430,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     kinds.add_argument("--load", action="store_true", help="instead: loading a checkpoint from the page cache")
     kinds.add_argument("--busy", action="store_true", help="instead: the share of a decode that the GPU is busy")
     kinds.add_argument("--perf", action="store_true", help="instead: tokens/s over the tokens generated")
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="of --perf (default: 16 to 2048)")
     options = parser.add_argument_group("options of Generator")
     for name in ("--max-seqs", "--max-step-tokens", "--page-size", "--max-model-len"):
         options.add_argument(name, type=int)

@@ -266,17 +266,36 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def bench_perf(arguments: argparse.Namespace) -> None:
-    """tok/s over 16 to 2048 generated tokens for 512 prompts of 1024; scripts/plot_perf.py draws it."""
+    """tok/s over 16 to 2048 generated tokens for 512 prompts of 1024; scripts/plot_perf.py draws it.
+
+    A length that the file holds already, or that is a workload measured before, is not measured again.
+    """
     smoke = arguments.smoke
+    lengths = PERF_LENGTHS[:3] if smoke else arguments.lengths or PERF_LENGTHS
+    points = known_points(arguments)
     with bench_gpu.dummy_folder(arguments.model, smoke) as folder:
         generator = Generator(folder, **bench_gpu.engine_options(arguments))
     costs = bench_gpu.Costs.of(generator.model_config)
-    points = []
     with generator:
         bench_gpu.warm_up(generator, smoke)
-        for generated in PERF_LENGTHS[:3] if smoke else PERF_LENGTHS:
-            workload = Workload(4, 24, generated) if smoke else Workload(512, 1024, generated)
-            found = bench_gpu.measure(generator, workload, repeats=1)
-            points.append(bench_gpu.compare(found, costs, None, workload, None))
-            print(bench_gpu.line(str(generated), points[-1]), flush=True)
-    write_report(arguments, "perf", {"points": points})
+        for generated in lengths:
+            if generated not in points:
+                workload = Workload(4, 24, generated) if smoke else Workload(512, 1024, generated)
+                found = bench_gpu.measure(generator, workload, repeats=1)
+                points[generated] = bench_gpu.compare(found, costs, None, workload, None)
+                print(bench_gpu.line(str(generated), points[generated]), flush=True)
+    write_report(arguments, "perf", {"points": [points[generated] for generated in sorted(points)]})
+
+
+def known_points(arguments: argparse.Namespace) -> dict[int, dict[str, Any]]:
+    """Tokens generated -> what was measured of 512 prompts of 1024, by this or as a workload."""
+    if arguments.smoke:
+        return {}
+    name = f"{arguments.model}-{bench_gpu.slug(torch.cuda.get_device_name())}"
+    folder, found = arguments.out or DATA, {}
+    for path, key in ((folder / f"{name}.json", "workloads"), (folder / f"{name}-perf.json", "points")):
+        report = json.loads(path.read_text())[key] if path.exists() else []
+        for point in report.values() if isinstance(report, dict) else report:
+            if (point["workload"]["sequences"], point["workload"]["prompt"]) == (512, 1024):
+                found[point["workload"]["generated"]] = point
+    return found
