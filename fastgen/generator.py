@@ -26,7 +26,7 @@ from fastgen.profiling import Recorder, span
 from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
 from fastgen.runner import Launched
 from fastgen.scheduler import Scheduler
-from fastgen.startup import build_runner, device_memory, find_device
+from fastgen.startup import build_runner, device_memory, find_device, release_memory
 from fastgen.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class Generator:
         self.folder = resolve(model, revision, weights=False)  # the weights follow when all else is known to be right
         self.model_config = read_config(self.folder)
         device = find_device(device)
+        release_memory(device)
         config = EngineConfig.make(
             self.model_config,
             device=device,
@@ -294,7 +295,9 @@ class Generator:
             return
         self.abort(list(self._active))
         self.recorder.finish()
+        self._in_flight = None
         del self._runner
+        release_memory(self.config.device)
 
     @property
     def _closed(self) -> bool:

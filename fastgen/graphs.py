@@ -23,31 +23,33 @@ def batch_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Replays `step(size)`, the launches of a decode step of `size` lanes, without the host's work for each launch.
+    """Replays decode steps of up to so many lanes without the host's work for each launch.
 
-    `step` reads and writes memory at fixed addresses only. The graphs share one memory pool: what a step leaves in
-    temporary tensors is gone with the next replay, so that it must keep its results in tensors of its own.
+    The graphs share one memory pool: what a step leaves in temporary tensors is gone with the next replay, so that it
+    must keep its results in tensors of its own.
     """
 
-    def __init__(self, step: Callable[[int], None], sizes: list[int], device: torch.device) -> None:
+    def __init__(self, sizes: list[int], device: torch.device) -> None:
         self.sizes = sizes  # ascending
-        self._step = step
         self._device = device
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def capture(self) -> None:
-        """Run each size once, so that all kernels are compiled, and capture it; the largest first, whose memory the
-        others then share."""
+    def capture(self, step: Callable[[int], None]) -> None:
+        """Run `step(size)`, the launches of a decode step of `size` lanes, once for each size, so that all kernels are
+        compiled, and capture it; the largest first, whose memory the others then share.
+
+        It reads and writes memory at fixed addresses only. Kept is what it launched, and not `step` itself.
+        """
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         pool = None
         with torch.cuda.stream(stream):
             for size in reversed(self.sizes):
-                self._step(size)
+                step(size)
                 torch.cuda.synchronize(self._device)
                 graph = torch.cuda.CUDAGraph()  # not torch.cuda.graph, which collects garbage each time
                 graph.capture_begin(pool, capture_error_mode="thread_local")
-                self._step(size)
+                step(size)
                 graph.capture_end()
                 pool = graph.pool()
                 self._graphs[size] = graph

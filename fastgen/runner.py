@@ -14,6 +14,7 @@ from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
 from fastgen.graphs import DecodeGraphs, batch_sizes
 from fastgen.kernels.lanes import DecodeInput, advance
+from fastgen.kernels.launch import current
 from fastgen.kernels.rope import Places
 from fastgen.model import ROW_TILE, Ends, StepInput, Transformer
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
@@ -79,8 +80,9 @@ class Runner:
         self._step = DecodeInput.empty(most, self.device)
         self._step.lanes.fill_(most)
         self._logits = torch.empty(most, self.model.config.vocab_size, device=self.device)
-        self.graphs = DecodeGraphs(self.decode, sizes or batch_sizes(most), self.device)
-        self.graphs.capture()
+        self.graphs = DecodeGraphs(sizes or batch_sizes(most), self.device)
+        with current(self.device):
+            self.graphs.capture(self.decode)
 
     def forget(self) -> None:
         """All lanes are empty again."""
@@ -100,17 +102,22 @@ class Runner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Run the forward pass, and the sampler too unless the batch is masked; does not wait for the device."""
-        self._apply_changes(batch)
-        replayed = self.graphs is not None and not batch.prefills
-        launched = self._replay(batch) if replayed else self._launch(batch)
-        if not batch.masked:
-            self.sample(launched)
+        with current(self.device):
+            self._apply_changes(batch)
+            replayed = self.graphs is not None and not batch.prefills
+            launched = self._replay(batch) if replayed else self._launch(batch)
+            if not batch.masked:
+                self._sample(launched, None)
         return launched
 
     @torch.inference_mode()
-    def sample(self, launched: Launched, masks: np.ndarray | None = None) -> None:
-        """Draw the tokens of a launched step, and send what it came to to the host; masks: int32 [R, ceil(V / 32)],
-        for a masked batch."""
+    def sample(self, launched: Launched, masks: np.ndarray) -> None:
+        """Draw the tokens of a launched step whose batch is masked; masks: int32 [R, ceil(V / 32)]."""
+        with current(self.device):
+            self._sample(launched, masks)
+
+    def _sample(self, launched: Launched, masks: np.ndarray | None) -> None:
+        """Draw tokens, and send what the step came to to the host."""
         if launched.logits is not None:
             plan = SamplePlan.of(self._flags[list(launched.batch.sampling)])
             mask = None if masks is None else self._tensor(masks)

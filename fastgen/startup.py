@@ -1,8 +1,8 @@
 """From a configuration to a Runner: weights, the KV pool, and what a GPU is made ready with.
 
 On a GPU the pool takes what is left, within `memory_fraction`, when the weights are there and the largest step has
-been run over a pool of one page: its peak is measured, not guessed. The largest step runs again at the end, with the
-graphs captured and the pool in place, so that memory runs out now or never.
+been run over a pool of one page: its peak is measured, not guessed. The largest step runs again with the pool in place,
+and torch keeps what it took; then the graphs are captured. So memory runs out now or never.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fastgen.attention import make_attention
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
 from fastgen.graphs import batch_sizes
+from fastgen.kernels.launch import current
 from fastgen.loader import fill_random
 from fastgen.loader import load as load_checkpoint
 from fastgen.model import Transformer
@@ -49,20 +50,27 @@ def device_memory(device: str) -> int:
     return torch.cuda.mem_get_info(torch.device(device))[0] if torch.device(device).type == "cuda" else 0
 
 
+def release_memory(device: str) -> None:
+    """Give the GPU back what torch only keeps for later, so that it counts as free."""
+    if torch.device(device).type == "cuda":
+        with current(torch.device(device)):
+            torch.cuda.empty_cache()
+
+
 def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str) -> Runner:
     """The model with its weights, the KV pool and the runner over them; its `config` says how large the pool is."""
     device = torch.device(config.device)
     free = device_memory(config.device)
-    with _explained(config):
+    with _explained(config), current(device):
         model = _build_model(model_config, config, folder, load)
         if device.type == "cpu":
             return _assemble(model, config)
         if not config.num_pages:
             config = config.settle(_measure_pages(model, config, free))
         runner = _assemble(model, config)
+        _rehearse(runner)  # first, so that a kernel which does not compile is known by now
         if runner.attention.capturable:
             runner.capture()
-        _rehearse(runner)
     log.info(
         "%d pages of %d tokens; %.1f GB free", config.num_pages, config.page_size, device_memory(config.device) / 1e9
     )
@@ -102,7 +110,7 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     left = device_memory(config.device)  # torch keeps what the largest step took
     del probe
     gc.collect()
-    torch.cuda.empty_cache()
+    release_memory(config.device)
     room = left - GRAPH_BYTES * len(batch_sizes(config.max_seqs)) - (1 - config.memory_fraction) * free
     page_bytes = config.page_bytes(model.config)
     pages = int(room // page_bytes) - 1

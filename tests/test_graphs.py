@@ -3,6 +3,7 @@ replayed, so that all but the capture itself is the real thing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -36,8 +37,8 @@ class Called(DecodeGraphs):
         super().__init__(*arguments)  # type: ignore[arg-type]
         self.ran: list[int] = []
 
-    def capture(self) -> None:
-        pass
+    def capture(self, step: Callable[[int], None]) -> None:
+        self._step = step
 
     def run(self, size: int) -> None:
         self.ran.append(size)

@@ -52,7 +52,7 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, free: list[float], *
     """_measure_pages on a made-up GPU, whose free memory is `free` after the weights and after the rehearsal."""
     readings = iter(free[1:])
     monkeypatch.setattr(startup, "device_memory", lambda device: int(next(readings)))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(startup, "release_memory", lambda device: None)
     config = replace(make(folder, max_seqs=4, max_step_tokens=32, **options), num_pages=0)
     model = _build_model(read_config(folder), config, folder, "dummy")
     return config.settle(_measure_pages(model, config, int(free[0])))

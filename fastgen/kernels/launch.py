@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -68,6 +69,11 @@ class Chip:
         found = torch.cuda.get_device_properties(device)
         shared_memory: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
         return Chip((found.major, found.minor), found.multi_processor_count, shared_memory)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one, where Triton launches and streams are taken from; nothing for the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Kernel:
