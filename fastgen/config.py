@@ -63,8 +63,6 @@ class EngineConfig:
         if not 0 < memory_fraction <= 1:
             raise ValueError(f"memory_fraction is {memory_fraction}; it must be above 0 and at most 1")
         _positive("page_size", page_size)
-        if attention == "paged" and page_size % 16:
-            raise ValueError(f"page_size is {page_size}; on a GPU it must be a multiple of 16")
         max_seqs, max_step_tokens = _step_size(model, dtype, memory, max_seqs, max_step_tokens)
         config = cls(
             device=device,

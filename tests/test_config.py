@@ -135,3 +135,38 @@ def test_it_does_not_change_later() -> None:
 
 def test_every_dtype_has_its_size() -> None:
     assert {name: make(dtype=name).dtype for name in DTYPE_BYTES} == {name: name for name in DTYPE_BYTES}
+
+
+LARGE = replace(
+    MODEL, num_layers=32, windows=(0,) * 32, num_kv_heads=8, num_heads=32, head_size=128, hidden_size=4096,
+    intermediate_size=14336, vocab_size=32768, max_position=32768,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("memory", "lanes", "budget"), [(24e9, 128, 2048), (48e9, 512, 4096), (80e9, 1024, 8192), (140e9, 1024, 8192)]
+)
+def test_lanes_and_budget_suit_the_model_and_the_gpu(memory: float, lanes: int, budget: int) -> None:
+    config = EngineConfig.make(LARGE, device="cuda", memory=int(memory))
+    assert (config.max_seqs, config.max_step_tokens) == (lanes, budget)
+    assert (config.attention, config.num_pages) == ("auto", 0), "the pool is measured"
+    assert EngineConfig.make(LARGE, device="cuda", memory=int(memory), max_seqs=7).max_seqs == 7
+    assert EngineConfig.make(LARGE, device="cuda", memory=int(memory), max_step_tokens=33).max_seqs == 33
+
+
+def test_a_pool_that_is_measured_settles_the_context() -> None:
+    config = EngineConfig.make(LARGE, device="cuda", memory=int(24e9))
+    assert config.settle(101).max_model_len == 6400
+    assert config.settle(10**6).max_model_len == 32768
+    given = EngineConfig.make(LARGE, device="cuda", memory=int(24e9), max_model_len=7000)
+    with pytest.raises(ValueError, match=r"101 pages of 64 tokens hold a context of 6400; lower it.*memory_fraction"):
+        given.settle(101)
+
+
+def test_kernels_for_a_gpu_are_not_for_the_cpu() -> None:
+    for name in ("flash", "paged"):
+        with pytest.raises(ValueError, match=f"attention is '{name}', which needs a GPU; use 'auto' or 'reference'"):
+            make(attention=name)
+    for fraction in (0, 1.1, -1):
+        with pytest.raises(ValueError, match=r"memory_fraction is .*; it must be above 0 and at most 1"):
+            make(memory_fraction=fraction)
