@@ -9,6 +9,8 @@ from fastgen.arch import ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ATTENTION = ("flash", "paged", "reference")
+LANE_BYTES = 22  # a token of the vocabulary: penalty counts, logits and what the sampler makes of them
+MOST_SEQS = 8192  # that the kernels which list a step's work can take
 DEFAULT_KV_CACHE_GB = 4.0  # without a GPU, whose memory is measured
 
 
@@ -118,11 +120,13 @@ def _step_size(
     budget = 2048
     if memory:
         budget = 8192 if memory > 60e9 else 4096 if memory > 30e9 else 2048
+    if max_seqs is not None and max_seqs > MOST_SEQS:
+        raise ValueError(f"max_seqs is {max_seqs}; it must be at most {MOST_SEQS}")
     if max_seqs is None:
         lanes = 256
         if memory:
             room = 0.9 * memory - model.num_parameters * DTYPE_BYTES[dtype]
-            fit = int(room / (256 * token_bytes(model, dtype)))
+            fit = int(room / (256 * token_bytes(model, dtype) + LANE_BYTES * model.vocab_size))
             lanes = min(1 << max(fit, 1).bit_length() - 1, 1024)
         max_seqs = max(min(lanes, max_step_tokens or budget), 1)
     if max_step_tokens is None:

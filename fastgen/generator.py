@@ -108,7 +108,7 @@ class Generator:
         log.info("%s in %.1f s: %s", self.folder.name, time.perf_counter() - start, self.config)
         if max_model_len is None and self.max_model_len < self.model_config.max_position:
             log.warning(
-                "the KV pool holds a context of %d tokens, and the model's is %d; raise kv_cache_gb for more",
+                "the KV pool holds a context of %d tokens, and the model's is %d; raise kv_cache_gb or memory_fraction",
                 self.max_model_len,
                 self.model_config.max_position,
             )

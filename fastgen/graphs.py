@@ -49,8 +49,10 @@ class DecodeGraphs:
                 torch.cuda.synchronize(self._device)
                 graph = torch.cuda.CUDAGraph()  # not torch.cuda.graph, which collects garbage each time
                 graph.capture_begin(pool, capture_error_mode="thread_local")
-                step(size)
-                graph.capture_end()
+                try:
+                    step(size)
+                finally:
+                    graph.capture_end()
                 pool = graph.pool()
                 self._graphs[size] = graph
         torch.cuda.current_stream(self._device).wait_stream(stream)

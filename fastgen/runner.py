@@ -18,7 +18,7 @@ from fastgen.kernels.launch import current
 from fastgen.kernels.rope import Places
 from fastgen.model import ROW_TILE, Ends, StepInput, Transformer
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
-from fastgen.sampler import LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
+from fastgen.sampler import LARGE, LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
 
 SCORE_ROWS = 512
 """Rows whose logits over the whole vocabulary are held at a time when prompts are scored."""
@@ -77,12 +77,17 @@ class Runner:
     def capture(self, sizes: list[int] | None = None) -> None:
         """Capture decode steps of these many lanes (None: of all that are of use) as CUDA graphs."""
         most = self.config.max_seqs
+        sizes = sizes or batch_sizes(most)
         self._step = DecodeInput.empty(most, self.device)
         self._step.lanes.fill_(most)
         self._logits = torch.empty(most, self.model.config.vocab_size, device=self.device)
-        self.graphs = DecodeGraphs(sizes or batch_sizes(most), self.device)
         with current(self.device):
-            self.graphs.capture(self.decode)
+            for size in sizes:  # all kernels compile now, or are known not to
+                self.decode(size)
+            if self.attention.capturable:
+                graphs = DecodeGraphs(sizes, self.device)
+                graphs.capture(self.decode)
+                self.graphs = graphs
 
     def forget(self) -> None:
         """All lanes are empty again."""
@@ -172,6 +177,7 @@ class Runner:
         count = len(batch.decodes)
         size = self.graphs.size_of(count)
         if batch.decodes is not self._decodes and batch.decodes != self._decodes:
+            self._decodes = ()  # an interrupt from here on must not leave the old ones standing
             self._decode_lanes = np.array(batch.decodes, dtype=np.int64)
             lanes = np.full(size, self.config.max_seqs, dtype=np.int64)
             lanes[:count] = self._decode_lanes
@@ -224,20 +230,22 @@ class Runner:
                 wanted = chunk.score
                 rows = x[first + wanted.row : first + wanted.row + len(wanted.targets)]
                 targets = self._tensor(np.array(wanted.targets, dtype=np.int64))
-                temperatures = torch.full(targets.shape, wanted.temperature, device=self.device)
+                temperature = min(max(wanted.temperature, 1 / LARGE), LARGE)  # float32 holds no more
+                temperatures = torch.full(targets.shape, temperature, device=self.device)
                 for at in range(0, len(rows), SCORE_ROWS):
                     part = slice(at, at + SCORE_ROWS)
-                    logits = self.model.logits(rows[part])
-                    output = score(logits, targets[part], temperatures[part], wanted.top)
+                    output = score(self.model.logits(rows[part]), targets[part], temperatures[part], wanted.top)
                     sent = (self._to_host(x) for x in output)
                     found.append(_Scores(chunk.lane, chunk.start + wanted.row + 1 + at, *sent))  # type: ignore[arg-type]
             first += len(chunk.tokens)
         return found
 
     def _upload(self, *arrays: np.ndarray) -> list[Tensor]:
-        """int64 arrays as device tensors, in one copy."""
-        together = self._tensor(np.concatenate(arrays))
-        return list(torch.split(together, [len(array) for array in arrays]))
+        """int64 arrays as device tensors, in one copy. Each begins at a multiple of 16 bytes, or Triton would compile
+        kernels anew for those that do not."""
+        padded = [array if len(array) % 2 == 0 else np.append(array, 0) for array in arrays]
+        parts = torch.split(self._tensor(np.concatenate(padded)), [len(array) for array in padded])
+        return [part[: len(array)] for part, array in zip(parts, arrays, strict=True)]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         """On the device, without waiting for the copy: one from pageable memory would wait."""

@@ -26,7 +26,7 @@ from fastgen.kernels.launch import current
 from fastgen.loader import fill_random
 from fastgen.loader import load as load_checkpoint
 from fastgen.model import Transformer
-from fastgen.request import Batch, LaneStart, Prefill, SamplingParams, Score
+from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams, Score
 from fastgen.runner import SCORE_ROWS, Runner
 
 log = logging.getLogger(__name__)
@@ -37,12 +37,17 @@ GRAPH_BYTES = 4e6  # that a captured step takes beside its tensors
 def find_device(name: str | None) -> str:
     """The device to run on; the GPU, where there is one, for None. Raises ValueError where it can not be had."""
     if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # torch's own, for an unknown and for an absent device
         raise ValueError(f"device is {name!r}, which torch can not use here: {str(error).splitlines()[0]}") from error
-    return str(torch.device(name))
+    device = torch.device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {str(name)!r}; fastgen runs on 'cpu' and on 'cuda'")
+    if device.type == "cuda" and device.index is None:  # the current one may be another later
+        return f"cuda:{torch.cuda.current_device()}"
+    return str(device)
 
 
 def device_memory(device: str) -> int:
@@ -71,6 +76,7 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
         _rehearse(runner)  # first, so that a kernel which does not compile is known by now
         if runner.attention.capturable:
             runner.capture()
+            _rehearse(runner)
     log.info(
         "%d pages of %d tokens; %.1f GB free", config.num_pages, config.page_size, device_memory(config.device) / 1e9
     )
@@ -107,6 +113,7 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     _rehearse(probe)
     if probe.attention.capturable:
         probe.capture([config.max_seqs])
+        _rehearse(probe)  # whose memory the graph may have taken
     left = device_memory(config.device)  # torch keeps what the largest step took
     del probe
     gc.collect()
@@ -114,7 +121,7 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     room = left - GRAPH_BYTES * len(batch_sizes(config.max_seqs)) - (1 - config.memory_fraction) * free
     page_bytes = config.page_bytes(model.config)
     pages = int(room // page_bytes) - 1
-    if pages < config.max_seqs:
+    if pages < max(config.max_seqs, 2):
         step = free - weights - left
         raise ValueError(
             f"of {free / 1e9:.1f} GB that were free, memory_fraction={config.memory_fraction:g} allows "
@@ -130,7 +137,7 @@ def _rehearse(runner: Runner) -> None:
     plain = SamplingParams()
     everything = SamplingParams(
         temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, min_tokens=1,
-        logit_bias={0: 1.0}, logprobs=20, return_sampling_mask=True,
+        logit_bias={0: 1.0}, logprobs=min(MAX_LOGPROBS, runner.model.config.vocab_size), return_sampling_mask=True,
     )  # fmt: skip
     demanding = SamplingParams(temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1)
     for params in (everything, demanding, plain):
@@ -142,16 +149,20 @@ def _rehearse(runner: Runner) -> None:
 def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[Batch]:
     """A step of prefills that fill the token budget, on all lanes, and a step of decodes on all lanes after it."""
     lanes, most = config.max_seqs, config.max_model_len - 1
-    lengths = [min(config.max_step_tokens // lanes, most)] * lanes
-    spare = config.max_step_tokens - sum(lengths)
-    for lane in range(lanes):
-        more = min(spare, most - lengths[lane])
-        lengths[lane], spare = lengths[lane] + more, spare - more
-    lengths = [max(length, 1) for length in lengths]
+    lengths, spare = [1] * lanes, config.max_step_tokens - lanes
+    for lane in range(lanes):  # the first are the longest, so that there are many rows to be scored
+        more = min(spare, most - 1)
+        lengths[lane], spare = 1 + more, spare - more
     scored = min(lengths[0] - 1, SCORE_ROWS) if params.logprobs else 0
     starts = tuple(LaneStart(lane, params, 0, 0, lengths[lane], frozenset((0,)), (0,)) for lane in range(lanes))
     prefills = tuple(
-        Prefill(lane, 0, (0,) * lengths[lane], True, Score(0, (0,) * scored, 20, 1.0) if lane == 0 and scored else None)
+        Prefill(
+            lane,
+            0,
+            (0,) * lengths[lane],
+            True,
+            Score(0, (0,) * scored, params.logprobs or 0, 1.0) if lane == 0 and scored else None,
+        )
         for lane in range(lanes)
     )
     yield Batch((), prefills, starts, (), masked=False)

@@ -49,6 +49,7 @@ def with_graphs(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Decode through `Called` from now on; returns the sizes that ran."""
     runner = gen._runner
     monkeypatch.setattr("fastgen.runner.DecodeGraphs", Called)
+    monkeypatch.setattr(type(runner.attention), "capturable", True)
     # A multiple of ROW_TILE rows, as without graphs, or the products of the CPU would round otherwise.
     runner.capture([ROW_TILE, 2 * ROW_TILE])
     graphs = runner.graphs

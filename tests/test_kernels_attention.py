@@ -220,7 +220,9 @@ def test_decodes_and_prefills_agree_with_the_reference(head_size: int, group: in
         assert not paged._workspace.arrivals.any()
 
 
-@pytest.mark.parametrize(("head_size", "group", "page_size"), [(80, 4, 48), (256, 2, 16), (32, 20, 64), (64, 4, 1), (64, 2, 24)])
+@pytest.mark.parametrize(
+    ("head_size", "group", "page_size"), [(80, 4, 48), (256, 2, 16), (32, 20, 64), (64, 4, 1), (64, 2, 24)]
+)
 def test_other_sizes_agree_with_the_twin(head_size: int, group: int, page_size: int) -> None:
     case = make([1, 20], [140, 90], head_size, group, page_size)
     for window in (0, 70):

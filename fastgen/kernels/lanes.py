@@ -25,7 +25,8 @@ class DecodeInput:
 
     @staticmethod
     def empty(size: int, device: torch.device) -> DecodeInput:
-        lanes, token_ids, positions, slots = torch.zeros(4, size, dtype=torch.int64, device=device)
+        even = size + size % 2  # so that each begins at a multiple of 16 bytes
+        lanes, token_ids, positions, slots = torch.zeros(4, even, dtype=torch.int64, device=device)[:, :size]
         return DecodeInput(lanes, token_ids, positions, slots, torch.zeros(size, dtype=torch.int32, device=device))
 
     def first(self, size: int) -> DecodeInput:
