@@ -19,6 +19,7 @@ class EngineConfig:
     """device: a torch device; dtype: of weights and KV; max_model_len: the context, prompt and answer together;
     max_seqs: lanes; max_step_tokens: the token budget of a step; page_size: tokens; num_pages: of the KV pool, 0 where
     it is still to be measured (see `settle`); attention: "auto" or a name; memory_fraction: of the GPU's free memory.
+    prefix_cache: full pages are found again by later requests; host_pages: of the host tier, which evicted pages go to.
     """
 
     device: str
@@ -30,6 +31,8 @@ class EngineConfig:
     num_pages: int
     attention: str
     memory_fraction: float = 0.9
+    prefix_cache: bool = True
+    host_pages: int = 0
     context_given: bool = False  # whether max_model_len was asked for; else it is what the model and the pool allow
 
     @classmethod

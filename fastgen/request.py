@@ -202,6 +202,7 @@ class Sequence:
     computed: int = 0
     pending: int = 0
     preemptions: int = 0
+    cached_tokens: int = 0  # of the prompt, that the prefix cache held when it first took a lane
 
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
@@ -257,13 +258,17 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A chunk of known tokens of one lane, from position `start` on; they attend to each other and all before."""
+    """A chunk of known tokens of one lane, from position `start` on; they attend to each other and all before.
+
+    forks: lanes whose known tokens are the same: they draw from this chunk's last row too, and compute nothing.
+    """
 
     lane: int
     start: int
     tokens: tuple[int, ...]
     sample: bool  # the last known token is in it: draw the next one
     score: Score | None = None
+    forks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +278,10 @@ class Batch:
     decodes: lanes that go on with the token they sampled last, at their next position; then prefill chunks.
     pages: page-table updates (lane, slot, page). masked: some lane that samples has a TokenMask, so that its sampler
     waits for the tokens of the step before.
+
+    fresh: pages that come from nobody: what they hold is of no use. Before the step computes anything, and in this
+    order: saves (page, host slot) go to the host tier, loads (host slot, page) come back from it, and copies (page,
+    page) of partial pages are made for the forks of an earlier step.
     """
 
     decodes: tuple[int, ...]
@@ -280,6 +289,10 @@ class Batch:
     starts: tuple[LaneStart, ...]
     pages: tuple[tuple[int, int, int], ...]
     masked: bool
+    fresh: tuple[int, ...] = ()
+    saves: tuple[tuple[int, int], ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -288,7 +301,8 @@ class Batch:
     @property
     def sampling(self) -> tuple[int, ...]:
         """The lanes that draw a token, in the order of a StepResult's lists."""
-        return self.decodes + tuple(chunk.lane for chunk in self.prefills if chunk.sample)
+        drawing = [lane for chunk in self.prefills if chunk.sample for lane in (chunk.lane, *chunk.forks)]
+        return (*self.decodes, *drawing)
 
 
 @dataclass(slots=True)
@@ -333,6 +347,7 @@ class Event:
     sampling_mask: list[list[int]] | None = None
     prompt_logprobs: list[float] | None = None  # with the last event of sample 0
     prompt_top_logprobs: list[dict[int, float]] | None = None
+    cached_tokens: int = 0  # of the prompt, that the prefix cache held
 
 
 @dataclass(slots=True)
@@ -369,13 +384,17 @@ class Timings:
 @dataclass(slots=True)
 class RequestOutput:
     """A finished request: its completions, by index, and its prompt's logprobs where they were asked for
-    (float32, as long as the prompt, NaN at position 0 and before the start of a score)."""
+    (float32, as long as the prompt, NaN at position 0 and before the start of a score).
+
+    cached_tokens: of the prompt, that the prefix cache held when its first sample began.
+    """
 
     id: str | int
     prompt_token_ids: list[int]
     completions: list[Completion]
     prompt_logprobs: list[float] | None = None
     prompt_top_logprobs: list[dict[int, float]] | None = None
+    cached_tokens: int = 0
     timings: Timings | None = None
 
     @property
