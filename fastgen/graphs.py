@@ -22,16 +22,22 @@ def batch_sizes(most: int) -> list[int]:
     return [*sizes, most]
 
 
+def shared_sizes(sizes: list[int]) -> list[int]:
+    """Those of `sizes` that are captured once more for rows that share keys: fewer, since small steps cost little."""
+    return [size for size in sizes[:-1] if size >= 256 or size in (4, 8, 16, 24, 32, 48, 64, 96, 128, 192)] + sizes[-1:]
+
+
 class DecodeGraphs:
     """Replays decode steps of up to so many lanes without the host's work for each launch.
 
-    The graphs share one memory pool: what a step leaves in temporary tensors is gone with the next replay, so that it
-    must keep its results in tensors of its own.
+    The graphs share one memory pool (`beside`: with those too): what a step leaves in temporary tensors is gone with
+    the next replay, so that it must keep its results in tensors of its own.
     """
 
-    def __init__(self, sizes: list[int], device: torch.device) -> None:
+    def __init__(self, sizes: list[int], device: torch.device, beside: DecodeGraphs | None = None) -> None:
         self.sizes = sizes  # ascending
         self._device = device
+        self._pool: tuple[int, int] | None = None if beside is None else beside._pool
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def capture(self, step: Callable[[int], None]) -> None:
@@ -42,18 +48,17 @@ class DecodeGraphs:
         """
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        pool = None
         with torch.cuda.stream(stream):
             for size in reversed(self.sizes):
                 step(size)
                 torch.cuda.synchronize(self._device)
                 graph = torch.cuda.CUDAGraph()  # not torch.cuda.graph, which collects garbage each time
-                graph.capture_begin(pool, capture_error_mode="thread_local")
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     step(size)
                 finally:
                     graph.capture_end()
-                pool = graph.pool()
+                self._pool = graph.pool()
                 self._graphs[size] = graph
         torch.cuda.current_stream(self._device).wait_stream(stream)
 

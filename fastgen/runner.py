@@ -12,7 +12,7 @@ from torch import Tensor
 from fastgen.attention import Attention, StepLayout
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
-from fastgen.graphs import DecodeGraphs, batch_sizes
+from fastgen.graphs import DecodeGraphs, batch_sizes, shared_sizes
 from fastgen.kernels.lanes import DecodeInput, advance
 from fastgen.kernels.launch import current
 from fastgen.kernels.rope import Places
@@ -69,7 +69,11 @@ class Runner:
         self._kv_lens = np.zeros(lanes, dtype=np.int64)  # the host's mirrors
         self._flags = np.zeros(lanes, dtype=np.int64)  # plan_flags of each lane's parameters
         self._params = [SamplingParams()] * lanes
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: dict[bool, DecodeGraphs] = {}  # by whether rows share keys
+        self.share_prefixes = config.prefix_cache  # whether decodes read the keys once that they share
+        self._tables = np.full((lanes, slots), pool.spare, dtype=np.int32)
+        self._looked_at: tuple[int, ...] = ()  # the decodes that `_sharing` holds for
+        self._sharing = False
         self._decodes: tuple[int, ...] = ()  # the lanes that `_step` holds
         self._decode_lanes = np.zeros(0, dtype=np.int64)
 
@@ -81,25 +85,32 @@ class Runner:
         self._step = DecodeInput.empty(most, self.device)
         self._step.lanes.fill_(most)
         self._logits = torch.empty(most, self.model.config.vocab_size, device=self.device)
+        several = (False, True) if self.share_prefixes else (False,)
         with current(self.device):
-            for size in sizes:  # all kernels compile now, or are known not to
-                self.decode(size)
+            for size, shared in itertools.product(sizes, several):  # all kernels compile now, or are known not to
+                self.decode(size, shared)
             if self.attention.capturable:
-                graphs = DecodeGraphs(sizes, self.device)
-                graphs.capture(self.decode)
-                self.graphs = graphs
+                plain = DecodeGraphs(sizes, self.device)
+                plain.capture(self.decode)
+                self.graphs = {False: plain}
+                if self.share_prefixes:
+                    self.graphs[True] = DecodeGraphs(shared_sizes(sizes), self.device, beside=plain)
+                    self.graphs[True].capture(lambda size: self.decode(size, shared=True))
 
     def forget(self) -> None:
         """All lanes are empty again."""
         self.kv_lens.zero_()
         self._kv_lens[:] = 0
         self.page_table.fill_(self.pool.spare)
+        self._tables.fill(self.pool.spare)
+        self._looked_at, self._sharing = (), False
 
-    def decode(self, size: int) -> None:
-        """The launches of one decode step of the first `size` lanes of `_step`; at fixed addresses throughout."""
+    def decode(self, size: int, shared: bool = False) -> None:
+        """The launches of one decode step of the first `size` lanes of `_step`; at fixed addresses throughout. shared:
+        what they share is read once."""
         step = self._step.first(size)
         advance(self.state.last_token, self.kv_lens, self.page_table, step, self.pool.page_size)
-        plan = self.attention.plan_decode(step.lanes, step.kv_lens, self.page_table)
+        plan = self.attention.plan_decode(step.lanes, step.kv_lens, self.page_table, shared)
         places = self._places(step.positions, step.slots, size)
         x = self.model.forward(StepInput(step.token_ids, places, plan), self.pool, self.attention)
         self._logits[:size].copy_(self.model.logits(x))
@@ -109,8 +120,9 @@ class Runner:
         """Run the forward pass, and the sampler too unless the batch is masked; does not wait for the device."""
         with current(self.device):
             self._apply_changes(batch)
-            replayed = self.graphs is not None and not batch.prefills
-            launched = self._replay(batch) if replayed else self._launch(batch)
+            shared = self._look(batch.decodes)
+            replayed = self.graphs and not batch.prefills
+            launched = self._replay(batch, shared) if replayed else self._launch(batch, shared)
             if not batch.masked:
                 self._sample(launched, None)
         return launched
@@ -166,16 +178,28 @@ class Runner:
                 self._params[start.lane] = start.params
                 self._flags[start.lane] = plan_flags(start.params)
         if batch.pages:
-            lanes, slots, pages = self._tensor(np.array(batch.pages, dtype=np.int64).T.copy())
+            updates = np.array(batch.pages, dtype=np.int64).T.copy()
+            self._tables[updates[0], updates[1]] = updates[2]
+            lanes, slots, pages = self._tensor(updates)
             self.page_table.index_put_((lanes, slots), pages.int())
             if self.attention.needs_clean_pages:
                 self.pool.wipe(pages)
 
-    def _replay(self, batch: Batch) -> Launched:
+    def _look(self, decodes: tuple[int, ...]) -> bool:
+        """Whether to read once what these lanes share, which is looked into when they change."""
+        if decodes is not self._looked_at and decodes != self._looked_at:
+            self._looked_at, self._sharing = (), False  # if an interrupt comes
+            lanes = np.array(decodes, dtype=np.int64)
+            full = self._kv_lens[lanes] // self.pool.page_size
+            self._sharing = self.share_prefixes and self.attention.share(lanes, full, self._tables)
+        self._looked_at = decodes
+        return self._sharing
+
+    def _replay(self, batch: Batch, shared: bool) -> Launched:
         """A step of decodes, as a graph."""
-        assert self.graphs is not None
+        graphs = self.graphs[shared]
         count = len(batch.decodes)
-        size = self.graphs.size_of(count)
+        size = graphs.size_of(count)
         if batch.decodes is not self._decodes and batch.decodes != self._decodes:
             self._decodes = ()  # an interrupt from here on must not leave the old ones standing
             self._decode_lanes = np.array(batch.decodes, dtype=np.int64)
@@ -184,10 +208,10 @@ class Runner:
             self._step.lanes[:size] = self._tensor(lanes)
         self._decodes = batch.decodes
         self._kv_lens[self._decode_lanes] += 1
-        self.graphs.run(size)
+        graphs.run(size)
         return Launched(batch, self._step.lanes[:count], self._step.kv_lens[:count], self._logits[:count])
 
-    def _launch(self, batch: Batch) -> Launched:
+    def _launch(self, batch: Batch, shared: bool) -> Launched:
         """Any step, kernel by kernel."""
         step = _Lengths.of(batch, self._kv_lens)
         total = int(step.query_lens.sum())
@@ -209,10 +233,11 @@ class Runner:
         at = positions[:total]
         slots = self.page_table[owners, at // page_size].long() * page_size + at % page_size
         slots = torch.nn.functional.pad(slots, (0, padding), value=-1)
-        places, plan = self._places(positions, slots, total), self.attention.plan(step.layout(self.page_table, decodes))
+        places = self._places(positions, slots, total)
+        plan = self.attention.plan(step.layout(self.page_table, decodes, shared))
         ends = None
         if len(rows) < total and not any(chunk.score for chunk in batch.prefills):
-            ends = Ends(rows, step.ends.layout(self.page_table, len(rows)))
+            ends = Ends(rows, step.ends.layout(self.page_table, len(rows), shared))
         x = self.model.forward(StepInput(ids, places, plan, ends), self.pool, self.attention)
         wanted = x[: len(rows)] if ends else x[rows]
         logits = self.model.logits(wanted) if len(rows) else None
@@ -285,9 +310,9 @@ class _Lengths:
         lanes, kv_lens = self.lanes[self.draws], self.kv_lens[self.draws]
         return _Lengths(lanes, np.ones_like(lanes), kv_lens, np.ones(len(lanes), dtype=bool))
 
-    def layout(self, page_table: Tensor, decodes: int) -> StepLayout:
+    def layout(self, page_table: Tensor, decodes: int, shared: bool) -> StepLayout:
         lens = torch.from_numpy(self.query_lens), torch.from_numpy(self.kv_lens)
-        return StepLayout(*lens, decodes, torch.from_numpy(self.lanes), page_table)
+        return StepLayout(*lens, decodes, torch.from_numpy(self.lanes), page_table, shared)
 
     @property
     def rows(self) -> np.ndarray:

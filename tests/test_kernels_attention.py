@@ -142,8 +142,8 @@ def test_decode_lists(count: int) -> None:
     for base, most in ((128, 64), (256, 5), (128, 1)):
         size = HEADER + count * (most + 1) * FIELDS
         found, twin = (torch.full((3, size), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
-        lists.plan_decode.launch(lanes, kv_lens, windows, found, base, most)
-        lists.plan_decode.twin(lanes, kv_lens, windows, twin, base, most)
+        lists.plan_decode.launch(lanes, kv_lens, windows, found, base, most, None)
+        lists.plan_decode.twin(lanes, kv_lens, windows, twin, base, most, None)
         assert torch.equal(found, twin)
         for window, whole in zip(windows.tolist(), found.cpu(), strict=True):
             tiles = list(checked(items_of(whole), count * (most + 1)))

@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgen.attention.interface import Attention, StepLayout
@@ -117,10 +119,13 @@ class FlashAttention:
         starts, kv_lens, lanes = torch.split(packed, [len(starts), len(kv_lens), len(lanes)])
         return _Plan(rows, decodes, starts, kv_lens, table[:, :slots].index_select(0, lanes))
 
-    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor) -> _Plan:
+    def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
+        return not self._decodes and self.other.share(lanes, full, tables)
+
+    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False) -> _Plan:
         """Has to be made inside the capture that it is for: a replay gathers the pages anew. kv_lens are at least 1."""
         if not self._decodes:
-            return _Plan(len(lanes), self.other.plan_decode(lanes, kv_lens, page_table))
+            return _Plan(len(lanes), self.other.plan_decode(lanes, kv_lens, page_table, shared))
         starts = torch.arange(len(lanes) + 1, dtype=torch.int32, device=lanes.device)
         return _Plan(0, None, starts, kv_lens, page_table.index_select(0, lanes))
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -20,6 +22,7 @@ class StepLayout:
     lanes: int64 [S] on the host: the row of page_table that each sequence has.
     page_table: int32 [all lanes, slots] on the device: the pages of positions 0 .. P - 1, P .. 2 P - 1, ...; entries
     behind a sequence's last page are any valid page.
+    shared: the decodes are the rows that `Attention.share` was last told of, and it said that sharing pays.
     """
 
     query_lens: Tensor
@@ -27,6 +30,7 @@ class StepLayout:
     decodes: int
     lanes: Tensor
     page_table: Tensor
+    shared: bool = False
 
 
 class Attention(Protocol):
@@ -45,9 +49,17 @@ class Attention(Protocol):
     def plan(self, layout: StepLayout) -> Any:
         """What the layers of one step share."""
 
-    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor) -> Any:
+    def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
+        """Find the keys that the rows of the next steps' decodes share, to read them once; whether that pays.
+
+        lanes: [S]; full: [S], how many full pages each has now; tables: [all lanes, slots], as the device has them.
+        Holds for all steps of the same rows. May be called between any two steps, and does not wait for them.
+        """
+
+    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False) -> Any:
         """The plan of a step of one token a sequence that is known on the device alone, so that a CUDA graph can hold
-        it: lanes int64 [S], kv_lens int32 [S], page_table int32 [all lanes, slots]; values may change before a replay.
+        it: lanes int64 [S], kv_lens int32 [S], page_table int32 [all lanes, slots]; values may change before a replay,
+        and so may what the rows share. shared: read that once; else it makes no difference.
         """
 
     def attend(self, plan: Any, layer: int, q: Tensor, window: int) -> Tensor:

@@ -10,12 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgen.attention.interface import StepLayout
+from fastgen.attention.shared import SharedItems, saved_keys, shared_items, shared_ranges
 from fastgen.cache.pool import KVPool
 from fastgen.kernels import attention as kernel
 from fastgen.kernels import items as lists
 from fastgen.kernels.launch import Chip
 
 PREFILL_SLOTS = 2048  # partial results, of a query token each, that there is room for at least
+SHARING_PAYS = 16e6  # bytes of a layer's keys and values that are not read again
+DEPTH = 64  # priors of a row, at most, where few rows share
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class PagedAttention:
     num_heads: H; windows: of the layers, 0 for none; max_seqs, max_step_tokens: of a step, with padding; context: the
     longest kv_len. All memory but that of answers and prefill lists is taken here, and graphs share it: `slots` partial
     results of (H * (D + 1) + K) * 4 bytes, and 32 bytes a slot and distinct window. At H = 32, K = 8, D = 128 with 1024
-    sequences these are 5120 slots, 85 MB and 0.2 MB, however large the pool is.
+    sequences these are 9216 slots, 153 MB and 0.3 MB, however large the pool is.
     """
 
     needs_clean_pages = False  # values that are not written yet are not read
@@ -50,13 +53,16 @@ class PagedAttention:
         self.group = num_heads // num_kv
         self.configs = {
             phase: kernel.configure(phase, self.group, head_size, dtype, self.chip)
-            for phase in (kernel.DECODE, kernel.FEW, kernel.PREFILL)
+            for phase in (kernel.DECODE, kernel.FEW, kernel.PREFILL, kernel.GROUP)
         }
         self.windows = tuple(sorted(set(windows)))
-        self.slots = max(lists.slots_for(max_seqs, context), min(PREFILL_SLOTS, max_step_tokens * lists.MOST_SPLITS))
+        self.priors = max(min(lists.SLOTS, DEPTH * max_seqs), max_seqs)  # of all rows together
+        decode_slots = lists.slots_for(max_seqs, context) + self.priors
+        self.slots = max(decode_slots, min(PREFILL_SLOTS, max_step_tokens * lists.MOST_SPLITS))
         self._windows = torch.tensor(self.windows, dtype=torch.int32, device=device)
         size = lists.HEADER + self.slots * lists.FIELDS
         self._lists = torch.zeros(len(self.windows), size, dtype=torch.int32, device=device)
+        self._shared = _SharedTable.empty(max_seqs, self.priors, len(self.windows), device)
         self._workspace = kernel.Workspace.empty(self.slots, num_heads, num_kv, head_size, device)
 
     @property
@@ -64,16 +70,39 @@ class PagedAttention:
         on_gpu = self.pool.keys.device
         return kernel.attention.runs_on(on_gpu) and lists.plan_decode.runs_on(on_gpu)
 
-    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor) -> _Plan:
-        """The lists are made on the device, in the step's own graph."""
+    def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
+        ranges = shared_ranges(tables, lanes, full)
+        page_size, head_size = self.pool.keys.shape[3:]
+        key_bytes = 2 * self.num_kv * head_size * self.pool.keys.element_size()
+        if saved_keys(ranges, page_size) * key_bytes < SHARING_PAYS:
+            return False
+        config = self.configs[kernel.GROUP]
+        tile, units = config.rows // self.group, max(self.chip.processors * config.programs // self.num_kv, 1)
+        found = shared_items(ranges, lanes, page_size, tile, config.keys, units, self.priors)
+        if int(found.priors.sum()) > self.priors:
+            return False  # trees so deep that there is no room
+        self._shared.write(found)
+        return True
+
+    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False) -> _Plan:
+        """The lists are made on the device, in the step's own graph; that of what is shared is there already."""
         sequences = len(lanes)
         assert sequences <= self.max_seqs
         split, most = lists.split_of(sequences, self.num_kv, self.chip), lists.splits_of(sequences)
-        lists.plan_decode(lanes, kv_lens, self._windows, self._lists, split, most)
+        rows = self._shared.rows if shared else None
+        lists.plan_decode(lanes, kv_lens, self._windows, self._lists, split, most, rows)
         few = sequences * self.num_kv <= kernel.FILLED * self.chip.processors
         config = self.configs[kernel.FEW if few else kernel.DECODE]
-        work = zip(self.windows, self._lists.unbind(), strict=True)
-        return _Plan(page_table, {window: [kernel.Items(x, sequences * (most + 1), config)] for window, x in work})
+        plan = _Plan(page_table, {window: [] for window in self.windows})
+        for number, window in enumerate(self.windows):
+            if rows is not None:
+                group = self.configs[kernel.GROUP]
+                bases = rows.bases[number]
+                items = kernel.Items(rows.list, self.priors, group, kernel.SHARED, rows, bases, kv_lens)
+                plan.work[window].append(items)
+            kind = kernel.PRIVATE if shared else kernel.PLAIN
+            plan.work[window].append(kernel.Items(self._lists[number], sequences * (most + 1), config, kind))
+        return plan
 
     def plan(self, layout: StepLayout) -> _Plan:
         """Decodes are planned as in a step of their own; the lists of the prefills come from here, with their lanes and
@@ -95,7 +124,8 @@ class PagedAttention:
         on_device = _upload(pieces, device)
         plan = _Plan(layout.page_table, {window: [] for window in self.windows})
         if decodes:
-            plan = self.plan_decode(on_device[0].view(torch.int64), on_device[1], layout.page_table)
+            lens = on_device[1]
+            plan = self.plan_decode(on_device[0].view(torch.int64), lens, layout.page_table, layout.shared)
         for window, count, made in zip(self.windows, counts, on_device[2:], strict=False):  # counts: none or all
             plan.work[window].append(kernel.Items(made, count, config))
         return plan
@@ -108,6 +138,35 @@ class PagedAttention:
                 q, out, self.pool.keys, self.pool.values, plan.page_table, items, self._workspace, layer, window
             )
         return out
+
+
+@dataclass(frozen=True)
+class _SharedTable:
+    """Where graphs find what the rows of a step share. whole: what the host sends, in one copy; rows: parts."""
+
+    whole: Tensor
+    rows: lists.SharedRows
+
+    @staticmethod
+    def empty(max_seqs: int, priors: int, windows: int, device: torch.device) -> _SharedTable:
+        sizes = [-(-size // 4) * 4 for size in (max_seqs, max_seqs, priors, lists.HEADER + priors * lists.FIELDS)]
+        whole = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        ends, counts, members, items = torch.split(whole, sizes)
+        bases = torch.zeros(windows, sizes[0], dtype=torch.int32, device=device)
+        return _SharedTable(whole, lists.SharedRows(items, members, ends, counts, bases))
+
+    def write(self, found: SharedItems) -> None:
+        """Does not wait for the device. Rows behind the last share nothing."""
+        rows = self.rows
+        listed = lists.prefill_list(found.items)
+        sizes = [len(rows.ends), len(rows.priors), len(rows.members), len(listed)]
+        host = torch.zeros(sum(sizes), dtype=torch.int32)
+        numbers = (found.ends, found.priors, found.members, listed)
+        for part, each in zip(torch.split(host, sizes), numbers, strict=True):
+            part[: len(each)] = torch.from_numpy(each)
+        if self.whole.device.type == "cuda":
+            host = host.pin_memory()
+        self.whole[: len(host)].copy_(host, non_blocking=True)
 
 
 def _upload(pieces: list[NDArray[np.int32]], device: torch.device) -> list[Tensor]:

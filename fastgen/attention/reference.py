@@ -16,8 +16,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgen.attention.interface import StepLayout
@@ -119,7 +121,11 @@ class ReferenceAttention:
                 groups.append(self._tiles(size, chosen, first[chosen], layout, table))
         return groups
 
-    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor) -> list[_Tiles]:
+    def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
+        """Each sequence reads its keys for itself."""
+        return False
+
+    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False) -> list[_Tiles]:
         """Reads the lengths from the device, so that no CUDA graph can hold it."""
         ones = torch.ones(len(lanes), dtype=torch.int64)
         return self.plan(StepLayout(ones, kv_lens.cpu().long(), len(lanes), lanes.cpu(), page_table))

@@ -5,6 +5,9 @@ one tile. As many programs run as the chip holds; each takes units until there a
 partial results go through a workspace, and the last program to end merges them, in the order of the splits, so that
 the result does not depend on who was last.
 
+Of keys that rows of a decode step share, a launch of its own attends with tiles of these rows (SHARED), which leaves
+partial results; those of the private keys follow (PRIVATE) and merge them with their own.
+
 Shape letters: T tokens in the step, H query heads, K KV heads, D head size, P page size, G = H / K.
 """
 
@@ -17,13 +20,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.kernels.items import BEGIN, END, FIELDS, FIRST, HEADER, SPLITS, dependent
+from fastgen.kernels.items import (
+    BEGIN,
+    END,
+    FIELDS,
+    FIRST,
+    HEADER,
+    LANE,
+    PART,
+    POSITION,
+    SPLIT,
+    SPLITS,
+    TOKENS,
+    SharedRows,
+    dependent,
+)
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
 
 DECODE, FEW, PREFILL = "decode", "few", "prefill"  # FEW: decodes of so few sequences that the chip is not filled
+GROUP = "group"  # of rows that share keys
+PLAIN, SHARED, PRIVATE = 0, 1, 2  # what a list's items are: see the top
 FILLED = 8  # units (a sequence and a KV head) a processor, up to which decodes are FEW
 REGISTERS = 255  # of a thread: all that it may have measured faster than more programs a processor
-MERGED = {DECODE: 8, FEW: 8, PREFILL: 16}  # numbers of partial results that a thread has on their way while it merges
+MERGED = {
+    DECODE: 8,
+    FEW: 8,
+    PREFILL: 16,
+    GROUP: 16,
+}  # numbers of partial results that a thread has on their way while it merges
 HOPPER = (9, 0)
 
 
@@ -55,6 +79,8 @@ CONFIGS = {
     (FEW, False): ((0, 32, 4, 2), (0, 16, 4, 2)),
     (PREFILL, True): ((128, 64, 8, 3), (128, 64, 8, 2), *_HALF_PREFILL),
     (PREFILL, False): ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
+    (GROUP, True): ((64, 32, 4, 3), *_HALF_PREFILL),
+    (GROUP, False): ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
 }
 
 
@@ -67,12 +93,11 @@ def configure(phase: str, group: int, head_size: int, dtype: torch.dtype, chip: 
         warps = max(warps, min(rows // 16, 8) if rows == least else 0, 4 if wide else 0)
         size = shared_bytes(rows, keys, stages, dims, dtype, chip)
         if size <= chip.shared_memory:
-            merge_rows = min(rows if phase == PREFILL else _power(group), 32)
+            tiles = phase in (PREFILL, GROUP)
+            merge_rows = min(rows if tiles else _power(group), 32)
             merge_splits = min(max(MERGED[phase] * warps * 32 // (merge_rows * dims), 1), 16)
             programs = programs_of(size, REGISTERS, warps, chip)
-            return Config(
-                rows, keys, warps, stages, REGISTERS, programs, phase == PREFILL, merge_rows, merge_splits
-            )  # fmt: skip
+            return Config(rows, keys, warps, stages, REGISTERS, programs, tiles, merge_rows, merge_splits)
     raise ValueError(
         f"attention='paged' can not run {group} query heads a KV head of size {head_size} in {dtype} on this GPU, "
         f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"
@@ -100,11 +125,19 @@ def _power(size: int) -> int:
 
 @dataclass(frozen=True)
 class Items:
-    """A list on the device (see fastgen.kernels.items), the most items that it can have, and how they are run."""
+    """A list on the device (see fastgen.kernels.items), the most items that it can have, and how they are run.
+
+    kind: PLAIN, SHARED or PRIVATE. Of SHARED ones: rows, whose list it is; bases and kv_lens, int32 [S], of this list's
+    window.
+    """
 
     list: Tensor
     most: int
     config: Config
+    kind: int = PLAIN
+    rows: SharedRows | None = None
+    bases: Tensor | None = None
+    kv_lens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -128,11 +161,11 @@ class Workspace:
 @jit("layer", "num_pages", "table_width")
 def _attention_kernel(
     q_ptr, out_ptr, keys_ptr, values_ptr, table_ptr, list_ptr, parts_ptr, lse_ptr, arrivals_ptr,
-    layer, num_pages, table_width,
+    members_ptr, bases_ptr, lens_ptr, layer, num_pages, table_width,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
-    HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, KIND: tl.constexpr, SHARED: tl.constexpr,
+    PRIVATE: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Units are taken in order: the first by the program's number, others from the layer's counter in the header."""
     if PDL:
@@ -149,29 +182,47 @@ def _attention_kernel(
         head = unit % K
         splits = split // SPLITS
         split = split % SPLITS
+        priors = tokens // SPLITS if KIND == PRIVATE else 0
+        tokens = tokens % SPLITS
         row = tl.arange(0, ROWS)
         token = row // G
         q_head = head * G + row % G
         dim = tl.arange(0, DIMS)[None, :]
         here = (token < tokens)[:, None] & (dim < D)
-        at = ((first + token) * H + q_head)[:, None] * D + dim
+        query_row = first + token
+        query = position + token
+        low = position
+        high = position + tokens - 1
+        if KIND == SHARED:
+            query_row = tl.load(members_ptr + query_row, mask=token < tokens, other=0)
+            query = tl.load(lens_ptr + query_row) - 1
+            low = end  # all positions are behind the range
+            high = tl.max(query, 0)
+        at = (query_row * H + q_head)[:, None] * D + dim
         q = tl.load(q_ptr + at, mask=here, other=0.0)
         acc, peak, total = _softmax(
-            q, position, tokens, begin, end, keys_ptr, values_ptr, table_ptr + lane * table_width, layer * num_pages,
-            head, K, G, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL,
+            q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr + lane * table_width, layer * num_pages,
+            head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL,
         )  # fmt: skip
+        if KIND == PRIVATE:
+            folded = priors if splits == 1 else 0
+            acc, peak, total = _fold(acc, peak, total, parts_ptr, lse_ptr, part, folded, q_head, here, H, D, DIMS)
         acc = acc / total[:, None]
-        if splits == 1:
+        if KIND == SHARED:
+            slot = (tl.load(bases_ptr + query_row) + split) * H + q_head
+            tl.store(parts_ptr + slot[:, None] * D + dim, acc, mask=here)
+            tl.store(lse_ptr + slot, peak + tl.log2(total), mask=token < tokens)
+        elif splits == 1:
             tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=here)
         else:
-            slot = (part + split * tokens + token) * H + q_head
+            slot = (part + priors + split * tokens + token) * H + q_head
             tl.store(parts_ptr + slot[:, None] * D + dim, acc, mask=here)
             tl.store(lse_ptr + slot, peak + tl.log2(total), mask=token < tokens)
             tl.debug_barrier()  # all of the program's results are written before it counts as arrived
             arrived = tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="acq_rel", scope="gpu")
             if arrived == splits - 1:
                 _merge(
-                    out_ptr, parts_ptr, lse_ptr, first, tokens, part, splits, head,
+                    out_ptr, parts_ptr, lse_ptr, first, tokens, part, priors + splits, head,
                     H, G, D, DIMS, MERGE_ROWS, MERGE_SPLITS,
                 )  # fmt: skip
                 tl.store(arrivals_ptr + part * K + head, 0)
@@ -197,27 +248,27 @@ def _item(item_ptr):
 
 @jit()
 def _softmax(
-    q, position, tokens, begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
+    q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
+    K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of q [ROWS, DIMS] over the keys [begin, end), not yet divided by its sum: acc [ROWS, DIMS], and peak
-    and total [ROWS], the sum in units of 2**peak."""
+    """The softmax of q [ROWS, DIMS] at positions query [ROWS], from low to high, over the keys [begin, end), not yet
+    divided by its sum: acc [ROWS, DIMS], and peak and total [ROWS], the sum in units of 2**peak. A row that sees none
+    of the keys has a peak of -1e30, which weighs nothing beside another."""
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     peak = tl.full([ROWS], -1e30, tl.float32)  # finite, so that a row that has seen nothing gives no NaN
     total = tl.zeros([ROWS], tl.float32)
-    query = position + tl.arange(0, ROWS) // G
     full_begin = begin
     full_end = end
     if PEEL:
         if WINDOW > 0:  # the first block that the last query sees from its first key on
-            full_begin = tl.maximum(begin, (position + tokens - WINDOW + KEYS - 1) // KEYS * KEYS)
+            full_begin = begin + tl.cdiv(tl.maximum(high + 1 - WINDOW - begin, 0), KEYS) * KEYS
             full_begin = tl.minimum(full_begin, end)
             acc, peak, total = _blocks(
                 acc, peak, total, q, query, begin, full_begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
                 K, D, P, WINDOW, SCALE, KEYS, DIMS, True,
             )  # fmt: skip
-        full_end = tl.maximum(tl.minimum(end, position + 1) // KEYS * KEYS, full_begin)
+        full_end = full_begin + tl.maximum(tl.minimum(end, low + 1) - full_begin, 0) // KEYS * KEYS
         acc, peak, total = _blocks(
             acc, peak, total, q, query, full_begin, full_end, end, keys_ptr, values_ptr, table_ptr, first_page, head,
             K, D, P, WINDOW, SCALE, KEYS, DIMS, False,
@@ -279,6 +330,26 @@ def _blocks(
 
 
 @jit()
+def _fold(
+    acc, peak, total, parts_ptr, lse_ptr, part, priors, q_head, here,
+    H: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Go on with a row's priors as if they were keys. Another launch wrote them: read from L2, as `_merge` does."""
+    dim = tl.arange(0, DIMS)[None, :]
+    for prior in range(0, priors):
+        slot = (part + prior) * H + q_head
+        lse = tl.load(lse_ptr + slot, cache_modifier=".cg")
+        value = tl.load(parts_ptr + slot[:, None] * D + dim, mask=here, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(peak, lse)
+        weight = tl.exp2(lse - higher)
+        shrink = tl.exp2(peak - higher)
+        acc = acc * shrink[:, None] + value * weight[:, None]
+        total = total * shrink + weight
+        peak = higher
+    return acc, peak, total
+
+
+@jit()
 def _merge(
     out_ptr, parts_ptr, lse_ptr, first, tokens, part, splits, head,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
@@ -332,6 +403,8 @@ def _launch(
     assert page_table.stride(1) == 1
     assert layer < HEADER - 1
     assert max(q.numel(), workspace.parts.numel(), page_table.numel()) < 2**31
+    assert (items.kind == SHARED) == (items.rows is not None)
+    members = items.rows.members if items.rows is not None else None
     chip = Chip.of(q.device)
     pdl = dependent(chip)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
@@ -339,10 +412,10 @@ def _launch(
         options["maxnreg"] = config.registers
     _attention_kernel[(min(items.most * num_kv, chip.processors * config.programs),)](
         q, out, keys, values, page_table, items.list, workspace.parts, workspace.lse, workspace.arrivals,
-        layer, num_pages, page_table.stride(0),
+        members, items.bases, items.kv_lens, layer, num_pages, page_table.stride(0),
         num_heads, num_kv, head_size, page_size, window, head_size**-0.5 * math.log2(math.e),
         config.rows, config.keys, dims, config.peel, config.merge_rows, config.merge_splits,
-        HEADER, FIELDS, SPLITS, pdl,
+        items.kind, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
         num_warps=config.warps, num_stages=config.stages, **options,
     )  # fmt: skip
 
@@ -355,24 +428,52 @@ def _twin(
 
     keys, values: [layers, pages, K, P, D], of which a layer is read; page_table: int32 [lanes, slots]. A query at
     position p sees the positions (p - window, p], all up to p where window is 0. In float32, from numbers of any dtype.
-    A list serves each layer once. Takes an item at a time.
+    A list serves each layer once. Takes an item at a time. Of SHARED items only their partial results are written.
     """
     found = items.list.cpu()
+    all_items = found[HEADER : HEADER + int(found[0]) * FIELDS].view(-1, FIELDS).tolist()
+    if items.rows is not None:
+        assert items.bases is not None
+        assert items.kv_lens is not None
+        for item in all_items:
+            members = items.rows.members[item[FIRST] : item[FIRST] + item[TOKENS]].long()
+            key = torch.arange(item[BEGIN], item[END], device=q.device)
+            query = items.kv_lens[members] - 1
+            answer, lse = _exact(q[members], query, key, keys, values, page_table, item, layer, window)
+            slots = items.bases[members].long() + item[SPLIT]
+            workspace.parts[slots], workspace.lse[slots] = answer, lse
+        return
     tiles: dict[int, list[list[int]]] = {}
-    for item in found[HEADER : HEADER + int(found[0]) * FIELDS].view(-1, FIELDS).tolist():
+    for item in all_items:
         tiles.setdefault(item[FIRST], []).append(item)
-    group, page_size, device = q.shape[1] // keys.shape[2], keys.shape[3], q.device
     for first, splits in tiles.items():
-        _, tokens, lane, position, *_ = splits[0]
-        key = torch.cat([torch.arange(item[BEGIN], item[END], device=device) for item in splits])
-        pages = page_table[lane, key // page_size].long()
-        k, v = (pool[layer][pages, :, key % page_size].float() for pool in (keys, values))  # [keys, K, D]
-        rows = q[first : first + tokens].float().unflatten(1, (-1, group))
-        scores = torch.einsum("tkgd,nkd->kgtn", rows, k) * q.shape[2] ** -0.5
-        ahead = torch.arange(position, position + tokens, device=device)[:, None] - key
-        hidden = (ahead < 0) | (ahead >= window) if window else ahead < 0
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        out[first : first + tokens] = torch.einsum("kgtn,nkd->tkgd", weights, v).flatten(1, 2).to(out.dtype)
+        priors, tokens = divmod(splits[0][TOKENS], SPLITS)
+        key = torch.cat([torch.arange(item[BEGIN], item[END], device=q.device) for item in splits])
+        query = splits[0][POSITION] + torch.arange(tokens, device=q.device)
+        rows = slice(first, first + tokens)
+        answer, lse = _exact(q[rows], query, key, keys, values, page_table, splits[0], layer, window)
+        if priors:
+            before = slice(splits[0][PART], splits[0][PART] + priors)
+            weights = torch.cat([workspace.lse[before], lse]).mul(math.log(2)).softmax(0)  # [priors + 1, H]
+            answer = (weights[:, :, None] * torch.cat([workspace.parts[before], answer])).sum(0, keepdim=True)
+        out[rows] = answer.to(out.dtype)
+
+
+def _exact(
+    q: Tensor, query: Tensor, key: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, item: list[int],
+    layer: int, window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of q [t, H, D] at positions `query` [t] to positions `key` of the item's lane, in float32: [t, H, D],
+    and log2 of the softmax's sum, [t, H], -1e30 where it has seen nothing."""
+    group, page_size = q.shape[1] // keys.shape[2], keys.shape[3]
+    pages = page_table[item[LANE], key // page_size].long()
+    k, v = (pool[layer][pages, :, key % page_size].float() for pool in (keys, values))  # [keys, K, D]
+    scores = torch.einsum("tkgd,nkd->kgtn", q.float().unflatten(1, (-1, group)), k) * q.shape[2] ** -0.5
+    ahead = query[:, None] - key
+    scores = scores.masked_fill((ahead < 0) | (ahead >= window) if window else ahead < 0, -1e30)
+    answer = torch.einsum("kgtn,nkd->tkgd", scores.softmax(-1), v).flatten(1, 2)
+    lse = (scores.logsumexp(-1) / math.log(2)).clamp(min=-1e30)
+    return answer, lse.permute(2, 0, 1).flatten(1)
 
 
 attention = Kernel(_launch, _twin)

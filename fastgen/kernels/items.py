@@ -7,12 +7,16 @@ fewest keys last, so that the programs which take them one by one end together.
 A list is int32 [HEADER + items * FIELDS]. The header is the number of items, and then a counter a layer, of what the
 programs have taken. An item's fields:
   FIRST      its first query token in the step
-  TOKENS     its query tokens
+  TOKENS     its query tokens (of a decode + SPLITS * its priors, see below)
   LANE       the row of the page table
   POSITION   of the first query token in its sequence
   BEGIN, END the range of key positions
   PART       where the partial results of its tile begin, in tokens; not used where the tile has one split
   SPLIT      the number of this split + SPLITS * the number of the tile's splits
+
+Where rows of a decode step share the pages of their first keys, these are a list of their own: of ranges of keys, and
+tiles of the rows that share them (see SharedRows). Each row then has items of its own, private keys alone; merged with
+them are its priors, the partial results that shared ranges have left for it.
 
 Shape letters: S sequences, W distinct windows of the model's layers.
 """
@@ -65,11 +69,29 @@ def slots_for(max_seqs: int, context: int) -> int:
     return min(max(SLOTS, max_seqs), max_seqs * min(-(-context // SHORTEST), MOST_SPLITS)) + max_seqs
 
 
-@jit("sequences", "base", "most", "list_size")
+@dataclass(frozen=True)
+class SharedRows:
+    """What the S rows of a decode step share, all int32 on the device.
+
+    list: its items, as above, but FIRST and TOKENS say which of `members` [any], rows of the step, and SPLIT alone is
+    the number of the prior that the item leaves for each of them; PART is not used. ends: [S], where each row's private
+    keys begin; priors: [S], how many it has. Written with a step's lists: bases [W, S], where the partial results of
+    each row begin.
+    """
+
+    list: Tensor
+    members: Tensor
+    ends: Tensor
+    priors: Tensor
+    bases: Tensor
+
+
+@jit("sequences", "base", "most", "list_size", "bases_size")
 def _plan_kernel(
-    lanes_ptr, lens_ptr, windows_ptr, lists_ptr, sequences, base, most, list_size,
+    lanes_ptr, lens_ptr, windows_ptr, lists_ptr, shared_ptr, ends_ptr, priors_ptr, bases_ptr,
+    sequences, base, most, list_size, bases_size,
     BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr,
-    ALIGN: tl.constexpr, CLASSES: tl.constexpr, DOUBLINGS: tl.constexpr, PDL: tl.constexpr,
+    ALIGN: tl.constexpr, CLASSES: tl.constexpr, DOUBLINGS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program a window. Each sequence has count - 1 items of `split` keys, and one of what is left."""
     if PDL:
@@ -81,6 +103,10 @@ def _plan_kernel(
     lane = tl.load(lanes_ptr + s, mask=s < sequences, other=0).to(tl.int32)
     length = tl.load(lens_ptr + s, mask=s < sequences, other=0)
     begin = tl.where(window > 0, tl.maximum(length - window, 0) // ALIGN * ALIGN, 0)
+    priors = tl.zeros([BLOCK_S], tl.int32)
+    if SHARED:
+        begin = tl.maximum(begin, tl.load(ends_ptr + s, mask=s < sequences, other=0))
+        priors = tl.load(priors_ptr + s, mask=s < sequences, other=0)
     split = tl.zeros([BLOCK_S], tl.int32) + base
     for _ in tl.static_range(DOUBLINGS):
         split = tl.where(split * most < length - begin, split * 2, split)
@@ -101,11 +127,15 @@ def _plan_kernel(
         whole_at = tl.where(whole_class == number, place, whole_at)
         rest_at = tl.where(rest_class == number, place + whole, rest_at)
         total += tl.sum(both, 0)
-    parts = tl.where(count > 1, count, 0)
+    parts = tl.where(count > 1, count, 0) + priors
     part = tl.cumsum(parts, 0) - parts
 
     header = tl.arange(0, HEADER)
     tl.store(list_ptr + header, tl.where(header == 0, total, 0))
+    if SHARED:
+        tl.store(bases_ptr + tl.program_id(0) * bases_size + s, part, mask=s < sequences)
+        if tl.program_id(0) == 0:
+            tl.store(shared_ptr + header, tl.zeros([HEADER], tl.int32), mask=header > 0)
     for first_j in range(0, tl.max(count, 0), BLOCK_J):
         j = (first_j + tl.arange(0, BLOCK_J))[None, :]
         here = j < count[:, None]
@@ -113,7 +143,7 @@ def _plan_kernel(
         item_ptr = list_ptr + HEADER + at * FIELDS
         from_key = (start[:, None] + j) * split[:, None]
         tl.store(item_ptr, s[:, None], mask=here)
-        tl.store(item_ptr + 1, 1, mask=here)
+        tl.store(item_ptr + 1, 1 + priors[:, None] * SPLITS, mask=here)
         tl.store(item_ptr + 2, lane[:, None], mask=here)
         tl.store(item_ptr + 3, length[:, None] - 1, mask=here)
         tl.store(item_ptr + 4, tl.maximum(from_key, begin[:, None]), mask=here)
@@ -122,7 +152,9 @@ def _plan_kernel(
         tl.store(item_ptr + 7, j + count[:, None] * SPLITS, mask=here)
 
 
-def _launch(lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, base: int, most: int) -> None:
+def _launch(
+    lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, base: int, most: int, shared: SharedRows | None
+) -> None:
     count, capacity = len(lanes), (lists.shape[1] - HEADER) // FIELDS
     assert lanes.dtype == torch.int64
     assert kv_lens.dtype == windows.dtype == lists.dtype == torch.int32
@@ -136,28 +168,44 @@ def _launch(lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, base
     block = next(size for size in BLOCKS if size >= count)
     pdl = dependent(Chip.of(lanes.device))
     options = {"launch_pdl": True} if pdl else {}
+    tables: tuple[Tensor, ...] | tuple[None, ...] = (None, None, None, None)
+    bases_size = 0
+    if shared is not None:
+        tables, bases_size = (shared.list, shared.ends, shared.priors, shared.bases), shared.bases.stride(0)
+        assert shared.list.dtype == shared.ends.dtype == shared.priors.dtype == shared.bases.dtype == torch.int32
+        assert min(len(shared.ends), len(shared.priors), shared.bases.shape[1]) >= count
     _plan_kernel[(len(windows),)](
-        lanes, kv_lens, windows, lists, count, base, most, lists.shape[1],
-        block, max(1024 // block, 1), HEADER, FIELDS, SPLITS, ALIGN, CLASSES, DOUBLINGS, pdl,
+        lanes, kv_lens, windows, lists, *tables, count, base, most, lists.shape[1], bases_size,
+        block, max(1024 // block, 1), HEADER, FIELDS, SPLITS, ALIGN, CLASSES, DOUBLINGS, shared is not None, pdl,
         num_warps=4 if block == BLOCKS[0] else 16 if block < 4096 else 32, **options,
     )  # fmt: skip
 
 
-def _twin(lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, base: int, most: int) -> None:
+def _twin(
+    lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, base: int, most: int, shared: SharedRows | None
+) -> None:
     """Write the lists of a step of one token a sequence: lists int32 [W, HEADER + capacity * FIELDS].
 
     lanes: int64 [S]; kv_lens: int32 [S], with the token itself; windows: int32 [W], 0 for none. A sequence's keys are
     cut at multiples of its split: `base` keys (a multiple of ALIGN), doubled until the range that it sees has `most`
-    splits.
+    splits. shared: what the sequences share, whose `bases` are written too and whose list may be taken from anew.
     """
-    lanes_of, lens = lanes.cpu().numpy().astype(np.int64), kv_lens.cpu().numpy().astype(np.int64)
-    for window, whole in zip(windows.tolist(), lists, strict=True):
+    lanes_of, lens = (_host(x) for x in (lanes, kv_lens))
+    ends, priors = (_host(x)[: len(lens)] for x in (shared.ends, shared.priors)) if shared else (None, None)
+    if shared:
+        shared.list[1:HEADER] = 0
+    for number, (window, whole) in enumerate(zip(windows.tolist(), lists, strict=True)):
         begin = np.maximum(lens - window, 0) // ALIGN * ALIGN if window else np.zeros_like(lens)
+        if ends is not None:
+            begin = np.maximum(begin, ends)
         split = np.full_like(lens, base)
         while (short := split * most < lens - begin).any():
             split[short] *= 2
         first = np.arange(len(lens))
-        items, nominal = cut(first, np.ones_like(lens), lanes_of, lens - 1, begin, lens, np.zeros_like(lens), split)
+        origin = np.zeros_like(lens)
+        items, nominal = cut(first, np.ones_like(lens), lanes_of, lens - 1, begin, lens, origin, split, priors)
+        if shared:
+            shared.bases[number, items[:, FIRST]] = torch.from_numpy(items[:, PART].copy()).to(whole.device)
         longest = nominal.max(initial=1)
         order = np.argsort((longest - nominal) * CLASSES // longest, kind="stable")
         whole[:HEADER] = 0
@@ -165,14 +213,21 @@ def _twin(lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, base: 
         whole[HEADER : HEADER + items.size] = torch.from_numpy(items[order].ravel()).to(whole.device)
 
 
+def _host(tensor: Tensor) -> Ints:
+    return tensor.cpu().numpy().astype(np.int64)
+
+
 def cut(
-    first: Ints, tokens: Ints, lanes: Ints, position: Ints, begin: Ints, end: Ints, origin: Ints, split: Ints
-) -> tuple[NDArray[np.int32], Ints]:
+    first: Ints, tokens: Ints, lanes: Ints, position: Ints, begin: Ints, end: Ints, origin: Ints, split: Ints,
+    priors: Ints | None = None,
+) -> tuple[NDArray[np.int32], Ints]:  # fmt: skip
     """The items [n, FIELDS] of tiles whose keys [begin, end) are cut every `split` keys from `origin` on, and their
     lengths (that of a tile's last; for the others the split). All arguments are [tiles]."""
     start = (begin - origin) // split
     count = np.where(end > begin, -(-(end - origin) // split) - start, 0)
     parts = np.where(count > 1, count * tokens, 0)
+    if priors is not None:
+        parts, tokens = parts + priors, tokens + SPLITS * priors
     owner = np.repeat(np.arange(len(count)), count)
     number = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
     cuts = origin[owner] + (start[owner] + number) * split[owner]
