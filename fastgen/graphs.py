@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ class DecodeGraphs:
     def __init__(self, sizes: list[int], device: torch.device, beside: DecodeGraphs | None = None) -> None:
         self.sizes = sizes  # ascending
         self._device = device
-        self._pool: tuple[int, int] | None = None if beside is None else beside._pool
+        self._pool: Any = None if beside is None else beside._pool  # torch's handle of it
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def capture(self, step: Callable[[int], None]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import bench_gpu
 import torch
-from bench_gpu import DATA, WORKLOADS, Workload
+from bench_limits import WORKLOADS, Costs, Workload, settings
 
 from fastgen import Generator, loader, staging
 from fastgen.arch import parse_config
@@ -46,7 +46,7 @@ def write_report(arguments: argparse.Namespace, name: str, report: dict[str, Any
     about = bench_gpu.machine("cpu" if arguments.smoke else "cuda")
     print(json.dumps(report, indent=2))
     if arguments.out or not arguments.smoke:
-        path = (arguments.out or DATA) / f"{arguments.model}-{bench_gpu.slug(about['gpu'])}-{name}.json"
+        path = bench_gpu.report_path(arguments, about["gpu"], name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"model": arguments.model, **about, **report}, indent=2) + "\n")
 
@@ -85,7 +85,7 @@ def bench_load(arguments: argparse.Namespace) -> None:
     """GB/s of loading a random checkpoint that has just been written, so that it is in the page cache."""
     smoke = arguments.smoke
     device, dtype = torch.device("cpu" if smoke else "cuda"), torch.bfloat16
-    config = parse_config(bench_gpu.MODELS[arguments.model] | (bench_gpu.SMOKE_SHAPE if smoke else {}))
+    config = parse_config(settings(arguments.model, smoke))
     targets = Transformer(config, dtype, device, context=128).targets()
     with tempfile.TemporaryDirectory(prefix="fastgen-bench-") as name:
         folder = Path(name)
@@ -275,7 +275,7 @@ def bench_perf(arguments: argparse.Namespace) -> None:
     points = known_points(arguments)
     with bench_gpu.dummy_folder(arguments.model, smoke) as folder:
         generator = Generator(folder, **bench_gpu.engine_options(arguments))
-    costs = bench_gpu.Costs.of(generator.model_config)
+    costs = Costs.of(generator.model_config)
     with generator:
         bench_gpu.warm_up(generator, smoke)
         for generated in lengths:
@@ -291,9 +291,9 @@ def known_points(arguments: argparse.Namespace) -> dict[int, dict[str, Any]]:
     """Tokens generated -> what was measured of 512 prompts of 1024, by this or as a workload."""
     if arguments.smoke:
         return {}
-    name = f"{arguments.model}-{bench_gpu.slug(torch.cuda.get_device_name())}"
-    folder, found = arguments.out or DATA, {}
-    for path, key in ((folder / f"{name}.json", "workloads"), (folder / f"{name}-perf.json", "points")):
+    gpu, found = torch.cuda.get_device_name(), {}
+    for part, key in (("", "workloads"), ("perf", "points")):
+        path = bench_gpu.report_path(arguments, gpu, part)
         report = json.loads(path.read_text())[key] if path.exists() else []
         for point in report.values() if isinstance(report, dict) else report:
             if (point["workload"]["sequences"], point["workload"]["prompt"]) == (512, 1024):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +17,13 @@ sys.path.insert(0, str(SCRIPTS))
 
 import bench  # noqa: E402
 import bench_gpu  # noqa: E402
+import bench_limits  # noqa: E402
 import bench_parts  # noqa: E402
 import plot_perf  # noqa: E402
 
 from fastgen.arch import parse_config  # noqa: E402
+
+SHARED = bench_limits.SHARED.values()
 
 
 def test_the_workload_is_the_same_each_time_and_within_its_bounds() -> None:
@@ -43,9 +48,9 @@ def test_an_engine_generates_what_the_workload_asks_for(engine: str) -> None:
 
 
 def test_the_models_have_their_true_sizes() -> None:
-    sizes = {name: bench_gpu.Costs.of(parse_config(config)) for name, config in bench_gpu.MODELS.items()}
-    assert sizes["mistral7"] == bench_gpu.Costs(32 * 218_103_808, 32768 * 4096, 4 * 32 * 4096, 131_072)
-    assert sizes["qwen14"] == bench_gpu.Costs(48 * 275_251_200, 152064 * 5120, 4 * 48 * 5120, 196_608)
+    sizes = {name: bench_limits.Costs.of(parse_config(config)) for name, config in bench_limits.MODELS.items()}
+    assert sizes["mistral7"] == bench_limits.Costs(32 * 218_103_808, 32768 * 4096, 4 * 32 * 4096, 131_072)
+    assert sizes["qwen14"] == bench_limits.Costs(48 * 275_251_200, 152064 * 5120, 4 * 48 * 5120, 196_608)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +59,7 @@ def test_the_models_have_their_true_sizes() -> None:
         ("mistral7", "headline", 4424),
         ("mistral7", "decode", 11154),
         ("mistral7", "short", 26068),
+        ("mistral7", "group", 29561),
         ("mistral7", "chat1", 301),
         ("mistral7", "chat8", 2315),
         ("mistral7", "chat32", 8216),
@@ -62,17 +68,62 @@ def test_the_models_have_their_true_sizes() -> None:
 )
 def test_the_limit_is_what_was_worked_out_before(model: str, name: str, known: float) -> None:
     """Those figures took attention's FLOPs at a slightly lower rate."""
-    workload = bench_gpu.WORKLOADS[name]
-    costs = bench_gpu.Costs.of(parse_config(bench_gpu.MODELS[model]))
-    assert bench_gpu.limit(costs, workload, bench_gpu.H200, workload.sequences) == pytest.approx(known, rel=2.5e-3)
+    workload = bench_limits.WORKLOADS[name]
+    costs = bench_limits.Costs.of(parse_config(bench_limits.MODELS[model]))
+    limit = bench_limits.limit(costs, workload, bench_limits.H200, lanes=workload.sequences)
+    assert limit == pytest.approx(known, rel=2.5e-3)
 
 
 def test_the_limit_of_a_step_is_the_weights_or_the_products() -> None:
-    costs, workload = bench_gpu.Costs(layers=900, head=100, attention=0, kv=0), bench_gpu.Workload(64, 1, 10)
+    costs, workload = bench_limits.Costs(layers=900, head=100, attention=0, kv=0), bench_limits.Workload(64, 1, 10)
     prompts = 64 * 2 * (900 + 100) / 1e6
     for lanes, step in ((1, 2000 / 1e5), (16, 16 * 2000 / 1e6), (64, 64 * 2000 / 1e6)):
         seconds = prompts + 640 / lanes * step
-        assert bench_gpu.limit(costs, workload, bench_gpu.Rates(1e5, 1e6), lanes) == pytest.approx(640 / seconds)
+        assert bench_limits.limit(costs, workload, bench_limits.Rates(1e5, 1e6), lanes) == pytest.approx(640 / seconds)
+
+
+@pytest.mark.parametrize("name", ["headline", "group", "tree"])
+@pytest.mark.parametrize("waves", [1, 2])
+def test_the_limit_reads_each_key_once_a_step(name: str, waves: int) -> None:
+    """Against the (prefix, position) pairs that the lanes of each step hold, one by one."""
+    full = bench_limits.WORKLOADS[name]
+    workload = replace(full, prompt=full.prompt // 64, generated=full.generated // 8, common=full.common // 64)
+    lanes, read = workload.sequences // waves, 0
+    for wave in range(waves):
+        sequences = range(wave * lanes, (wave + 1) * lanes)
+        prompts = {sequence // workload.samples for sequence in sequences}
+        held = {(-1, position) for position in range(workload.common)}
+        held |= {(prompt, position) for prompt in prompts for position in range(workload.common, workload.prompt)}
+        read += sum(len(held) + lanes * answered for answered in range(workload.generated))
+    rates = bench_limits.Rates(memory=1.0, products=float("inf"))
+    seconds = workload.tokens / bench_limits.limit(bench_limits.Costs(0, 0, 0, kv=1), workload, rates, lanes)
+    own = workload.tokens / 2  # half a token each: whether the step's own token counts
+    assert seconds == pytest.approx(read + own)
+
+
+def test_the_limit_computes_a_shared_prefix_once() -> None:
+    costs = bench_limits.Costs(layers=50, head=7, attention=3, kv=0)
+    workload = bench_limits.Workload(12, prompt=10, generated=1, samples=3, common=6)
+    pairs = [position + 1 for position in range(10)]
+    flops = 6 * 2 * 50 + 3 * sum(pairs[:6]) + 4 * (4 * 2 * 50 + 3 * sum(pairs[6:]) + 2 * 7)
+    flops += 12 * 2 * (50 + 7)  # and the step
+    rates = bench_limits.Rates(float("inf"), 1.0)
+    assert bench_limits.limit(costs, workload, rates, 12) == pytest.approx(12 / flops)
+
+
+def test_prompts_share_what_the_workload_says_and_nothing_with_another_run() -> None:
+    begins: set[tuple[int, ...]] = set()
+    workloads = [*(bench_limits.WORKLOADS[name] for name in ("headline", "decode", "short")), *SHARED]
+    for workload in workloads:
+        for seed in (1, 2):
+            prompts = bench_gpu.random_prompts(workload, 32768, seed)
+            assert [len(prompt) for prompt in prompts] == [workload.prompt] * (workload.sequences // workload.samples)
+            own = {tuple(prompt[workload.common : workload.common + 8]) for prompt in prompts}
+            assert len(own) == len(prompts)
+            assert len({tuple(prompt[: workload.common]) for prompt in prompts}) == 1
+            new = {tuple(prompt[:8]) for prompt in prompts}
+            assert not new & begins
+            begins |= new
 
 
 def test_busy_time_counts_what_overlaps_once() -> None:
@@ -99,7 +150,7 @@ def smoke(out: Path, *options: str) -> dict[str, Any]:
 def test_every_workload_runs_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = smoke(tmp_path, "--max-seqs", "3", "--page-size", "16")["mistral7-cpu.json"]
     workloads = report["workloads"]
-    assert list(workloads) == list(bench_gpu.WORKLOADS)
+    assert list(workloads) == list(bench_limits.PLAIN)
     for found in workloads.values():
         assert found["tokens_per_second"] > 0
         assert found["spread"][0] <= found["tokens_per_second"] <= found["spread"][1]
@@ -108,6 +159,35 @@ def test_every_workload_runs_small(tmp_path: Path, capsys: pytest.CaptureFixture
         assert 1 <= found["lanes"] <= 3
     assert "vLLM's 3992" in capsys.readouterr().out
     assert report["versions"]["torch"]
+
+
+def test_prefixes_in_common_run_small_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workloads = smoke(tmp_path, "--only", "group,tree", "--page-size", "16")["mistral7-cpu.json"]["workloads"]
+    assert list(workloads) == ["group", "tree"]
+    for found in workloads.values():
+        assert found["workload"]["samples"] > 1
+        assert found["times_unshared"] == found["tokens_per_second"] / found["unshared"]["tokens_per_second"]
+        assert len(found["seconds"]) == len(found["unshared"]["seconds"]) == 3
+    assert "with prefixes read once a lane" in capsys.readouterr().out
+
+
+def test_sharing_is_off_only_where_it_is_to_be() -> None:
+    runner = SimpleNamespace(share_prefixes=True)
+    generator: Any = SimpleNamespace(_runner=runner)
+    with bench_gpu.unshared(generator):
+        assert not runner.share_prefixes
+    assert runner.share_prefixes
+    with pytest.raises(KeyboardInterrupt), bench_gpu.unshared(generator):
+        raise KeyboardInterrupt
+    assert runner.share_prefixes
+
+
+def test_without_the_prefix_cache_the_file_has_another_name(tmp_path: Path) -> None:
+    reports = smoke(tmp_path, "--no-prefix-cache", "--only", "chat1", "--skip-ceilings")
+    assert list(reports) == ["mistral7-cpu-nocache.json"]
+    assert reports["mistral7-cpu-nocache.json"]["workloads"]["chat1"]["engine"]["prefix_cache"] is False
+    arguments = bench_gpu.parse(["--no-prefix-cache", "--perf", "--out", str(tmp_path)])
+    assert bench_gpu.report_path(arguments, "NVIDIA H200", "perf") == tmp_path / "mistral7-h200-perf-nocache.json"
 
 
 def test_only_some_of_another_model(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from conftest import Script, check_idle, random_ids
 
 from fastgen import Generator, SamplingParams
-from fastgen.graphs import DecodeGraphs, batch_sizes
+from fastgen.graphs import DecodeGraphs, batch_sizes, shared_sizes
 from fastgen.kernels.lanes import DecodeInput
 from fastgen.model import ROW_TILE
 
@@ -28,13 +28,17 @@ def test_batch_sizes_rise_to_the_largest_and_lie_close(most: int) -> None:
     assert all(small < large for small, large in pairwise(sizes))
     assert all(large - small <= max(1, small / 2) for small, large in pairwise(sizes))
     assert len(sizes) <= 40
+    shared = shared_sizes(sizes)
+    assert set(shared) <= set(sizes)
+    assert shared[-1] == most
+    assert all(large <= max(4, 2 * small) for small, large in pairwise(shared))
 
 
 class Called(DecodeGraphs):
     """Calls the step in place of replaying it."""
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
         self.ran: list[int] = []
 
     def capture(self, step: Callable[[int], None]) -> None:

@@ -182,7 +182,7 @@ def _attention_kernel(
         head = unit % K
         splits = split // SPLITS
         split = split % SPLITS
-        priors = tokens // SPLITS if KIND == PRIVATE else 0
+        priors = tokens // SPLITS
         tokens = tokens % SPLITS
         row = tl.arange(0, ROWS)
         token = row // G
@@ -209,15 +209,13 @@ def _attention_kernel(
             acc, peak, total = _fold(acc, peak, total, parts_ptr, lse_ptr, part, folded, q_head, here, H, D, DIMS)
         acc = acc / total[:, None]
         if KIND == SHARED:
-            slot = (tl.load(bases_ptr + query_row) + split) * H + q_head
-            tl.store(parts_ptr + slot[:, None] * D + dim, acc, mask=here)
-            tl.store(lse_ptr + slot, peak + tl.log2(total), mask=token < tokens)
+            slot = tl.load(bases_ptr + query_row) + split
+            _leave(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
         elif splits == 1:
             tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=here)
         else:
-            slot = (part + priors + split * tokens + token) * H + q_head
-            tl.store(parts_ptr + slot[:, None] * D + dim, acc, mask=here)
-            tl.store(lse_ptr + slot, peak + tl.log2(total), mask=token < tokens)
+            slot = part + priors + split * tokens + token
+            _leave(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
             tl.debug_barrier()  # all of the program's results are written before it counts as arrived
             arrived = tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="acq_rel", scope="gpu")
             if arrived == splits - 1:
@@ -327,6 +325,14 @@ def _blocks(
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         peak = higher
     return acc, peak, total
+
+
+@jit()
+def _leave(acc, lse, parts_ptr, lse_ptr, slot, here, D: tl.constexpr, DIMS: tl.constexpr):
+    """Partial results acc [ROWS, DIMS], and the log2 of their sums [ROWS], for who merges them."""
+    dim = tl.arange(0, DIMS)[None, :]
+    tl.store(parts_ptr + slot[:, None] * D + dim, acc, mask=here[:, None] & (dim < D))
+    tl.store(lse_ptr + slot, lse, mask=here)
 
 
 @jit()
