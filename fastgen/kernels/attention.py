@@ -164,12 +164,17 @@ def _attention_kernel(
     members_ptr, bases_ptr, lens_ptr, layer, num_pages, table_width,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, KIND: tl.constexpr, SHARED: tl.constexpr,
-    PRIVATE: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, KIND: tl.constexpr,
+    PLAIN: tl.constexpr, SHARED: tl.constexpr, PRIVATE: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Units are taken in order: the first by the program's number, others from the layer's counter in the header."""
+    # PRIVATE ones begin beside SHARED ones, and wait for them only where their partial results are wanted: so these say
+    # that the next may come when they know that all before them has ended.
+    if PDL and KIND == SHARED:
+        tl.extra.cuda.gdc_wait()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    if PDL and KIND == PLAIN:
         tl.extra.cuda.gdc_wait()
     G: tl.constexpr = H // K
     programs = tl.num_programs(0)
@@ -205,6 +210,8 @@ def _attention_kernel(
             head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL,
         )  # fmt: skip
         if KIND == PRIVATE:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
             folded = priors if splits == 1 else 0
             acc, peak, total = _fold(acc, peak, total, parts_ptr, lse_ptr, part, folded, q_head, here, H, D, DIMS)
         acc = acc / total[:, None]
@@ -421,7 +428,7 @@ def _launch(
         members, items.bases, items.kv_lens, layer, num_pages, page_table.stride(0),
         num_heads, num_kv, head_size, page_size, window, head_size**-0.5 * math.log2(math.e),
         config.rows, config.keys, dims, config.peel, config.merge_rows, config.merge_splits,
-        items.kind, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
+        items.kind, PLAIN, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
         num_warps=config.warps, num_stages=config.stages, **options,
     )  # fmt: skip
 
