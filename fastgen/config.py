@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from numbers import Real
 
 from fastgen.arch import ModelConfig
 
@@ -50,6 +51,8 @@ class EngineConfig:
         num_pages: int | None = None,
         kv_cache_gb: float | None = None,
         memory_fraction: float = 0.9,
+        prefix_cache: bool = True,
+        host_cache_gb: float = 0,
         attention: str = "auto",
     ) -> EngineConfig:
         """Fill in what was left open, from the model and the GPU's memory in bytes (0: there is no GPU).
@@ -67,6 +70,8 @@ class EngineConfig:
             raise ValueError(f"attention is {attention!r}, which needs a GPU; use 'auto' or 'reference'")
         if not 0 < memory_fraction <= 1:
             raise ValueError(f"memory_fraction is {memory_fraction}; it must be above 0 and at most 1")
+        if not isinstance(prefix_cache, bool):
+            raise TypeError(f"prefix_cache must be True or False, not {prefix_cache!r}")
         _positive("page_size", page_size)
         max_seqs, max_step_tokens = _step_size(model, dtype, memory, max_seqs, max_step_tokens)
         config = cls(
@@ -79,8 +84,10 @@ class EngineConfig:
             num_pages=0,
             attention="reference" if attention == "auto" and not gpu else attention,
             memory_fraction=memory_fraction,
+            prefix_cache=prefix_cache,
             context_given=max_model_len is not None,
         )
+        config = replace(config, host_pages=_host_pages(config, model, host_cache_gb))
         pages = _num_pages(config, model, num_pages, kv_cache_gb, measured=gpu)
         return config.settle(pages) if pages else config
 
@@ -184,3 +191,24 @@ def _num_pages(
             "the pool needs at least 2: raise kv_cache_gb or lower page_size"
         )
     return min(affordable, config.useful_pages())
+
+
+def _host_pages(config: EngineConfig, model: ModelConfig, host_cache_gb: float) -> int:
+    """How many pages fit in so much of the host's memory."""
+    if not isinstance(host_cache_gb, Real) or isinstance(host_cache_gb, bool):
+        raise TypeError(f"host_cache_gb must be a number, not {host_cache_gb!r}")
+    if not 0 <= host_cache_gb < 1e9:  # 10^18 bytes, which nobody has
+        raise ValueError(f"host_cache_gb is {host_cache_gb}; it must be at least 0, and no more than the host's memory")
+    if host_cache_gb and not config.prefix_cache:
+        raise ValueError(
+            f"host_cache_gb is {host_cache_gb:g} with prefix_cache=False, which leaves nothing to keep there; "
+            "take one of them away"
+        )
+    page_bytes = config.page_bytes(model)
+    pages = int(host_cache_gb * 1e9 / page_bytes)
+    if host_cache_gb and not pages:
+        raise ValueError(
+            f"host_cache_gb is {host_cache_gb:g}, which holds no page of {page_bytes / 1e6:.1f} MB; "
+            "raise it, or lower page_size"
+        )
+    return pages

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastgen.arch import ModelConfig
 from fastgen.attention import Attention, StepLayout
+from fastgen.cache.host import Arrivals
 from fastgen.cache.pool import KVPool
 from fastgen.kernels import product
 from fastgen.kernels.launch import Chip
@@ -121,12 +122,13 @@ class Ends:
 @dataclass(frozen=True)
 class StepInput:
     """token_ids: int64 [T]; places: where they stand; plan: Attention.plan of the step; ends: None where all rows are
-    wanted."""
+    wanted; arrivals: of pages that are being loaded, if there are any."""
 
     token_ids: Tensor
     places: Places
     plan: Any
     ends: Ends | None = None
+    arrivals: Arrivals | None = None
 
 
 def _few(x: Tensor, linear: Linear) -> bool:
@@ -221,6 +223,8 @@ class Transformer:
         """
         x, plan = F.embedding(step.token_ids, self.embedding), step.plan
         for number, layer in enumerate(self.layers):
+            if step.arrivals is not None:
+                step.arrivals.wait(number)
             with span("qkv"):
                 q = _queries(layer, x, step.places, pool.keys[number], pool.values[number])
             if step.ends is not None and number == len(self.layers) - 1:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgen.attention import Attention, StepLayout
+from fastgen.cache.host import Arrivals, HostTier
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
 from fastgen.graphs import DecodeGraphs, batch_sizes, shared_sizes
@@ -49,16 +50,25 @@ class Launched:
 
 
 class Runner:
-    """Keeps what the device knows of the lanes: page tables, KV lengths, sampling state; and the model and its pool.
+    """Keeps what the device knows of the lanes: page tables, KV lengths, sampling state; and the model, its pool and
+    the host tier, if there is one.
 
     The last lane of all is padding: the rows that a CUDA graph has too many run there, on a page of its own. A step of
     decodes alone replays a graph, which takes tokens, positions and pages from the lanes, so that the host sends
     nothing but what changed. Steps with prefills are launched kernel by kernel.
     """
 
-    def __init__(self, model: Transformer, pool: KVPool, attention: Attention, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        pool: KVPool,
+        attention: Attention,
+        config: EngineConfig,
+        host: HostTier | None = None,
+    ) -> None:
         self.model = model
         self.pool = pool
+        self.host = host
         self.attention = attention
         self.config = config
         self.device = torch.device(config.device)
@@ -105,6 +115,11 @@ class Runner:
         self._tables.fill(self.pool.spare)
         self._looked_at, self._sharing = (), False
 
+    def settle(self) -> None:
+        """Wait until nothing is on its way: needed before the next launch where steps will not be collected."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def decode(self, size: int, shared: bool = False) -> None:
         """The launches of one decode step of the first `size` lanes of `_step`; at fixed addresses throughout. shared:
         what they share is read once."""
@@ -119,10 +134,11 @@ class Runner:
     def launch(self, batch: Batch) -> Launched:
         """Run the forward pass, and the sampler too unless the batch is masked; does not wait for the device."""
         with current(self.device):
+            arrivals = self._move_pages(batch)
             self._apply_changes(batch)
             shared = self._look(batch.decodes)
             replayed = self.graphs and not batch.prefills
-            launched = self._replay(batch, shared) if replayed else self._launch(batch, shared)
+            launched = self._replay(batch, shared) if replayed else self._launch(batch, shared, arrivals)
             if not batch.masked:
                 self._sample(launched, None)
         return launched
@@ -182,8 +198,26 @@ class Runner:
             self._tables[updates[0], updates[1]] = updates[2]
             lanes, slots, pages = self._tensor(updates)
             self.page_table.index_put_((lanes, slots), pages.int())
-            if self.attention.needs_clean_pages:
-                self.pool.wipe(pages)
+
+    def _move_pages(self, batch: Batch) -> Arrivals | None:
+        """What is done to pages before the step computes anything; loads are only begun."""
+        arrivals = None
+        if batch.saves:
+            assert self.host is not None
+            self.host.save(batch.saves)
+        if batch.fresh and self.attention.needs_clean_pages:
+            self.pool.wipe(self._tensor(np.array(batch.fresh, dtype=np.int64)))
+        if batch.loads:
+            assert self.host is not None
+            assert batch.prefills, "a graph can not wait for loads"
+            arrivals = self.host.load(batch.loads)
+        if batch.copies:
+            sources, targets = zip(*batch.copies, strict=True)
+            assert {*targets, *batch.fresh, *(page for _, page in batch.loads)}.isdisjoint(sources)
+            self.pool.copy(*self._upload(np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)))
+            if self.host is not None:
+                self.host.follow()
+        return arrivals
 
     def _look(self, decodes: tuple[int, ...]) -> bool:
         """Whether to read once what these lanes share, which is looked into when they change."""
@@ -211,20 +245,22 @@ class Runner:
         graphs.run(size)
         return Launched(batch, self._step.lanes[:count], self._step.kv_lens[:count], self._logits[:count])
 
-    def _launch(self, batch: Batch, shared: bool) -> Launched:
+    def _launch(self, batch: Batch, shared: bool, arrivals: Arrivals | None) -> Launched:
         """Any step, kernel by kernel."""
         step = _Lengths.of(batch, self._kv_lens)
         total = int(step.query_lens.sum())
         padding = -total % ROW_TILE if self.device.type == "cpu" else 0
-        ids, positions, owners, lanes, kv_lens, rows, drawing, drawn_at = self._upload(
+        few = len(step.rows) < total and not any(chunk.score for chunk in batch.prefills)
+        ids, positions, owners, lanes, kv_lens, rows, drawn_from, drawing, drawn_at = self._upload(
             step.token_ids(batch, padding),
             step.positions(padding),
             np.repeat(step.lanes, step.query_lens),
-            step.lanes,
-            step.kv_lens,
+            np.concatenate([step.lanes, step.forks]),
+            np.concatenate([step.kv_lens, self._kv_lens[step.forks]]),
             step.rows,
-            step.lanes[step.draws],
-            step.kv_lens[step.draws],
+            np.repeat(np.arange(len(step.rows)) if few else step.rows, step.draws[step.draws > 0]),
+            np.array(batch.sampling, dtype=np.int64),
+            np.repeat(step.kv_lens, step.draws),
         )
         decodes = len(batch.decodes)
         ids[:decodes] = self.state.last_token[lanes[:decodes]]
@@ -235,11 +271,10 @@ class Runner:
         slots = torch.nn.functional.pad(slots, (0, padding), value=-1)
         places = self._places(positions, slots, total)
         plan = self.attention.plan(step.layout(self.page_table, decodes, shared))
-        ends = None
-        if len(rows) < total and not any(chunk.score for chunk in batch.prefills):
-            ends = Ends(rows, step.ends.layout(self.page_table, len(rows), shared))
-        x = self.model.forward(StepInput(ids, places, plan, ends), self.pool, self.attention)
-        wanted = x[: len(rows)] if ends else x[rows]
+        ends = Ends(rows, step.ends.layout(self.page_table, len(rows), shared)) if few else None
+        x = self.model.forward(StepInput(ids, places, plan, ends, arrivals), self.pool, self.attention)
+        # A fork draws from a copy of the row: copies of logits would take more memory than the largest step.
+        wanted = x[: len(rows)] if ends and not len(step.forks) else x[drawn_from]
         logits = self.model.logits(wanted) if len(rows) else None
         return Launched(batch, drawing, drawn_at.int(), logits, self._launch_scores(batch, x))
 
@@ -291,24 +326,30 @@ class _Lengths:
     lanes: np.ndarray  # [S]
     query_lens: np.ndarray  # [S]
     kv_lens: np.ndarray  # [S], with the query tokens
-    draws: np.ndarray  # bool [S]
+    draws: np.ndarray  # [S], how many lanes draw from its last query token
+    forks: np.ndarray  # [F], lanes that draw from another's
 
     @classmethod
     def of(cls, batch: Batch, known: np.ndarray) -> _Lengths:
-        """Also counts the step's tokens in `known`, the KV lengths of all lanes."""
+        """Also counts the step's tokens in `known`, the KV lengths of all lanes; a fork's is then its chunk's end."""
         decodes = len(batch.decodes)
         lanes = np.array([*batch.decodes, *(chunk.lane for chunk in batch.prefills)], dtype=np.int64)
         query_lens = np.array([1] * decodes + [len(chunk.tokens) for chunk in batch.prefills], dtype=np.int64)
         known[lanes[:decodes]] += 1
         known[lanes[decodes:]] = [chunk.start + len(chunk.tokens) for chunk in batch.prefills]
-        draws = np.array([True] * decodes + [chunk.sample for chunk in batch.prefills], dtype=bool)
-        return cls(lanes, query_lens, known[lanes], draws)
+        draws = np.array([1] * decodes + [chunk.sample + len(chunk.forks) for chunk in batch.prefills], dtype=np.int64)
+        forks = np.array([lane for chunk in batch.prefills for lane in chunk.forks], dtype=np.int64)
+        assert all(chunk.sample for chunk in batch.prefills if chunk.forks)
+        kv_lens = known[lanes]
+        known[forks] = np.repeat(kv_lens[decodes:], [len(chunk.forks) for chunk in batch.prefills])
+        return cls(lanes, query_lens, kv_lens, draws, forks)
 
     @property
     def ends(self) -> _Lengths:
         """The last query tokens of the sequences that draw."""
-        lanes, kv_lens = self.lanes[self.draws], self.kv_lens[self.draws]
-        return _Lengths(lanes, np.ones_like(lanes), kv_lens, np.ones(len(lanes), dtype=bool))
+        drawing = self.draws > 0
+        ones = np.ones_like(self.lanes[drawing])
+        return _Lengths(self.lanes[drawing], ones, self.kv_lens[drawing], ones, self.forks[:0])
 
     def layout(self, page_table: Tensor, decodes: int, shared: bool) -> StepLayout:
         lens = torch.from_numpy(self.query_lens), torch.from_numpy(self.kv_lens)
@@ -316,9 +357,9 @@ class _Lengths:
 
     @property
     def rows(self) -> np.ndarray:
-        """The rows that draw: the last of those sequences."""
+        """The rows that are drawn from: the last of those sequences."""
         last: np.ndarray = self.query_lens.cumsum() - 1
-        drawing: np.ndarray = last[self.draws]
+        drawing: np.ndarray = last[self.draws > 0]
         return drawing
 
     def positions(self, padding: int) -> np.ndarray:

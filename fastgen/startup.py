@@ -19,6 +19,7 @@ import torch
 
 from fastgen.arch import ModelConfig
 from fastgen.attention import make_attention
+from fastgen.cache.host import HostTier
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
 from fastgen.graphs import batch_sizes
@@ -103,13 +104,15 @@ def _assemble(model: Transformer, config: EngineConfig) -> Runner:
     attention = make_attention(
         config.attention, pool, c.num_heads, c.windows, config.max_seqs, config.max_step_tokens, config.max_model_len
     )
-    return Runner(model, pool, attention, config)
+    host = HostTier(pool, config.host_pages) if config.host_pages else None
+    return Runner(model, pool, attention, config, host)
 
 
 def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     """How many pages fit beside the weights and the largest step. free: bytes before the weights came."""
     weights = free - device_memory(config.device)
-    probe = _assemble(model, replace(config, num_pages=1))
+    # One slot of the host tier takes as much of the GPU's memory as all of them.
+    probe = _assemble(model, replace(config, num_pages=1, host_pages=min(config.host_pages, 1)))
     _rehearse(probe)
     if probe.attention.capturable:
         probe.capture([config.max_seqs])
@@ -147,7 +150,10 @@ def _rehearse(runner: Runner) -> None:
 
 
 def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[Batch]:
-    """A step of prefills that fill the token budget, on all lanes, and a step of decodes on all lanes after it."""
+    """A step of prefills that fill the token budget, on all lanes, and a step of decodes on all lanes after it.
+
+    The spare page is moved about in all the ways there are. A fork takes no more than a lane that prefills.
+    """
     lanes, most = config.max_seqs, config.max_model_len - 1
     lengths, spare = [1] * lanes, config.max_step_tokens - lanes
     for lane in range(lanes):  # the first are the longest, so that there are many rows to be scored
@@ -165,8 +171,10 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
         )
         for lane in range(lanes)
     )
-    yield Batch((), prefills, starts, (), masked=False)
-    yield Batch(tuple(range(lanes)), (), (), (), masked=False)
+    spare = config.num_pages
+    saves, loads = (((spare, 0),), ((0, spare),)) if config.host_pages else ((), ())
+    yield Batch((), prefills, starts, (), masked=False, fresh=(spare,), saves=saves, loads=loads)
+    yield Batch(tuple(range(lanes)), (), (), (), masked=False, copies=((0, spare),))
 
 
 @contextmanager

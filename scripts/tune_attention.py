@@ -27,8 +27,8 @@ from torch import Tensor
 from fastgen.attention.interface import StepLayout
 from fastgen.attention.paged import PagedAttention
 from fastgen.cache.pool import KVPool
-from fastgen.kernels import attention as kernel
 from fastgen.kernels import items as lists
+from fastgen.kernels import tiles
 from fastgen.kernels.launch import Chip
 
 DEVICE = torch.device("cuda")
@@ -177,7 +177,7 @@ def split_into(split: int | None) -> Iterator[None]:
         lists.split_of = before
 
 
-def time_paged(setup: Setup, config: kernel.Config, split: int | None = None) -> tuple[float, float]:
+def time_paged(setup: Setup, config: tiles.Config, split: int | None = None) -> tuple[float, float]:
     """Seconds of a layer, and the error."""
     paged, case = setup.paged, setup.case
     paged.configs = dict.fromkeys(paged.configs, config)
@@ -222,19 +222,17 @@ def time_flash(setup: Setup) -> tuple[float, float] | str:
     return seconds_of(step) / setup.layers, error
 
 
-def configured(
-    setup: Setup, rows: int, keys: int, warps: int, stages: int, registers: int, peel: bool
-) -> kernel.Config:
+def configured(setup: Setup, rows: int, keys: int, warps: int, stages: int, registers: int, peel: bool) -> tiles.Config:
     """A configuration with what follows from the rest."""
     chip, head_size = Chip.of(setup.q.device), setup.q.shape[2]
     dims, group = 1 << (head_size - 1).bit_length(), setup.paged.group
-    phase = kernel.DECODE if setup.case.decodes else kernel.PREFILL
+    phase = tiles.DECODE if setup.case.decodes else tiles.PREFILL
     rows = rows or max(16, 1 << (group - 1).bit_length())
-    merge_rows = min(rows if phase == kernel.PREFILL else 1 << (group - 1).bit_length(), 32)
-    merge_splits = min(max(kernel.MERGED[phase] * warps * 32 // (merge_rows * dims), 1), 16)
-    size = kernel.shared_bytes(rows, keys, stages, dims, torch.bfloat16, chip)
-    programs = kernel.programs_of(size, registers, warps, chip)
-    return kernel.Config(rows, keys, warps, stages, registers, programs, peel, merge_rows, merge_splits)
+    merge_rows = min(rows if phase == tiles.PREFILL else 1 << (group - 1).bit_length(), 32)
+    merge_splits = min(max(tiles.MERGED[phase] * warps * 32 // (merge_rows * dims), 1), 16)
+    size = tiles.shared_bytes(rows, keys, stages, dims, torch.bfloat16, chip)
+    programs = tiles.programs_of(size, registers, warps, chip)
+    return tiles.Config(rows, keys, warps, stages, registers, programs, peel, merge_rows, merge_splits)
 
 
 class Tuner:
@@ -257,7 +255,7 @@ class Tuner:
         self.rows.append({"case": case.name, "us": taken * 1e6, unit: rate, "error": error, **what})
         return taken if error < TOLERANCE else math.inf
 
-    def try_paged(self, setup: Setup, config: kernel.Config, split: int | None = None) -> float:
+    def try_paged(self, setup: Setup, config: tiles.Config, split: int | None = None) -> float:
         if self.over:
             return math.inf
         try:
@@ -271,7 +269,7 @@ class Tuner:
         """The library's own first; then all configurations; then, of decodes, the splits and merges of the best."""
         case, own = setup.case, setup.paged.configs
         split = lists.split_of(case.count, setup.paged.num_kv, setup.paged.chip)
-        phase = kernel.PREFILL if not case.decodes else kernel.FEW if split == lists.SHORTEST else kernel.DECODE
+        phase = tiles.PREFILL if not case.decodes else tiles.FEW if split == lists.SHORTEST else tiles.DECODE
         found = {own[phase]: self.try_paged(setup, own[phase])}
         flash = time_flash(setup) if not self.over else "no time left"
         if isinstance(flash, str):
@@ -286,7 +284,7 @@ class Tuner:
         if case.decodes:
             self.tune_splits(setup, sorted(found, key=lambda config: found[config])[:2], split)
 
-    def tune_splits(self, setup: Setup, best: list[kernel.Config], split: int) -> None:
+    def tune_splits(self, setup: Setup, best: list[tiles.Config], split: int) -> None:
         case = setup.case
         for config in best:
             taken = {}
@@ -310,7 +308,7 @@ def time_plans(sizes: tuple[int, ...] = (1, 64, 65, 256, 1024, 2048)) -> list[di
         made = torch.zeros(1, size, dtype=torch.int32, device=DEVICE)
         split, most = lists.split_of(count, 8, Chip.of(lanes.device)), lists.splits_of(count)
 
-        def plan(arguments: tuple[Any, ...] = (lanes, lens, windows, made, split, most)) -> None:
+        def plan(arguments: tuple[Any, ...] = (lanes, lens, windows, made, split, most, None)) -> None:
             for _ in range(20):
                 lists.plan_decode.launch(*arguments)
 

@@ -66,6 +66,17 @@ def test_the_pool_has_the_size_that_was_asked_for() -> None:
     assert make(kv_cache_gb=5.5 * page_bytes / 1e9, page_size=16).num_pages == 22
 
 
+def test_the_host_tier_has_the_size_that_was_asked_for() -> None:
+    page_bytes = 64 * TOKEN_BYTES
+    assert (make().prefix_cache, make().host_pages) == (True, 0)
+    assert make(host_cache_gb=5.5 * page_bytes / 1e9).host_pages == 5
+    assert make(host_cache_gb=1, page_size=16).host_pages == 10**9 * 4 // page_bytes
+    config = make(device="cuda", host_cache_gb=5.5 * page_bytes / 1e9)
+    assert (config.num_pages, config.host_pages) == (0, 11), "in bfloat16; the pool is measured later"
+    assert config.settle(30).host_pages == 11
+    assert make(prefix_cache=False, host_cache_gb=0).prefix_cache is False
+
+
 def test_the_default_pool_is_a_size_that_large_models_use_up() -> None:
     large = replace(MODEL, num_layers=32, windows=(0,) * 32, num_kv_heads=8, num_heads=8, head_size=128)
     page_bytes = 2 * 32 * 8 * 128 * 64 * 4
@@ -116,6 +127,15 @@ def test_the_smallest_values_work() -> None:
         ({"kv_cache_gb": 0}, ValueError, "kv_cache_gb is 0.*above 0"),
         ({"kv_cache_gb": -1.0}, ValueError, "kv_cache_gb is -1"),
         ({"kv_cache_gb": 1.9 * 64 * TOKEN_BYTES / 1e9}, ValueError, "holds 1 pages"),
+        ({"prefix_cache": 1}, TypeError, "prefix_cache must be True or False, not 1"),
+        ({"host_cache_gb": -1}, ValueError, "host_cache_gb is -1; it must be at least 0"),
+        ({"host_cache_gb": float("nan")}, ValueError, "host_cache_gb is nan"),
+        ({"host_cache_gb": float("inf")}, ValueError, "host_cache_gb is inf.*no more than the host's memory"),
+        ({"host_cache_gb": 10**400}, ValueError, "host_cache_gb is 10000"),
+        ({"host_cache_gb": "8"}, TypeError, "host_cache_gb must be a number, not '8'"),
+        ({"host_cache_gb": True}, TypeError, "host_cache_gb must be a number, not True"),
+        ({"host_cache_gb": 2, "prefix_cache": False}, ValueError, "host_cache_gb is 2 with prefix_cache=False"),
+        ({"host_cache_gb": 1e-6}, ValueError, r"1e-06, which holds no page of 0\.0 MB; raise it, or lower page_size"),
         ({"gpus": 8}, TypeError, "gpus"),
     ],
 )

@@ -18,6 +18,7 @@ from fastgen.attention.reference import ReferenceAttention
 from fastgen.cache.pool import KVPool
 from fastgen.kernels import attention as kernel
 from fastgen.kernels import items as lists
+from fastgen.kernels import tiles
 from fastgen.kernels.items import BEGIN, END, FIELDS, FIRST, HEADER, PART, POSITION, SPLIT, SPLITS, TOKENS
 from fastgen.kernels.launch import Chip, Kernel
 
@@ -288,12 +289,12 @@ def test_a_position_is_that_of_its_query() -> None:
 @pytest.mark.parametrize("chip", CHIPS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_configurations_fit_the_chip(chip: Chip, dtype: torch.dtype) -> None:
-    for phase in (kernel.DECODE, kernel.FEW, kernel.PREFILL):
+    for phase in (tiles.DECODE, tiles.FEW, tiles.PREFILL):
         for head_size in (64, 80, 96, 128, 256):
             for group in (1, 4, 5, 7, 8, 12, 16):
-                config = kernel.configure(phase, group, head_size, dtype, chip)
+                config = tiles.configure(phase, group, head_size, dtype, chip)
                 dims = 1 << (head_size - 1).bit_length()
-                size = kernel.shared_bytes(config.rows, config.keys, config.stages, dims, dtype, chip)
+                size = tiles.shared_bytes(config.rows, config.keys, config.stages, dims, dtype, chip)
                 assert size * config.programs <= chip.shared_memory + 1024
                 assert config.registers * 32 * config.warps * config.programs <= 65536
                 assert config.rows >= max(group, 16)
@@ -303,12 +304,12 @@ def test_configurations_fit_the_chip(chip: Chip, dtype: torch.dtype) -> None:
 
 def test_a_chip_that_is_too_small_is_named() -> None:
     with pytest.raises(ValueError, match="20000 bytes of shared memory; use attention='reference'"):
-        kernel.configure(kernel.PREFILL, 4, 256, torch.float32, Chip((7, 0), 10, 20_000))
+        tiles.configure(tiles.PREFILL, 4, 256, torch.float32, Chip((7, 0), 10, 20_000))
 
 
 def test_what_the_configurations_are() -> None:
     """On an H200 at Mistral 7B's shape: what was measured (see scripts/tune_attention.py)."""
-    decode = kernel.configure(kernel.DECODE, 4, 128, torch.bfloat16, H200)
+    decode = tiles.configure(tiles.DECODE, 4, 128, torch.bfloat16, H200)
     assert (decode.rows, decode.keys, decode.warps, decode.programs) == (16, 32, 1, 8)
-    prefill = kernel.configure(kernel.PREFILL, 4, 128, torch.bfloat16, H200)
+    prefill = tiles.configure(tiles.PREFILL, 4, 128, torch.bfloat16, H200)
     assert (prefill.rows, prefill.keys, prefill.warps) == (128, 64, 8)

@@ -1,4 +1,5 @@
-"""runner.py through the engine: scores and logprobs are transformers', and a step that breaks off loses nothing."""
+"""runner.py through the engine: scores and logprobs are transformers', and a step that breaks off loses nothing; and
+by batches made by hand: a fork says what a lane that prefilled says."""
 
 from __future__ import annotations
 
@@ -11,10 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, Turns, check_idle, hf_logits, random_ids
+from conftest import VOCAB, Turns, allow, check_idle, hf_logits, random_ids
+from handmade import make_runner, siblings, start, table
+from handmade import run as run_batch
+from test_graphs import Called
 
 from fastgen import Event, Generator, SamplingParams
-from fastgen.request import StepResult
+from fastgen.model import ROW_TILE
+from fastgen.request import Batch, Prefill, Score, StepResult
 from fastgen.runner import SCORE_ROWS
 
 pytestmark = pytest.mark.timeout(60)  # a loop that waits for what never comes is what goes wrong here
@@ -318,3 +323,71 @@ def test_an_interrupted_generate_leaves_nothing_behind(gen: Generator, monkeypat
         assert gen.unfinished == 0
         check_idle(gen)
         assert [output.completions for output in gen.generate(prompts, BUSY)] == expected
+
+
+# Forks.
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 45])
+def test_a_fork_says_what_a_lane_that_prefilled_says(family: Path, length: int) -> None:
+    runner, prompt = make_runner(family), random_ids(length)
+    expected, _ = siblings(runner, prompt, forked=False)
+    runner.forget()
+    found, _ = siblings(runner, prompt, forked=True)
+    assert found == expected
+    assert len({tuple(said[lane][0] for said in found) for lane in range(3)}) == 3, "each has its own seed"
+
+
+def test_forks_go_on_in_graphs(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, prompt = make_runner(llama, max_seqs=ROW_TILE), random_ids(21)
+    expected, _ = siblings(runner, prompt, forked=False)
+    monkeypatch.setattr("fastgen.runner.DecodeGraphs", Called)
+    monkeypatch.setattr(type(runner.attention), "capturable", True)
+    runner.capture([ROW_TILE])
+    runner.forget()
+    assert siblings(runner, prompt, forked=True)[0] == expected
+    graphs = runner.graphs[False]
+    assert isinstance(graphs, Called)
+    assert len(graphs.ran) == 20
+
+
+def test_forks_and_scores_of_a_prompt_go_together(llama: Path) -> None:
+    runner, prompt = make_runner(llama), random_ids(37)
+    score = Score(3, tuple(prompt[4:]), 2, 1.0)
+    expected, alone = siblings(runner, prompt, forked=False, steps=3, score=score)
+    found, together = siblings(runner, prompt, forked=True, steps=3, score=score)
+    assert found == expected
+    assert together.scored == alone.scored
+    assert len(alone.scored[0].logprobs) == 33
+
+
+def test_a_fork_has_a_mask_of_its_own(llama: Path) -> None:
+    runner, prompt = make_runner(llama), random_ids(20)
+    masks = {lane: np.zeros(-(-VOCAB // 32), dtype=np.int32) for lane in (0, 2, 3)}
+    for lane, row in masks.items():
+        allow(row, [50 + lane, 60 + lane])
+    expected, _ = siblings(runner, prompt, forked=False, steps=3, masks=masks)
+    found, _ = siblings(runner, prompt, forked=True, steps=3, masks=masks)
+    assert found == expected
+    assert all(found[0][lane][0] in (50 + lane, 60 + lane) for lane in masks)
+
+
+def test_the_last_layer_computes_the_row_of_all_forks_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, ends = make_runner(llama), []
+    forward = runner.model.forward
+    monkeypatch.setattr(runner.model, "forward", lambda step, *rest: ends.append(step.ends) or forward(step, *rest))
+    siblings(runner, random_ids(20), forked=True, steps=0)
+    assert ends[-1].rows.tolist() == [0, 24, 25], "lane 3, all siblings, lane 5; of 26 rows"
+
+
+def test_only_fresh_pages_are_wiped(llama: Path) -> None:
+    runner = make_runner(llama)
+    runner.pool.values.fill_(math.nan)
+    runner.pool.values[:, 9] = 7.0
+    first = Prefill(0, 0, (5, 6, 7), sample=True)
+    batch = Batch((), (first,), (start(0, SamplingParams(), (), 3),), (*table(0, [4]), *table(1, [9])), False, (4,))
+    said, _ = run_batch(runner, batch)
+    assert said[0][0] >= 0
+    assert runner.pool.values[:, 4].isfinite().all()
+    assert (runner.pool.values[:, 9] == 7).all(), "it is another's, and shared"
+    assert runner.pool.values[:, 5].isnan().all()

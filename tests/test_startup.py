@@ -10,9 +10,19 @@ import torch
 
 from fastgen import Generator, startup
 from fastgen.arch import read_config
+from fastgen.cache.host import HostTier
+from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
 from fastgen.request import SamplingParams
-from fastgen.startup import _build_model, _largest_batches, _measure_pages, _rehearse, device_memory, find_device
+from fastgen.startup import (
+    _assemble,
+    _build_model,
+    _largest_batches,
+    _measure_pages,
+    _rehearse,
+    device_memory,
+    find_device,
+)
 
 GB = 10**9
 
@@ -22,7 +32,7 @@ def test_the_cpu_has_no_memory_to_share_out() -> None:
     assert find_device("cpu") == "cpu"
 
 
-def make(folder: Path, **options: int) -> EngineConfig:
+def make(folder: Path, **options: float) -> EngineConfig:
     return EngineConfig.make(read_config(folder), dtype="float32", **options)  # type: ignore[arg-type]
 
 
@@ -39,6 +49,21 @@ def test_the_largest_steps_fill_lanes_and_budget(llama: Path, lanes: int, budget
     assert decode.decodes == tuple(range(lanes))
 
 
+def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
+    """So that all kernels are compiled, and what they take is known."""
+    config = make(llama, max_seqs=4, num_pages=9, host_cache_gb=1)
+    prefill, decode = _largest_batches(config, SamplingParams())
+    assert (prefill.saves, prefill.loads, prefill.fresh) == (((9, 0),), ((0, 9),), (9,)), "the spare page alone"
+    assert decode.copies == ((0, 9),)
+    config = make(llama, max_seqs=4, num_pages=9)
+    assert not any(batch.saves or batch.loads for batch in _largest_batches(config, SamplingParams()))
+    runner = _assemble(_build_model(read_config(llama), config, llama, "dummy"), replace(config, host_pages=3))
+    runner.pool.whole.normal_()
+    before = runner.pool.whole.clone()
+    _rehearse(runner)
+    assert torch.equal(runner.pool.whole[:, :, :9], before[:, :, :9])
+
+
 def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:
     with Generator(llama, max_seqs=4, max_step_tokens=32, page_size=16) as gen:
         expected = gen.generate([[5, 6, 7]], SamplingParams(max_tokens=9, temperature=0))
@@ -48,7 +73,7 @@ def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:
         )
 
 
-def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, free: list[float], **options: int) -> EngineConfig:
+def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, free: list[float], **options: float) -> EngineConfig:
     """_measure_pages on a made-up GPU, whose free memory is `free` after the weights and after the rehearsal."""
     readings = iter(free[1:])
     monkeypatch.setattr(startup, "device_memory", lambda device: int(next(readings)))
@@ -65,6 +90,24 @@ def test_the_pool_takes_what_the_largest_step_leaves(llama: Path, monkeypatch: p
     left = [10 * GB, 9 * GB, 1 * GB + graphs + 20.5 * page]
     assert measured(llama, monkeypatch, left).num_pages == 19, "one is the spare page"
     assert measured(llama, monkeypatch, [10 * GB, 9 * GB, 8 * GB]).num_pages == config.useful_pages()
+
+
+def test_staging_memory_is_measured_and_the_host_tier_is_not_made_twice(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = []
+
+    class Tier(HostTier):
+        def __init__(self, pool: KVPool, num_slots: int) -> None:
+            super().__init__(pool, num_slots)
+            slots.append(num_slots)
+
+    monkeypatch.setattr(startup, "HostTier", Tier)
+    config = measured(llama, monkeypatch, [10 * GB, 9 * GB, 8 * GB], host_cache_gb=0.01)
+    assert config.host_pages > 1
+    assert slots == [1]
+    _assemble(_build_model(read_config(llama), config, llama, "dummy"), config)
+    assert slots == [1, config.host_pages]
 
 
 def test_too_little_for_a_page_a_lane_is_an_error_with_the_numbers(

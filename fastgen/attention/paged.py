@@ -14,6 +14,7 @@ from fastgen.attention.shared import SharedItems, saved_keys, shared_items, shar
 from fastgen.cache.pool import KVPool
 from fastgen.kernels import attention as kernel
 from fastgen.kernels import items as lists
+from fastgen.kernels import tiles
 from fastgen.kernels.launch import Chip
 
 PREFILL_SLOTS = 2048  # partial results, of a query token each, that there is room for at least
@@ -52,8 +53,8 @@ class PagedAttention:
         self.chip = Chip.of(device)
         self.group = num_heads // num_kv
         self.configs = {
-            phase: kernel.configure(phase, self.group, head_size, dtype, self.chip)
-            for phase in (kernel.DECODE, kernel.FEW, kernel.PREFILL, kernel.GROUP)
+            phase: tiles.configure(phase, self.group, head_size, dtype, self.chip)
+            for phase in (tiles.DECODE, tiles.FEW, tiles.PREFILL, tiles.GROUP)
         }
         self.windows = tuple(sorted(set(windows)))
         self.priors = max(min(lists.SLOTS, DEPTH * max_seqs), max_seqs)  # of all rows together
@@ -76,7 +77,7 @@ class PagedAttention:
         key_bytes = 2 * self.num_kv * head_size * self.pool.keys.element_size()
         if saved_keys(ranges, page_size) * key_bytes < SHARING_PAYS:
             return False
-        config = self.configs[kernel.GROUP]
+        config = self.configs[tiles.GROUP]
         tile, units = config.rows // self.group, max(self.chip.processors * config.programs // self.num_kv, 1)
         found = shared_items(ranges, lanes, page_size, tile, config.keys, units, self.priors)
         if int(found.priors.sum()) > self.priors:
@@ -91,12 +92,12 @@ class PagedAttention:
         split, most = lists.split_of(sequences, self.num_kv, self.chip), lists.splits_of(sequences)
         rows = self._shared.rows if shared else None
         lists.plan_decode(lanes, kv_lens, self._windows, self._lists, split, most, rows)
-        few = sequences * self.num_kv <= kernel.FILLED * self.chip.processors
-        config = self.configs[kernel.FEW if few else kernel.DECODE]
+        few = sequences * self.num_kv <= tiles.FILLED * self.chip.processors
+        config = self.configs[tiles.FEW if few else tiles.DECODE]
         plan = _Plan(page_table, {window: [] for window in self.windows})
         for number, window in enumerate(self.windows):
             if rows is not None:
-                group = self.configs[kernel.GROUP]
+                group = self.configs[tiles.GROUP]
                 bases = rows.bases[number]
                 items = kernel.Items(rows.list, self.priors, group, kernel.SHARED, rows, bases, kv_lens)
                 plan.work[window].append(items)
@@ -114,7 +115,7 @@ class PagedAttention:
         chunks = lists.Chunks(*(x[decodes:] for x in (first, query_lens, lanes, kv_lens)))
         counts = []
         if len(query_lens) > decodes:
-            config = self.configs[kernel.PREFILL]
+            config = self.configs[tiles.PREFILL]
             tile = config.rows // self.group
             units = max(self.chip.processors * config.programs // self.num_kv, 1)
             for window in self.windows:

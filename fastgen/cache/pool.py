@@ -6,9 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastgen.kernels.copies import copy_pages
+
 
 class KVPool:
-    """Keys and values of all layers: `keys[layer]` and `values[layer]` are [pages, K, P, D].
+    """Keys and values of all layers: `keys[layer]` and `values[layer]` are [pages, K, P, D]; `whole` is both of them,
+    [2, layers, pages, K x P x D].
 
     K KV heads, P tokens a page, D head size. The heads stand outside a page's tokens, so that a head's page is one
     contiguous piece of P x D. There is one page more than `num_pages`, `spare`, which no sequence ever holds: padding
@@ -28,11 +31,17 @@ class KVPool:
         self.page_size = page_size
         self.spare = num_pages
         shape = (2, num_layers, num_pages + 1, num_kv_heads, page_size, head_size)
-        self.keys, self.values = _zeros(shape, dtype, device).unbind(0)
+        both = _zeros(shape, dtype, device)
+        self.keys, self.values = both.unbind(0)
+        self.whole = both.flatten(3)
 
     def wipe(self, pages: Tensor) -> None:
         """Zero the values of pages that change hands: a masked key weighs 0, but 0 times a NaN left there is NaN."""
         self.values.index_fill_(1, pages, 0)
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy pages, int64 [n] each; no page is in both."""
+        copy_pages(self.whole, self.whole, sources, targets)
 
     def rows(self, pages: Tensor, offsets: Tensor) -> Tensor:
         """Index of (page, head, offset) in a layer's `keys.view(-1, D)`, for pages and offsets [...]: [..., K]."""

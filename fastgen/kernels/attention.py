@@ -36,91 +36,9 @@ from fastgen.kernels.items import (
     dependent,
 )
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
+from fastgen.kernels.tiles import REGISTERS, Config, power_of_two
 
-DECODE, FEW, PREFILL = "decode", "few", "prefill"  # FEW: decodes of so few sequences that the chip is not filled
-GROUP = "group"  # of rows that share keys
 PLAIN, SHARED, PRIVATE = 0, 1, 2  # what a list's items are: see the top
-FILLED = 8  # units (a sequence and a KV head) a processor, up to which decodes are FEW
-REGISTERS = 255  # of a thread: all that it may have measured faster than more programs a processor
-MERGED = {
-    DECODE: 8,
-    FEW: 8,
-    PREFILL: 16,
-    GROUP: 16,
-}  # numbers of partial results that a thread has on their way while it merges
-HOPPER = (9, 0)
-
-
-@dataclass(frozen=True)
-class Config:
-    """rows: of a query tile, tokens * G or more; keys: of an iteration; registers: that a thread may have; programs:
-    that a processor is given; peel: blocks of keys that all rows see in full have a loop of their own, without a mask;
-    merge_rows, merge_splits: of the partial results that are read at once."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int
-    programs: int
-    peel: bool
-    merge_rows: int
-    merge_splits: int
-
-
-# Per phase, and whether a number takes 2 bytes: (rows, keys, warps, stages), the first of which fits is taken. Rows 0:
-# those of a token. `stages` - 1 blocks of keys are on their way while one is worked on. As measured on an H200
-# (scripts/tune_attention.py).
-_HALF_PREFILL = ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))
-CONFIGS = {
-    (DECODE, True): ((0, 32, 1, 2), (0, 16, 1, 2)),
-    (DECODE, False): ((0, 32, 4, 2), (0, 16, 4, 2)),
-    (FEW, True): ((0, 64, 2, 3), (0, 64, 2, 2), (0, 32, 2, 2), (0, 16, 2, 2)),
-    (FEW, False): ((0, 32, 4, 2), (0, 16, 4, 2)),
-    (PREFILL, True): ((128, 64, 8, 3), (128, 64, 8, 2), *_HALF_PREFILL),
-    (PREFILL, False): ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
-    (GROUP, True): ((64, 32, 4, 3), *_HALF_PREFILL),
-    (GROUP, False): ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
-}
-
-
-def configure(phase: str, group: int, head_size: int, dtype: torch.dtype, chip: Chip) -> Config:
-    """The configuration for `group` query heads a KV head (G)."""
-    dims, least = _power(head_size), max(_power(group), 16)
-    wide = dims > 128  # then a tile of half the rows has as many numbers
-    for rows, keys, warps, stages in CONFIGS[phase, dtype.itemsize == 2]:
-        rows = max(rows // 2 if wide else rows, least)
-        warps = max(warps, min(rows // 16, 8) if rows == least else 0, 4 if wide else 0)
-        size = shared_bytes(rows, keys, stages, dims, dtype, chip)
-        if size <= chip.shared_memory:
-            tiles = phase in (PREFILL, GROUP)
-            merge_rows = min(rows if tiles else _power(group), 32)
-            merge_splits = min(max(MERGED[phase] * warps * 32 // (merge_rows * dims), 1), 16)
-            programs = programs_of(size, REGISTERS, warps, chip)
-            return Config(rows, keys, warps, stages, REGISTERS, programs, tiles, merge_rows, merge_splits)
-    raise ValueError(
-        f"attention='paged' can not run {group} query heads a KV head of size {head_size} in {dtype} on this GPU, "
-        f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"
-    )
-
-
-def programs_of(shared_memory: int, registers: int, warps: int, chip: Chip) -> int:
-    """Programs that a processor holds at once: if there were more, the last would start when all work is taken."""
-    by_memory = (chip.shared_memory + 1024) // (shared_memory + 1024)  # a kilobyte of each is the system's
-    by_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)
-    return max(min(by_memory, by_registers, 16), 1)
-
-
-def shared_bytes(rows: int, keys: int, stages: int, dims: int, dtype: torch.dtype, chip: Chip) -> int:
-    """Of shared memory, that a program takes: rounded up, since the compiler decides."""
-    ahead = stages if chip.capability >= HOPPER and rows >= 64 else max(stages - 1, 1)
-    numbers = 2 * ahead * keys * dims + rows * dims + rows * keys
-    return max(numbers * dtype.itemsize, rows * dims * 4) + 2048
-
-
-def _power(size: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << (size - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -165,7 +83,8 @@ def _attention_kernel(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, KIND: tl.constexpr,
-    PLAIN: tl.constexpr, SHARED: tl.constexpr, PRIVATE: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    PLAIN: tl.constexpr, SHARED: tl.constexpr, PRIVATE: tl.constexpr,
+    HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Units are taken in order: the first by the program's number, others from the layer's counter in the header."""
     # PRIVATE ones begin beside SHARED ones, and wait for them only where their partial results are wanted: so these say
@@ -185,19 +104,15 @@ def _attention_kernel(
     first, tokens, lane, position, begin, end, part, split = _item(item_ptr)
     while unit < count * K:
         head = unit % K
-        splits = split // SPLITS
-        split = split % SPLITS
-        priors = tokens // SPLITS
-        tokens = tokens % SPLITS
         row = tl.arange(0, ROWS)
         token = row // G
         q_head = head * G + row % G
         dim = tl.arange(0, DIMS)[None, :]
-        here = (token < tokens)[:, None] & (dim < D)
+        here = (token < tokens % SPLITS)[:, None] & (dim < D)
         query_row = first + token
         query = position + token
         low = position
-        high = position + tokens - 1
+        high = position + tokens % SPLITS - 1
         if KIND == SHARED:
             query_row = tl.load(members_ptr + query_row, mask=token < tokens, other=0)
             query = tl.load(lens_ptr + query_row) - 1
@@ -209,28 +124,15 @@ def _attention_kernel(
             q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr + lane * table_width, layer * num_pages,
             head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL,
         )  # fmt: skip
-        if KIND == PRIVATE:
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-            folded = priors if splits == 1 else 0
-            acc, peak, total = _fold(acc, peak, total, parts_ptr, lse_ptr, part, folded, q_head, here, H, D, DIMS)
-        acc = acc / total[:, None]
         if KIND == SHARED:
             slot = tl.load(bases_ptr + query_row) + split
+            acc = acc / total[:, None]
             _leave(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
-        elif splits == 1:
-            tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=here)
         else:
-            slot = part + priors + split * tokens + token
-            _leave(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
-            tl.debug_barrier()  # all of the program's results are written before it counts as arrived
-            arrived = tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="acq_rel", scope="gpu")
-            if arrived == splits - 1:
-                _merge(
-                    out_ptr, parts_ptr, lse_ptr, first, tokens, part, priors + splits, head,
-                    H, G, D, DIMS, MERGE_ROWS, MERGE_SPLITS,
-                )  # fmt: skip
-                tl.store(arrivals_ptr + part * K + head, 0)
+            _finish(
+                acc, peak, total, out_ptr, parts_ptr, lse_ptr, arrivals_ptr, first, tokens, part, split, head,
+                H, K, D, ROWS, DIMS, MERGE_ROWS, MERGE_SPLITS, SPLITS, KIND == PRIVATE, PDL,
+            )  # fmt: skip
         unit = count * K
         if unit > programs:
             unit = programs + tl.atomic_add(list_ptr + 1 + layer, 1, sem="relaxed")
@@ -335,6 +237,43 @@ def _blocks(
 
 
 @jit()
+def _finish(
+    acc, peak, total, out_ptr, parts_ptr, lse_ptr, arrivals_ptr, first, tokens, part, split, head,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, SPLITS: tl.constexpr, PRIORS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the answer of a tile, or of one of its splits the partial results; who is last merges them."""
+    if PRIORS and PDL:  # for the launch that left them
+        tl.extra.cuda.gdc_wait()
+    priors = tokens // SPLITS
+    tokens = tokens % SPLITS
+    splits = split // SPLITS
+    split = split % SPLITS
+    token = tl.arange(0, ROWS) // (H // K)
+    q_head = head * (H // K) + tl.arange(0, ROWS) % (H // K)
+    dim = tl.arange(0, DIMS)[None, :]
+    here = (token < tokens)[:, None] & (dim < D)
+    if splits == 1:
+        if PRIORS:
+            acc, peak, total = _fold(acc, peak, total, parts_ptr, lse_ptr, part, priors, q_head, here, H, D, DIMS)
+        at = ((first + token) * H + q_head)[:, None] * D + dim
+        tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=here)
+    else:
+        slot = part + priors + split * tokens + token
+        acc = acc / total[:, None]
+        _leave(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
+        tl.debug_barrier()  # all of the program's results are written before it counts as arrived
+        arrived = tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="acq_rel", scope="gpu")
+        if arrived == splits - 1:
+            _merge(
+                out_ptr, parts_ptr, lse_ptr, first, tokens, part, priors + splits, head,
+                H, H // K, D, DIMS, MERGE_ROWS, MERGE_SPLITS,
+            )  # fmt: skip
+            tl.store(arrivals_ptr + part * K + head, 0)
+
+
+@jit()
 def _leave(acc, lse, parts_ptr, lse_ptr, slot, here, D: tl.constexpr, DIMS: tl.constexpr):
     """Partial results acc [ROWS, DIMS], and the log2 of their sums [ROWS], for who merges them."""
     dim = tl.arange(0, DIMS)[None, :]
@@ -401,7 +340,7 @@ def _launch(
     layer: int, window: int,
 ) -> None:  # fmt: skip
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _), config = q.shape, keys.shape, items.config
-    group, dims = num_heads // num_kv, _power(head_size)
+    group, dims = num_heads // num_kv, power_of_two(head_size)
     assert q.shape == out.shape
     assert q.dtype == out.dtype == keys.dtype == values.dtype
     assert q.is_contiguous()

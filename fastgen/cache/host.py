@@ -1,0 +1,209 @@
+"""The host tier: pages of the KV pool that were evicted, kept in pinned memory until a prompt wants them again.
+
+Copies run on a stream of their own, beside the step before, which is still running, and beside the layers of their own
+step that do not need them yet. A page goes through staging memory on the GPU, so that what crosses the bus is one
+contiguous piece: whole for a save, a group of layers at a time for a load.
+
+What keeps the two streams apart. A page that is given out, or evicted, is held by no sequence of a step in flight, and
+what it holds was computed by steps that the host has collected: so the copy stream has no step to wait for. The step
+that a save comes with may write to the page at once: it waits until the page is in staging memory. The step that a load
+comes with waits for each group of layers before it computes the first of them. All else is in order because it is on
+one stream: the next use of staging memory, and the load of a slot after the save that filled it. There are two
+exceptions. A page may be given out while the copy of it for a fork is on its way, so copies within the pool come before
+what follows here (`follow`). And after an interrupt steps are in flight that nobody will collect: then the device must
+be idle before pages are given out again (`Runner.settle`).
+
+On the CPU the same code runs without streams.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgen.cache.pool import KVPool
+from fastgen.kernels.copies import copy_pages
+
+STAGING_BYTES = 1 << 28
+STAGING_PAGES = 64  # at most
+GROUPS = 4  # of layers; more arrive earlier, and take more of the host's time, which is a copy a page and group
+ALIGNMENT = 4096  # bytes; a page of the host's memory is pinned as a whole
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """The loads of a step on their way. events: by the first layer of each group; none where all is there."""
+
+    events: dict[int, torch.cuda.Event]
+
+    def wait(self, layer: int) -> None:
+        """Let what is launched from now on, on the current stream, wait until this layer's pages are in the pool."""
+        event = self.events.get(layer)
+        if event is not None:
+            event.wait()
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Layers first, first + 1, ... of the pool, of the staging memory and of the slots.
+
+    pool, staging: [2, layers, pages, E]; entries: of the staging memory, [layers, 2, E] each; slots: [slots, layers, 2,
+    E].
+    """
+
+    first: int
+    pool: Tensor
+    staging: Tensor
+    entries: list[Tensor]
+    slots: Tensor
+    arrived: torch.cuda.Event | None
+
+
+class HostTier:
+    """`num_slots` slots of pinned host memory, of a page each: [slots, layers, 2, E], E = K x P x D, of which a group
+    of layers is one contiguous piece. Which slot holds what is for the scheduler to know.
+
+    staging: pages of staging memory; None: as many as STAGING_BYTES holds, up to STAGING_PAGES. Raises ValueError where
+    the host's memory does not suffice.
+    """
+
+    @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
+    def __init__(self, pool: KVPool, num_slots: int, staging: int | None = None) -> None:
+        assert num_slots > 0
+        two, layers, _, size = pool.whole.shape
+        dtype, self.device = pool.whole.dtype, pool.whole.device
+        page_bytes = two * layers * size * dtype.itemsize
+        if staging is None:
+            staging = min(max(STAGING_BYTES // page_bytes, 1), STAGING_PAGES)
+        self._pool = pool.whole
+        self._staging = torch.empty(staging, layers, two, size, dtype=dtype, device=self.device)
+        self._order = torch.arange(staging, device=self.device)
+        self._stream: torch.cuda.Stream | None = None
+        self._gathered = self._event()
+        memory = _allocate(num_slots * page_bytes)
+        if self.device.type == "cuda":
+            # Its few kernels come first, or they would wait until the products of a step leave room.
+            self._stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+            _pin(memory)
+            weakref.finalize(self, _unpin, memory, self._stream)
+            self.follow()
+        self.slots = memory.view(dtype).view(num_slots, layers, two, size)
+        bounds = [layers * number // GROUPS for number in range(GROUPS + 1)]
+        self._groups = [
+            _Group(
+                first=first,
+                pool=pool.whole[:, first:end],
+                staging=self._staging.permute(2, 1, 0, 3)[:, first:end],
+                entries=list(self._staging[:, first:end].unbind()),
+                slots=self.slots[:, first:end],
+                arrived=self._event(),
+            )
+            for first, end in pairwise(bounds)
+            if first < end
+        ]
+
+    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages to slots (page, slot). What is launched next on the current stream may overwrite the pages."""
+        entries = list(self._staging.unbind())
+        with self._aside():
+            pages = self._upload([page for page, _ in pairs])
+            for start in range(0, len(pairs), len(entries)):
+                part = pairs[start : start + len(entries)]
+                order = self._order[: len(part)]
+                copy_pages(self._pool, self._staging.permute(2, 1, 0, 3), pages[start : start + len(part)], order)
+                if self._gathered is not None:
+                    self._gathered.record()
+                slots = [self.slots[slot] for _, slot in part]
+                torch._foreach_copy_(slots, entries[: len(part)], non_blocking=True)
+        if self._gathered is not None:
+            self._gathered.wait()
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> Arrivals:
+        """Copy slots to pages (slot, page). A layer may read and write the pages when it has waited for the arrival."""
+        with self._aside():
+            pages = self._upload([page for _, page in pairs])
+            for group in self._groups:
+                for start in range(0, len(pairs), len(group.entries)):
+                    part = pairs[start : start + len(group.entries)]
+                    slots = [group.slots[slot] for slot, _ in part]
+                    torch._foreach_copy_(group.entries[: len(part)], slots, non_blocking=True)
+                    order = self._order[: len(part)]
+                    copy_pages(group.staging, group.pool, order, pages[start : start + len(part)])
+                if group.arrived is not None:
+                    group.arrived.record()
+        return Arrivals({group.first: group.arrived for group in self._groups if group.arrived is not None})
+
+    def follow(self) -> None:
+        """Later saves and loads come after what was launched so far on the current stream."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _aside(self) -> AbstractContextManager[object]:
+        """What is launched within goes to the copy stream."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Recorded anew for each step: who waits for it is told to before that."""
+        return torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def _upload(self, numbers: list[int]) -> Tensor:
+        """int64 on the device, in the order of the current stream; does not wait."""
+        tensor = torch.from_numpy(np.array(numbers, dtype=np.int64))
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def _allocate(num_bytes: int) -> Tensor:
+    """uint8 [num_bytes], at a multiple of ALIGNMENT; raises ValueError where there is less."""
+    free = _free_memory()
+    wanted = f"the host tier takes {num_bytes / 1e9:.1f} GB of the host's memory"
+    if num_bytes > free:
+        raise ValueError(f"{wanted}, of which {free / 1e9:.1f} GB are free; lower host_cache_gb")
+    try:
+        raw = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
+    except MemoryError as error:
+        raise ValueError(f"{wanted}, which can not be had; lower host_cache_gb") from error
+    start = -raw.ctypes.data % ALIGNMENT
+    return torch.from_numpy(raw[start : start + num_bytes])
+
+
+def _free_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes that Linux, and the limit of the container that this runs in, leave; infinite on other systems."""
+    free = math.inf
+    if meminfo.exists():
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+        free = int(found[1]) * 1024 if found else free
+    limit, used = group / "memory.max", group / "memory.stat"
+    if limit.exists() and limit.read_text().strip() != "max":
+        found = re.search(r"^anon (\d+)$", used.read_text(), re.MULTILINE)  # files that are cached can be dropped
+        free = min(free, int(limit.read_text()) - (int(found[1]) if found else 0))
+    return free
+
+
+def _pin(memory: Tensor) -> None:
+    """Registered, not allocated by torch, which would take the next power of two."""
+    memory.zero_()  # by all threads, since the driver would touch the pages one after the other
+    driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(driver.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if status:
+        raise ValueError(
+            f"the GPU's driver can not pin {memory.numel() / 1e9:.1f} GB of the host's memory for the host tier "
+            f"(CUDA error {status}); lower host_cache_gb"
+        )
+
+
+def _unpin(memory: Tensor, stream: torch.cuda.Stream) -> None:
+    """Before the memory is freed, and after the last copy."""
+    stream.synchronize()
+    driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(driver.cudaHostUnregister(memory.data_ptr()))
+    assert not status, f"host memory can not be unpinned (CUDA error {status})"

@@ -1,0 +1,93 @@
+"""How attention's kernel is run: the tiles of its phases, as they fit a chip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fastgen.kernels.launch import Chip
+
+DECODE, FEW, PREFILL = "decode", "few", "prefill"  # FEW: decodes of so few sequences that the chip is not filled
+GROUP = "group"  # of rows that share keys
+FILLED = 8  # units (a sequence and a KV head) a processor, up to which decodes are FEW
+REGISTERS = 255  # of a thread: all that it may have measured faster than more programs a processor
+MERGED = {
+    DECODE: 8,
+    FEW: 8,
+    PREFILL: 16,
+    GROUP: 16,
+}  # numbers of partial results that a thread has on their way while it merges
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """rows: of a query tile, tokens * G or more; keys: of an iteration; registers: that a thread may have; programs:
+    that a processor is given; peel: blocks of keys that all rows see in full have a loop of their own, without a mask;
+    merge_rows, merge_splits: of the partial results that are read at once."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int
+    programs: int
+    peel: bool
+    merge_rows: int
+    merge_splits: int
+
+
+# Per phase, and whether a number takes 2 bytes: (rows, keys, warps, stages), the first of which fits is taken. Rows 0:
+# those of a token. `stages` - 1 blocks of keys are on their way while one is worked on. As measured on an H200
+# (scripts/tune_attention.py).
+_HALF_PREFILL = ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))
+CONFIGS = {
+    (DECODE, True): ((0, 32, 1, 2), (0, 16, 1, 2)),
+    (DECODE, False): ((0, 32, 4, 2), (0, 16, 4, 2)),
+    (FEW, True): ((0, 64, 2, 3), (0, 64, 2, 2), (0, 32, 2, 2), (0, 16, 2, 2)),
+    (FEW, False): ((0, 32, 4, 2), (0, 16, 4, 2)),
+    (PREFILL, True): ((128, 64, 8, 3), (128, 64, 8, 2), *_HALF_PREFILL),
+    (PREFILL, False): ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
+    (GROUP, True): ((64, 32, 4, 3), *_HALF_PREFILL),
+    (GROUP, False): ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
+}
+
+
+def configure(phase: str, group: int, head_size: int, dtype: torch.dtype, chip: Chip) -> Config:
+    """The configuration for `group` query heads a KV head (G)."""
+    dims, least = power_of_two(head_size), max(power_of_two(group), 16)
+    wide = dims > 128  # then a tile of half the rows has as many numbers
+    for rows, keys, warps, stages in CONFIGS[phase, dtype.itemsize == 2]:
+        rows = max(rows // 2 if wide else rows, least)
+        warps = max(warps, min(rows // 16, 8) if rows == least else 0, 4 if wide else 0)
+        size = shared_bytes(rows, keys, stages, dims, dtype, chip)
+        if size <= chip.shared_memory:
+            tiles = phase in (PREFILL, GROUP)
+            merge_rows = min(rows if tiles else power_of_two(group), 32)
+            merge_splits = min(max(MERGED[phase] * warps * 32 // (merge_rows * dims), 1), 16)
+            programs = programs_of(size, REGISTERS, warps, chip)
+            return Config(rows, keys, warps, stages, REGISTERS, programs, tiles, merge_rows, merge_splits)
+    raise ValueError(
+        f"attention='paged' can not run {group} query heads a KV head of size {head_size} in {dtype} on this GPU, "
+        f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"
+    )
+
+
+def programs_of(shared_memory: int, registers: int, warps: int, chip: Chip) -> int:
+    """Programs that a processor holds at once: if there were more, the last would start when all work is taken."""
+    by_memory = (chip.shared_memory + 1024) // (shared_memory + 1024)  # a kilobyte of each is the system's
+    by_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)
+    return max(min(by_memory, by_registers, 16), 1)
+
+
+def shared_bytes(rows: int, keys: int, stages: int, dims: int, dtype: torch.dtype, chip: Chip) -> int:
+    """Of shared memory, that a program takes: rounded up, since the compiler decides."""
+    ahead = stages if chip.capability >= HOPPER and rows >= 64 else max(stages - 1, 1)
+    numbers = 2 * ahead * keys * dims + rows * dims + rows * keys
+    return max(numbers * dtype.itemsize, rows * dims * 4) + 2048
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (size - 1).bit_length()

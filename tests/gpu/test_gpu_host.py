@@ -1,0 +1,154 @@
+"""The host tier and copies of pages on a GPU: what its streams leave is what the order of the batches says.
+
+Either stream is held up at random, so that a wait that is missing shows.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from handmade import EMPTY, PARAMS, continued, make_runner, run, siblings, start, table
+from torch import Tensor
+
+from fastgen.cache.host import HostTier
+from fastgen.loader import resolve
+from fastgen.request import Batch, Prefill, SamplingParams
+from fastgen.runner import Launched, Runner
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
+
+GREEDY = SamplingParams(temperature=0)
+PROMPT = [3 + 7 * at % 50 for at in range(75)]
+CYCLES = 20_000_000  # about 10 ms, which is many steps of the bundled model
+SLOTS = 12
+COLD = list(range(20, 60))  # pages that no lane holds
+
+
+@contextmanager
+def bundled(staging: int | None = None, **options: Any) -> Iterator[Runner]:
+    """The bundled model, and a host tier of SLOTS slots."""
+    runner = make_runner(resolve(None, None), device="cuda:0", max_model_len=256, **options)
+    runner.host = HostTier(runner.pool, SLOTS, staging)
+    yield runner
+    runner.settle()
+
+
+def hold_up(runner: Runner, draw: random.Random) -> None:
+    """Let what is launched next on the current stream, on the copy stream, or on neither, come late."""
+    assert runner.host is not None
+    stream = draw.choice((None, torch.cuda.current_stream(), runner.host._stream))
+    if stream is not None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(draw.randint(1, CYCLES))
+
+
+class Expected:
+    """What the pages and the slots hold when the batches so far are done."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.pages = runner.pool.whole.cpu().clone()
+        self.slots: dict[int, Tensor] = {}
+
+    def follow(self, batch: Batch) -> None:
+        self.slots |= {slot: self.pages[:, :, page].clone() for page, slot in batch.saves}
+        for slot, page in batch.loads:
+            self.pages[:, :, page] = self.slots[slot]
+        copied = {target: self.pages[:, :, source].clone() for source, target in batch.copies}
+        for page, content in copied.items():
+            self.pages[:, :, page] = content
+
+
+def traffic(draw: random.Random, filled: list[int]) -> Batch:
+    """Pages are saved, and written over in the same step by loads and copies."""
+    cold = draw.sample(COLD, len(COLD))
+    saves = tuple(zip(cold, draw.sample(range(SLOTS), draw.randint(0, SLOTS)), strict=False))
+    filled = sorted({*filled, *(slot for _, slot in saves)})
+    at = draw.randint(0, 6)  # the pages that are written begin among those that are saved
+    loads = tuple(zip(draw.sample(filled, draw.randint(0, len(filled))), cold[at:], strict=False))
+    at += len(loads)
+    count = draw.randint(0, 3)
+    copies = tuple(zip(cold[-count:] if count else (), cold[at : at + count], strict=True))
+    prefills = (Prefill(4, 0, (5, 6, 7), sample=False),) if loads else ()
+    return replace(EMPTY, decodes=(0, 1, 2), prefills=prefills, saves=saves, loads=loads, copies=copies)
+
+
+@pytest.mark.parametrize("staging", [None, 5, 1])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_random_traffic_beside_steps_in_flight(dtype: str, staging: int | None) -> None:
+    draw = random.Random(staging)
+    with bundled(staging, dtype=dtype) as runner, torch.inference_mode():
+        assert runner.host is not None
+        runner.pool.whole.normal_()
+        expected, flying = Expected(runner), list[Launched]()
+        chunks = tuple(Prefill(lane, 0, (9, 8, 7), sample=True) for lane in range(3))
+        pages = [entry for lane in range(3) for entry in table(lane, range(6 * lane, 6 * lane + 6))]
+        starts = tuple(start(lane, GREEDY, (), 3) for lane in range(3))
+        run(runner, replace(EMPTY, prefills=chunks, starts=starts, pages=(*pages, *table(4, [18]))))
+        seen = dict.fromkeys(("saves", "loads", "copies"), 0)
+        for _ in range(80):
+            batch = traffic(draw, list(expected.slots))
+            hold_up(runner, draw)
+            flying.append(runner.launch(batch))
+            expected.follow(batch)
+            for name in seen:
+                seen[name] += len(getattr(batch, name))
+            if len(flying) > 1:
+                runner.collect(flying.pop(0))
+        runner.settle()
+        assert min(seen.values()) > 50
+        assert torch.equal(runner.pool.whole[:, :, COLD].cpu(), expected.pages[:, :, COLD])
+        for slot, content in expected.slots.items():
+            assert torch.equal(runner.host.slots[slot].transpose(0, 1), content)
+
+
+@pytest.mark.parametrize("staging", [None, 1])
+@pytest.mark.parametrize("attention", ["auto", "reference"])
+def test_a_prefix_from_the_host_is_waited_for(attention: str, staging: int | None) -> None:
+    with bundled(staging, dtype="bfloat16", attention=attention) as runner:
+        expected = continued(runner, PROMPT, 12, moved=False)
+        tier, draw = runner.host, random.Random(0)
+        assert tier is not None
+        for _ in range(5):
+            for name in ("save", "load"):
+                setattr(tier, name, late(runner, getattr(HostTier, name), draw))
+            assert continued(runner, PROMPT, 12, moved=True) == expected
+
+
+def late(runner: Runner, method: Any, draw: random.Random) -> Any:
+    def wrapped(pairs: Any) -> Any:
+        hold_up(runner, draw)
+        return method(runner.host, pairs)
+
+    return wrapped
+
+
+def test_forks_in_float32_say_what_lanes_that_prefilled_say() -> None:
+    greedy = [replace(params, temperature=0, logprobs=None) for params in PARAMS]
+    with bundled(dtype="float32") as runner:
+        assert runner.graphs is not None
+        for length in (1, 16, 45):
+            found = []
+            for forked in (False, True):
+                steps, _ = siblings(runner, PROMPT[:length], forked, params=greedy)
+                found.append([{lane: said[0] for lane, said in step.items()} for step in steps])
+            assert found[0] == found[1]
+
+
+def test_pinned_memory_is_given_back() -> None:
+    runner = make_runner(resolve(None, None), device="cuda:0", host_cache_gb=0.05)
+    tier = runner.host
+    assert tier is not None
+    memory = tier.slots
+    assert len(memory) == runner.config.host_pages
+    assert memory.is_pinned()
+    tier.save([(1, 2)])
+    runner.host = tier = None
+    gc.collect()
+    assert not memory.is_pinned()

@@ -1,0 +1,132 @@
+"""A Runner that is told what to do by Batches made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastgen.arch import read_config
+from fastgen.config import EngineConfig
+from fastgen.request import Batch, LaneStart, Prefill, SamplingParams, Score, StepResult
+from fastgen.runner import Runner
+from fastgen.startup import build_runner
+
+PAGE = 16
+EMPTY = Batch((), (), (), (), masked=False)
+PARAMS = [  # of lanes 0, 1 and 2
+    SamplingParams(temperature=0.9, top_k=40, logprobs=3),
+    SamplingParams(temperature=1.2, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={7: 2.0}),
+    SamplingParams(temperature=0.7, min_p=0.01, presence_penalty=0.5, logprobs=1),
+]
+Said = dict[int, tuple[Any, ...]]
+"""What each lane drew in a step: (token, logprob, raw logprob, alternatives)."""
+
+
+def make_runner(folder: Path, **options: Any) -> Runner:
+    """8 lanes, 64 pages of 16 tokens."""
+    settings: dict[str, Any] = {"max_seqs": 8, "max_step_tokens": 256, "page_size": PAGE, "num_pages": 64, **options}
+    model = read_config(folder)
+    return build_runner(model, EngineConfig.make(model, **settings), folder, "auto")
+
+
+def start(lane: int, params: SamplingParams, tokens: Sequence[int], prompt_len: int, seed: int = 0) -> LaneStart:
+    return LaneStart(lane, params, seed, 0, prompt_len, frozenset((2,)), tuple(tokens) if params.penalized else ())
+
+
+def table(lane: int, pages: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """The whole page table of a lane."""
+    return tuple((lane, slot, page) for slot, page in enumerate(pages))
+
+
+def run(runner: Runner, batch: Batch, masks: Mapping[int, np.ndarray] | None = None) -> tuple[Said, StepResult]:
+    """masks: of the lanes that may not say all, where the batch is masked."""
+    launched = runner.launch(batch)
+    if batch.masked:
+        words = -(-runner.model.config.vocab_size // 32)
+        free = np.full(words, -1, dtype=np.int32)
+        runner.sample(launched, np.stack([(masks or {}).get(lane, free) for lane in batch.sampling]))
+    result = runner.collect(launched)
+    assert runner.kv_lens.tolist() == runner._kv_lens.tolist(), "the host knows the lengths"
+    tops = result.top_logprobs or [None] * len(result.tokens)
+    rows = zip(result.tokens, result.logprobs, result.raw_logprobs, tops, strict=True)
+    return dict(zip(batch.sampling, rows, strict=True)), result
+
+
+def siblings(
+    runner: Runner,
+    prompt: Sequence[int],
+    forked: bool,
+    steps: int = 20,
+    params: Sequence[SamplingParams] = PARAMS,
+    score: Score | None = None,
+    masks: Mapping[int, np.ndarray] | None = None,
+) -> tuple[list[Said], StepResult]:
+    """What lanes 0, 1 and 2 say to a prompt, a dict a step, and the result of the step that prefills.
+
+    forked: lanes 1 and 2 are forks of 0 and share its full pages; else each prefills on pages of its own. Beside them
+    lane 3 decodes, lane 4 prefills a chunk and lane 5 a whole prompt of one token.
+    """
+    total = len(prompt) + steps + 1
+    held = [list(range(10 * lane, 10 * lane + -(-total // PAGE))) for lane in range(3)]
+    shared, partial = divmod(len(prompt), PAGE)
+    if forked:
+        held[1][:shared] = held[2][:shared] = held[0][:shared]
+    beside = {3: [40, 41, 42], 4: [43], 5: [44, 45]}
+    everyone = [*enumerate(held), *beside.items()]
+    others = {3: [9, 8, 7], 5: [11]}
+    starts = [start(lane, params[lane], prompt, len(prompt), seed=lane + 5) for lane in range(3)]
+    starts += [start(lane, params[0], ids, len(ids)) for lane, ids in others.items()]
+    run(
+        runner,
+        replace(
+            EMPTY,
+            prefills=(Prefill(3, 0, tuple(others[3]), sample=True),),
+            starts=tuple(starts[3:4]),
+            pages=tuple(chain.from_iterable(table(lane, pages) for lane, pages in everyone)),
+            fresh=tuple(sorted({page for _, pages in everyone for page in pages})),
+        ),
+    )
+    first = Prefill(0, 0, tuple(prompt), sample=True, score=score, forks=(1, 2) if forked else ())
+    rest = () if forked else tuple(Prefill(lane, 0, tuple(prompt), sample=True) for lane in (1, 2))
+    chunks = (Prefill(4, 0, (5, 6, 7, 8), sample=False), first, *rest, Prefill(5, 0, (11,), sample=True))
+    batch = replace(EMPTY, decodes=(3,), prefills=chunks, starts=(*starts[:3], starts[4]), masked=masks is not None)
+    said, prefilled = run(runner, batch, masks)
+    steps_said = [said]
+    copies = tuple((held[0][shared], held[lane][shared]) for lane in (1, 2)) if forked and partial else ()
+    for _ in range(steps):
+        steps_said.append(run(runner, replace(EMPTY, decodes=(0, 1, 2, 3, 5), copies=copies))[0])
+        copies = ()
+    return steps_said, prefilled
+
+
+def continued(runner: Runner, prompt: Sequence[int], steps: int, moved: bool) -> list[Said]:
+    """What is said to a prompt that is prefilled on lane 0, and again from its full pages on lane 1.
+
+    moved: its full pages go to the host tier, are written over, and come back to other places.
+    """
+    params, full = PARAMS[1], (len(prompt) - 1) // PAGE
+    pages = list(range(-(-(len(prompt) + steps) // PAGE)))
+    first = (Prefill(0, 0, tuple(prompt), sample=False),)
+    run(runner, replace(EMPTY, prefills=first, pages=table(0, pages), fresh=tuple(pages)))
+    rest, loads = [50 + page for page in pages[full:]], ()
+    if moved:
+        saves = tuple((page, 2 * page + 1) for page in pages[:full])
+        over = Prefill(2, 0, tuple(reversed(prompt)), sample=False)
+        run(runner, replace(EMPTY, prefills=(over,), pages=table(2, pages), fresh=tuple(pages), saves=saves))
+        loads = tuple((slot, 30 - page) for page, slot in saves)
+    places = [page for _, page in loads] or pages[:full]
+    batch = replace(
+        EMPTY,
+        prefills=(Prefill(1, full * PAGE, tuple(prompt[full * PAGE :]), sample=True),),
+        starts=(start(1, params, prompt, len(prompt), seed=3),),
+        pages=table(1, [*places, *rest]),
+        fresh=tuple(rest),
+        loads=loads,
+    )
+    said = [run(runner, batch)[0]]
+    return said + [run(runner, replace(EMPTY, decodes=(1,)))[0] for _ in range(steps - 1)]
