@@ -8,36 +8,15 @@ may go before it is looked at again.
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from dataclasses import dataclass
+from collections import OrderedDict
 
 import numpy as np
 
-from fastgen.cache.pages import PageAllocator
+from fastgen.admission import Expectation, Reservations
+from fastgen.cache.pages import Node, PageAllocator
 from fastgen.config import EngineConfig
-from fastgen.request import Batch, LaneStart, Prefill, Score, Scored, Sequence, Status, StepResult
-
-
-@dataclass
-class Expectation:
-    """How long answers get. One that nothing but its length ends gets as long as that; of others, finished ones tell.
-
-    Twice a moving average, since most answers are shorter than that and those that are not can still be preempted.
-    Before any has finished: 2048 tokens.
-    """
-
-    average: float = 1024.0  # tokens
-    least: int = 256  # what is expected at the least, tokens
-    weight: float = 1 / 16  # of one answer in the average
-    exact: bool = True  # whether an end that is certain is known
-
-    @property
-    def tokens(self) -> int:
-        return max(self.least, round(2 * self.average))
-
-    def learn(self, tokens: int) -> None:
-        """An answer has finished with so many tokens."""
-        self.average += self.weight * (tokens - self.average)
+from fastgen.request import Batch, LaneStart, Prefill, Sequence, Status, StepResult
+from fastgen.results import back_to_the_queue, cacheable, fill_mask, keep_scores, keep_token, lane_start, wanted_score
 
 
 class Scheduler:
@@ -49,29 +28,42 @@ class Scheduler:
 
     **Admission.** A sequence reserves the pages that it is expected to fill: those of the tokens it knows and of the
     answer that `expectation` says, as far as its max_len lets it grow. Who has come further reserves a page more than
-    it holds. The first that waits is admitted where its reservation fits the pool beside those of all that run; a lone
-    one always is. So where answers end as expected, or at a max_tokens below that, nobody is ever preempted, and no
-    prefill is done twice.
+    it holds. The first that waits is admitted where its reservation, less the pages that others hold already, fits the
+    pool beside those of all that run; a lone one always is. So where answers end as expected, or at a max_tokens below
+    that, nobody is ever preempted, and no prefill is done twice.
+
+    **Sharing.** Full pages of a prompt are indexed as soon as a step is scheduled that computes them, and those of an
+    answer when the sequence leaves. One that is admitted begins behind the longest prefix that is cached. When the last
+    chunk of a prompt is scheduled, those that wait next with the same tokens become its forks: they share its pages,
+    draw from its last row, and compute nothing; a last page that is not full is copied for each.
 
     **Waves.** Where nothing else will come (`closed`) and what is there does not fit at once, no more run at a time
     than make the waves equal: a small rest, alone at the end, would take as long as a wave and leave the GPU idle.
 
     **Preemption.** Where expectations were too low and pages run out, the youngest gives up its lane and pages, and
-    computes everything again when it comes back. `running` is in order of arrival.
+    computes again what is not cached when it comes back. `running` is in order of arrival.
+
+    **Interrupts.** An exception (Ctrl-C) may come anywhere, within any method here. `rewind` then makes everything anew
+    from the sequences themselves, and trusts nothing else.
     """
 
     def __init__(self, config: EngineConfig, expectation: Expectation | None = None) -> None:
         self.config = config
-        self.pages = PageAllocator(config.num_pages, config.page_size)
+        self.pages = PageAllocator(config.num_pages, config.page_size, config.host_pages)
         self.expectation = expectation or Expectation()
-        self.waiting: deque[Sequence] = deque()
+        self.reservations = Reservations(self.pages, self.expectation, config.max_seqs)
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
         self.running: list[Sequence] = []
         self.lanes: list[Sequence | None] = [None] * config.max_seqs
         self.closed = False  # nothing else will be added before all that is there has ended
         self.in_flight = 0  # steps scheduled and not yet updated
         self.prefilled_tokens = 0  # those computed again count again
         self.generated_tokens = 0
+        self.cached_tokens = 0  # that admitted sequences did not have to compute
+        self.saved_pages = 0  # to the host tier
+        self.loaded_pages = 0
         self.preemptions = 0
+        self._sequences: dict[Sequence, None] = {}  # all that wait or hold a lane, in order of arrival
         self._free_lanes = list(range(config.max_seqs))
         # By lane, in order of arrival. A sequence is in neither when it has ended, or its last token is in flight.
         self._prefilling: dict[int, Sequence] = {}
@@ -79,10 +71,8 @@ class Scheduler:
         self._decodes: tuple[int, ...] = ()  # of the last step
         self._limits = [0] * config.max_seqs  # of each lane that decodes: tokens computed when it needs a page, or ends
         self._masked: set[int] = set()  # lanes
-        self._reserved = [0] * config.max_seqs  # pages, of each lane
-        self._reserved_sum = 0
-        self._wanted_sum = 0  # the pages that those who wait will reserve
-        self._answer_len = self.expectation.tokens  # the expectation that these numbers are made with
+        self._tips: list[Node | None] = [None] * config.max_seqs  # of each lane: its last indexed page, or the root
+        self._outdated: set[int] = set()  # lanes whose KV is of old weights, in part at least
         self._starts: list[LaneStart] = []
         self._page_updates: list[tuple[int, int, int]] = []
 
@@ -93,12 +83,19 @@ class Scheduler:
     @property
     def wants_more(self) -> bool:
         """Whether there are lanes, and pages, for more than already wait."""
-        fit = self._reserved_sum + self._wanted_sum <= self.pages.num_pages
-        return fit and len(self.waiting) <= len(self._free_lanes)
+        return len(self.waiting) <= len(self._free_lanes) and self.reservations.all_fit()
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
-        self._wanted_sum += self._expected_pages(sequence)
+        expected = self.reservations.expected(sequence)
+        self._sequences[sequence] = None
+        self.waiting[sequence] = None
+        self.reservations.wanted_sum += expected
+
+    def forget_prefixes(self) -> None:
+        """The weights have changed: nothing that was computed with the old ones is given to anybody any more."""
+        self._outdated = {sequence.lane for sequence in self.running}
+        self._tips = [None] * self.config.max_seqs
+        self.pages.forget()
 
     # ------------------------------------------------------------------------------------------ what runs next
 
@@ -113,10 +110,14 @@ class Scheduler:
         prefills = self._schedule_prefills(self.config.max_step_tokens - len(decodes))
         if not decodes and not prefills:
             return None
-        masked = not self._masked.isdisjoint(decodes) or any(p.sample and p.lane in self._masked for p in prefills)
-        batch = Batch(decodes, tuple(prefills), tuple(self._starts), tuple(self._page_updates), masked)
+        drawing = [lane for chunk in prefills if chunk.sample for lane in (chunk.lane, *chunk.forks)]
+        masked = not (self._masked.isdisjoint(decodes) and self._masked.isdisjoint(drawing))
+        changes = self.pages.take_changes()
+        batch = Batch(decodes, tuple(prefills), tuple(self._starts), tuple(self._page_updates), masked, *changes)
         self._starts.clear()
         self._page_updates.clear()
+        self.saved_pages += len(changes.saves)
+        self.loaded_pages += len(changes.loads)
         self.in_flight += 1
         return batch
 
@@ -168,103 +169,135 @@ class Scheduler:
         start = sequence.computed
         end = min(sequence.prefill_len, start + budget)
         ends = end == sequence.prefill_len
-        chunk = Prefill(
+        sample = ends and end < sequence.max_len
+        sequence.computed = end
+        sequence.pending += sample
+        self.prefilled_tokens += end - start
+        self._index(sequence, end, proven=False)
+        if ends:
+            del self._prefilling[sequence.lane]
+        if sample:
+            self._begin_decoding(sequence)
+        return Prefill(
             lane=sequence.lane,
             start=start,
             tokens=tuple(sequence.token_ids[start:end]),
-            sample=ends and end < sequence.max_len,
-            score=_wanted_score(sequence, start, end),
+            sample=sample,
+            score=wanted_score(sequence, start, end),
+            forks=self._admit_forks(sequence) if sample else (),
         )
-        sequence.computed = end
-        sequence.pending += chunk.sample
-        self.prefilled_tokens += end - start
-        if ends:
-            del self._prefilling[sequence.lane]
-        if sequence.pending and sequence.length < sequence.max_len:
+
+    def _begin_decoding(self, sequence: Sequence) -> None:
+        """From its first token on, which is in flight, if it goes on after that."""
+        if sequence.length < sequence.max_len:
             self._decoding[sequence.lane] = sequence
             self._set_limit(sequence)
-        return chunk
+
+    # -------------------------------------------------------------------------------------------- who is admitted
 
     def _admit(self) -> bool:
-        """Give the first waiting sequence a lane and the pages of all its known tokens, where its reservation fits."""
+        """Give the first waiting sequence a lane, the cached pages that match its known tokens, and pages for the rest
+        of these, where its reservation fits."""
         if not self.waiting or not self._free_lanes:
             return False
-        sequence = self.waiting[0]
-        expected = self._expected_pages(sequence)
-        if self.running and (self._reserved_sum + expected > self.pages.num_pages or len(self.running) >= self._wave()):
+        sequence = next(iter(self.waiting))
+        limit = cacheable(sequence) if self.config.prefix_cache else 0
+        expected = self.reservations.expected(sequence)
+        if not self._fits(expected, expected - limit // self.config.page_size):  # at the best
             return False
-        sequence.lane = lane = heapq.heappop(self._free_lanes)
-        self.lanes[lane] = self.waiting.popleft()
-        self.running.append(sequence)
-        self._wanted_sum -= expected
-        self._reserve(sequence, expected)
-        sequence.status = Status.RUNNING
-        sequence.prefill_len = len(sequence.token_ids)
-        self._prefilling[lane] = sequence
-        if sequence.mask is not None:
-            self._masked.add(lane)
-        self._starts.append(
-            LaneStart(
-                lane=lane,
-                params=sequence.params,
-                seed=sequence.seed,
-                index=sequence.index,
-                prompt_len=sequence.prompt_len,
-                stop_ids=sequence.stop_ids,
-                token_ids=tuple(sequence.token_ids) if sequence.params.penalized else (),
-            )
-        )
+        nodes = self.pages.match(sequence.token_ids, limit)
+        if not self._fits(expected, expected - self.pages.held(nodes)):
+            return False
+        tip = nodes[-1] if nodes else self.pages.root
+        self._start(sequence, expected, tip if self.config.prefix_cache else None)
+        self.pages.adopt(sequence.pages, nodes)
+        sequence.computed = len(nodes) * self.config.page_size
+        self._count_cached(sequence, sequence.computed)
+        self._prefilling[sequence.lane] = sequence
+        self._send_pages(sequence, 0)
         grown = self._grow(sequence, sequence.prefill_len)
         assert grown, "admitted without enough pages"
         return True
 
-    def _wave(self) -> int:
-        """So many sequences may run at a time."""
-        if not self.closed:
-            return self.config.max_seqs
-        waves = -(-(self._reserved_sum + self._wanted_sum) // self.pages.num_pages)
-        return -(-(len(self.running) + len(self.waiting)) // waves)
+    def _admit_forks(self, source: Sequence) -> tuple[int, ...]:
+        """Lanes of those next in line that know the same tokens as `source`, whose last known one is now scheduled."""
+        forks: list[int] = []
+        while self.waiting and self._free_lanes and source.lane not in self._outdated:
+            sequence, known = next(iter(self.waiting)), len(source.token_ids)
+            if sequence.score_start is not None or sequence.max_len <= known or sequence.token_ids != source.token_ids:
+                break
+            copy = known + 1 < sequence.max_len and known % self.config.page_size != 0  # it will write its last page
+            expected = self.reservations.expected(sequence)
+            if not self._fits(expected, expected - len(source.pages) + copy):
+                break
+            self._start(sequence, expected, self._tips[source.lane])
+            self.pages.fork(sequence.pages, source.pages, copy)
+            sequence.computed, sequence.pending = known, 1
+            self._count_cached(sequence, known - 1)
+            self._send_pages(sequence, 0)
+            self._begin_decoding(sequence)
+            forks.append(sequence.lane)
+        return tuple(forks)
 
-    # -------------------------------------------------------------------------------- pages, held and reserved
+    def _fits(self, expected: int, need: int) -> bool:
+        """Whether one that waits may run: one that is expected to hold, and needs, so many pages."""
+        if not self.running:
+            return True
+        if not self.reservations.fits(need):
+            return False
+        everybody = len(self.running) + len(self.waiting)
+        return not self.closed or len(self.running) < -(-everybody // self.reservations.waves(expected, need))
+
+    def _start(self, sequence: Sequence, expected: int, tip: Node | None) -> None:
+        """Take a sequence from the queue and give it a lane."""
+        lane = heapq.heappop(self._free_lanes)
+        sequence.prefill_len = len(sequence.token_ids)
+        self._tips[lane] = tip
+        sequence.lane = lane
+        sequence.status = Status.RUNNING
+        self.lanes[lane] = sequence
+        del self.waiting[sequence]
+        self.running.append(sequence)
+        self.reservations.wanted_sum -= expected
+        self.reservations.reserve(lane, expected)
+        if sequence.mask is not None:
+            self._masked.add(lane)
+        self._starts.append(lane_start(sequence))
+
+    def _count_cached(self, sequence: Sequence, num_tokens: int) -> None:
+        self.cached_tokens += num_tokens
+        if not sequence.preemptions:
+            sequence.cached_tokens = num_tokens
+
+    # ------------------------------------------------------------------------------------------------------ pages
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         held = len(sequence.pages)
         if not self.pages.grow(sequence.pages, num_tokens):
             return False
-        for slot in range(held, len(sequence.pages)):
-            self._page_updates.append((sequence.lane, slot, sequence.pages[slot]))
-        if len(sequence.pages) >= self._reserved[sequence.lane]:
-            self._reserve(sequence, self._expected_pages(sequence))
+        self._send_pages(sequence, held)
+        self.reservations.renew(sequence)
         return True
 
-    def _expected_pages(self, sequence: Sequence) -> int:
-        """How many pages a sequence will hold at the end: as expected, or else one more than now."""
-        count = self.pages.count
-        now = max(count(len(sequence.token_ids)), len(sequence.pages))
-        most = max(now, count(sequence.max_len - 1))  # the last token needs no place
-        if sequence.ends_at_length and self.expectation.exact:
-            return most
-        return min(max(count(sequence.prompt_len + self._answer_len), now + 1), most)
+    def _send_pages(self, sequence: Sequence, first: int) -> None:
+        """Tell the lane of its pages from number `first` on."""
+        for slot in range(first, len(sequence.pages)):
+            self._page_updates.append((sequence.lane, slot, sequence.pages[slot]))
 
-    def _reserve(self, sequence: Sequence, num_pages: int) -> None:
-        self._reserved_sum += num_pages - self._reserved[sequence.lane]
-        self._reserved[sequence.lane] = num_pages
-
-    def _learn(self, answer_len: int) -> None:
-        """From an answer that has finished. Reservations are made anew where that moves them by much, which is rare."""
-        self.expectation.learn(answer_len)
-        if abs(self.expectation.tokens - self._answer_len) * 8 > self._answer_len:
-            self._answer_len = self.expectation.tokens
-            self._wanted_sum = sum(map(self._expected_pages, self.waiting))
-            for sequence in self.running:
-                self._reserve(sequence, self._expected_pages(sequence))
+    def _index(self, sequence: Sequence, num_tokens: int, proven: bool) -> None:
+        """Index the pages that are full of a sequence's first `num_tokens` tokens."""
+        stop = min(num_tokens // self.config.page_size, len(sequence.pages))
+        tip = self._tips[sequence.lane]
+        self._tips[sequence.lane] = self.pages.index(tip, sequence.pages, sequence.token_ids, stop, proven)
 
     # ------------------------------------------------------------------------------------ what has come of it
 
     def update(self, batch: Batch, result: StepResult) -> list[Sequence]:
         """Append what a step drew; returns the sequences with something new, the finished ones among them."""
         self.in_flight -= 1
-        self._keep_scores(result.scored)
+        self.pages.prove()
+        for scored in result.scored:
+            keep_scores(self._on(scored.lane), scored)
         changed = []
         lanes, running = self.lanes, Status.RUNNING
         plain = result.top_logprobs is None and result.sampling_masks is None and not batch.masked
@@ -276,6 +309,7 @@ class Scheduler:
             if sequence.status is not running:
                 if not sequence.pending:
                     self._leave(sequence)
+                    del self._sequences[sequence]
                 continue
             changed.append(sequence)
             if plain and token >= 0:  # the loop that each token goes through: what _append does, without the calls
@@ -295,36 +329,12 @@ class Scheduler:
                     changed.append(sequence)
         return changed
 
-    def _keep_scores(self, found: list[Scored]) -> None:
-        for scored in found:
-            sequence = self._on(scored.lane)
-            end = scored.start + len(scored.logprobs)
-            sequence.prompt_logprobs[scored.start : end] = scored.logprobs
-            if scored.top_logprobs is not None:
-                sequence.prompt_top_logprobs[scored.start : end] = scored.top_logprobs
-
     def _append(self, sequence: Sequence, result: StepResult, row: int) -> None:
-        """Keep a token and all that was asked for with it, where a mask and finite logits let there be one."""
-        token = result.tokens[row]
-        if token < 0:
-            nothing = "the logits are not finite" if sequence.mask is None else "the mask allowed no token"
-            sequence.error = sequence.error or nothing
-            return self.finish(sequence, "error")
-        if sequence.mask is not None:
-            try:
-                sequence.mask.accept(token)
-            except Exception as error:
-                sequence.error = f"the mask raised {error!r}"
-                return self.finish(sequence, "error")
-        sequence.logprobs.append(result.logprobs[row])
-        sequence.raw_logprobs.append(result.raw_logprobs[row])
-        if result.top_logprobs is not None and (top := result.top_logprobs[row]) is not None:
-            sequence.top_logprobs.append(top)
-        if result.sampling_masks is not None and (kept := result.sampling_masks[row]) is not None:
-            sequence.sampling_mask.append(kept)
-        sequence.token_ids.append(token)  # last, so that an interrupt leaves no token without its logprobs
-        self.generated_tokens += 1
-        self._end(sequence, token)
+        if keep_token(sequence, result, row):
+            self.generated_tokens += 1
+            self._end(sequence, sequence.token_ids[-1])
+        else:
+            self.finish(sequence, "error")
 
     def _end(self, sequence: Sequence, token: int) -> None:
         """Finish a sequence where the token it has just said ends it."""
@@ -337,50 +347,61 @@ class Scheduler:
         """End a sequence. One that runs leaves its lane at once, or when its token in flight has come back."""
         if sequence.status is Status.FINISHED:
             return
-        if sequence.status is Status.WAITING:
-            self.waiting.remove(sequence)
-            self._wanted_sum -= self._expected_pages(sequence)
-        elif sequence.pending:
+        stays = sequence.pending > 0
+        if stays:
             self._decoding.pop(sequence.lane, None)
-        else:
+        elif sequence.status is Status.RUNNING:
             self._leave(sequence)
-        sequence.status = Status.FINISHED
+        elif sequence in self.waiting:
+            self.reservations.wanted_sum -= self.reservations.expected(sequence)
+            del self.waiting[sequence]
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
+        sequence.status = Status.FINISHED
+        if not stays:
+            self._sequences.pop(sequence, None)
         if reason in ("stop", "length") and sequence.output_len:
-            self._learn(sequence.output_len)
+            self.reservations.learn(sequence.output_len, self.running, self.waiting)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence with what it has. The step in flight must have been read."""
         assert not self.in_flight
-        self.finish(sequence, "abort")
+        try:
+            self.finish(sequence, "abort")
+        except BaseException:
+            self.rewind()
+            raise
 
     def rewind(self) -> None:
-        """Forget the steps in flight, whose results are lost: what runs computes again from the tokens it has."""
+        """Forget the steps in flight, whose results are lost: what runs computes again from the tokens it has.
+
+        The exception that made this necessary may have come within any other method, so all that is kept is made anew.
+        """
         self.in_flight = 0
-        for sequence in self.running[::-1]:
-            sequence.pending = 0
-            known = sequence.output_len
-            for kept in (sequence.logprobs, sequence.raw_logprobs, sequence.top_logprobs, sequence.sampling_mask):
-                del kept[known:]
-            if sequence.status is Status.FINISHED:
-                self._leave(sequence)
-            else:
-                self._preempt(sequence)
-        # An interrupt may have come in the middle of a sum.
-        self._reserved_sum, self._wanted_sum = 0, sum(map(self._expected_pages, self.waiting))
+        for sequence in self._sequences:
+            known = len(sequence.token_ids)
+            if sequence.lane >= 0 and known > sequence.prefill_len:  # a token was read that all before it have led to
+                self._index(sequence, known - 1, proven=True)
+            self.preemptions += sequence.status is Status.RUNNING
+            back_to_the_queue(sequence)
+        self.pages.recover()
+        self._sequences = {s: None for s in self._sequences if s.status is not Status.FINISHED}
+        self.waiting = OrderedDict(self._sequences)
+        self.running = []
+        self.lanes = [None] * self.config.max_seqs
+        self._free_lanes = list(range(self.config.max_seqs))
+        self.reservations.restart(self.waiting)
+        for kept in (self._prefilling, self._decoding, self._masked, self._outdated, self._starts, self._page_updates):
+            kept.clear()
+        for sequence in list(self.waiting):
+            if sequence.output_len:  # the interrupt may have come between a last token and the end
+                self._end(sequence, sequence.token_ids[-1])
 
     def fill_masks(self, batch: Batch, vocab_size: int) -> np.ndarray:
         """Allowed tokens of the lanes that draw: int32 [R, ceil(V / 32)]. All lanes must have been updated."""
         rows = np.full((len(batch.sampling), -(-vocab_size // 32)), -1, dtype=np.int32)
         for row, lane in zip(rows, batch.sampling, strict=True):
-            sequence = self._on(lane)
-            if sequence.mask is not None and sequence.status is Status.RUNNING:
-                try:
-                    sequence.mask.fill(row)
-                except Exception as error:  # the user's code; ends this sequence alone, when no token comes back
-                    sequence.error = f"the mask raised {error!r}"
-                    row[:] = 0
+            fill_mask(self._on(lane), row)
         return rows
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -391,17 +412,21 @@ class Scheduler:
         sequence.error = None
         sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(sequence)
-        self._wanted_sum += self._expected_pages(sequence)
+        self.waiting[sequence] = None
+        self.waiting.move_to_end(sequence, last=False)
+        self.reservations.wanted_sum += self.reservations.expected(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         lane = sequence.lane
+        self._index(sequence, min(len(sequence.token_ids), sequence.computed), proven=True)
         self.running.remove(sequence)
         self.pages.release(sequence.pages)
-        self._reserve(sequence, 0)
+        self.reservations.reserve(lane, 0)
         self._prefilling.pop(lane, None)
         self._decoding.pop(lane, None)
         self._masked.discard(lane)
+        self._outdated.discard(lane)
+        self._tips[lane] = None
         self.lanes[lane] = None
         heapq.heappush(self._free_lanes, lane)
         self._starts = [start for start in self._starts if start.lane != lane]
@@ -418,6 +443,7 @@ class Scheduler:
         self.pages.check(sequence.pages for sequence in self.running)
         assert {s.lane: s for s in self.running} == {lane: s for lane, s in enumerate(self.lanes) if s is not None}
         assert sorted([*self._free_lanes, *(s.lane for s in self.running)]) == list(range(self.config.max_seqs))
+        assert list(self._sequences) == [*self.running, *self.waiting], "the order of arrival is lost"
         for sequence in self.waiting:
             assert sequence.status is Status.WAITING
             assert not sequence.pages
@@ -426,7 +452,8 @@ class Scheduler:
             assert sequence.computed <= sequence.length
             assert len(sequence.pages) * self.config.page_size >= sequence.computed
             assert len(sequence.token_ids) <= sequence.max_len
-            assert len(sequence.pages) <= self._reserved[sequence.lane] <= self._expected_pages(sequence)
+            reserved = self.reservations.of(sequence.lane)
+            assert len(sequence.pages) <= reserved <= self.reservations.expected(sequence)
         self._check_kept()
 
     def _check_kept(self) -> None:
@@ -440,16 +467,9 @@ class Scheduler:
             limit = min(len(sequence.pages) * self.config.page_size, sequence.max_len - 1)
             assert sequence.computed <= self._limits[sequence.lane] == limit
         assert self._masked == {s.lane for s in self.running if s.mask is not None}
-        assert self._reserved_sum == sum(self._reserved) == sum(self._reserved[s.lane] for s in self.running)
-        assert self._wanted_sum == sum(map(self._expected_pages, self.waiting))
-
-
-def _wanted_score(sequence: Sequence, start: int, end: int) -> Score | None:
-    """The prompt logprobs that the chunk of positions start .. end - 1 gives: of the tokens one further."""
-    if sequence.score_start is None:
-        return None
-    first = max(start, sequence.score_start - 1)
-    targets = tuple(sequence.token_ids[first + 1 : min(end, sequence.prompt_len - 1) + 1])
-    if not targets:
-        return None
-    return Score(first - start, targets, sequence.params.prompt_logprobs or 0, sequence.score_temperature)
+        assert self._outdated <= {s.lane for s in self.running}
+        for sequence in self.running:
+            tip = self._tips[sequence.lane]
+            assert tip in (None, self.pages.root) or sequence.pages[tip.depth - 1] == tip.page
+        assert self.reservations.sum == sum(self.reservations.of(s.lane) for s in self.running)
+        assert self.reservations.wanted_sum == sum(map(self.reservations.expected, self.waiting))

@@ -1,25 +1,25 @@
-"""A model that is a hash of all it reads, and a simulation that drives the scheduler over it as Generator does.
+"""A model that is a hash of all it reads: a runner over it, and an oracle that knows its answers.
 
 The "KV" of a token is a hash of the KV before it, its id and its position; the next token is a hash of the lane's seed
 and of every KV value that is read back through the page table. So a wrong page, a stale page, a wrong position, a lost
 token or a lane that was not started changes the answer, and `expected` knows the right one without any schedule.
+The hash of a token's KV depends on the version of the weights as well, so a page that outlived an update is noticed.
 """
 
 from __future__ import annotations
 
-import random
-from collections import Counter, deque
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Any
 
 import numpy as np
 
+from fastgen.admission import Expectation
 from fastgen.config import EngineConfig
-from fastgen.request import Batch, LaneStart, SamplingParams, Scored, Sequence, Status, StepResult
-from fastgen.scheduler import Expectation, Scheduler
+from fastgen.request import Batch, LaneStart, SamplingParams, Scored, Sequence, StepResult
+from fastgen.scheduler import Scheduler
 
 VOCAB = 40  # two words of mask
 JUNK = -1  # what memory holds before anything is written
@@ -32,14 +32,14 @@ class InterruptError(BaseException):
 # ------------------------------------------------------------------------------------------------ the model
 
 
-def kv_value(before: int, token: int, position: int) -> int:
-    return hash((before, token, position))
+def kv_value(before: int, token: int, position: int, version: int = 0) -> int:
+    return hash((before, token, position, version))
 
 
-def kv_values(tokens: list[int]) -> list[int]:
+def kv_values(tokens: list[int], version: int = 0) -> list[int]:
     values: list[int] = []
     for position, token in enumerate(tokens):
-        values.append(kv_value(values[-1] if values else 0, token, position))
+        values.append(kv_value(values[-1] if values else 0, token, position, version))
     return values
 
 
@@ -113,10 +113,14 @@ class Outcome:
         return cls(**{name: getattr(sequence, name) for name in cls.__dataclass_fields__})
 
 
-def expected(sequence: Sequence) -> Outcome:
-    """What must become of a sequence that nobody aborts: tokens one after the other, with the whole context at hand."""
-    prompt_len, mask, tokens = sequence.prompt_len, deepcopy(sequence.mask), sequence.token_ids[: sequence.prompt_len]
-    out, values = Outcome(tokens, finish_reason="length"), kv_values(tokens)
+def expected(sequence: Sequence, version: int = 0) -> Outcome:
+    """What must become of a sequence that nobody aborts: tokens one after the other, with the whole context at hand.
+
+    version: of the weights.
+    """
+    prompt_len, tokens = sequence.prompt_len, sequence.token_ids[: sequence.prompt_len]
+    mask = replace(sequence.mask, said=[], trip=lambda: None) if isinstance(sequence.mask, HashMask) else None
+    out, values = Outcome(tokens, finish_reason="length"), kv_values(tokens, version)
     if sequence.score_start is not None:
         out.prompt_logprobs = [
             prompt_logprob(values[:at], tokens[at], sequence.score_temperature)
@@ -128,7 +132,7 @@ def expected(sequence: Sequence) -> Outcome:
         counted = tokens if sequence.params.penalized else ()
         state = hash((sequence.seed, sequence.index, *values, *counted))
         try:
-            allowed = list(range(VOCAB)) if mask is None else mask.allowed()  # type: ignore[attr-defined]
+            allowed = list(range(VOCAB)) if mask is None else mask.allowed()
             token, logprob, raw = draw(state, allowed)
             if mask is not None and token >= 0:
                 mask.accept(token)
@@ -138,7 +142,7 @@ def expected(sequence: Sequence) -> Outcome:
         if token < 0:
             out.finish_reason, out.error = "error", "the mask allowed no token"
             break
-        values.append(kv_value(values[-1], token, len(tokens)))
+        values.append(kv_value(values[-1], token, len(tokens), version))
         tokens.append(token)
         out.logprobs.append(logprob)
         out.raw_logprobs.append(raw)
@@ -166,28 +170,54 @@ class HashRunner:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self.version = 0  # of the weights
         self.memory = [JUNK] * (config.num_pages * config.page_size)
+        self.host = [[JUNK] * config.page_size for _ in range(config.host_pages)]
         slots = -(-config.max_model_len // config.page_size) + 1
         self.table = [[0] * slots for _ in range(config.max_seqs)]
         self.kv_len = [0] * config.max_seqs
         self.last_token = [JUNK] * config.max_seqs
         self.started: list[LaneStart | None] = [None] * config.max_seqs
         self.counted: list[list[int]] = [[] for _ in range(config.max_seqs)]
+        self.trip: Callable[[], None] = lambda: None  # may raise an InterruptError
 
     def launch(self, batch: Batch) -> Launched:
+        self._move_pages(batch)
         for start in batch.starts:
             self.started[start.lane], self.counted[start.lane] = start, list(start.token_ids)
         for lane, slot, page in batch.pages:
             self.table[lane][slot] = page
+        self.trip()
         for lane in batch.decodes:
             self._write(lane, self.kv_len[lane], (self.last_token[lane],))
         for chunk in batch.prefills:
             self._write(chunk.lane, chunk.start, chunk.tokens)
-        launched = Launched(batch, [self._state(lane) for lane in batch.sampling], StepResult([], [], []))
+            for lane in chunk.forks:
+                self.kv_len[lane] = self.kv_len[chunk.lane]
+        states = [self._state(lane, lane) for lane in batch.decodes]
+        for chunk in batch.prefills:
+            if chunk.sample:
+                states += [self._state(lane, chunk.lane) for lane in (chunk.lane, *chunk.forks)]
+        launched = Launched(batch, states, StepResult([], [], []))
         self._score(launched)
         if not batch.masked:
             self.sample(launched)
         return launched
+
+    def _move_pages(self, batch: Batch) -> None:
+        for page, slot in batch.saves:
+            self.host[slot] = self.memory[self._page(page)]
+            self.trip()
+        for page in batch.fresh:
+            self.memory[self._page(page)] = [JUNK] * self.config.page_size
+        for slot, page in batch.loads:
+            self.memory[self._page(page)] = self.host[slot]
+            self.trip()
+        for source, page in batch.copies:
+            self.memory[self._page(page)] = self.memory[self._page(source)]
+
+    def _page(self, page: int) -> slice:
+        return slice(page * self.config.page_size, (page + 1) * self.config.page_size)
 
     def sample(self, launched: Launched, masks: np.ndarray | None = None) -> None:
         result, every = launched.result, list(range(VOCAB))
@@ -208,17 +238,18 @@ class HashRunner:
     def _write(self, lane: int, start: int, tokens: tuple[int, ...]) -> None:
         before = self.memory[self._row(lane, start - 1)] if start else 0
         for position, token in enumerate(tokens, start):
-            before = self.memory[self._row(lane, position)] = kv_value(before, token, position)
+            before = self.memory[self._row(lane, position)] = kv_value(before, token, position, self.version)
         self.kv_len[lane] = start + len(tokens)
 
     def _read(self, lane: int, length: int) -> list[int]:
         return [self.memory[self._row(lane, position)] for position in range(length)]
 
-    def _state(self, lane: int) -> int:
+    def _state(self, lane: int, row_of: int) -> int:
+        """What a lane draws from: its own row, or that of the lane it is a fork of."""
         start = self.started[lane]
         assert start is not None
         counted = self.counted[lane] if start.params.penalized else ()
-        return hash((start.seed, start.index, *self._read(lane, self.kv_len[lane]), *counted))
+        return hash((start.seed, start.index, *self._read(row_of, self.kv_len[row_of]), *counted))
 
     def _score(self, launched: Launched) -> None:
         for chunk in launched.batch.prefills:
@@ -230,220 +261,6 @@ class HashRunner:
                     for at, target in enumerate(wanted.targets, first)
                 ]
                 launched.result.scored.append(Scored(chunk.lane, first, logprobs))
-
-
-# ------------------------------------------------------------------------------------------- the simulation
-
-
-class WrongAnswerError(AssertionError):
-    """A sequence has come to something else than it has to."""
-
-
-class Simulation:
-    """The loop of Generator over the hash model: schedule, launch, read the step before.
-
-    Every step of it asserts what holds of any schedule; `seen` counts what happened. trouble: the probability, at each
-    place where one may come, of an interrupt. check: also look into every batch, and have the scheduler check itself
-    after every operation.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        arrivals: list[tuple[int, Sequence]],
-        *,
-        rng: random.Random | None = None,
-        aborts: float = 0.0,
-        trouble: float = 0.0,
-        scheduler: Scheduler | None = None,
-        check: bool = True,
-    ) -> None:
-        self.config = config
-        self.scheduler = scheduler or Scheduler(config)
-        self.runner = HashRunner(config)
-        self.arrivals = deque(sorted(arrivals, key=lambda pair: pair[0]))
-        self.rng = rng or random.Random(0)
-        self.aborts, self.trouble, self.checks = aborts, trouble, check
-        self.expected = {sequence: expected(sequence) for _, sequence in arrivals}
-        self.order: dict[Sequence, int] = {}  # of arrival
-        self.open: dict[Sequence, int] = {}  # sequences whose end is not seen yet -> tokens seen of them
-        self.in_flight: Launched | None = None
-        self.batches: list[Batch] = []
-        self.seen: Counter[str] = Counter()
-
-    def run(self) -> Simulation:
-        work = sum(sequence.max_len for _, sequence in self.arrivals)
-        limit = 1000 + 20 * work * max(1, len(self.arrivals))  # turns; preempted sequences compute everything again
-        turn = 0
-        while self.arrivals or self.scheduler.busy:
-            assert turn < limit, "it goes on forever"
-            while self.arrivals and self.arrivals[0][0] <= turn:
-                self.add(self.arrivals.popleft()[1])
-            if self.open and self.rng.random() < self.aborts:
-                self.abort(self.rng.choice(list(self.open)))
-            if self.scheduler.busy:
-                self.advance()
-            turn += 1
-        assert not self.open, "sequences without an end"
-        assert self.scheduler.pages.num_free == self.config.num_pages, "pages are held at the end"
-        assert not any(self.scheduler.lanes), "lanes are held at the end"
-        assert self.scheduler.wants_more
-        assert self.scheduler.schedule() is None
-        assert not self.seen["asked a mask after the end"]
-        self.seen["preempted"] += self.scheduler.preemptions
-        return self
-
-    def add(self, sequence: Sequence) -> None:
-        self.order[sequence] = len(self.order)
-        self.open[sequence] = 0
-        if isinstance(sequence.mask, HashMask):
-            sequence.mask.trip = self._trip
-        self.scheduler.add(sequence)
-        self._check()
-
-    def advance(self) -> None:
-        """Generator._advance."""
-        try:
-            batch = self._schedule()
-            self._trip()
-            launched = self.runner.launch(batch) if batch else None
-            self._trip()
-            self._read()
-            if launched and batch and batch.masked:
-                masks = self.scheduler.fill_masks(batch, VOCAB)
-                self._check()
-                self.runner.sample(launched, masks)
-            self.in_flight = launched
-        except InterruptError:
-            self._recover()
-
-    def settle(self) -> None:
-        try:
-            self._read()
-        except InterruptError:
-            self._recover()
-
-    def abort(self, sequence: Sequence) -> None:
-        self.settle()
-        self.scheduler.abort(sequence)
-        self._check()
-        if sequence in self.open:
-            self._close(sequence)
-
-    # Below: the parts of the loop, and what must hold of each.
-
-    def _schedule(self) -> Batch | None:
-        scheduler = self.scheduler
-        before = list(scheduler.running)
-        counts = {sequence: sequence.preemptions for sequence in before}
-        settled, ready = not scheduler.in_flight, [s for s in before if _can_decode(s)]
-        batch = scheduler.schedule()
-        self._check()
-        preempted = [s for s in before if s.preemptions > counts[s]]
-        assert settled or not preempted, "preempted while a step is in flight"
-        assert not preempted or preempted == before[-len(preempted) :], "somebody older than the youngest was preempted"
-        if batch is None:
-            assert not settled or not scheduler.busy, "nothing to run and nothing to wait for"
-            return None
-        if self.checks:
-            kept = [s for s in before if s not in preempted]
-            self._check_batch(batch, kept, [s for s in kept if s in ready])
-        self.batches.append(batch)
-        self.seen["steps"] += 1
-        self.seen["masked"] += batch.masked
-        self.seen["mixed"] += bool(batch.decodes and batch.prefills)
-        self.seen["chunked"] += any(chunk.start for chunk in batch.prefills)
-        return batch
-
-    def _check_batch(self, batch: Batch, kept: list[Sequence], ready: list[Sequence]) -> None:
-        """kept: what ran before the batch was scheduled and was not preempted; ready: what of it could decode."""
-        on = {lane: s for lane, s in enumerate(self.scheduler.lanes) if s is not None}
-        lanes = [*batch.decodes, *(chunk.lane for chunk in batch.prefills)]
-        assert 0 < batch.num_tokens <= self.config.max_step_tokens, "over the token budget"
-        assert [on[lane] for lane in batch.decodes] == ready, "a decode waits"
-        assert len(set(lanes)) == len(lanes), "a lane is twice in a step"
-        assert all(on[lane].status is Status.RUNNING for lane in lanes), "an ended sequence goes on"
-        assert all(on[lane].computed < on[lane].max_len for lane in batch.sampling), "a known end is overrun"
-        assert all(chunk.tokens for chunk in batch.prefills)
-        assert batch.masked == any(on[lane].mask is not None for lane in batch.sampling)
-        assert all(on[lane].pages[slot] == page for lane, slot, page in batch.pages), "a page of somebody else"
-        if self.batches and batch.decodes == self.batches[-1].decodes:
-            assert batch.decodes is self.batches[-1].decodes, "the same lanes in another object"
-        assert sorted(start.lane for start in batch.starts) == sorted(s.lane for s in on.values() if s not in kept)
-
-    def _read(self) -> None:
-        if self.in_flight is None:
-            return
-        self._trip()  # lost on the way
-        launched, self.in_flight = self.in_flight, None
-        lanes = [self.scheduler.lanes[lane] for lane in launched.batch.sampling]
-        self.seen["dropped"] += sum(s is not None and s.status is Status.FINISHED for s in lanes)
-        changed = self.scheduler.update(launched.batch, launched.result)
-        assert len({id(sequence) for sequence in changed}) == len(changed)
-        self._check()
-        for sequence in changed:
-            self._see(sequence)
-
-    def _see(self, sequence: Sequence) -> None:
-        """Generator._see: the end of a sequence, or a stop string that only its reader finds."""
-        self.open[sequence] = sequence.output_len
-        string = text_stop(sequence, sequence.output_ids) if sequence.error is None else None
-        if string is not None and sequence.status is Status.RUNNING:
-            self.scheduler.finish(sequence, "stop", string)
-            self.seen["stopped late"] += 1
-            self._check()
-        elif string is not None:
-            sequence.finish_reason, sequence.stop_reason = "stop", string
-        if sequence.status is Status.FINISHED:
-            self._close(sequence)
-
-    def _close(self, sequence: Sequence) -> None:
-        del self.open[sequence]
-        if isinstance(sequence.mask, HashMask):
-            sequence.mask.trip = lambda: self.seen.update(["asked a mask after the end"])
-        self.seen[str(sequence.finish_reason)] += 1
-        if sequence.error is not None:
-            self.seen[sequence.error.partition("(")[2] or sequence.error] += 1
-        got, right = Outcome.of(sequence), self.expected[sequence]
-        if got.finish_reason == "abort":  # an answer that was cut short: as far as it has come, it is right
-            length, known = len(got.token_ids), len(got.token_ids) - sequence.prompt_len
-            right = Outcome(
-                right.token_ids[:length], right.logprobs[:known], right.raw_logprobs[:known], finish_reason="abort"
-            )
-            got.prompt_logprobs = []
-        if got != right:
-            raise WrongAnswerError(f"request {self.order[sequence]}: {got} instead of {right}")
-
-    def _trip(self) -> None:
-        if self.trouble and self.rng.random() < self.trouble:
-            raise InterruptError
-
-    def _recover(self) -> None:
-        self.in_flight = None
-        self.scheduler.rewind()
-        self._check()
-        assert not self.scheduler.running
-        self.seen["interrupted"] += 1
-        for sequence, told in list(self.open.items()):  # read, but not seen
-            if sequence.status is Status.FINISHED or sequence.output_len > told:
-                self._see_later(sequence)
-
-    def _see_later(self, sequence: Sequence) -> None:
-        """See a sequence that rewind has made wait: a stop string then ends it like an abort does."""
-        if sequence.status is Status.WAITING and text_stop(sequence, sequence.output_ids) is not None:
-            self.scheduler.abort(sequence)
-        self._see(sequence)
-
-    def _check(self) -> None:
-        if self.checks:
-            self.scheduler.check()
-            line = [self.order[s] for s in (*self.scheduler.running, *self.scheduler.waiting)]
-            assert line == sorted(line), "the order of arrival is lost"
-
-
-def _can_decode(sequence: Sequence) -> bool:
-    known = sequence.computed >= sequence.prefill_len
-    return known and sequence.length < sequence.max_len and sequence.status is Status.RUNNING
 
 
 # --------------------------------------------------------------------------------------------------- set-up

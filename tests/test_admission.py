@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hash_model import VOCAB, HashMask, Simulation, expected, hopeful, make_config
-from test_scheduler import request, run, stopping
+from hash_model import VOCAB, HashMask, expected, hopeful, make_config
+from simulation import Simulation, request, run
+from test_scheduler import stopping
 
-from fastgen.scheduler import Expectation, Scheduler
+from fastgen.admission import Expectation
+from fastgen.scheduler import Scheduler
 
 
 def most_running(simulation: Simulation) -> int:
@@ -44,8 +46,8 @@ def test_who_has_come_further_than_expected_reserves_a_page_more_than_it_holds()
     while scheduler.busy:
         simulation.advance()
         if scheduler.running:
-            assert scheduler._reserved_sum == min(len(sequence.pages) + 1, 8)
-    assert scheduler._reserved_sum == 0
+            assert scheduler.reservations.sum == min(len(sequence.pages) + 1, 8)
+    assert scheduler.reservations.sum == 0
 
 
 def test_a_prompt_that_is_only_scored_reserves_its_own_pages() -> None:
@@ -108,11 +110,11 @@ def test_an_end_that_is_certain_is_expected_whatever_others_did() -> None:
     config = make_config(max_model_len=400, max_seqs=8, page_size=4, num_pages=101)
     scheduler = Scheduler(config, Expectation(average=4, least=0))
     certain = request(config, 4, 300)
-    assert scheduler._expected_pages(certain) == 76
+    assert scheduler.reservations.expected(certain) == 76
     for params in ({"stop": ("ab",)}, {"mask": HashMask(0)}):
-        assert scheduler._expected_pages(request(config, 4, 300, **params)) == 3
+        assert scheduler.reservations.expected(request(config, 4, 300, **params)) == 3
     certain.stop_ids = frozenset({0})
-    assert scheduler._expected_pages(certain) == 3
+    assert scheduler.reservations.expected(certain) == 3
 
 
 @pytest.mark.parametrize(("count", "at_a_time"), [(5, 5), (6, 3), (10, 5), (11, 4), (13, 5)])

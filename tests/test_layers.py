@@ -37,6 +37,8 @@ LEVELS = {
     "fastgen.staging": 3,
     "fastgen.runner": 4,
     "fastgen.startup": 4,
+    "fastgen.admission": 4,  # two parts of the scheduler
+    "fastgen.results": 4,
     "fastgen.scheduler": 4,
     "fastgen.outputs": 5,  # what becomes of sequences: beside the workers, under Generator alone
     "fastgen.intake": 5,  # what goes in: beside outputs
@@ -145,7 +147,8 @@ def test_nothing_is_left_for_later(module: str) -> None:
 
 
 def test_the_modules_without_torch_do_not_name_it() -> None:
-    for module in ("arch", "config", "request", "tokenizer", "cache.pages", "scheduler", "outputs"):
+    scheduling = ("cache.pages", "admission", "results", "scheduler")
+    for module in ("arch", "config", "request", "tokenizer", *scheduling, "outputs"):
         named = {
             alias.name.partition(".")[0]
             for node in ast.walk(TREES[f"fastgen.{module}"])

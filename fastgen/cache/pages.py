@@ -1,31 +1,98 @@
-"""The paged allocator: which sequence holds which page of the KV pool. Knows numbers only, no tensors."""
+"""The paged allocator and its prefix cache: who holds which page of the KV pool, and whose tokens are in it.
+
+Knows numbers only, no tensors: what has to be done with the pages is told by `take_changes`, once a step.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+
+class Node:
+    """A full page of the prefix cache: its tokens, behind those of its parent.
+
+    Its KV is on the device, in `page`, or in the host tier, in `slot`; the other one is -1. Children are found by their
+    pages' tokens themselves, which a dict compares, so that no two prefixes can be taken for each other.
+    """
+
+    __slots__ = ("children", "depth", "page", "parent", "slot", "tokens")
+
+    def __init__(self, parent: Node | None = None, tokens: tuple[int, ...] = (), page: int = -1) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.depth: int = 0 if parent is None else parent.depth + 1  # full pages up to here, this one too
+        self.page = page
+        self.slot = -1
+
+
+class Changes(NamedTuple):
+    """What a Batch has to say of pages; see there."""
+
+    fresh: tuple[int, ...]
+    saves: tuple[tuple[int, int], ...]
+    loads: tuple[tuple[int, int], ...]
+    copies: tuple[tuple[int, int], ...]
 
 
 class PageAllocator:
-    """Hands out the pages 0 .. num_pages - 1 of `page_size` tokens each.
-
-    The lowest free page goes first, so that what is in use lies close together: memory that was never touched stays so,
-    and attention on the CPU may read a range of pages as a whole.
+    """Hands out the pages 0 .. num_pages - 1 of `page_size` tokens each, to one sequence or to several that share them.
 
     A sequence's `pages` list is its page table: page i holds the KV of positions i * page_size onwards. The lists
-    belong to the sequences; this class only knows which pages are free.
+    belong to the sequences; this class counts how many of them hold each page. The lowest free page goes first, so that
+    what is in use lies close together: memory that was never touched stays so, and attention on the CPU may read a
+    range of pages as a whole.
+
+    **Prefix cache.** Full pages are indexed in a tree of Nodes, whose root stands for the version of the weights. A
+    page is indexed only behind the page before it in its table: who holds an indexed page holds all its ancestors. An
+    indexed page that nobody holds stays until it is needed, and goes by least recent use. Since a table is released
+    from its end, that order has children before their parents, and what is on the device has its parent there.
+
+    **Host tier.** With `host_pages` slots of it, what is evicted is saved there: a node is on the device or the host.
+    It is saved after all of its children on the host, so there too the oldest is a leaf, which is dropped when the tier
+    is full. What matches again is loaded, which frees its slot, but not for a save of the same step, since saves are
+    done before loads.
+
+    **Steps in flight.** No page that a step in flight reads or writes is given to anybody else before `prove` says that
+    this step was read: sequences hold theirs until then, and copies their sources.
+
+    **Interrupts.** What a step has been told to do to a node (compute, save or load it) is certain when `prove` says
+    that the step was read. `recover` drops all nodes of which it is not.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, host_pages: int = 0) -> None:
         assert num_pages > 0
         assert page_size > 0
+        assert host_pages >= 0
         self.num_pages = num_pages
         self.page_size = page_size
+        self.host_pages = host_pages
+        self.root = Node()
+        self.references = 0  # the lengths of all tables together
         self._free = list(range(num_pages))  # a heap
+        self._refs = [0] * num_pages
+        self._nodes: list[Node | None] = [None] * num_pages  # of the pages that are indexed
+        self._idle: OrderedDict[Node, None] = OrderedDict()  # on the device, held by nobody, the next to go first
+        self._host: OrderedDict[Node, None] = OrderedDict()  # on the host, the next to go first
+        self._free_slots = list(range(host_pages))[::-1]
+        # What goes into the next batch. Copies are one batch behind: the step that they are made in writes the source.
+        self._fresh: dict[int, None] = {}
+        self._saves: dict[int, int] = {}  # slot -> page
+        self._loads: list[tuple[int, int]] = []
+        self._copies: dict[int, int] = {}  # page -> the page it is a copy of, which is held until that is proven
+        self._later_copies: dict[int, int] = {}
+        self._unproven: list[Node] = []
+        self._in_flight: deque[tuple[list[Node], list[int]]] = deque()  # of batches not read: unproven; copied pages
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def available(self) -> int:
+        """Pages that can be handed out: those free, and those in the cache that nobody holds."""
+        return len(self._free) + len(self._idle)
+
+    # ------------------------------------------------------------------------------------------ page tables
 
     def count(self, num_tokens: int) -> int:
         """How many pages so many tokens take."""
@@ -36,20 +103,289 @@ class PageAllocator:
         return max(0, self.count(num_tokens) - len(pages))
 
     def grow(self, pages: list[int], num_tokens: int) -> bool:
-        """Extend a page table to hold `num_tokens` tokens; False, and nothing changed, where too few are free."""
+        """Extend a page table to hold `num_tokens` tokens; False, and nothing changed, where too few are available."""
         count = self.missing(pages, num_tokens)
-        if count > len(self._free):
+        if count > self.available:
             return False
-        pages.extend(heapq.heappop(self._free) for _ in range(count))
+        for _ in range(count):
+            page = self._allocate()
+            self._fresh[page] = None
+            pages.append(page)
+        self.references += count
         return True
+
+    def adopt(self, pages: list[int], nodes: list[Node]) -> None:
+        """Fill an empty page table with the pages of a match; those on the host are loaded. They must be available."""
+        for node in nodes:  # all before any is loaded, which may evict others
+            if node.page < 0:
+                del self._host[node]
+            else:
+                if not self._refs[node.page]:
+                    del self._idle[node]
+                self._refs[node.page] += 1
+        for node in nodes:
+            if node.page < 0:
+                self._load(node)
+            pages.append(node.page)
+        self.references += len(nodes)
+
+    def fork(self, pages: list[int], source: list[int], copy: bool) -> None:
+        """Fill an empty page table with the pages of another; with `copy`, instead of its last page with a copy of it,
+        which the batch after this one makes. A page must be available for that."""
+        shared = source[:-1] if copy else source
+        for page in shared:
+            self._refs[page] += 1
+        pages.extend(shared)
+        if copy:
+            page = self._allocate()
+            self._refs[source[-1]] += 1
+            self._later_copies[page] = source[-1]
+            pages.append(page)
+        self.references += len(pages)
 
     def release(self, pages: list[int]) -> None:
         """Take all pages of a page table back, and empty it."""
-        for page in pages:
-            heapq.heappush(self._free, page)
+        for page in reversed(pages):
+            self._drop_reference(page)
+        self.references -= len(pages)
         pages.clear()
 
+    def _allocate(self) -> int:
+        page = heapq.heappop(self._free) if self._free else self._evict()
+        self._refs[page] = 1
+        return page
+
+    def _drop_reference(self, page: int) -> None:
+        self._refs[page] -= 1
+        if self._refs[page]:
+            return
+        node = self._nodes[page]
+        if node is not None:
+            self._idle[node] = None
+            return
+        self._fresh.pop(page, None)
+        for copies in (self._copies, self._later_copies):
+            if page in copies:
+                self._drop_reference(copies.pop(page))
+        heapq.heappush(self._free, page)
+
+    # ------------------------------------------------------------------------------------------ the prefix cache
+
+    def match(self, tokens: list[int], limit: int) -> list[Node]:
+        """The nodes of the longest cached prefix of full pages within the first `limit` tokens."""
+        found: list[Node] = []
+        children, size = self.root.children, self.page_size
+        for end in range(size, limit + 1, size):
+            node = children.get(tuple(tokens[end - size : end]))
+            if node is None:
+                break
+            found.append(node)
+            children = node.children
+        return found
+
+    def held(self, nodes: list[Node]) -> int:
+        """How many of these are pages that some sequence holds."""
+        return sum(node.page >= 0 and self._refs[node.page] > 0 for node in nodes)
+
+    def index(self, tip: Node | None, pages: list[int], tokens: list[int], stop: int, proven: bool) -> Node | None:
+        """Index the pages of a table that follow `tip`, its last indexed page, or the root, up to page `stop`.
+
+        Returns the new tip; None, and what is behind is not indexed, where the tip is None or the tokens of a page are
+        indexed already, with another page. proven: the steps that compute these pages have been read.
+        """
+        if tip is not None and tip is not self.root and pages[tip.depth - 1 : tip.depth] != [tip.page]:
+            return None  # an interrupt has torn the table
+        size = self.page_size
+        while tip is not None and tip.depth < stop:
+            at = tip.depth
+            key = tuple(tokens[at * size : (at + 1) * size])
+            if key in tip.children:
+                return None
+            node = Node(tip, key, pages[at])
+            if not proven:
+                self._unproven.append(node)
+            self._nodes[node.page] = tip.children[key] = node
+            tip = node
+        return tip
+
+    def forget(self) -> None:
+        """Nothing cached matches any more. What sequences hold stays theirs, and is not indexed."""
+        self.root = Node()
+        for node in self._idle:
+            heapq.heappush(self._free, node.page)
+        self._idle.clear()
+        self._host.clear()
+        self._nodes = [None] * self.num_pages
+        self._saves.clear()
+        loading = {slot for slot, _ in self._loads}
+        self._free_slots = [slot for slot in range(self.host_pages)[::-1] if slot not in loading]
+        self._unproven.clear()
+        for nodes, _ in self._in_flight:
+            nodes.clear()
+
+    def _evict(self) -> int:
+        """Take the page of the least recently used node that nobody holds, and keep its KV on the host if possible."""
+        node = next(iter(self._idle))
+        page, slot = node.page, self._take_slot()
+        if slot < 0:
+            self._unlink(node)
+        else:
+            self._unproven.append(node)
+            self._saves[slot] = page
+            node.slot, node.page = slot, -1
+            self._host[node] = None
+        self._nodes[page] = None
+        del self._idle[node]
+        return page
+
+    def _take_slot(self) -> int:
+        """A slot of the host tier, free or of the oldest node there; -1 where there is none."""
+        if self._free_slots:
+            return self._free_slots.pop()
+        if not self._host:
+            return -1
+        node = next(iter(self._host))
+        assert not node.children, "a parent is dropped before its children"
+        self._unlink(node)
+        self._saves.pop(node.slot, None)
+        del self._host[node]
+        return node.slot
+
+    def _load(self, node: Node) -> None:
+        page = self._allocate()
+        self._unproven.append(node)
+        self._loads.append((node.slot, page))
+        node.slot, node.page = -1, page
+        self._nodes[page] = node
+
+    @staticmethod
+    def _unlink(node: Node) -> None:
+        """Take a node, and with it all behind it, out of the tree."""
+        assert node.parent is not None, "the root stays"
+        if node.parent.children.get(node.tokens) is node:
+            del node.parent.children[node.tokens]
+
+    # ------------------------------------------------------------------------------------------ step by step
+
+    def take_changes(self) -> Changes:
+        """What the batch that is now complete has to say of pages."""
+        changes = Changes(
+            tuple(self._fresh),
+            tuple((page, slot) for slot, page in self._saves.items()),
+            tuple(self._loads),
+            tuple((source, page) for page, source in self._copies.items()),
+        )
+        self._in_flight.append((self._unproven, list(self._copies.values())))
+        self._unproven = []
+        self._fresh.clear()
+        self._saves.clear()
+        self._free_slots += [slot for slot, _ in self._loads]
+        self._loads.clear()
+        self._copies, self._later_copies = self._later_copies, {}
+        return changes
+
+    def prove(self) -> None:
+        """The oldest batch in flight has been read: what it did is done."""
+        _, copied = self._in_flight.popleft()
+        for page in copied:
+            self._drop_reference(page)
+
+    def recover(self) -> None:
+        """After an interrupt, perhaps within a method of this class: nobody holds pages, no step is in flight.
+
+        What is known without doubt stays cached. All else is made anew from the tree, whatever state it was in.
+        """
+        for node in self._all_unproven():
+            self._unlink(node)
+        on_device: list[Node] = []  # children before their parents, as below
+        on_host: list[Node] = []
+        for node in [*self._walk()][::-1]:
+            (on_device if node.page >= 0 else on_host).append(node)
+        self._idle = _reordered(self._idle, on_device)
+        self._host = _reordered(self._host, on_host)
+        self._nodes = [None] * self.num_pages
+        for node in on_device:
+            self._nodes[node.page] = node
+        self._free = [page for page, node in enumerate(self._nodes) if node is None]
+        used = {node.slot for node in on_host}
+        self._free_slots = [slot for slot in range(self.host_pages)[::-1] if slot not in used]
+        self._refs = [0] * self.num_pages
+        self.references = 0
+        for pending in (self._fresh, self._saves, self._loads, self._copies, self._later_copies):
+            pending.clear()
+        self._in_flight.clear()
+        self._unproven = []
+
+    def _all_unproven(self) -> list[Node]:
+        return [node for nodes in (*(nodes for nodes, _ in self._in_flight), self._unproven) for node in nodes]
+
+    def _walk(self) -> Iterator[Node]:
+        """All nodes, parents before their children."""
+        stack = [*self.root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    # ------------------------------------------------------------------------------------------ what must hold
+
     def check(self, tables: Iterable[list[int]]) -> None:
-        """Every page is either free or in exactly one of `tables`, which are all that exist."""
-        held = [page for table in tables for page in table]
-        assert sorted([*held, *self._free]) == list(range(self.num_pages)), "a page is lost, doubled or made up"
+        """What holds between any two calls, where `tables` are all page tables that exist."""
+        tables = list(tables)
+        held = Counter(page for table in tables for page in table)
+        assert self.references == sum(held.values())
+        held.update(self._copies.values())
+        held.update(self._later_copies.values())
+        held.update(page for _, copied in self._in_flight for page in copied)
+        idle = [node.page for node in self._idle]
+        assert sorted([*held, *idle, *self._free]) == list(range(self.num_pages)), "a page is lost, doubled or made up"
+        assert self._refs == [held[page] for page in range(self.num_pages)], "a page is lost, doubled or made up"
+        assert all(len(set(table)) == len(table) for table in tables), "a page is twice in a table"
+        self._check_tree(tables)
+        self._check_order(self._idle)
+        self._check_order(self._host)
+        self._check_changes(held)
+
+    def _check_tree(self, tables: list[list[int]]) -> None:
+        nodes = [*self._walk()]
+        assert {node.page: node for node in nodes if node.page >= 0} == {
+            page: node for page, node in enumerate(self._nodes) if node is not None
+        }
+        assert {node for node in nodes if node.page < 0} == self._host.keys()
+        for node in nodes:
+            assert node.parent is not None
+            assert node.parent.children[node.tokens] is node
+            assert node.depth == node.parent.depth + 1
+            assert len(node.tokens) == self.page_size
+            assert (node.page < 0) != (node.slot < 0), "a node is on the device or on the host"
+            assert node.page < 0 or node.parent is self.root or node.parent.page >= 0, "its parent is not there"
+        for table in tables:
+            for at, page in enumerate(table):
+                indexed = self._nodes[page]
+                if indexed is not None:
+                    assert indexed.depth == at + 1
+                    assert indexed.parent is self.root or table[at - 1] == getattr(indexed.parent, "page", None)
+
+    def _check_order(self, nodes: OrderedDict[Node, None]) -> None:
+        place = {node: at for at, node in enumerate(nodes)}
+        for node, at in place.items():
+            assert node.parent not in place or place[node.parent] > at, "a parent would go before its child"
+
+    def _check_changes(self, held: Counter[int]) -> None:
+        loading = [slot for slot, _ in self._loads]
+        slots = [*self._free_slots, *loading, *(node.slot for node in self._host)]
+        assert sorted(slots) == list(range(self.host_pages)), "a slot is lost, doubled or made up"
+        assert self._saves.keys() <= {*loading, *(node.slot for node in self._host)}
+        targets = [*self._fresh, *(page for _, page in self._loads), *self._copies]
+        assert len(set(targets)) == len(targets)
+        assert all(held[page] for page in (*targets, *self._later_copies))
+        assert not {*self._copies, *self._later_copies} & {*self._copies.values(), *self._later_copies.values()}
+        for node in self._all_unproven():
+            assert node not in self._idle, "a page is given up before the step that fills it was read"
+
+
+def _reordered(order: OrderedDict[Node, None], nodes: list[Node]) -> OrderedDict[Node, None]:
+    """These nodes: first those that `order` has, as they stand there, and then the others, as they come."""
+    wanted = dict.fromkeys(nodes)
+    kept = [node for node in order if node in wanted]
+    return OrderedDict.fromkeys([*kept, *(node for node in nodes if node not in order)])

@@ -1,0 +1,349 @@
+"""A simulation that drives the scheduler over the hash model as Generator does, and checks all that comes of it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from hash_model import (
+    VOCAB,
+    HashMask,
+    HashRunner,
+    InterruptError,
+    Launched,
+    Outcome,
+    expected,
+    make_sequence,
+    text_stop,
+)
+
+from fastgen.config import EngineConfig
+from fastgen.request import Batch, SamplingParams, Sequence, Status
+from fastgen.scheduler import Scheduler
+
+# The calls before and after which an interrupt may come, by the scheduler's attribute that they are calls of.
+TORN: dict[str, list[str]] = {
+    "": [
+        *("_admit", "_admit_forks", "_append", "_begin_decoding", "_chunk", "_count_cached", "_end", "_fits", "_grow"),
+        *("_index", "_leave", "_pass_limit", "_preempt", "_schedule_decodes", "_send_pages", "_set_limit", "_start"),
+        "finish",
+    ],
+    "pages": [
+        *("_allocate", "_drop_reference", "_evict", "_load", "_take_slot", "_unlink", "adopt", "fork", "grow", "index"),
+        *("match", "prove", "release", "take_changes"),
+    ],
+    "reservations": ["expected", "learn", "renew", "reserve"],
+}
+
+
+class WrongAnswerError(AssertionError):
+    """A sequence has come to something else than it has to."""
+
+
+class Simulation:
+    """The loop of Generator over the hash model: schedule, launch, read the step before.
+
+    Every step of it asserts what holds of any schedule; `seen` counts what happened. trouble: the probability, at each
+    place where one may come, of an interrupt; torn: the same before and after each call within the scheduler and what
+    it is made of. updates: the probability, at each turn, of a weight update. check: also look into every batch, and
+    have the scheduler check itself after every operation.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        arrivals: list[tuple[int, Sequence]],
+        *,
+        rng: random.Random | None = None,
+        aborts: float = 0.0,
+        trouble: float = 0.0,
+        torn: float = 0.0,
+        updates: float = 0.0,
+        scheduler: Scheduler | None = None,
+        check: bool = True,
+    ) -> None:
+        self.config = config
+        self.scheduler = scheduler or Scheduler(config)
+        self.runner = HashRunner(config)
+        self.arrivals = deque(sorted(arrivals, key=lambda pair: pair[0]))
+        self.rng = rng or random.Random(0)
+        self.aborts, self.trouble, self.torn, self.updates, self.checks = aborts, trouble, torn, updates, check
+        self.expected = {sequence: expected(sequence) for _, sequence in arrivals}
+        self.order: dict[Sequence, int] = {}  # of arrival
+        self.open: dict[Sequence, int] = {}  # sequences whose end is not seen yet -> tokens seen of them
+        self.in_flight: Launched | None = None
+        self.batches: list[Batch] = []
+        self.seen: Counter[str] = Counter()
+        self.runner.trip = self._trip
+        self.mixed: set[Sequence] = set()  # of several versions of the weights: their answers are not known
+        self._armed = False  # whether calls may be torn now
+        for owner, names in TORN.items():
+            part = getattr(self.scheduler, owner) if owner else self.scheduler
+            for name in names:
+                setattr(part, name, self._tearing(name, getattr(part, name)))
+        self.scheduler.rewind = self._rewind  # type: ignore[method-assign]
+
+    def run(self) -> Simulation:
+        work = sum(sequence.max_len for _, sequence in self.arrivals)
+        limit = 1000 + 20 * work * max(1, len(self.arrivals))  # turns; preempted sequences compute everything again
+        turn = 0
+        while self.arrivals or self.scheduler.busy:
+            assert turn < limit, "it goes on forever"
+            while self.arrivals and self.arrivals[0][0] <= turn:
+                self.add(self.arrivals.popleft()[1])
+            if self.open and self.rng.random() < self.aborts:
+                self.abort(self.rng.choice(list(self.open)))
+            if self.rng.random() < self.updates:
+                self.update_weights()
+            if self.scheduler.busy:
+                self.advance()
+            turn += 1
+        assert not self.open, "sequences without an end"
+        assert self.scheduler.pages.available == self.config.num_pages, "pages are held at the end"
+        assert not self.scheduler.pages.references
+        assert not any(self.scheduler.lanes), "lanes are held at the end"
+        assert self.scheduler.wants_more
+        assert self.scheduler.schedule() is None
+        assert not self.seen["asked a mask after the end"]
+        self.seen["preempted"] += self.scheduler.preemptions
+        self.seen["cached"] += self.scheduler.cached_tokens
+        self.seen["dropped copies"] += self.seen["fork's copies"] - self.seen["copies"]
+        self.scheduler.forget_prefixes()
+        self._check()
+        assert len(self.scheduler.pages._free) == self.config.num_pages, "pages are cached after all is forgotten"
+        assert len(self.scheduler.pages._free_slots) == self.config.host_pages
+        return self
+
+    def add(self, sequence: Sequence) -> None:
+        self.order[sequence] = len(self.order)
+        self.open[sequence] = 0
+        if isinstance(sequence.mask, HashMask):
+            sequence.mask.trip = self._trip
+        self.scheduler.add(sequence)
+        self._check()
+
+    def advance(self) -> None:
+        """Generator._advance."""
+        self._armed = True
+        try:
+            batch = self._schedule()
+            self._trip()
+            launched = self.runner.launch(batch) if batch else None
+            self._trip()
+            self._read()
+            if launched and batch and batch.masked:
+                masks = self.scheduler.fill_masks(batch, VOCAB)
+                self._check()
+                self.runner.sample(launched, masks)
+            self.in_flight = launched
+        except InterruptError:
+            self._recover()
+
+        self._armed = False
+
+    def settle(self) -> None:
+        self._armed = True
+        try:
+            self._read()
+        except InterruptError:
+            self._recover()
+        self._armed = False
+
+    def abort(self, sequence: Sequence) -> None:
+        self.settle()
+        self._armed = True
+        try:
+            self.scheduler.abort(sequence)
+        except InterruptError:
+            self._check()
+            self._recover()
+            self.scheduler.abort(sequence)
+        self._armed = False
+        self._check()
+        if sequence in self.open:
+            self._close(sequence)
+
+    def update_weights(self) -> None:
+        """New weights, between two steps. Who has begun goes on, with KV of both."""
+        self.settle()
+        self.scheduler.forget_prefixes()
+        self._check()
+        self.runner.version += 1
+        self.seen["updates"] += 1
+        waiting = [sequence for _, sequence in self.arrivals]
+        for sequence in self.open:
+            if sequence.lane >= 0 or sequence.output_len:
+                self.mixed.add(sequence)
+            else:
+                waiting.append(sequence)
+        self.expected |= {sequence: expected(sequence, self.runner.version) for sequence in waiting}
+
+    # Below: the parts of the loop, and what must hold of each.
+
+    def _schedule(self) -> Batch | None:
+        scheduler = self.scheduler
+        before = list(scheduler.running)
+        counts = {sequence: sequence.preemptions for sequence in before}
+        settled, ready = not scheduler.in_flight, [s for s in before if _can_decode(s)]
+        batch = scheduler.schedule()
+        self._check()
+        preempted = [s for s in before if s.preemptions > counts[s]]
+        assert settled or not preempted, "preempted while a step is in flight"
+        assert not preempted or preempted == before[-len(preempted) :], "somebody older than the youngest was preempted"
+        if batch is None:
+            assert not settled or not scheduler.busy, "nothing to run and nothing to wait for"
+            return None
+        if self.checks:
+            kept = [s for s in before if s not in preempted]
+            self._check_batch(batch, kept, [s for s in kept if s in ready])
+        self.batches.append(batch)
+        self.seen["steps"] += 1
+        self.seen["masked"] += batch.masked
+        self.seen["mixed"] += bool(batch.decodes and batch.prefills)
+        self.seen["chunked"] += any(chunk.start for chunk in batch.prefills)
+        self.seen["forks"] += sum(len(chunk.forks) for chunk in batch.prefills)
+        self.seen["fork's copies"] += len(scheduler.pages._copies)
+        for name in ("saves", "loads", "copies"):
+            self.seen[name] += len(getattr(batch, name))
+        return batch
+
+    def _check_batch(self, batch: Batch, kept: list[Sequence], ready: list[Sequence]) -> None:
+        """kept: what ran before the batch was scheduled and was not preempted; ready: what of it could decode."""
+        on = {lane: s for lane, s in enumerate(self.scheduler.lanes) if s is not None}
+        lanes = [*batch.decodes, *(lane for chunk in batch.prefills for lane in (chunk.lane, *chunk.forks))]
+        assert 0 < batch.num_tokens <= self.config.max_step_tokens, "over the token budget"
+        assert [on[lane] for lane in batch.decodes] == ready, "a decode waits"
+        assert len(set(lanes)) == len(lanes), "a lane is twice in a step"
+        assert all(on[lane].status is Status.RUNNING for lane in lanes), "an ended sequence goes on"
+        assert all(on[lane].computed < on[lane].max_len for lane in batch.sampling), "a known end is overrun"
+        assert all(chunk.tokens for chunk in batch.prefills)
+        assert batch.masked == any(on[lane].mask is not None for lane in batch.sampling)
+        assert all(on[lane].pages[slot] == page for lane, slot, page in batch.pages), "a page of somebody else"
+        if self.batches and batch.decodes == self.batches[-1].decodes:
+            assert batch.decodes is self.batches[-1].decodes, "the same lanes in another object"
+        for chunk in batch.prefills:
+            assert all(on[lane].token_ids == on[chunk.lane].token_ids for lane in chunk.forks), "a fork of another"
+            assert chunk.sample or not chunk.forks
+        self._check_pages(batch)
+        assert sorted(start.lane for start in batch.starts) == sorted(s.lane for s in on.values() if s not in kept)
+
+    def _check_pages(self, batch: Batch) -> None:
+        """The pages that are written before the step computes are each written once, and none is read after that."""
+        slots = [slot for _, slot in batch.saves]
+        written = [*batch.fresh, *(page for _, page in batch.loads), *(page for _, page in batch.copies)]
+        assert len(set(slots)) == len(slots)
+        assert len(set(written)) == len(written)
+        assert not {source for source, _ in batch.copies} & set(written)
+        held = {page for sequence in self.scheduler.running for page in sequence.pages}
+        assert held >= set(written), "a page that nobody holds"
+        self.seen["saved and loaded at once"] += not {slot for slot, _ in batch.loads}.isdisjoint(slots)
+
+    def _read(self) -> None:
+        if self.in_flight is None:
+            return
+        self._trip()  # lost on the way
+        launched, self.in_flight = self.in_flight, None
+        lanes = [self.scheduler.lanes[lane] for lane in launched.batch.sampling]
+        self.seen["dropped"] += sum(s is not None and s.status is Status.FINISHED for s in lanes)
+        changed = self.scheduler.update(launched.batch, launched.result)
+        assert len({id(sequence) for sequence in changed}) == len(changed)
+        self._check()
+        for sequence in changed:
+            self._see(sequence)
+
+    def _see(self, sequence: Sequence) -> None:
+        """Generator._see: the end of a sequence, or a stop string that only its reader finds."""
+        string = text_stop(sequence, sequence.output_ids) if sequence.error is None else None
+        if string is not None and sequence.status is Status.RUNNING:
+            self.scheduler.finish(sequence, "stop", string)
+            self.seen["stopped late"] += 1
+            self._check()
+        elif string is not None:
+            sequence.finish_reason, sequence.stop_reason = "stop", string
+        self.open[sequence] = sequence.output_len
+        if sequence.status is Status.FINISHED:
+            self._close(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        del self.open[sequence]
+        if isinstance(sequence.mask, HashMask):
+            sequence.mask.trip = lambda: self.seen.update(["asked a mask after the end"])
+        self.seen[str(sequence.finish_reason)] += 1
+        if sequence.error is not None:
+            self.seen[sequence.error.partition("(")[2] or sequence.error] += 1
+        if sequence in self.mixed:
+            assert len(sequence.logprobs) == len(sequence.raw_logprobs) == sequence.output_len
+            return
+        got, right = Outcome.of(sequence), self.expected[sequence]
+        if got.finish_reason == "abort":  # an answer that was cut short: as far as it has come, it is right
+            length, known = len(got.token_ids), len(got.token_ids) - sequence.prompt_len
+            right = Outcome(
+                right.token_ids[:length], right.logprobs[:known], right.raw_logprobs[:known], finish_reason="abort"
+            )
+            got.prompt_logprobs = []
+        if got != right:
+            raise WrongAnswerError(f"request {self.order[sequence]}: {got} instead of {right}")
+
+    def _trip(self) -> None:
+        if self.trouble and self.rng.random() < self.trouble:
+            raise InterruptError
+
+    def _tearing(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def torn(*given: Any, **named: Any) -> Any:
+            self.seen[name] += 1
+            self._tear()
+            result = method(*given, **named)
+            self._tear()
+            return result
+
+        return torn
+
+    def _rewind(self) -> None:
+        self._armed = False
+        Scheduler.rewind(self.scheduler)
+
+    def _tear(self) -> None:
+        if self._armed and self.torn and self.rng.random() < self.torn:
+            self.seen["torn"] += 1
+            raise InterruptError
+
+    def _recover(self) -> None:
+        self.in_flight = None
+        self.scheduler.rewind()
+        self._check()
+        assert not self.scheduler.running
+        self.seen["interrupted"] += 1
+        for sequence, told in list(self.open.items()):  # read, but not seen
+            if sequence.status is Status.FINISHED or sequence.output_len > told:
+                self._see_later(sequence)
+
+    def _see_later(self, sequence: Sequence) -> None:
+        """See a sequence that rewind has made wait: a stop string then ends it like an abort does."""
+        if sequence.status is Status.WAITING and text_stop(sequence, sequence.output_ids) is not None:
+            self.scheduler.abort(sequence)
+        self._see(sequence)
+
+    def _check(self) -> None:
+        if self.checks:
+            self.scheduler.check()
+            line = [self.order[s] for s in (*self.scheduler.running, *self.scheduler.waiting)]
+            assert line == sorted(line), "the order of arrival is lost"
+
+
+def _can_decode(sequence: Sequence) -> bool:
+    known = sequence.computed >= sequence.prefill_len
+    return known and sequence.length < sequence.max_len and sequence.status is Status.RUNNING
+
+
+def request(config: EngineConfig, prompt_len: int, max_tokens: int | None, seed: int = 0, **other: Any) -> Sequence:
+    """A sequence whose prompt differs from that of other seeds; `other` goes to SamplingParams."""
+    prompt = [(7 * seed + 3 * at) % VOCAB for at in range(prompt_len)]
+    score = (0, 1.0) if other.get("prompt_logprobs") is not None else None
+    return make_sequence(prompt, SamplingParams(max_tokens=max_tokens, **other), config, seed=seed, score=score)
+
+
+def run(config: EngineConfig, *sequences: Sequence, **other: Any) -> Simulation:
+    """All of them from the first turn on; the answers are checked as they come."""
+    return Simulation(config, [(0, sequence) for sequence in sequences], **other).run()
