@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 AHEAD = 4096  # requests of one generate() that are in the engine at a time, if there are so many
 
+READ_STEPS = 4  # so many steps' tokens are read of new prompts before each step, at most
+
 LOG_SECONDS = 10.0  # of steps, between two lines in the log
 
 
@@ -49,6 +51,10 @@ class Generator:
         the model and the device.
     page_size: tokens a page of the KV pool; num_pages, or kv_cache_gb (10^9 bytes), sizes the pool. Where neither is
         given, a GPU's pool takes what weights and steps leave of memory_fraction of the memory that is free.
+    prefix_cache: keep the KV of full pages while there is room, so that later prompts which begin alike, and sequences
+        that were preempted, need not compute it again.
+    host_cache_gb: 10^9 bytes of the host's memory, pinned, where such pages go when the pool needs their place, and
+        come back from; 0: none.
     attention: "auto" (what measured fastest on the device), "flash", "paged" or "reference".
     load: "auto", or "dummy" for random weights.
     seed: where requests without one derive theirs from; None: from the operating system.
@@ -72,6 +78,8 @@ class Generator:
         num_pages: int | None = None,
         kv_cache_gb: float | None = None,
         memory_fraction: float = 0.9,
+        prefix_cache: bool = True,
+        host_cache_gb: float = 0,
         attention: str = "auto",
         load: str = "auto",
         seed: int | None = None,
@@ -94,6 +102,8 @@ class Generator:
             num_pages=num_pages,
             kv_cache_gb=kv_cache_gb,
             memory_fraction=memory_fraction,
+            prefix_cache=prefix_cache,
+            host_cache_gb=host_cache_gb,
             attention=attention,
         )
         self.tokenizer = Tokenizer.find(self.folder if tokenizer is None else resolve(tokenizer, weights=False))
@@ -105,13 +115,7 @@ class Generator:
         self._runner = build_runner(self.model_config, config, self.folder, load)
         self.config = self._runner.config  # only now is it known how large the KV pool is
         self.max_model_len = self.config.max_model_len
-        log.info("%s in %.1f s: %s", self.folder.name, time.perf_counter() - start, self.config)
-        if max_model_len is None and self.max_model_len < self.model_config.max_position:
-            log.warning(
-                "the KV pool holds a context of %d tokens, and the model's is %d; raise kv_cache_gb or memory_fraction",
-                self.max_model_len,
-                self.model_config.max_position,
-            )
+        self._log_start(time.perf_counter() - start)
         self.recorder = Recorder(device)
         self._intake = Intake(self.model_config, self.tokenizer, self.max_model_len, seed)
         self._scheduler = Scheduler(self.config)
@@ -126,6 +130,15 @@ class Generator:
         self._stats = Stats(pages=self.config.num_pages)
         self._logged = Stats()  # the counts at the last line in the log
         self._ids = itertools.count()
+
+    def _log_start(self, seconds: float) -> None:
+        log.info("%s in %.1f s: %s", self.folder.name, seconds, self.config)
+        if not self.config.context_given and self.max_model_len < self.model_config.max_position:
+            log.warning(
+                "the KV pool holds a context of %d tokens, and the model's is %d; raise kv_cache_gb or memory_fraction",
+                self.max_model_len,
+                self.model_config.max_position,
+            )
 
     # --------------------------------------------------------------------------------------- whole answers
 
@@ -162,12 +175,14 @@ class Generator:
         yield from self._serve(requests, ahead=0)
 
     def _serve(self, requests: Iterable[Request], ahead: int) -> PyGenerator[RequestOutput, None, None]:
-        """`stream`; at least `ahead` requests are read as long as there are some, which lets the scheduler plan."""
+        """`stream`; some steps on, at least `ahead` requests are in the engine as long as there are some, which lets
+        the scheduler plan. A few at a time, since the first step need not wait until all texts are tokens."""
         source: Iterator[Request] | None = iter(requests)
         sink = Sink()
         try:
             while source is not None or sink.running or sink.done:
-                while source is not None and not sink.done and self._wants_more(sink, ahead):
+                enough = self._stats.prompt_tokens + READ_STEPS * self.config.max_step_tokens
+                while source is not None and not sink.done and self._wants_more(sink, ahead, enough):
                     source = self._pull(source, sink)
                 self._scheduler.closed = source is None
                 if not sink.done:
@@ -178,8 +193,10 @@ class Generator:
             self._scheduler.closed = False
             self.abort(sink.running)
 
-    def _wants_more(self, sink: Sink, ahead: int) -> bool:
-        return len(sink.running) < ahead or self._scheduler.wants_more
+    def _wants_more(self, sink: Sink, ahead: int, enough: int) -> bool:
+        """Whether to read another request before the next step; enough: the prompt tokens in `stats` to stop at."""
+        wanted = len(sink.running) < ahead or self._scheduler.wants_more
+        return wanted and self._stats.prompt_tokens < enough
 
     def _pull(self, source: Iterator[Request], sink: Sink) -> Iterator[Request] | None:
         """Begin the next request of an iterator, for `sink`; None where it has ended."""
@@ -258,8 +275,9 @@ class Generator:
                 self._scheduler.abort(answer.sequence)
                 self._forget(answer.sequence)
             self._close_request(active)
-            self._events = [event for event in self._events if event.id != active.id]
             self._stats.aborted += 1
+        gone = {active.id for active in ended}
+        self._events = [event for event in self._events if event.id not in gone]
         for answer in unread:
             answer.read(self.tokenizer)
         return [active.output() for active in ended]
@@ -274,8 +292,11 @@ class Generator:
         """Counts since the start, and what is held now."""
         self._stats.running = len(self._scheduler.running)
         self._stats.waiting = len(self._scheduler.waiting)
-        self._stats.pages_used = self._scheduler.pages.num_pages - self._scheduler.pages.num_free
+        self._stats.pages_used = self._scheduler.pages.num_pages - self._scheduler.pages.available
+        self._stats.pages_saved = self._scheduler.saved_pages
+        self._stats.pages_loaded = self._scheduler.loaded_pages
         self._stats.prefilled_tokens = self._scheduler.prefilled_tokens
+        self._stats.cached_tokens = self._scheduler.cached_tokens
         self._stats.generated_tokens = self._scheduler.generated_tokens
         self._stats.preemptions = self._scheduler.preemptions
         return replace(self._stats)
@@ -382,10 +403,13 @@ class Generator:
     def _recover(self) -> None:
         """After an exception (Ctrl-C too) in the loop: what was on its way is lost, what was read is kept."""
         self._in_flight = None
-        self._scheduler.rewind()
-        for _, answer in self._owners.values():
-            answer.forget_text(self.tokenizer)
         self._recovering = True
+        try:
+            self._runner.settle()  # before pages that steps on their way read or write are given to others
+        finally:
+            self._scheduler.rewind()
+            for _, answer in self._owners.values():
+                answer.forget_text(self.tokenizer)
 
     def _see_again(self) -> None:
         """After an exception: what was read and not seen."""
@@ -405,7 +429,7 @@ class Generator:
                 # Where an id or the length ended it at once, the string is still the reason: it cuts the text.
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
         if active.sink is None:
-            answer.tell(self._events)
+            answer.tell(self._events, active.cached_tokens)
         elif answer.text is None:
             self._watched.discard(sequence)  # nobody reads it before its end
         if sequence.status is Status.FINISHED:
@@ -423,7 +447,7 @@ class Generator:
     def _close_request(self, active: Active) -> None:
         del self._active[active.id]
         if active.sink is not None:
-            active.sink.running.discard(active.id)
+            active.sink.running.pop(active.id, None)
 
     def _begin(
         self,
@@ -445,7 +469,7 @@ class Generator:
         active = self._intake.take(id, prompt, params, sink, score)
         self._active[id] = active
         if sink is not None:
-            sink.running.add(id)
+            sink.running[id] = None
         for answer in active.answers:
             self._owners[answer.sequence] = (active, answer)
             self._watched.add(answer.sequence)

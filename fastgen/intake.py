@@ -14,7 +14,7 @@ from numbers import Integral
 
 from fastgen.arch import ModelConfig
 from fastgen.outputs import Active, Answer, Sink
-from fastgen.request import Prompt, SamplingParams, Sequence, TokenMask
+from fastgen.request import MAX_BIASES, Prompt, SamplingParams, Sequence, TokenMask
 from fastgen.tokenizer import AnswerText, Tokenizer, encode_prompt
 
 
@@ -33,6 +33,16 @@ class Intake:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         params.validate(self.model.vocab_size)
+        edited = len(params.logit_bias or ()) + (len(self._stop_ids(params)) if params.min_tokens else 0)
+        if edited > MAX_BIASES:
+            raise ValueError(
+                f"logit_bias and the stop ids that min_tokens holds back are {edited} tokens; they may be at most "
+                f"{MAX_BIASES}: a mask can forbid any number"
+            )
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        eos_ids = () if params.ignore_eos else self.model.eos_ids
+        return frozenset(id for id in (*params.stop_token_ids, *eos_ids) if 0 <= id < self.model.vocab_size)
 
     def take(
         self, id: str | int, prompt: Prompt, params: SamplingParams, sink: Sink | None, score: tuple[int, float] | None
@@ -78,8 +88,6 @@ class Intake:
         sink: Sink | None,
         score: tuple[int, float] | None,
     ) -> Answer:
-        eos_ids = () if params.ignore_eos else self.model.eos_ids
-        stop_ids = {id for id in (*params.stop_token_ids, *eos_ids) if 0 <= id < self.model.vocab_size}
         tokens = self.context if params.max_tokens is None else params.max_tokens
         sequence = Sequence(
             request_id=id,
@@ -89,7 +97,7 @@ class Intake:
             prompt_len=len(ids),
             max_len=min(len(ids) + tokens, self.context),
             seed=seed,
-            stop_ids=frozenset(stop_ids),
+            stop_ids=self._stop_ids(params),
             mask=_own(params.mask),
         )
         if score is not None and index == 0:

@@ -62,6 +62,7 @@ class RMSNorm:
 def apply(
     linear: Linear,
     x: Tensor,
+    work: product.Workspace,
     *,
     norm: RMSNorm | None = None,
     add: Tensor | None = None,
@@ -74,15 +75,9 @@ def apply(
     A few rows go through one kernel of our own, which reads the weights and little else; more through BLAS.
     """
     if _few(x, linear):
-        out: Tensor = product.product(
-            x,
-            linear.weight,
-            linear.bias,
-            norm=norm and (norm.weight, norm.eps),
-            add=add,
-            swiglu=gated,
-            out_dtype=out_dtype,
-        )
+        scaled = None if norm is None else (norm.weight, norm.eps)
+        fused = product.Fused(scaled, add, gated, out_dtype=out_dtype)
+        out: Tensor = product.product(x, linear.weight, linear.bias, work, fused)
         return out
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps)
@@ -137,13 +132,14 @@ def _few(x: Tensor, linear: Linear) -> bool:
     return x.is_cuda and x.dtype != torch.float32 and product.pays(len(x), outputs, inputs, Chip.of(x.device))
 
 
-def _queries(layer: Layer, x: Tensor, places: Places, keys: Tensor, values: Tensor) -> Tensor:
+def _queries(layer: Layer, x: Tensor, work: product.Workspace, places: Places, keys: Tensor, values: Tensor) -> Tensor:
     """The queries [T, H, D] of the residual stream x; its keys and values go into the pool."""
     if layer.head_norm is None and _few(x, layer.qkv):
-        rope, norm = product.RopeWrite(places, keys, values), (layer.input_norm.weight, layer.input_norm.eps)
-        q: Tensor = product.product(x, layer.qkv.weight, layer.qkv.bias, norm=norm, rope=rope)
+        norm = layer.input_norm.weight, layer.input_norm.eps
+        fused = product.Fused(norm, rope=product.RopeWrite(places, keys, values))
+        q: Tensor = product.product(x, layer.qkv.weight, layer.qkv.bias, work, fused)
         return q
-    turned: Tensor = rope_write(apply(layer.qkv, x, norm=layer.input_norm), places, keys, values, layer.head_norm)
+    turned: Tensor = rope_write(apply(layer.qkv, x, work, norm=layer.input_norm), places, keys, values, layer.head_norm)
     return turned
 
 
@@ -159,6 +155,7 @@ class Transformer:
         head = self.embedding if config.tied else self._new(config.vocab_size, config.hidden_size)
         self.lm_head = Linear(head, None)
         self.cos, self.sin = (table.to(device) for table in rope_tables(config, context))
+        self.work = product.Workspace.make(device)
 
     def _new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -226,7 +223,7 @@ class Transformer:
             if step.arrivals is not None:
                 step.arrivals.wait(number)
             with span("qkv"):
-                q = _queries(layer, x, step.places, pool.keys[number], pool.values[number])
+                q = _queries(layer, x, self.work, step.places, pool.keys[number], pool.values[number])
             if step.ends is not None and number == len(self.layers) - 1:
                 x, q = _padded(x[step.ends.rows]), q[step.ends.rows]
                 if not len(q):
@@ -237,16 +234,17 @@ class Transformer:
                 if len(out) < len(x):  # padding is not attended
                     out = F.pad(out, (0, 0, 0, len(x) - len(out)))
             with span("o"):
-                x = apply(layer.o, out, add=x)
+                x = apply(layer.o, out, self.work, add=x)
             with span("mlp"):
-                x = apply(layer.down, apply(layer.gate_up, x, norm=layer.post_norm, gated=True), add=x)
+                hidden = apply(layer.gate_up, x, self.work, norm=layer.post_norm, gated=True)
+                x = apply(layer.down, hidden, self.work, add=x)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
         """float32 [R, V] of rows x [R, hidden] of what `forward` gives."""
         if x.device.type == "cpu":
             return self.lm_head(rms_norm(_padded(x), self.norm.weight, self.norm.eps))[: len(x)].float()
-        return apply(self.lm_head, x, norm=self.norm, out_dtype=torch.float32)
+        return apply(self.lm_head, x, self.work, norm=self.norm, out_dtype=torch.float32)
 
 
 def _padded(x: Tensor) -> Tensor:

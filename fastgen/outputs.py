@@ -14,8 +14,10 @@ from fastgen.tokenizer import AnswerText, Tokenizer
 class Stats:
     """What a Generator has done, and holds now. Times in seconds; tokens, pages and requests counted.
 
-    prompt_tokens: of the requests, each once; prefilled_tokens: what steps computed of known tokens, which counts a
-    prompt once a sample, and again after a preemption.
+    prompt_tokens: of the requests, each once. prefilled_tokens: what steps computed of known tokens: a prompt once,
+    however many samples draw from it, and again what a preemption lost. cached_tokens: of the known tokens of sequences
+    that took a lane, those that nothing had to be computed for, as the KV was there. pages_used: of the KV pool, held
+    by sequences; what else is cached gives way to them. pages_saved, pages_loaded: to the host tier, and back from it.
     """
 
     requests: int = 0
@@ -23,6 +25,7 @@ class Stats:
     aborted: int = 0
     prompt_tokens: int = 0
     prefilled_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
     step_seconds: float = 0.0
@@ -30,6 +33,8 @@ class Stats:
     waiting: int = 0
     pages_used: int = 0
     pages: int = 0
+    pages_saved: int = 0
+    pages_loaded: int = 0
     preemptions: int = 0
 
     @property
@@ -42,18 +47,26 @@ class Stats:
         """Prefilled tokens over the time spent in steps."""
         return self.prefilled_tokens / self.step_seconds if self.step_seconds else 0.0
 
+    @property
+    def cached_share(self) -> float:
+        """Cached tokens over all known ones, from 0 to 1."""
+        known = self.cached_tokens + self.prefilled_tokens
+        return self.cached_tokens / known if known else 0.0
+
     def __str__(self) -> str:
         return (
             f"running {self.running}, waiting {self.waiting}, finished {self.finished}; "
             f"{self.prompt_tokens} tokens in, {self.generated_tokens} out, "
             f"{self.prefilled_per_second:.1f} tok/s in, {self.tokens_per_second:.1f} tok/s out; "
-            f"pages {self.pages_used}/{self.pages}, preemptions {self.preemptions}"
+            f"cached {100 * self.cached_share:.1f} %, pages {self.pages_used}/{self.pages}, "
+            f"preemptions {self.preemptions}"
         )
 
     def since(self, before: Stats) -> Stats:
         """What was done since then, and what is held now."""
-        done = ("requests", "finished", "aborted", "prompt_tokens", "prefilled_tokens", "generated_tokens", "steps",
-                "step_seconds", "preemptions")  # fmt: skip
+        done = ("requests", "finished", "aborted", "prompt_tokens", "prefilled_tokens", "cached_tokens",
+                "generated_tokens", "steps", "step_seconds", "pages_saved", "pages_loaded",
+                "preemptions")  # fmt: skip
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in done})
 
 
@@ -100,8 +113,8 @@ class Answer:
             prompt = sequence.token_ids[: sequence.prompt_len]
             self.text, self.ids_read = AnswerText(tokenizer, prompt, sequence.params.stop_strings), 0
 
-    def tell(self, events: list[Event]) -> None:
-        """Append what is new since the last event."""
+    def tell(self, events: list[Event], cached_tokens: int) -> None:
+        """Append what is new since the last event. cached_tokens: of the request."""
         sequence, (ids, chars) = self.sequence, self.told
         text = self.text.text if self.text is not None else ""
         if (sequence.output_len, len(text)) == self.told and sequence.finish_reason is None:
@@ -121,6 +134,7 @@ class Answer:
             sampling_mask=sequence.sampling_mask[ids:] if sequence.params.return_sampling_mask else None,
             prompt_logprobs=sequence.prompt_logprobs if scored else None,
             prompt_top_logprobs=(sequence.prompt_top_logprobs or None) if scored else None,
+            cached_tokens=cached_tokens,
         )
         told = (sequence.output_len, len(text))
         events.append(event)
@@ -145,9 +159,9 @@ class Answer:
 
 @dataclass(eq=False)
 class Sink:
-    """Where the outputs of one call's requests go: `running` are the ids that are still in the engine."""
+    """Where the outputs of one call's requests go: `running` are the ids that are still in the engine, oldest first."""
 
-    running: set[str | int] = field(default_factory=set)
+    running: dict[str | int, None] = field(default_factory=dict)
     done: deque[RequestOutput] = field(default_factory=deque)
 
 
@@ -162,6 +176,11 @@ class Active:
     added: float
     first_token: float | None = None
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, that the prefix cache held when the first sample began; the others find what it computed."""
+        return self.answers[0].sequence.cached_tokens
+
     def output(self) -> RequestOutput:
         first = self.answers[0].sequence
         return RequestOutput(
@@ -170,6 +189,7 @@ class Active:
             completions=[answer.completion() for answer in self.answers],
             prompt_logprobs=first.prompt_logprobs if first.score_start is not None else None,
             prompt_top_logprobs=first.prompt_top_logprobs or None,
+            cached_tokens=self.cached_tokens,
             timings=Timings(
                 first_token=None if self.first_token is None else self.first_token - self.added,
                 finished=time.perf_counter() - self.added,

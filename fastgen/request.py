@@ -22,6 +22,9 @@ Prompt = str | SequenceOf[int] | SequenceOf[Message]
 
 MAX_LOGPROBS = 20
 
+MAX_BIASES = 4096
+"""Tokens of one request that logit_bias and min_tokens together may change the logits of."""
+
 
 class TokenMask(Protocol):
     """Restricts what one sample may say next, as a grammar does. It is deep-copied for each sample."""
@@ -46,7 +49,7 @@ class SamplingParams:
         of at least min_p times the likeliest; applied in the order top_k, top_p, min_p, after the temperature.
     repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the answer.
     presence_penalty, frequency_penalty: subtracted for tokens of the answer, once and once an occurrence.
-    logit_bias: token id -> added to its logit.
+    logit_bias: token id -> added to its logit; at most 4096, with the stop ids that min_tokens holds back.
     seed: equal seeds and prompts give equal answers; None derives one from the Generator's seed.
     stop: strings that end the answer; the text is cut before them, the ids are kept.
     stop_token_ids: ids that end the answer, beside the model's eos ids; they stay in token_ids.

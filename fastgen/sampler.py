@@ -28,7 +28,7 @@ from torch import Tensor
 from fastgen.kernels import sampling, scoring
 from fastgen.kernels.launch import Kernel
 from fastgen.kernels.scoring import ids_of_keys, rank_keys_of
-from fastgen.request import LaneStart, SamplingParams
+from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
 
 TICKETS = 2**44  # what the likeliest token holds
 MAX_VOCAB = 2**18  # so that a row's tickets sum to less than 2**63
@@ -177,10 +177,10 @@ class LaneState:
 
     `last_token` [S] int64 is what a lane drew last (0 for NO_TOKEN, so that it can always be embedded). `table` [S, 14]
     int64 are the parameters: the integers of _Rows from seed on, then the bits of its floats, as float64. `token_ids`
-    and `addends` [S, width] are (token, addend) pairs, a lane's biases and then its stop ids, as wide as was ever
-    needed. Penalty counts take 5 bytes a lane and token of the vocabulary; they are allocated at once on a GPU, whose
-    memory is shared out at the start, else when the first penalized lane starts. A lane's own are rebuilt from its
-    tokens at each start.
+    and `addends` [S, MAX_BIASES] are (token, addend) pairs, a lane's biases and then its stop ids; `widest`: the most
+    that a lane has had. Penalty counts take 5 bytes a lane and token of the vocabulary; they are allocated at once on a
+    GPU, whose memory is shared out at the start, else when the first penalized lane starts. A lane's own are rebuilt
+    from its tokens at each start.
     """
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
@@ -190,8 +190,10 @@ class LaneState:
         self.vocab_size = vocab_size
         self.last_token = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self.table = torch.zeros(max_seqs, 14, dtype=torch.int64, device=device)
-        self.token_ids = torch.zeros(max_seqs, 8, dtype=torch.int64, device=device)
-        self.addends = torch.zeros(max_seqs, 8, dtype=torch.float32, device=device)
+        width = min(MAX_BIASES, 2 * vocab_size)
+        self.token_ids = torch.zeros(max_seqs, width, dtype=torch.int64, device=device)
+        self.addends = torch.zeros(max_seqs, width, dtype=torch.float32, device=device)
+        self.widest = 0
         self.in_prompt: Tensor | None = None  # [S, V] bool
         self.counts: Tensor | None = None  # [S, V] int32, occurrences in the answer
         self._workspace: sampling.Workspace | None = None
@@ -240,20 +242,20 @@ class LaneState:
 
     def _write_pairs(self, starts: Sequence[LaneStart]) -> None:
         """Put the biases and stop ids of these lanes into the token table; what was there stays behind them."""
-        pairs = {s.lane: [*_bias(s.params), *_stops(s)] for s in starts}
-        width, longest = self.token_ids.shape[1], max(map(len, pairs.values()))
-        if longest > width:
-            more = max(longest, 2 * width) - width
-            self.token_ids = torch.nn.functional.pad(self.token_ids, (0, more))
-            self.addends = torch.nn.functional.pad(self.addends, (0, more))
-        cells = [(lane, column, token) for lane, row in pairs.items() for column, (token, _) in enumerate(row)]
-        if cells:
-            addends = np.array([addend for row in pairs.values() for _, addend in row])
-            packed = np.column_stack((np.array(cells, dtype=np.int64), addends.view(np.int64)))
-            uploaded = _upload(packed, self.token_ids.device)
-            lanes, columns, tokens, bits = uploaded.unbind(1)
-            self.token_ids[lanes, columns] = tokens
-            self.addends[lanes, columns] = bits.view(torch.float64).float()
+        alike: dict[tuple[int, frozenset[int]], list[LaneStart]] = {}  # so that n samples of a long list cost one
+        for s in starts:
+            alike.setdefault((id(s.params), s.stop_ids), []).append(s)
+        for together in alike.values():
+            pairs = [*_bias(together[0].params), *_stops(together[0])]
+            if pairs:
+                count = len(pairs)
+                tokens, addends = np.array(pairs, dtype=np.float64).T
+                lanes = [s.lane for s in together]
+                packed = np.concatenate((tokens.astype(np.int64), addends.copy().view(np.int64), lanes))
+                ids, bits, rows = torch.split(_upload(packed, self.table.device), [count, count, len(lanes)])
+                self.token_ids[:, :count].index_copy_(0, rows, ids.expand(len(lanes), -1))
+                self.addends[:, :count].index_copy_(0, rows, bits.view(torch.float64).float().expand(len(lanes), -1))
+                self.widest = max(self.widest, count)
 
     def _count(self, starts: Sequence[LaneStart]) -> None:
         """Count the tokens of these lanes from nothing."""
@@ -381,8 +383,9 @@ def _edit(
     if plan.bias or plan.min_tokens:
         early = positions[:, None] - rows.prompt_len < rows.min_tokens
         used = rows.biases + torch.where(early, rows.stops, 0)
-        unused = torch.arange(state.token_ids.shape[1], device=logits.device) >= used
-        logits = logits.scatter_add(1, state.token_ids[lanes], state.addends[lanes].masked_fill(unused, 0.0))
+        unused = torch.arange(state.widest, device=logits.device) >= used
+        token_ids, addends = state.token_ids[lanes, : state.widest], state.addends[lanes, : state.widest]
+        logits = logits.scatter_add(1, token_ids, addends.masked_fill(unused, 0.0))
     if mask is not None:
         bits = mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)
         allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fastgen.kernels import product as module
 from fastgen.kernels.launch import Chip, jit, tl, triton
-from fastgen.kernels.product import Config, complete, config, launch_as
+from fastgen.kernels.product import Config, Fused, Workspace, complete, config, launch_as
 
 EPS = 1e-5
 LAYERS = 4
@@ -38,7 +38,7 @@ LAYERS = 4
 
 @dataclass(frozen=True)
 class Product:
-    """One of a model's products; the flags are arguments of fastgen.kernels.product.product."""
+    """One of a model's products; the flags are what fastgen.kernels.product.Fused says, and a bias."""
 
     name: str
     outputs: int
@@ -106,8 +106,14 @@ class Weights:
 
 
 def ours(product: Product, weights: Weights, chosen: Config, x: Tensor, add: Tensor | None) -> Tensor:
-    out_dtype = torch.float32 if product.logits else None
-    return launch_as(chosen, x, weights.weight, weights.bias, weights.norm, add, product.swiglu, out_dtype)
+    fused = Fused(weights.norm, add, product.swiglu, out_dtype=torch.float32 if product.logits else None)
+    return launch_as(chosen, x, weights.weight, weights.bias, workspace(), fused)
+
+
+@cache
+def workspace() -> Workspace:
+    """One for all: the script's products run one after the other."""
+    return Workspace.make(torch.device("cuda", torch.cuda.current_device()))
 
 
 def theirs(product: Product, weights: Weights, x: Tensor, add: Tensor | None) -> Tensor:

@@ -15,7 +15,10 @@ import torch
 from conftest import EOS, VOCAB, Script, Turns, check_idle, random_ids
 from hash_model import hopeful
 
+import fastgen.generator
 from fastgen import Event, Generator, Request, RequestOutput, SamplingParams
+from fastgen.request import Batch, Sequence
+from fastgen.runner import Launched
 
 pytestmark = pytest.mark.timeout(60)  # a loop that waits for what never comes is what goes wrong here
 SHORT = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -178,6 +181,9 @@ def test_text_needs_a_tokenizer_and_ids_do_not(llama: Path) -> None:
         ({"dtype": "int8"}, ValueError),
         ({"attention": "flash-1"}, ValueError),
         ({"load": "never"}, ValueError),
+        ({"host_cache_gb": -1}, ValueError),
+        ({"host_cache_gb": 1, "prefix_cache": False}, ValueError),
+        ({"host_cache_gb": 1e-9}, ValueError),
     ],
 )
 def test_options_that_do_not_work(llama: Path, options: dict[str, Any], kind: type[Exception]) -> None:
@@ -214,6 +220,28 @@ def test_a_stream_reads_no_further_than_there_are_lanes(gen: Generator, n: int) 
         assert feed.taken <= done + gen.config.max_seqs // n + 2
     assert gen.stats.running == 0  # leaving has aborted the others
     assert feed.taken < 52
+
+
+def test_a_list_is_read_little_by_little(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step does not wait until all prompts are tokens; soon AHEAD of them are in the engine."""
+    monkeypatch.setattr(fastgen.generator, "AHEAD", 30)
+    prompts, waiting = [random_ids(40, seed=i) for i in range(70)], []
+    launch, before = gen._runner.launch, gen.stats.prompt_tokens
+    read: list[int] = []
+
+    def counted(batch: Batch) -> Launched:
+        read.append(gen.stats.prompt_tokens - before)
+        waiting.append(gen.unfinished)
+        return launch(batch)
+
+    monkeypatch.setattr(gen._runner, "launch", counted)
+    outputs = gen.generate(prompts, SHORT)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    budget = fastgen.generator.READ_STEPS * gen.config.max_step_tokens
+    assert budget <= read[0] <= budget + 40 < 30 * 40
+    assert max(later - earlier for earlier, later in itertools.pairwise(read)) <= budget + 40
+    assert max(waiting) == 30
+    assert waiting[5] > 25
 
 
 def test_a_stream_yields_in_the_order_of_completion(gen: Generator) -> None:
@@ -319,6 +347,20 @@ def test_an_abort_returns_what_there_is(gen: Generator) -> None:
     assert ids_of(outputs[1:]) == [[], []]
     assert gen.abort([running, "nobody"]) == []
     assert {event.id for event in drain(gen)} == set(waiting[:-2])
+
+
+def test_leaving_early_aborts_in_the_order_of_arrival(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next to go is then the first of those that wait, which is found at once."""
+    aborted: list[Sequence] = []
+    abort = gen._scheduler.abort
+    monkeypatch.setattr(gen._scheduler, "abort", lambda sequence: (aborted.append(sequence), abort(sequence)))
+    requests = (Request([5, 6], SHORT, f"{i * 7919 % 1000}") for i in range(1000))
+    outputs = gen._serve(requests, ahead=1000)
+    next(outputs)
+    expected = [answer.sequence for active in gen._active.values() for answer in active.answers]
+    outputs.close()
+    assert len(expected) > 400
+    assert aborted == expected
 
 
 # Masks.
@@ -430,11 +472,12 @@ def test_stats_add_up(llama: Path) -> None:
         gen.generate([random_ids(20), random_ids(11), []], replace(SHORT, n=2))
         stats = gen.stats
         assert (stats.requests, stats.finished, stats.prompt_tokens, stats.generated_tokens) == (2, 2, 31, 24)
-        assert stats.steps >= 62 / 16 + 5
+        assert stats.steps >= 31 / 16 + 5
         assert stats.pages == 20
+        assert (stats.prefilled_tokens, stats.cached_tokens) == (31, 19 + 10)  # all but a token of the second samples
         assert stats.tokens_per_second == pytest.approx(24 / stats.step_seconds)
-        gen.add(random_ids(20), replace(SHORT, n=5))
-        gen.step()
+        gen.add(random_ids(20, seed=1), replace(SHORT, n=5))
+        gen.step()  # the first 16 tokens; then the others join
         stats = gen.stats
         assert (stats.running, stats.waiting, stats.pages_used) == (1, 4, 2)
         assert "running 1, waiting 4" in str(stats)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgen.kernels import launch
 from fastgen.kernels.lanes import DecodeInput, advance
 from fastgen.kernels.launch import Chip, Kernel
 from fastgen.kernels.norm import rms_norm
@@ -105,13 +106,23 @@ def test_a_kernel_that_does_not_compile_falls_back_to_its_twin_once(
         raise OutOfResources(200_000, 100_000, "shared memory")
 
     kernel = Kernel(refused, lambda x, by: x * by)
-    monkeypatch.setattr(Kernel, "runs_on", lambda self, device: not self.broken)
+    monkeypatch.setattr(Kernel, "runs_on", lambda self, device: device not in self.refused)
     with caplog.at_level(logging.WARNING):
         assert kernel(torch.tensor(3), 4) == 12
         assert kernel(torch.tensor(3), 5) == 15
     assert tried == [4]
     assert len(caplog.records) == 1
-    assert "test_kernels kernel does not compile" in caplog.text
+    assert "test_kernels kernel does not compile on cpu" in caplog.text
+
+
+def test_a_kernel_that_one_device_refuses_runs_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "triton", object())
+    refusing, others = torch.device("cuda:0"), [torch.device("cuda:1"), torch.device("cuda:2")]
+    kernel = Kernel(lambda x: x, lambda x: x)
+    kernel.refused.add(refusing)
+    assert not kernel.runs_on(refusing)
+    assert all(kernel.runs_on(device) for device in others)
+    assert not kernel.runs_on(torch.device("cpu"))
 
 
 def test_a_failure_that_is_not_the_compilers_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

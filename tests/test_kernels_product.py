@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,7 +16,21 @@ from torch import Tensor
 
 from fastgen.kernels import product as module
 from fastgen.kernels.launch import Chip, triton
-from fastgen.kernels.product import MOST, Config, RopeWrite, complete, config, launch_as, pays, product
+from fastgen.kernels.product import (
+    MOST,
+    PAYS,
+    SIZES,
+    Config,
+    Fused,
+    RopeWrite,
+    Workspace,
+    complete,
+    config,
+    launch_as,
+    padded,
+    pays,
+    product,
+)
 from fastgen.kernels.rope import Places
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,48 +56,44 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def arguments(
-    tokens: int, outputs: int, inputs: int, dtype: torch.dtype, parts: str
-) -> tuple[list[Any], dict[str, Any]]:
+Arguments = tuple[Tensor, Tensor, Tensor | None, Workspace, Fused]
+"""x, weight, bias, work, fused."""
+
+
+def arguments(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, parts: str) -> Arguments:
     """What product takes, with the named parts: bias, norm, add, swiglu, logits."""
-    positional = [randn(tokens, inputs, dtype=dtype), randn(outputs, inputs, seed=1, dtype=dtype, scale=inputs**-0.5)]
-    options: dict[str, Any] = {}
-    if "bias" in parts:
-        positional.append(randn(outputs, seed=2, dtype=dtype))
-    if "norm" in parts:
-        options["norm"] = (1 + randn(inputs, seed=3, dtype=dtype, scale=0.2), 1e-5)
-    if "add" in parts:
-        options["add"] = randn(tokens, outputs, seed=4, dtype=dtype)
-    if "logits" in parts:
-        options["out_dtype"] = torch.float32
-    return positional, options | ({"swiglu": True} if "swiglu" in parts else {})
+    x = randn(tokens, inputs, dtype=dtype)
+    weight = randn(outputs, inputs, seed=1, dtype=dtype, scale=inputs**-0.5)
+    fused = Fused(
+        norm=(1 + randn(inputs, seed=3, dtype=dtype, scale=0.2), 1e-5) if "norm" in parts else None,
+        add=randn(tokens, outputs, seed=4, dtype=dtype) if "add" in parts else None,
+        swiglu="swiglu" in parts,
+        out_dtype=torch.float32 if "logits" in parts else None,
+    )
+    bias = randn(outputs, seed=2, dtype=dtype) if "bias" in parts else None
+    return x, weight, bias, Workspace.make(DEVICE), fused
 
 
-def changed(value: Any, change: Any) -> Any:
+def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same with `change` of each tensor."""
-    if isinstance(value, dict):
-        return {name: changed(inner, change) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(changed(inner, change) for inner in value)
+    if isinstance(value, tuple):
+        inner = [changed(each, change) for each in value]
+        return type(value)(*inner) if hasattr(value, "_fields") else tuple(inner)
     return change(value) if isinstance(value, Tensor) else value
 
 
 def check(chosen: Config, tokens: int, outputs: int, inputs: int, dtype: torch.dtype, parts: str) -> None:
     """The kernel is at most 1.1 times as far from float64 as the twin."""
-    positional, options = arguments(tokens, outputs, inputs, dtype, parts)
-    wide, wide_options = changed((positional, options), Tensor.double)
-    wide_options.pop("out_dtype", None)
-    exact = product.twin(*wide, **wide_options)
-    twin = product.twin(*changed(positional, Tensor.clone), **changed(options, Tensor.clone))
-    x, weight, bias = (*positional, None)[:3]
-    add = options.get("add")
-    found = launch_as(
-        chosen, x, weight, bias, options.get("norm"), add, options.get("swiglu", False), options.get("out_dtype")
-    )
+    given = arguments(tokens, outputs, inputs, dtype, parts)
+    *wide, wide_fused = changed(given, Tensor.double)
+    exact = product.twin(*wide, wide_fused._replace(out_dtype=None))
+    twin = product.twin(*changed(given, Tensor.clone))
+    found = launch_as(chosen, *given)
+    _, _, _, work, fused = given
     assert (found.dtype, found.shape) == (twin.dtype, twin.shape)
-    assert add is None or found is add, "written in place"
+    assert fused.add is None or found is fused.add, "written in place"
     assert error(found, exact) <= 1.1 * error(twin, exact) + 4 * torch.finfo(torch.float32).eps
-    assert not module._workspace(x.device)[1].any(), "the counters are left at 0"
+    assert not work.arrived.any(), "the counters are left at 0"
 
 
 @pytest.mark.parametrize("parts", ["", "bias", "norm", "bias norm", "add", "swiglu", "bias norm swiglu", "norm logits"])
@@ -106,15 +117,16 @@ def test_norm_of_any_size_in_float16() -> None:
     chosen = config(64, 512, 4, torch.float16, Chip.of(DEVICE))
     weight = randn(64, 512, seed=1, dtype=torch.float16, scale=0.05)
     norm = randn(512, seed=3, dtype=torch.float16, scale=4.0), 1e-5
+    work = Workspace.make(DEVICE)
     for size, outlier in ((1e4, 0), (1e-3, 0), (0.02, 3), (0.02, 500)):
         x = randn(4, 512, scale=size)
         if outlier:
             x[:, outlier] = 2000.0
         x[3] = 0
         x = x.half()
-        exact = product.twin(x.double(), weight.double(), norm=(norm[0].double(), norm[1]))
-        found = launch_as(chosen, x, weight, None, norm, None, False, None)
-        assert error(found, exact) <= 1.1 * error(product.twin(x, weight, norm=norm), exact)
+        exact = product.twin(x.double(), weight.double(), None, work, Fused((norm[0].double(), norm[1])))
+        found = launch_as(chosen, x, weight, None, work, Fused(norm))
+        assert error(found, exact) <= 1.1 * error(product.twin(x, weight, None, work, Fused(norm)), exact)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
@@ -126,14 +138,15 @@ def test_a_chain_in_a_cuda_graph(tokens: int) -> None:
     down = [randn(1024, 2048, seed=seed, dtype=dtype, scale=0.02) for seed in range(8)]
     norm = (1 + randn(1024, dtype=dtype, scale=0.1), 1e-5)
     start = randn(tokens, 1024, dtype=dtype)
+    work = Workspace.make(DEVICE)
 
     def chain(x: Tensor, dependent: bool) -> None:
         for wide, narrow in zip(up, down, strict=True):
             first, second = (config(*weight.shape, tokens, dtype, chip) for weight in (wide, narrow))
             if not dependent:
                 first, second = (replace(each, dependent=False, ahead=0) for each in (first, second))
-            y = launch_as(first, x, wide, None, norm, None, True, None)
-            launch_as(second, y, narrow, None, None, x, False, None)
+            y = launch_as(first, x, wide, None, work, Fused(norm, swiglu=True))
+            launch_as(second, y, narrow, None, work, Fused(add=x))
 
     one_by_one, x = start.clone(), start.clone()
     chain(one_by_one, dependent=False)
@@ -150,7 +163,8 @@ def test_a_chain_in_a_cuda_graph(tokens: int) -> None:
 
 def test_on_the_cpu_the_twin_answers() -> None:
     x, weight = randn(3, 64).cpu(), randn(32, 64, seed=1).cpu()
-    assert torch.equal(product(x, weight), torch.nn.functional.linear(x, weight))
+    found = product(x, weight, None, Workspace.make(x.device), Fused())
+    assert torch.equal(found, torch.nn.functional.linear(x, weight))
 
 
 @pytest.mark.parametrize("chip", [H200, A100, RTX_3090, SMALL])
@@ -186,6 +200,25 @@ def test_one_kernel_for_the_tokens_of_a_padded_number() -> None:
     assert sorted(each.tokens for each in found) == [1, 8, 16, 32, 64]
 
 
+def test_the_sizes_to_run_at_the_start_are_all_that_pay() -> None:
+    made = {config(4096, 4096, size, torch.bfloat16, H200) for size in SIZES}
+    for tokens in range(1, MOST + 1):
+        if pays(tokens, 4096, 4096, H200):
+            assert padded(tokens) in SIZES
+            assert config(4096, 4096, tokens, torch.bfloat16, H200) in made
+    assert max(SIZES) <= PAYS
+
+
+def test_shares_meet_in_the_workspace_that_is_given() -> None:
+    x, weight, bias, work, fused = arguments(4, 96, 512, HALVES[0], "norm")
+    other = Workspace.make(DEVICE)
+    for partials in (work.partials, other.partials):
+        partials.fill_(torch.nan)
+    launch_as(Config(8, rows=32, depth=64, split=4, warps=4, stages=3), x, weight, bias, work, fused)
+    assert work.partials.isfinite().sum() == 3 * 4 * (32 + 1) * 8  # tiles, shares, rows and the squares, tokens
+    assert other.partials.isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize(("heads", "num_kv", "head_size"), [(4, 2, 64), (5, 1, 24), (2, 2, 96)])
 @pytest.mark.parametrize("tokens", [1, 5, 17])
@@ -201,10 +234,11 @@ def test_rope_behind_the_product(tokens: int, heads: int, num_kv: int, head_size
     places = Places(positions, slots, angles.cos(), angles.sin(), real, num_kv, page_size)
     before = randn(2, pages, num_kv, page_size, head_size, seed=5, dtype=dtype)
     pool, twin_pool, exact_pool = before.clone(), before.clone(), before.double()
-    out = product.launch(x, weight, bias, norm=(norm, 1e-5), rope=RopeWrite(places, *pool))
-    twin = product.twin(x, weight, bias, norm=(norm, 1e-5), rope=RopeWrite(places, *twin_pool))
+    work = Workspace.make(DEVICE)
+    out = product.launch(x, weight, bias, work, Fused((norm, 1e-5), rope=RopeWrite(places, *pool)))
+    twin = product.twin(x, weight, bias, work, Fused((norm, 1e-5), rope=RopeWrite(places, *twin_pool)))
     wide = (t.double() for t in (x, weight, bias))
-    exact = product.twin(*wide, norm=(norm.double(), 1e-5), rope=RopeWrite(places, *exact_pool))
+    exact = product.twin(*wide, work, Fused((norm.double(), 1e-5), rope=RopeWrite(places, *exact_pool)))
     assert out.shape == twin.shape == (tokens, heads, head_size)
     for found, other, right in ((out, twin, exact), (pool, twin_pool, exact_pool)):
         error, twin_error = ((each.double() - right).norm() / right.norm() for each in (found, other))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,6 +190,56 @@ def test_stops_in_sampled_text_as_without_masks(gen: Generator) -> None:
         assert completion.token_ids == ids[: len(completion.token_ids)]
         assert len(completion.token_ids) < len(ids)
         assert completion.logprobs == full.completions[0].logprobs[: len(completion.token_ids)]
+
+
+# The prefix cache.
+
+
+def test_cached_tokens_are_told_and_change_nothing(llama: Path) -> None:
+    params = SamplingParams(n=2, max_tokens=12, seed=3, ignore_eos=True)
+    system = random_ids(50)
+    prompts = [system + random_ids(9, seed=i) for i in range(3)]
+    options: dict[str, Any] = {"page_size": 16, "max_seqs": 8, "num_pages": 40}
+    with Generator(llama, prefix_cache=False, **options) as gen:
+        expected = [gen.generate([prompt], params)[0] for prompt in prompts]
+        assert (gen.stats.prefilled_tokens, gen.stats.cached_tokens) == (3 * 59, 3 * 58)  # the second samples'
+        assert [output.cached_tokens for output in expected] == [0, 0, 0]
+    with Generator(llama, **options) as gen:
+        outputs = [gen.generate([prompt], params)[0] for prompt in prompts]
+        assert [output.cached_tokens for output in outputs] == [0, 48, 48]
+        assert [output.completions for output in outputs] == [output.completions for output in expected]
+        stats = gen.stats
+        assert stats.cached_tokens == 2 * 48 + 3 * 58  # of the first samples, and all but a token of the others
+        assert stats.prefilled_tokens == 59 + 2 * 11
+        assert stats.cached_share == stats.cached_tokens / (stats.cached_tokens + stats.prefilled_tokens)
+        assert f"cached {100 * stats.cached_share:.1f} %" in str(stats)
+        assert stats.pages_used == 0  # what is only cached gives way
+        assert stats.since(stats).cached_tokens == 0
+        check_idle(gen)
+
+
+def test_the_host_tier_is_counted(llama: Path) -> None:
+    prompts, params = [random_ids(60, seed=i) for i in range(8)], replace(PARAMS, max_tokens=6, temperature=0)
+    with Generator(llama, page_size=16, max_seqs=2, num_pages=12, host_cache_gb=0.002) as gen:
+        first = gen.generate(prompts, params)
+        assert gen.stats.pages_saved > 0
+        again = gen.generate(prompts, params)
+        assert gen.stats.pages_loaded > 0
+        assert {output.cached_tokens for output in again} == {48}
+        assert [output.completions for output in again] == [output.completions for output in first]
+
+
+def test_events_and_output_tell_the_same_cached_tokens(gen: Generator) -> None:
+    prompt = random_ids(70, seed=5)
+    gen.generate([prompt], PARAMS)
+    (output,) = gen.generate([prompt], replace(PARAMS, n=3))
+    assert output.cached_tokens == 64
+    gen.add(prompt, replace(PARAMS, n=3))
+    events = gen.step()
+    while gen.unfinished:
+        events += gen.step()
+    assert {event.index for event in events} == {0, 1, 2}
+    assert {event.cached_tokens for event in events} == {64}
 
 
 def test_timings_are_in_order(gen: Generator) -> None:

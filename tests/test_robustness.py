@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from conftest import check_idle, random_ids
 
 from fastgen import Event, Generator, Request, SamplingParams
+from fastgen.intake import Intake
+from fastgen.request import MAX_BIASES
 from fastgen.tokenizer import AnswerText, Tokenizer
 
 pytestmark = pytest.mark.timeout(60)
@@ -46,6 +49,61 @@ def test_an_odd_parameter_fails_alone(gen: Generator, params: SamplingParams) ->
     good, bad = gen.generate([[5, 6], [5, 6]], [SHORT, params])
     assert good.error is None
     assert bad.error
+
+
+def test_too_many_biases_are_refused(gen: Generator) -> None:
+    """Each lane has room for so many; with a wide row all lanes' would have to grow."""
+    intake = Intake(replace(gen.model_config, vocab_size=3 * MAX_BIASES, eos_ids=(1, 2)), None, 100, 0)
+    most = SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASES), -1.0))
+    intake.check_params(most)
+    intake.check_params(replace(most, min_tokens=1, ignore_eos=True))
+    stops = range(MAX_BIASES - 2)
+    intake.check_params(SamplingParams(stop_token_ids=range(2 * MAX_BIASES)))  # nothing is held back
+    intake.check_params(SamplingParams(stop_token_ids=stops, min_tokens=1))
+    for params, count in (
+        (SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASES + 1), -1.0)), MAX_BIASES + 1),
+        (replace(most, min_tokens=1), MAX_BIASES + 2),
+        (SamplingParams(stop_token_ids=stops, min_tokens=1, logit_bias={5: 1.0, 6: 1.0, 7: 1.0}), MAX_BIASES + 1),
+    ):
+        with pytest.raises(ValueError, match=rf"logit_bias .* are {count} tokens; .* at most {MAX_BIASES}: a mask"):
+            intake.check_params(params)
+
+
+def test_two_generators_share_no_memory_to_write_to(llama: Path) -> None:
+    """They may run on two streams at a time."""
+    with Generator(llama, max_seqs=2) as one, Generator(llama, max_seqs=2) as other:
+        for mine, its in zip(one._runner.model.work, other._runner.model.work, strict=True):
+            assert mine.data_ptr() != its.data_ptr()
+
+
+@pytest.mark.parametrize("fails", ["launch", "collect"])
+def test_after_an_exception_the_device_is_waited_for_before_pages_are_given_out(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    with Generator(llama, max_seqs=2) as gen:
+        expected = gen.generate([[5, 6, 7]], SHORT)[0].completions
+        done: list[str] = []
+        call, count = getattr(gen._runner, fails), itertools.count()
+
+        def interrupted(*arguments: Any) -> Any:
+            if next(count) == 3:
+                raise KeyboardInterrupt
+            return call(*arguments)
+
+        for owner, name in ((gen._runner, "settle"), (gen._scheduler, "rewind")):
+            inner = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda name=name, inner=inner: (done.append(name), inner())[1])
+        monkeypatch.setattr(gen._runner, fails, interrupted)
+        gen.add([5, 6, 7], SHORT)
+        tokens: list[int] = []
+        while gen.unfinished:
+            try:
+                tokens += [token for event in gen.step() for token in event.token_ids]
+            except KeyboardInterrupt:
+                assert done == ["settle", "rewind"]
+        assert done
+        assert tokens == expected[0].token_ids
+        check_idle(gen)
 
 
 def test_numpy_values_are_values(gen: Generator) -> None:
@@ -150,7 +208,7 @@ def test_stats_are_a_snapshot(gen: Generator) -> None:
 
 def test_a_stream_reads_no_further_than_pages_are_free(llama: Path) -> None:
     read = itertools.count()
-    requests = (Request([5] * 90, SHORT, id=next(read)) for _ in range(40))
+    requests = (Request(random_ids(90, seed=i), SHORT, id=next(read)) for i in range(40))
     with Generator(llama, page_size=16, num_pages=20, max_seqs=64) as gen:
         next(gen.stream(requests))
         assert next(read) < 12

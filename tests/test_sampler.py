@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgen import sampler
-from fastgen.request import LaneStart, SamplingParams
+from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
 from fastgen.sampler import LaneState, SampleOutput, SamplePlan, philox, plan_flags, sample, score
 
 CPU = torch.device("cpu")
@@ -514,6 +514,32 @@ def test_lanes_started_together_are_as_if_started_one_by_one() -> None:
     outs = [sample(state, torch.arange(24), positions, logits, plan) for state in (together, apart)]
     assert torch.equal(outs[0].packed, outs[1].packed)
     assert torch.equal(together.counts, apart.counts)  # type: ignore[arg-type]
+
+
+def test_a_long_list_of_biases_takes_no_more_memory() -> None:
+    """What lanes may ever hold is there from the start, where a GPU's memory is shared out."""
+    vocab = 3 * MAX_BIASES
+    state, logits = LaneState(3, vocab, CPU), random_logits(3, vocab)
+    tables = state.token_ids, state.addends
+    most = replace(SamplingParams(temperature=0, min_tokens=9), logit_bias=dict.fromkeys(range(MAX_BIASES - 3), -200.0))
+    params = [most, most, SamplingParams(temperature=0, logit_bias={5: 99.0})]
+    state.start([lane_start(lane, own, token_ids=()) for lane, own in enumerate(params)])
+    assert (state.token_ids is tables[0], state.addends is tables[1]) == (True, True)
+    allowed = logits[:2].clone()
+    allowed[:, : MAX_BIASES - 3] = -math.inf
+    out = sample(state, torch.arange(3), torch.full((3,), len(PROMPT)), logits, SamplePlan.of(params))
+    assert out.tokens.tolist() == [*allowed.argmax(1).tolist(), 5]
+
+
+def test_samples_of_one_request_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    upload = sampler._upload
+    monkeypatch.setattr(
+        sampler, "_upload", lambda values, device: (sent.append(values.size), upload(values, device))[1]
+    )
+    params = SamplingParams(logit_bias=dict.fromkeys(range(500), 1.0))
+    LaneState(64, 1000, CPU).start([lane_start(lane, params) for lane in range(64)])
+    assert sum(sent) < 64 * 15 + 2 * 500 + 65
 
 
 def test_a_vocabulary_beyond_the_tickets_is_refused() -> None:

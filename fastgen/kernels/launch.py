@@ -80,12 +80,12 @@ class Kernel:
     """A launch of Triton kernels, and the torch twin with the same arguments and result.
 
     Called with CUDA tensors it launches, with others it calls the twin. A launch that the chip's compiler refuses is
-    replaced by the twin from then on, with one warning. (Compiling comes before anything is written.)
+    replaced by the twin on that device from then on, with one warning. (Compiling comes before anything is written.)
     """
 
     def __init__(self, launch: Callable[..., Any], twin: Callable[..., Any]) -> None:
         self.launch, self.twin = launch, twin
-        self.broken = False
+        self.refused: set[torch.device] = set()
         self.__doc__ = launch.__doc__
 
     def __call__(self, x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -95,13 +95,15 @@ class Kernel:
             except Exception as error:
                 if not _refused(error):
                     raise
-                self.broken = True
+                self.refused.add(x.device)
                 name = self.launch.__module__.rpartition(".")[2]
-                log.warning("the %s kernel does not compile on this GPU; torch computes it, slower: %s", name, error)
+                log.warning(
+                    "the %s kernel does not compile on %s; torch computes it, slower: %s", name, x.device, error
+                )
         return self.twin(x, *arguments, **options)
 
     def runs_on(self, device: torch.device) -> bool:
-        return device.type == "cuda" and triton is not None and not self.broken
+        return device.type == "cuda" and triton is not None and device not in self.refused
 
 
 def _refused(error: Exception) -> bool:

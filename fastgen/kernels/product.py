@@ -17,8 +17,8 @@ for the end of the kernel ahead, which has itself waited for the one ahead of it
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -288,8 +288,16 @@ def config(outputs: int, inputs: int, tokens: int, dtype: torch.dtype, chip: Chi
     Depends on the tokens' padded number alone, so that a model has few kernels to compile.
     """
     assert 1 <= tokens <= MOST
-    smallest = 1 if PLAIN and tokens == 1 else 8
-    return _config(outputs, inputs, max(smallest, 1 << (tokens - 1).bit_length()), dtype, chip)
+    return _config(outputs, inputs, padded(tokens), dtype, chip)
+
+
+def padded(tokens: int) -> int:
+    """How many tokens the kernel that multiplies `tokens` of them is compiled for."""
+    return max(1 if PLAIN and tokens == 1 else 8, 1 << (tokens - 1).bit_length())
+
+
+SIZES = tuple(sorted({padded(tokens) for tokens in range(1, PAYS + 1)}))
+"""Tokens to run once at the start, so that no product that pays compiles later."""
 
 
 @lru_cache(maxsize=1024)
@@ -337,14 +345,20 @@ def _ahead(outputs: int, inputs: int, found: Config, item_size: int, chip: Chip)
     return 1 << (columns.bit_length() - 1) if columns >= 128 // item_size else 0
 
 
-@cache
-def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Partial sums, and the programs that have arrived at each tile, 0 between launches.
+class Workspace(NamedTuple):
+    """What the programs of a product with a split K leave for each other, at addresses that CUDA graphs may hold.
 
-    One a device, at an address that CUDA graphs may hold: products of one device run on one stream at a time.
+    partials: float32 [PARTIALS], sums over shares of K; arrived: int32 [TILES], the programs that are done with each
+    tile, 0 between products. Products that may run at the same time need one each.
     """
-    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run a product before a capture"
-    return torch.empty(PARTIALS, device=device), torch.zeros(TILES, dtype=torch.int32, device=device)
+
+    partials: Tensor
+    arrived: Tensor
+
+    @staticmethod
+    def make(device: torch.device) -> Workspace:
+        partials = torch.empty(PARTIALS, dtype=torch.float32, device=device)
+        return Workspace(partials, torch.zeros(TILES, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True)
@@ -356,33 +370,30 @@ class RopeWrite:
     values: Tensor
 
 
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: tuple[Tensor, float] | None = None,
-    add: Tensor | None = None,
-    swiglu: bool = False,
-    rope: RopeWrite | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
+class Fused(NamedTuple):
+    """What a product [T, N] does beside multiplying.
+
+    norm: the weight [K] and epsilon of an RMSNorm of x before it. add: [T, N], to which the result is added in place.
+    swiglu: weight and bias hold the rows of gate, then those of up, and the result is silu(gate) * up [T, N / 2].
+    rope: the weight holds the rows of q, k and v; the result is what rope_write makes of the product, q [T, H, D].
+    out_dtype: of the result, where it is not x's.
+    """
+
+    norm: tuple[Tensor, float] | None = None
+    add: Tensor | None = None
+    swiglu: bool = False
+    rope: RopeWrite | None = None
+    out_dtype: torch.dtype | None = None
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, work: Workspace, fused: Fused) -> Tensor:
     chosen = config(weight.shape[0], weight.shape[1], len(x), x.dtype, Chip.of(x.device))
-    return launch_as(chosen, x, weight, bias, norm, add, swiglu, out_dtype, rope)
+    return launch_as(chosen, x, weight, bias, work, fused)
 
 
-def launch_as(
-    chosen: Config,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: tuple[Tensor, float] | None,
-    add: Tensor | None,
-    swiglu: bool,
-    out_dtype: torch.dtype | None,
-    rope: RopeWrite | None = None,
-) -> Tensor:
+def launch_as(chosen: Config, x: Tensor, weight: Tensor, bias: Tensor | None, work: Workspace, fused: Fused) -> Tensor:
     """The product, cut up as a Config says."""
+    norm, add, swiglu, rope, out_dtype = fused
     (tokens, inputs), outputs = x.shape, weight.shape[0]
     assert tokens <= chosen.tokens
     assert weight.shape == (outputs, inputs)
@@ -404,12 +415,11 @@ def launch_as(
     assert out.shape == (tokens, width)
     assert out.is_contiguous()
     tiles = -(-outputs // chosen.rows)
-    partials, counters = _workspace(x.device)
     assert chosen.split == 1 or tiles * chosen.split * (chosen.rows + 1) * chosen.tokens <= PARTIALS
     steps = -(-inputs // (chosen.depth * chosen.split))
     weight_norm, eps = norm if norm is not None else (None, 0.0)
     _product_kernel[(tiles, chosen.split)](
-        x, weight, bias, weight_norm, out, partials, counters, *turned, tokens, outputs, eps, inputs, half, num_kv,
+        x, weight, bias, weight_norm, out, *work, *turned, tokens, outputs, eps, inputs, half, num_kv,
         page_size, add is not None,
         chosen.tokens, chosen.rows, chosen.depth, chosen.split, steps, inputs == steps * chosen.depth * chosen.split,
         chosen.stages, chosen.dependent, chosen.ahead, chosen.early, num_warps=chosen.warps, num_stages=chosen.stages,
@@ -432,23 +442,9 @@ def _rope_arguments(rope: RopeWrite, tokens: int) -> tuple[tuple[Tensor, ...], t
     return pointers, (num_kv, page_size, head_size // 2)
 
 
-def _twin(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: tuple[Tensor, float] | None = None,
-    add: Tensor | None = None,
-    swiglu: bool = False,
-    rope: RopeWrite | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """x [T, K] times the rows of weight [N, K], plus bias [N]: [T, N] in x's dtype, or in out_dtype.
-
-    norm: the weight [K] and epsilon of an RMSNorm of x before it. swiglu: weight and bias hold the rows of gate, then
-    those of up, and the result is silu(gate) * up [T, N / 2]. add: [T, N], to which the result is added in place.
-    rope: the weight holds the rows of q, k and v; the result is what rope_write makes of the product, q [T, H, D].
-    """
+def _twin(x: Tensor, weight: Tensor, bias: Tensor | None, work: Workspace, fused: Fused) -> Tensor:
+    """x [T, K] times the rows of weight [N, K], plus bias [N], and what `fused` says: [T, N] in x's dtype."""
+    norm, add, swiglu, rope, out_dtype = fused
     if norm is not None:
         x = F.rms_norm(x.float(), x.shape[1:], eps=norm[1]).to(x.dtype) * norm[0]
     y = F.linear(x, weight, bias)

@@ -1,4 +1,5 @@
-"""A decode step replayed as a CUDA graph is, bit for bit, the same step launched kernel by kernel.
+"""A decode step replayed as a CUDA graph is, bit for bit, the same step launched kernel by kernel; and what steps need
+is compiled when they begin.
 
 (Named unlike tests/test_graphs.py, beside which pytest could not collect a second file of that name.)
 """
@@ -6,6 +7,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,3 +111,86 @@ def test_decodes_are_replayed_and_prefills_are_not() -> None:
         assert len(ran) in (19, 20)  # and perhaps a step too many
         assert set(ran) == {graphs.size_of(5)}
         assert len({tuple(output.completions[0].token_ids) for output in outputs}) == 1
+
+
+LATE = """
+import json, sys
+import numpy as np
+import triton
+from fastgen import Generator, SamplingParams
+
+options = json.loads(sys.argv[1])
+gen = Generator(device="cuda", kv_cache_gb=0.25, seed=0, **options)
+compiled = []
+triton.knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append([step, what["repr"]])
+step = "start"
+vocab, context = gen.model_config.vocab_size, gen.max_model_len
+draw = np.random.default_rng(0)
+
+
+def prompt(length):
+    return draw.integers(0, vocab, min(length, context - 40)).tolist()
+
+
+class Even:
+    def fill(self, row):
+        row[:] = 0x55555555
+
+    def accept(self, token):
+        assert token % 2 == 0
+
+
+lengths = [1, 2, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 100, 129, 200, 333]
+kinds = {
+    "greedy": {"temperature": 0},
+    "plain": {},
+    "min_p": {"min_p": 0.05},
+    "truncated": {"top_k": 20, "top_p": 0.9},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2},
+    "biases": {"logit_bias": {5: 2.0}, "min_tokens": 4},
+    "mask": {"mask": Even()},
+    "kept": {"top_k": 5, "return_sampling_mask": True},
+    "logprobs": {"logprobs": 1},
+    "more logprobs": {"logprobs": 20},
+    "scored prompt": {"prompt_logprobs": 3},
+    "samples": {"n": 3},
+}
+for name, fields in kinds.items():
+    params = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **fields})
+    for length in lengths:  # one at a time, so that steps are small
+        step = f"{name}, alone, {length}"
+        gen.generate([prompt(length)], params)
+    step = f"{name}, together"
+    gen.generate([prompt(length) for length in lengths * 3], params)
+step = "all kinds together"
+gen.generate(
+    [prompt(length) for length in lengths for _ in kinds],
+    [SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **fields}) for _ in lengths for fields in kinds.values()],
+)
+for length in lengths:
+    step = f"scores, {length}"
+    gen.score([prompt(length)])
+    gen.score([prompt(length) for _ in range(5)], start=length // 2, temperature=0.7)
+step = "forks of odd lengths, from the cache"
+for length in lengths:
+    ids = prompt(length)
+    for _ in range(2):
+        gen.generate([ids], SamplingParams(n=5, max_tokens=9, ignore_eos=True))
+print(json.dumps({"compiled": compiled, "steps": gen.stats.steps}))
+"""
+
+
+@pytest.mark.parametrize("max_seqs", [4, 64])
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_compiles_after_the_start(name: str | None, max_seqs: int, tmp_path: Path) -> None:
+    """In a process of its own, where no other Generator has compiled anything."""
+    options: dict[str, Any] = {"max_seqs": max_seqs, "dtype": "bfloat16"}
+    if name is not None:
+        (tmp_path / "config.json").write_text(json.dumps({**KNOWN[name][0], "num_hidden_layers": 2}))
+        options |= {"model": str(tmp_path), "load": "dummy", "max_model_len": 1024}
+    command = [sys.executable, "-c", LATE, json.dumps(options)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["steps"] > 1000
+    assert not found["compiled"]
