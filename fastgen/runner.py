@@ -113,7 +113,8 @@ class Runner:
         self._kv_lens[:] = 0
         self.page_table.fill_(self.pool.spare)
         self._tables.fill(self.pool.spare)
-        self._looked_at, self._sharing = (), False
+        nobody = np.zeros(0, dtype=np.int64)
+        self._looked_at, self._sharing = (), self.attention.share(nobody, nobody, self._tables)
 
     def settle(self) -> None:
         """Wait until nothing is on its way: needed before the next launch where steps will not be collected."""

@@ -22,7 +22,8 @@ from fastgen.attention import make_attention
 from fastgen.cache.host import HostTier
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
-from fastgen.graphs import batch_sizes
+from fastgen.graphs import batch_sizes, shared_sizes
+from fastgen.kernels import product
 from fastgen.kernels.launch import current
 from fastgen.loader import fill_random
 from fastgen.loader import load as load_checkpoint
@@ -121,7 +122,9 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     del probe
     gc.collect()
     release_memory(config.device)
-    room = left - GRAPH_BYTES * len(batch_sizes(config.max_seqs)) - (1 - config.memory_fraction) * free
+    sizes = batch_sizes(config.max_seqs)
+    graphs = len(sizes) + len(shared_sizes(sizes)) * config.prefix_cache
+    room = left - GRAPH_BYTES * graphs - (1 - config.memory_fraction) * free
     page_bytes = config.page_bytes(model.config)
     pages = int(room // page_bytes) - 1
     if pages < max(config.max_seqs, 2):
@@ -143,6 +146,8 @@ def _rehearse(runner: Runner) -> None:
         logit_bias={0: 1.0}, logprobs=min(MAX_LOGPROBS, runner.model.config.vocab_size), return_sampling_mask=True,
     )  # fmt: skip
     demanding = SamplingParams(temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1)
+    for batch in _small_batches(runner.config):
+        runner.collect(runner.launch(batch))
     for params in (everything, demanding, plain):
         for batch in _largest_batches(runner.config, params):
             runner.collect(runner.launch(batch))
@@ -175,6 +180,15 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
     saves, loads = (((spare, 0),), ((0, spare),)) if config.host_pages else ((), ())
     yield Batch((), prefills, starts, (), masked=False, fresh=(spare,), saves=saves, loads=loads)
     yield Batch(tuple(range(lanes)), (), (), (), masked=False, copies=((0, spare),))
+
+
+def _small_batches(config: EngineConfig) -> Iterator[Batch]:
+    """A prompt of each size that products of few tokens are compiled for, all scored, so that the head is too."""
+    for size in product.SIZES:
+        count = min(size, config.max_step_tokens, config.max_model_len - 1)
+        start = LaneStart(0, SamplingParams(), 0, 0, count, frozenset(), ())
+        scored = Prefill(0, 0, (0,) * count, True, Score(0, (0,) * count, 0, 1.0))
+        yield Batch((), (scored,), (start,), (), masked=False)
 
 
 @contextmanager

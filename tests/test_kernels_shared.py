@@ -199,3 +199,14 @@ def test_sharing_pays_only_where_much_is_saved(monkeypatch: pytest.MonkeyPatch) 
     assert not case.share(case.paged(0))
     monkeypatch.setattr(module, "SHARING_PAYS", saved)
     assert case.share(case.paged(0))
+
+
+def test_what_was_shared_is_forgotten() -> None:
+    """Rows that share nothing may be shorter than what others shared before them."""
+    case = make([4, [3, [2, 1, 1]], [2, [1, 1]], [1, 2]])
+    paged = case.paged(0)
+    assert case.share(paged)
+    nobody = np.zeros(0, dtype=np.int64)
+    assert not paged.share(nobody, nobody, case.table.cpu().numpy())
+    short = replace(case, kv_lens=np.minimum(case.kv_lens, 20))
+    close(paged.attend(short.plan(paged), 1, case.q, 0), short.expected(0))

@@ -63,7 +63,7 @@ class PagedAttention:
         self._windows = torch.tensor(self.windows, dtype=torch.int32, device=device)
         size = lists.HEADER + self.slots * lists.FIELDS
         self._lists = torch.zeros(len(self.windows), size, dtype=torch.int32, device=device)
-        self._shared = _SharedTable.empty(max_seqs, self.priors, len(self.windows), device)
+        self._shared = _SharedTable(max_seqs, self.priors, len(self.windows), device)
         self._workspace = kernel.Workspace.empty(self.slots, num_heads, num_kv, head_size, device)
 
     @property
@@ -75,13 +75,15 @@ class PagedAttention:
         ranges = shared_ranges(tables, lanes, full)
         page_size, head_size = self.pool.keys.shape[3:]
         key_bytes = 2 * self.num_kv * head_size * self.pool.keys.element_size()
-        if saved_keys(ranges, page_size) * key_bytes < SHARING_PAYS:
+        if not ranges or saved_keys(ranges, page_size) * key_bytes < SHARING_PAYS:
+            self._shared.clear()
             return False
         config = self.configs[tiles.GROUP]
         tile, units = config.rows // self.group, max(self.chip.processors * config.programs // self.num_kv, 1)
         found = shared_items(ranges, lanes, page_size, tile, config.keys, units, self.priors)
-        if int(found.priors.sum()) > self.priors:
-            return False  # trees so deep that there is no room
+        if int(found.priors.sum()) > self.priors:  # trees so deep that there is no room
+            self._shared.clear()
+            return False
         self._shared.write(found)
         return True
 
@@ -141,20 +143,22 @@ class PagedAttention:
         return out
 
 
-@dataclass(frozen=True)
 class _SharedTable:
-    """Where graphs find what the rows of a step share. whole: what the host sends, in one copy; rows: parts."""
+    """Where graphs find what the rows of a step share. All is in one tensor, which the host sends in one copy."""
 
-    whole: Tensor
-    rows: lists.SharedRows
-
-    @staticmethod
-    def empty(max_seqs: int, priors: int, windows: int, device: torch.device) -> _SharedTable:
+    def __init__(self, max_seqs: int, priors: int, windows: int, device: torch.device) -> None:
         sizes = [-(-size // 4) * 4 for size in (max_seqs, max_seqs, priors, lists.HEADER + priors * lists.FIELDS)]
-        whole = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        ends, counts, members, items = torch.split(whole, sizes)
+        self._whole = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        ends, counts, members, items = torch.split(self._whole, sizes)
         bases = torch.zeros(windows, sizes[0], dtype=torch.int32, device=device)
-        return _SharedTable(whole, lists.SharedRows(items, members, ends, counts, bases))
+        self.rows = lists.SharedRows(items, members, ends, counts, bases)
+        self._empty = True
+
+    def clear(self) -> None:
+        """Nothing is shared, also by rows shorter than those before."""
+        if not self._empty:
+            self._whole.zero_()
+            self._empty = True
 
     def write(self, found: SharedItems) -> None:
         """Does not wait for the device. Rows behind the last share nothing."""
@@ -165,9 +169,10 @@ class _SharedTable:
         numbers = (found.ends, found.priors, found.members, listed)
         for part, each in zip(torch.split(host, sizes), numbers, strict=True):
             part[: len(each)] = torch.from_numpy(each)
-        if self.whole.device.type == "cuda":
+        if self._whole.device.type == "cuda":
             host = host.pin_memory()
-        self.whole[: len(host)].copy_(host, non_blocking=True)
+        self._empty = False
+        self._whole[: len(host)].copy_(host, non_blocking=True)
 
 
 def _upload(pieces: list[NDArray[np.int32]], device: torch.device) -> list[Tensor]:

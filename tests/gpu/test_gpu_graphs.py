@@ -68,8 +68,7 @@ def check_size(runner: Runner, size: int, real: int) -> None:
     runner._step.lanes[:size] = lanes.cuda()
     before = [tensor.clone() for tensor in held(runner)]
     results: list[list[Tensor]] = []
-    assert runner.graphs is not None
-    for run in (runner.graphs.run, runner.decode):
+    for run in (runner.graphs[False].run, runner.decode):
         for tensor, saved in zip(held(runner), before, strict=True):
             tensor.copy_(saved)
         runner._logits.fill_(torch.nan)
@@ -91,9 +90,8 @@ def check_size(runner: Runner, size: int, real: int) -> None:
 def test_a_replayed_step_is_the_launched_one(name: str | None, dtype: str, tmp_path: Path) -> None:
     with busy_generator(name, tmp_path, dtype) as gen:
         runner = gen._runner
-        assert runner.graphs is not None
         smaller = 0
-        for size in runner.graphs.sizes:
+        for size in runner.graphs[False].sizes:
             for real in {size, smaller + 1}:  # full, and with as much padding as there can be
                 check_size(runner, size, real)
             smaller = size
@@ -101,8 +99,7 @@ def test_a_replayed_step_is_the_launched_one(name: str | None, dtype: str, tmp_p
 
 def test_decodes_are_replayed_and_prefills_are_not() -> None:
     with Generator(device="cuda", max_seqs=8, seed=0) as gen:
-        graphs = gen._runner.graphs
-        assert graphs is not None
+        graphs = gen._runner.graphs[False]
         ran: list[int] = []
         replay = graphs.run
         graphs.run = lambda size: (ran.append(size), replay(size))[1]  # type: ignore[method-assign, func-returns-value]
