@@ -97,10 +97,10 @@ def test_a_slot_holds_a_group_of_layers_in_one_piece() -> None:
 
 
 def test_staging_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(HostTier(new_pool(), 1)._staging) == host.STAGING_PAGES
+    assert len(HostTier(new_pool(), 1)._leaving) == host.STAGING_PAGES
     for held, pages in ((0.5, 1), (1, 1), (5.5, 5)):
         monkeypatch.setattr(host, "STAGING_BYTES", int(held * 2 * 6 * 2 * 4 * 8 * 4))
-        assert len(HostTier(new_pool(), 1)._staging) == pages
+        assert len(HostTier(new_pool(), 1)._leaving) == pages
 
 
 def test_too_little_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:

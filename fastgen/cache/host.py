@@ -1,17 +1,18 @@
 """The host tier: pages of the KV pool that were evicted, kept in pinned memory until a prompt wants them again.
 
-Copies run on a stream of their own, beside the step before, which is still running, and beside the layers of their own
-step that do not need them yet. A page goes through staging memory on the GPU, so that what crosses the bus is one
-contiguous piece: whole for a save, a group of layers at a time for a load.
+Copies run on two streams of their own, one a direction, since the bus carries both at once: beside each other, beside
+the step before, which is still running, and beside the layers of their own step that do not need them yet. A page goes
+through staging memory on the GPU, so that what crosses the bus is one contiguous piece: whole for a save, a group of
+layers at a time for a load.
 
-What keeps the two streams apart. A page that is given out, or evicted, is held by no sequence of a step in flight, and
-what it holds was computed by steps that the host has collected: so the copy stream has no step to wait for. The step
-that a save comes with may write to the page at once: it waits until the page is in staging memory. The step that a load
-comes with waits for each group of layers before it computes the first of them. All else is in order because it is on
-one stream: the next use of staging memory, and the load of a slot after the save that filled it. There are two
-exceptions. A page may be given out while the copy of it for a fork is on its way, so copies within the pool come before
-what follows here (`follow`). And after an interrupt steps are in flight that nobody will collect: then the device must
-be idle before pages are given out again (`Runner.settle`).
+What keeps the streams apart. A page that is given out, or evicted, is held by no sequence of a step in flight, and what
+it holds was computed by steps that the host has collected: so a copy has no step to wait for. What a save comes with,
+the step and its loads, may write to the page at once: they wait until it is in staging memory. The step that a load
+comes with waits for each group of layers before it computes the first of them. A load waits for the save that filled
+its slot, and a save for all loads before it, whose slots it may be given. There are two exceptions. A page may be given
+out while the copy of it for a fork is on its way, so copies within the pool come before what follows here (`follow`).
+And after an interrupt steps are in flight that nobody will collect: then the device must be idle before pages are given
+out again (`Runner.settle`).
 
 On the CPU the same code runs without streams.
 """
@@ -86,16 +87,18 @@ class HostTier:
         if staging is None:
             staging = min(max(STAGING_BYTES // page_bytes, 1), STAGING_PAGES)
         self._pool = pool.whole
-        self._staging = torch.empty(staging, layers, two, size, dtype=dtype, device=self.device)
+        arriving, self._leaving = torch.empty(2, staging, layers, two, size, dtype=dtype, device=self.device)
         self._order = torch.arange(staging, device=self.device)
-        self._stream: torch.cuda.Stream | None = None
-        self._gathered = self._event()
+        self._out: torch.cuda.Stream | None = None
+        self._in: torch.cuda.Stream | None = None
+        self._gathered, self._loaded = self._event(), self._event()
+        self._saved: dict[int, torch.cuda.Event] = {}  # by slot: the save that filled it
         memory = _allocate(num_slots * page_bytes)
         if self.device.type == "cuda":
-            # Its few kernels come first, or they would wait until the products of a step leave room.
-            self._stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+            # Their few kernels come first, or they would wait until the products of a step leave room.
+            self._out, self._in = (torch.cuda.Stream(self.device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
             _pin(memory)
-            weakref.finalize(self, _unpin, memory, self._stream)
+            weakref.finalize(self, _unpin, memory, self.device)
             self.follow()
         self.slots = memory.view(dtype).view(num_slots, layers, two, size)
         bounds = [layers * number // GROUPS for number in range(GROUPS + 1)]
@@ -103,8 +106,8 @@ class HostTier:
             _Group(
                 first=first,
                 pool=pool.whole[:, first:end],
-                staging=self._staging.permute(2, 1, 0, 3)[:, first:end],
-                entries=list(self._staging[:, first:end].unbind()),
+                staging=arriving.permute(2, 1, 0, 3)[:, first:end],
+                entries=list(arriving[:, first:end].unbind()),
                 slots=self.slots[:, first:end],
                 arrived=self._event(),
             )
@@ -114,23 +117,32 @@ class HostTier:
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages to slots (page, slot). What is launched next on the current stream may overwrite the pages."""
-        entries = list(self._staging.unbind())
-        with self._aside():
+        entries = list(self._leaving.unbind())
+        with self._beside(self._out):
+            if self._loaded is not None:
+                self._loaded.wait()
             pages = self._upload([page for page, _ in pairs])
             for start in range(0, len(pairs), len(entries)):
                 part = pairs[start : start + len(entries)]
                 order = self._order[: len(part)]
-                copy_pages(self._pool, self._staging.permute(2, 1, 0, 3), pages[start : start + len(part)], order)
+                copy_pages(self._pool, self._leaving.permute(2, 1, 0, 3), pages[start : start + len(part)], order)
                 if self._gathered is not None:
                     self._gathered.record()
                 slots = [self.slots[slot] for _, slot in part]
                 torch._foreach_copy_(slots, entries[: len(part)], non_blocking=True)
+                saved = self._event()
+                if saved is not None:
+                    saved.record()
+                    self._saved.update((slot, saved) for _, slot in part)
         if self._gathered is not None:
             self._gathered.wait()
+            self._gathered.wait(self._in)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> Arrivals:
         """Copy slots to pages (slot, page). A layer may read and write the pages when it has waited for the arrival."""
-        with self._aside():
+        with self._beside(self._in):
+            for saved in {self._saved.pop(slot) for slot, _ in pairs if slot in self._saved}:
+                saved.wait()
             pages = self._upload([page for _, page in pairs])
             for group in self._groups:
                 for start in range(0, len(pairs), len(group.entries)):
@@ -141,16 +153,20 @@ class HostTier:
                     copy_pages(group.staging, group.pool, order, pages[start : start + len(part)])
                 if group.arrived is not None:
                     group.arrived.record()
+            if self._loaded is not None:
+                self._loaded.record()
         return Arrivals({group.first: group.arrived for group in self._groups if group.arrived is not None})
 
     def follow(self) -> None:
         """Later saves and loads come after what was launched so far on the current stream."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        for stream in (self._out, self._in):
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def _aside(self) -> AbstractContextManager[object]:
-        """What is launched within goes to the copy stream."""
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+    @staticmethod
+    def _beside(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """What is launched within goes to this stream."""
+        return torch.cuda.stream(stream) if stream is not None else nullcontext()
 
     def _event(self) -> torch.cuda.Event | None:
         """Recorded anew for each step: who waits for it is told to before that."""
@@ -201,9 +217,9 @@ def _pin(memory: Tensor) -> None:
         )
 
 
-def _unpin(memory: Tensor, stream: torch.cuda.Stream) -> None:
+def _unpin(memory: Tensor, device: torch.device) -> None:
     """Before the memory is freed, and after the last copy."""
-    stream.synchronize()
+    torch.cuda.synchronize(device)
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(driver.cudaHostUnregister(memory.data_ptr()))
     assert not status, f"host memory can not be unpinned (CUDA error {status})"

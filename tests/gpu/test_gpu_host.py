@@ -41,9 +41,9 @@ def bundled(staging: int | None = None, **options: Any) -> Iterator[Runner]:
 
 
 def hold_up(runner: Runner, draw: random.Random) -> None:
-    """Let what is launched next on the current stream, on the copy stream, or on neither, come late."""
+    """Let what is launched next on the current stream, on a copy stream, or on none, come late."""
     assert runner.host is not None
-    stream = draw.choice((None, torch.cuda.current_stream(), runner.host._stream))
+    stream = draw.choice((None, torch.cuda.current_stream(), runner.host._out, runner.host._in))
     if stream is not None:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(draw.randint(1, CYCLES))
