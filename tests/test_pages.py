@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from fastgen.cache import pages as module
 from fastgen.cache.pages import Changes, Node, PageAllocator
 
 
@@ -246,7 +247,8 @@ def test_the_least_recently_used_goes_first_and_leaves_before_their_parents() ->
     assert found == [(3, 4), (2, 4), (2, 3), (2, 2), (1, 1), (0, 0)]
 
 
-def test_the_host_tier_keeps_what_is_evicted_and_drops_its_oldest() -> None:
+def test_the_host_tier_keeps_what_is_evicted_and_drops_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BACKUPS", 0)
     pool = Pool(4, 1, host_pages=3)
     first, second = [1, 2, 3], [4, 5, 6]
     for tokens in (first, second):
@@ -259,6 +261,47 @@ def test_the_host_tier_keeps_what_is_evicted_and_drops_its_oldest() -> None:
     table = pool.take(second)
     assert pool.seen["loads"] == 2
     assert [pool.memory[page] for page in table] == [(4,), (4, 5), (4, 5, 6)]
+
+
+def test_some_that_go_next_are_saved_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLEAN", 2)
+    pool = Pool(8, 1, host_pages=8)
+    pool.release(pool.take([1, 2, 3, 4, 5, 6]))
+    assert pool.step().saves == ((5, 0), (4, 1))  # with the 2 that are free, half of the pool is soon to be had
+    assert pool.step().saves == ()
+    pool.read()
+    table: list[int] = []
+    assert pool.allocator.grow(table, 4)
+    assert not pool.allocator._saves, "what is given out needs no save"
+    pool.tables.append(table)
+    saved = [page for page, _ in pool.step().saves]
+    assert sorted(saved) == [0, 1, 2, 3]  # all that are idle, which is half of the pool
+    assert not set(saved) & set(table)
+
+
+def test_a_slot_is_taken_from_what_is_on_the_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLEAN", 1)
+    pool = Pool(4, 1, host_pages=2)
+    pool.release(pool.take([1, 2]))
+    assert len(pool.step().saves) == 2
+    pool.read()
+    pool.release(pool.take([3, 4]))
+    assert len(pool.step().saves) == 2
+    assert [pool.cached([1, 2]), pool.cached([3, 4])] == [2, 2]
+
+
+def test_a_parent_is_not_dropped_before_what_is_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it was saved before: it was needed when they were computed."""
+    monkeypatch.setattr(module, "BACKUPS", 0)
+    pool = Pool(2, 1, host_pages=3)
+    pool.release(pool.take([1]))
+    pool.release(pool.take([8, 9]))
+    pool.release(pool.take([1, 2]))  # loads 1
+    pool.release(pool.take([5, 6]))  # saves 2, and 1 has kept its slot
+    assert pool.cached([1, 2]) == 2
+    pool.release(pool.take([7]))
+    assert pool.cached([1, 2]) in (1, 2)
+    pool.allocator.check([])
 
 
 def test_a_slot_that_is_loaded_from_is_not_saved_to_in_the_same_step() -> None:

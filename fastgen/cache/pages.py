@@ -6,16 +6,20 @@ Knows numbers only, no tensors: what has to be done with the pages is told by `t
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+
+BACKUPS = 16  # pages that a step saves ahead at most: what crosses the bus in half of the shortest steps
+CLEAN = 4  # one page in so many is free, or saved and held by nobody, if that many are idle
 
 
 class Node:
     """A full page of the prefix cache: its tokens, behind those of its parent.
 
-    Its KV is on the device, in `page`, or in the host tier, in `slot`; the other one is -1. Children are found by their
-    pages' tokens themselves, which a dict compares, so that no two prefixes can be taken for each other.
+    Its KV is on the device, in `page`, or in the host tier, in `slot`, or in both; -1 where it is not. Children are
+    found by their pages' tokens themselves, which a dict compares, so that no two prefixes can be taken for each other.
     """
 
     __slots__ = ("children", "depth", "page", "parent", "slot", "tokens")
@@ -38,6 +42,14 @@ class Changes(NamedTuple):
     copies: tuple[tuple[int, int], ...]
 
 
+class InFlight(NamedTuple):
+    """Of a batch that is not read: the nodes that it computes or loads, those that it saves, and pages it copies."""
+
+    unproven: list[Node]
+    unsaved: list[Node]
+    copied: list[int]
+
+
 class PageAllocator:
     """Hands out the pages 0 .. num_pages - 1 of `page_size` tokens each, to one sequence or to several that share them.
 
@@ -51,10 +63,11 @@ class PageAllocator:
     indexed page that nobody holds stays until it is needed, and goes by least recent use. Since a table is released
     from its end, that order has children before their parents, and what is on the device has its parent there.
 
-    **Host tier.** With `host_pages` slots of it, what is evicted is saved there: a node is on the device or the host.
-    It is saved after all of its children on the host, so there too the oldest is a leaf, which is dropped when the tier
-    is full. What matches again is loaded, which frees its slot, but not for a save of the same step, since saves are
-    done before loads.
+    **Host tier.** With `host_pages` slots of it, what is evicted is saved there, and what matches again is loaded. Some
+    of those that go next are saved ahead, a few in each step, so that no step has to wait for many; what was loaded
+    keeps its slot too, as long as there are others: when the tier is full, the least recently saved or loaded slot is
+    taken from a node that is on the device, or from a leaf, which is dropped. A slot that a step loads from is not
+    saved to in the same step, since saves are done before loads.
 
     **Steps in flight.** No page that a step in flight reads or writes is given to anybody else before `prove` says that
     this step was read: sequences hold theirs until then, and copies their sources.
@@ -76,16 +89,19 @@ class PageAllocator:
         self._refs = [0] * num_pages
         self._nodes: list[Node | None] = [None] * num_pages  # of the pages that are indexed
         self._idle: OrderedDict[Node, None] = OrderedDict()  # on the device, held by nobody, the next to go first
-        self._host: OrderedDict[Node, None] = OrderedDict()  # on the host, the next to go first
+        self._host: OrderedDict[Node, None] = OrderedDict()  # that have a slot, the next to lose it first
+        self._clean = 0  # idle ones that have a slot
         self._free_slots = list(range(host_pages))[::-1]
         # What goes into the next batch. Copies are one batch behind: the step that they are made in writes the source.
         self._fresh: dict[int, None] = {}
         self._saves: dict[int, int] = {}  # slot -> page
-        self._loads: list[tuple[int, int]] = []
+        self._loads: dict[int, int] = {}  # slot -> page
+        self._forgotten: list[int] = []  # slots of these whose nodes are no more
         self._copies: dict[int, int] = {}  # page -> the page it is a copy of, which is held until that is proven
         self._later_copies: dict[int, int] = {}
-        self._unproven: list[Node] = []
-        self._in_flight: deque[tuple[list[Node], list[int]]] = deque()  # of batches not read: unproven; copied pages
+        self._unproven: list[Node] = []  # that the next batch computes or loads
+        self._unsaved: list[Node] = []  # that it saves
+        self._in_flight: deque[InFlight] = deque()
 
     @property
     def available(self) -> int:
@@ -118,15 +134,18 @@ class PageAllocator:
         """Fill an empty page table with the pages of a match; those on the host are loaded. They must be available."""
         for node in nodes:  # all before any is loaded, which may evict others
             if node.page < 0:
-                del self._host[node]
+                self._loads[node.slot] = -1
             else:
                 if not self._refs[node.page]:
-                    del self._idle[node]
+                    self._take_from_idle(node)
                 self._refs[node.page] += 1
         for node in nodes:
             if node.page < 0:
                 self._load(node)
             pages.append(node.page)
+        for node in reversed(nodes):
+            if node.slot >= 0:
+                self._host.move_to_end(node)
         self.references += len(nodes)
 
     def fork(self, pages: list[int], source: list[int], copy: bool) -> None:
@@ -162,6 +181,7 @@ class PageAllocator:
         node = self._nodes[page]
         if node is not None:
             self._idle[node] = None
+            self._clean += node.slot >= 0
             return
         self._fresh.pop(page, None)
         for copies in (self._copies, self._later_copies):
@@ -214,49 +234,91 @@ class PageAllocator:
         for node in self._idle:
             heapq.heappush(self._free, node.page)
         self._idle.clear()
+        self._clean = 0
         self._host.clear()
         self._nodes = [None] * self.num_pages
         self._saves.clear()
-        loading = {slot for slot, _ in self._loads}
-        self._free_slots = [slot for slot in range(self.host_pages)[::-1] if slot not in loading]
+        self._free_slots = [slot for slot in range(self.host_pages)[::-1] if slot not in self._loads]
+        self._forgotten = list(self._loads)
         self._unproven.clear()
-        for nodes, _ in self._in_flight:
-            nodes.clear()
+        self._unsaved.clear()
+        for batch in self._in_flight:
+            batch.unproven.clear()
+            batch.unsaved.clear()
 
     def _evict(self) -> int:
         """Take the page of the least recently used node that nobody holds, and keep its KV on the host if possible."""
         node = next(iter(self._idle))
-        page, slot = node.page, self._take_slot()
-        if slot < 0:
-            self._unlink(node)
-        else:
-            self._unproven.append(node)
-            self._saves[slot] = page
-            node.slot, node.page = slot, -1
-            self._host[node] = None
+        page = node.page
+        if node.slot < 0 and not self._save(node):
+            self._drop(node)
+        node.page = -1
         self._nodes[page] = None
-        del self._idle[node]
+        self._take_from_idle(node)
         return page
 
+    def _take_from_idle(self, node: Node) -> None:
+        del self._idle[node]
+        self._clean -= node.slot >= 0
+
+    def _save_ahead(self) -> None:
+        """Save some of those that are evicted next."""
+        wanted = min(self.num_pages // CLEAN - len(self._free) - self._clean, BACKUPS - len(self._saves))
+        if not self.host_pages or wanted <= 0:
+            return
+        dirty = itertools.islice((node for node in self._idle if node.slot < 0), wanted)
+        for node in list(dirty):
+            if not self._save(node):
+                return
+
+    def _save(self, node: Node) -> bool:
+        """Give an idle node a slot; False where there is none."""
+        slot = self._take_slot()
+        if slot < 0:
+            return False
+        self._unsaved.append(node)
+        self._saves[slot] = node.page
+        node.slot = slot
+        self._host[node] = None
+        self._clean += 1
+        return True
+
     def _take_slot(self) -> int:
-        """A slot of the host tier, free or of the oldest node there; -1 where there is none."""
+        """A slot of the host tier, free or of the oldest node there that can do without; -1 where there is none."""
         if self._free_slots:
             return self._free_slots.pop()
-        if not self._host:
-            return -1
-        node = next(iter(self._host))
-        assert not node.children, "a parent is dropped before its children"
-        self._unlink(node)
-        self._saves.pop(node.slot, None)
+        for _ in range(len(self._host)):
+            node = next(iter(self._host))
+            if node.slot in self._loads or (node.page < 0 and node.children):
+                self._host.move_to_end(node)
+                continue
+            if node.page < 0:
+                self._unlink(node)
+            return self._lose_slot(node)
+        return -1
+
+    def _lose_slot(self, node: Node) -> int:
+        slot, node.slot = node.slot, -1
         del self._host[node]
-        return node.slot
+        self._saves.pop(slot, None)
+        self._clean -= node in self._idle
+        return slot
 
     def _load(self, node: Node) -> None:
         page = self._allocate()
         self._unproven.append(node)
-        self._loads.append((node.slot, page))
-        node.slot, node.page = -1, page
+        self._loads[node.slot] = page
+        node.page = page
         self._nodes[page] = node
+
+    def _drop(self, node: Node) -> None:
+        """Take a node out of the tree, and with it all behind it, which is on the host alone."""
+        self._unlink(node)
+        todo = list(node.children.values())
+        while todo:
+            child = todo.pop()
+            todo.extend(child.children.values())
+            self._free_slots.append(self._lose_slot(child))
 
     @staticmethod
     def _unlink(node: Node) -> None:
@@ -269,25 +331,26 @@ class PageAllocator:
 
     def take_changes(self) -> Changes:
         """What the batch that is now complete has to say of pages."""
+        self._save_ahead()
         changes = Changes(
             tuple(self._fresh),
             tuple((page, slot) for slot, page in self._saves.items()),
-            tuple(self._loads),
+            tuple(self._loads.items()),
             tuple((source, page) for page, source in self._copies.items()),
         )
-        self._in_flight.append((self._unproven, list(self._copies.values())))
-        self._unproven = []
+        self._in_flight.append(InFlight(self._unproven, self._unsaved, list(self._copies.values())))
+        self._unproven, self._unsaved = [], []
         self._fresh.clear()
         self._saves.clear()
-        self._free_slots += [slot for slot, _ in self._loads]
         self._loads.clear()
+        self._free_slots += self._forgotten
+        self._forgotten.clear()
         self._copies, self._later_copies = self._later_copies, {}
         return changes
 
     def prove(self) -> None:
         """The oldest batch in flight has been read: what it did is done."""
-        _, copied = self._in_flight.popleft()
-        for page in copied:
+        for page in self._in_flight.popleft().copied:
             self._drop_reference(page)
 
     def recover(self) -> None:
@@ -297,10 +360,13 @@ class PageAllocator:
         """
         for node in self._all_unproven():
             self._unlink(node)
-        on_device: list[Node] = []  # children before their parents, as below
-        on_host: list[Node] = []
-        for node in [*self._walk()][::-1]:
-            (on_device if node.page >= 0 else on_host).append(node)
+        for node in itertools.chain(self._unsaved, *(batch.unsaved for batch in self._in_flight)):
+            node.slot = -1
+            if node.page < 0:
+                self._unlink(node)
+        nodes = [*self._walk()][::-1]  # children before their parents
+        on_device, on_host = [n for n in nodes if n.page >= 0], [n for n in nodes if n.slot >= 0]
+        self._clean = sum(node.slot >= 0 for node in on_device)
         self._idle = _reordered(self._idle, on_device)
         self._host = _reordered(self._host, on_host)
         self._nodes = [None] * self.num_pages
@@ -311,13 +377,13 @@ class PageAllocator:
         self._free_slots = [slot for slot in range(self.host_pages)[::-1] if slot not in used]
         self._refs = [0] * self.num_pages
         self.references = 0
-        for pending in (self._fresh, self._saves, self._loads, self._copies, self._later_copies):
+        for pending in (self._fresh, self._saves, self._loads, self._forgotten, self._copies, self._later_copies):
             pending.clear()
         self._in_flight.clear()
-        self._unproven = []
+        self._unproven, self._unsaved = [], []
 
-    def _all_unproven(self) -> list[Node]:
-        return [node for nodes in (*(nodes for nodes, _ in self._in_flight), self._unproven) for node in nodes]
+    def _all_unproven(self) -> Iterator[Node]:
+        return itertools.chain(self._unproven, *(batch.unproven for batch in self._in_flight))
 
     def _walk(self) -> Iterator[Node]:
         """All nodes, parents before their children."""
@@ -336,14 +402,14 @@ class PageAllocator:
         assert self.references == sum(held.values())
         held.update(self._copies.values())
         held.update(self._later_copies.values())
-        held.update(page for _, copied in self._in_flight for page in copied)
+        held.update(page for batch in self._in_flight for page in batch.copied)
         idle = [node.page for node in self._idle]
         assert sorted([*held, *idle, *self._free]) == list(range(self.num_pages)), "a page is lost, doubled or made up"
         assert self._refs == [held[page] for page in range(self.num_pages)], "a page is lost, doubled or made up"
         assert all(len(set(table)) == len(table) for table in tables), "a page is twice in a table"
         self._check_tree(tables)
         self._check_order(self._idle)
-        self._check_order(self._host)
+        assert self._clean == sum(node.slot >= 0 for node in self._idle)
         self._check_changes(held)
 
     def _check_tree(self, tables: list[list[int]]) -> None:
@@ -351,13 +417,13 @@ class PageAllocator:
         assert {node.page: node for node in nodes if node.page >= 0} == {
             page: node for page, node in enumerate(self._nodes) if node is not None
         }
-        assert {node for node in nodes if node.page < 0} == self._host.keys()
+        assert {node for node in nodes if node.slot >= 0} == self._host.keys()
         for node in nodes:
             assert node.parent is not None
             assert node.parent.children[node.tokens] is node
             assert node.depth == node.parent.depth + 1
             assert len(node.tokens) == self.page_size
-            assert (node.page < 0) != (node.slot < 0), "a node is on the device or on the host"
+            assert node.page >= 0 or node.slot >= 0, "a node is nowhere"
             assert node.page < 0 or node.parent is self.root or node.parent.page >= 0, "its parent is not there"
         for table in tables:
             for at, page in enumerate(table):
@@ -372,11 +438,11 @@ class PageAllocator:
             assert node.parent not in place or place[node.parent] > at, "a parent would go before its child"
 
     def _check_changes(self, held: Counter[int]) -> None:
-        loading = [slot for slot, _ in self._loads]
-        slots = [*self._free_slots, *loading, *(node.slot for node in self._host)]
+        saved = [node.slot for node in self._host]
+        slots = [*self._free_slots, *self._forgotten, *saved]
         assert sorted(slots) == list(range(self.host_pages)), "a slot is lost, doubled or made up"
-        assert self._saves.keys() <= {*loading, *(node.slot for node in self._host)}
-        targets = [*self._fresh, *(page for _, page in self._loads), *self._copies]
+        assert {*self._saves, *self._loads} <= {*self._forgotten, *saved}
+        targets = [*self._fresh, *self._loads.values(), *self._copies]
         assert len(set(targets)) == len(targets)
         assert all(held[page] for page in (*targets, *self._later_copies))
         assert not {*self._copies, *self._later_copies} & {*self._copies.values(), *self._later_copies.values()}
