@@ -181,6 +181,8 @@ def _num_pages(
     if kv_cache_gb is None and measured:
         return 0
     gigabytes = DEFAULT_KV_CACHE_GB if kv_cache_gb is None else kv_cache_gb
+    if not isinstance(gigabytes, Real) or isinstance(gigabytes, bool):
+        raise TypeError(f"kv_cache_gb must be a number, not {gigabytes!r}")
     if not 0 < gigabytes < math.inf:
         raise ValueError(f"kv_cache_gb is {gigabytes}; it must be a number above 0")
     page_bytes = config.page_bytes(model)
@@ -190,6 +192,8 @@ def _num_pages(
             f"kv_cache_gb is {gigabytes:g}, which holds {affordable} pages of {page_bytes / 1e6:.1f} MB; "
             "the pool needs at least 2: raise kv_cache_gb or lower page_size"
         )
+    if kv_cache_gb is not None and config.prefix_cache:  # what no lane holds, the prefix cache can use
+        return affordable
     return min(affordable, config.useful_pages())
 
 

@@ -272,7 +272,11 @@ class Generator:
         unread = [answer for active in ended for answer in active.answers if answer.sequence in self._owners]
         for active in ended:  # out of the engine first, so that no interrupt finds them half in it
             for answer in active.answers:
-                self._scheduler.abort(answer.sequence)
+                try:
+                    self._scheduler.abort(answer.sequence)
+                except BaseException:
+                    self._recovering = True  # it may have ended, and nobody has seen that
+                    raise
                 self._forget(answer.sequence)
             self._close_request(active)
             self._stats.aborted += 1

@@ -1,4 +1,4 @@
-"""Capture and replay of decode steps: one CUDA graph a batch size."""
+"""Capture and replay of decode steps: a CUDA graph a batch size, and for some sizes another where rows share keys."""
 
 from __future__ import annotations
 

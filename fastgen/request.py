@@ -205,7 +205,7 @@ class Sequence:
     computed: int = 0
     pending: int = 0
     preemptions: int = 0
-    cached_tokens: int = 0  # of the prompt, that the prefix cache held when it first took a lane
+    cached_tokens: int = 0  # of the prompt, that were there when it first took a lane: cached, or just computed
 
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
@@ -350,7 +350,7 @@ class Event:
     sampling_mask: list[list[int]] | None = None
     prompt_logprobs: list[float] | None = None  # with the last event of sample 0
     prompt_top_logprobs: list[dict[int, float]] | None = None
-    cached_tokens: int = 0  # of the prompt, that the prefix cache held
+    cached_tokens: int = 0  # see RequestOutput
 
 
 @dataclass(slots=True)
@@ -389,7 +389,8 @@ class RequestOutput:
     """A finished request: its completions, by index, and its prompt's logprobs where they were asked for
     (float32, as long as the prompt, NaN at position 0 and before the start of a score).
 
-    cached_tokens: of the prompt, that the prefix cache held when its first sample began.
+    cached_tokens: of the prompt, that were there when its first sample began: in the prefix cache, or computed by
+        another request in the same step.
     """
 
     id: str | int

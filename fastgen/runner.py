@@ -80,7 +80,7 @@ class Runner:
         self._flags = np.zeros(lanes, dtype=np.int64)  # plan_flags of each lane's parameters
         self._params = [SamplingParams()] * lanes
         self.graphs: dict[bool, DecodeGraphs] = {}  # by whether rows share keys
-        self.share_prefixes = config.prefix_cache  # whether decodes read the keys once that they share
+        self.share_prefixes = attention.shares  # whether decodes read the keys once that they share
         self._tables = np.full((lanes, slots), pool.spare, dtype=np.int32)
         self._looked_at: tuple[int, ...] = ()  # the decodes that `_sharing` holds for
         self._sharing = False
@@ -216,8 +216,6 @@ class Runner:
             sources, targets = zip(*batch.copies, strict=True)
             assert {*targets, *batch.fresh, *(page for _, page in batch.loads)}.isdisjoint(sources)
             self.pool.copy(*self._upload(np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)))
-            if self.host is not None:
-                self.host.follow()
         return arrivals
 
     def _look(self, decodes: tuple[int, ...]) -> bool:
@@ -238,9 +236,9 @@ class Runner:
         if batch.decodes is not self._decodes and batch.decodes != self._decodes:
             self._decodes = ()  # an interrupt from here on must not leave the old ones standing
             self._decode_lanes = np.array(batch.decodes, dtype=np.int64)
-            lanes = np.full(size, self.config.max_seqs, dtype=np.int64)
+            lanes = np.full(self.config.max_seqs, self.config.max_seqs, dtype=np.int64)  # padding for any size
             lanes[:count] = self._decode_lanes
-            self._step.lanes[:size] = self._tensor(lanes)
+            self._step.lanes.copy_(self._tensor(lanes))
         self._decodes = batch.decodes
         self._kv_lens[self._decode_lanes] += 1
         graphs.run(size)

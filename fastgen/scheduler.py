@@ -73,6 +73,7 @@ class Scheduler:
         self._masked: set[int] = set()  # lanes
         self._tips: list[Node | None] = [None] * config.max_seqs  # of each lane: its last indexed page, or the root
         self._outdated: set[int] = set()  # lanes whose KV is of old weights, in part at least
+        self._refused: tuple[object, ...] = ()  # who was not admitted last, and why
         self._starts: list[LaneStart] = []
         self._page_updates: list[tuple[int, int, int]] = []
 
@@ -205,8 +206,12 @@ class Scheduler:
         expected = self.reservations.expected(sequence)
         if not self._fits(expected, expected - limit // self.config.page_size):  # at the best
             return False
+        state = (sequence, self.pages.available, self.reservations.sum, len(self.running), self.closed)
+        if state == self._refused:  # nothing has changed since its whole prompt was looked up
+            return False
         nodes = self.pages.match(sequence.token_ids, limit)
         if not self._fits(expected, expected - self.pages.held(nodes)):
+            self._refused = state
             return False
         tip = nodes[-1] if nodes else self.pages.root
         self._start(sequence, expected, tip if self.config.prefix_cache else None)
@@ -378,6 +383,7 @@ class Scheduler:
         The exception that made this necessary may have come within any other method, so all that is kept is made anew.
         """
         self.in_flight = 0
+        self._refused = ()
         for sequence in self._sequences:
             known = len(sequence.token_ids)
             if sequence.lane >= 0 and known > sequence.prefill_len:  # a token was read that all before it have led to

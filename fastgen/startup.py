@@ -119,11 +119,11 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
         probe.capture([config.max_seqs])
         _rehearse(probe)  # whose memory the graph may have taken
     left = device_memory(config.device)  # torch keeps what the largest step took
+    sizes = batch_sizes(config.max_seqs)
+    graphs = len(sizes) + len(shared_sizes(sizes)) * probe.attention.shares
     del probe
     gc.collect()
     release_memory(config.device)
-    sizes = batch_sizes(config.max_seqs)
-    graphs = len(sizes) + len(shared_sizes(sizes)) * config.prefix_cache
     room = left - GRAPH_BYTES * graphs - (1 - config.memory_fraction) * free
     page_bytes = config.page_bytes(model.config)
     pages = int(room // page_bytes) - 1

@@ -9,8 +9,8 @@
 Shapes are the true ones, weights and prompts random, temperature 1; every sequence runs to its length. Random weights
 say nothing sensible, and cost what sensible ones cost. A figure is the median of three runs of one generate() each,
 after a warm-up; where a run takes over 30 s, one run, and the spread is over thirds of its time (prefills come early,
-so that the thirds differ more than runs do). Where prefixes are in common, six runs: by turns, as it is and with each
-lane reading its prefix by itself.
+so that the thirds differ more than runs do). Where prefixes are in common, one run more, in which each lane reads its
+prefix by itself.
 """
 
 from __future__ import annotations
@@ -308,7 +308,8 @@ def pool_gb(generator: Generator) -> float:
 def merge(path: Path, report: dict[str, Any]) -> None:
     """Write a report; the workloads that it does not have stay as they were in the file."""
     before = json.loads(path.read_text()) if path.exists() else {}
-    report = report | {"workloads": before.get("workloads", {}) | report["workloads"]}
+    known = {name: value for name, value in report.items() if value is not None}  # rates may not have been measured
+    report = report | before | known | {"workloads": before.get("workloads", {}) | report["workloads"]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n")
 

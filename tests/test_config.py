@@ -66,6 +66,15 @@ def test_the_pool_has_the_size_that_was_asked_for() -> None:
     assert make(kv_cache_gb=5.5 * page_bytes / 1e9, page_size=16).num_pages == 22
 
 
+def test_a_pool_that_was_asked_for_may_hold_more_than_the_lanes() -> None:
+    """The prefix cache can use it."""
+    page_bytes = 64 * TOKEN_BYTES
+    options = {"max_seqs": 1, "max_step_tokens": 64, "max_model_len": 64}
+    assert make(kv_cache_gb=9.5 * page_bytes / 1e9, **options).num_pages == 9
+    assert make(kv_cache_gb=9.5 * page_bytes / 1e9, prefix_cache=False, **options).num_pages == 2
+    assert make(**options).num_pages == 2
+
+
 def test_the_host_tier_has_the_size_that_was_asked_for() -> None:
     page_bytes = 64 * TOKEN_BYTES
     assert (make().prefix_cache, make().host_pages) == (True, 0)

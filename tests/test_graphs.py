@@ -13,6 +13,7 @@ import torch
 from conftest import Script, check_idle, random_ids
 
 from fastgen import Generator, SamplingParams
+from fastgen.attention.reference import ReferenceAttention
 from fastgen.graphs import DecodeGraphs, batch_sizes, shared_sizes
 from fastgen.kernels.lanes import DecodeInput
 from fastgen.model import ROW_TILE
@@ -105,6 +106,32 @@ def test_padding_lanes_write_to_the_spare_page_alone(llama: Path, monkeypatch: p
         assert bool((runner.pool.keys[:, :-1] == 7).all())
         assert bool((runner.pool.keys[:, -1] != 7).any())
         assert runner.kv_lens.tolist() == [0] * (ROW_TILE + 1)
+
+
+def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five lanes that share nothing run in a step of 5, and later, sharing keys, in one of 8, whose other rows must be
+    padding: lanes that ended long ago would write into pages that others have."""
+    shares = [False]
+    monkeypatch.setattr("fastgen.runner.DecodeGraphs", Called)
+    monkeypatch.setattr(ReferenceAttention, "capturable", True)
+    monkeypatch.setattr(ReferenceAttention, "shares", True)
+    monkeypatch.setattr(ReferenceAttention, "share", lambda *_: shares[0])
+    with Generator(llama, max_seqs=8, max_model_len=128, page_size=16, seed=0, num_pages=30) as gen:
+        runner = gen._runner
+        runner.capture()
+        plain, shared = runner.graphs[False], runner.graphs[True]
+        assert isinstance(plain, Called)
+        assert isinstance(shared, Called)
+        for count in (8, 5):
+            gen.generate([random_ids(20)] * count, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+        shares[0] = True
+        gen.generate([random_ids(9)], SamplingParams(max_tokens=1, ignore_eos=True))  # no decodes: looked into anew
+        seen = []
+        monkeypatch.setattr(shared, "_step", lambda size: seen.append(runner._step.lanes[:size].tolist()))
+        gen.generate([random_ids(20)] * 5, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    assert plain.ran[-2:] == [5, 5]
+    assert shared.ran[-2:] == [8, 8]
+    assert seen[-1][5:] == [8, 8, 8], "the padding lane"
 
 
 def test_lanes_are_sent_when_they_change(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

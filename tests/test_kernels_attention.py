@@ -289,7 +289,7 @@ def test_a_position_is_that_of_its_query() -> None:
 @pytest.mark.parametrize("chip", CHIPS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_configurations_fit_the_chip(chip: Chip, dtype: torch.dtype) -> None:
-    for phase in (tiles.DECODE, tiles.FEW, tiles.PREFILL):
+    for phase in (tiles.DECODE, tiles.FEW, tiles.PREFILL, tiles.GROUP):
         for head_size in (64, 80, 96, 128, 256):
             for group in (1, 4, 5, 7, 8, 12, 16):
                 config = tiles.configure(phase, group, head_size, dtype, chip)

@@ -384,6 +384,33 @@ def test_pages_that_match_and_that_nobody_holds_are_needed_all_the_same() -> Non
     simulation.run()
 
 
+def test_an_answer_behind_pages_that_were_computed_again_is_found_again() -> None:
+    """A prompt of full pages computes its last page anew, beside the one in the cache, which nobody holds."""
+    config = make_config(num_pages=12, max_model_len=40, max_step_tokens=32)
+    prompt = [*PROMPT, *PROMPT][:8]
+    simulation = simulate(config, ask(config, prompt, 9))
+    then(simulation)
+    other = ask(config, prompt, 9)
+    other.seed += 1
+    then(simulation, other)
+    assert other.cached_tokens == 4
+    follow_up = ask(config, [*other.token_ids, 1], 2)
+    then(simulation, follow_up)
+    assert follow_up.cached_tokens == 16
+    simulation.run()
+
+
+def test_a_cached_prompt_that_has_to_wait_is_looked_up_once() -> None:
+    config = make_config(num_pages=6, max_model_len=20, max_step_tokens=32)
+    simulation = simulate(config, ask(config, [*PROMPT, *PROMPT[:7]], 1))
+    then(simulation)
+    before = simulation.seen["match"]
+    runs, waits = ask(config, [1] * 9, 11), ask(config, [*PROMPT, *PROMPT[:7]], 1)
+    then(simulation, runs, waits)
+    assert simulation.seen["match"] - before <= 8, "once a page that the other takes, not once a token"
+    simulation.run()
+
+
 def test_one_that_can_not_fit_is_not_looked_up_again_each_step() -> None:
     config = make_config(num_pages=6, max_model_len=20, max_step_tokens=32)
     simulation = simulate(config, ask(config, [1] * 9, 10), ask(config, [2] * 9, 10))

@@ -101,7 +101,7 @@ def random_simulation(seed: int, make_scheduler: MakeScheduler = Scheduler, chec
         turn = rng.randrange(span)
         before = [sequence for _, sequence in arrivals]
         arrivals += [(turn, sequence) for sequence in random_request(rng, config, before)]
-    return Simulation(
+    simulation = Simulation(
         config,
         arrivals,
         rng=rng,
@@ -112,6 +112,8 @@ def random_simulation(seed: int, make_scheduler: MakeScheduler = Scheduler, chec
         scheduler=make_scheduler(config, random_expectation(rng, crowd)),
         check=check,
     )
+    simulation.scheduler.closed = rng.random() < 0.3  # waves
+    return simulation
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_A_TEST))

@@ -103,6 +103,10 @@ class FlashAttention:
     def capturable(self) -> bool:
         return self._decodes or self.other.capturable
 
+    @property
+    def shares(self) -> bool:
+        return not self._decodes and self.other.shares
+
     def plan(self, layout: StepLayout) -> _Plan:
         rows = 0 if self._decodes else layout.decodes
         decodes = self.other.plan(_first(layout, rows)) if rows else None
@@ -120,7 +124,7 @@ class FlashAttention:
         return _Plan(rows, decodes, starts, kv_lens, table[:, :slots].index_select(0, lanes))
 
     def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
-        return not self._decodes and self.other.share(lanes, full, tables)
+        return self.shares and self.other.share(lanes, full, tables)
 
     def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False) -> _Plan:
         """Has to be made inside the capture that it is for: a replay gathers the pages anew. kv_lens are at least 1."""

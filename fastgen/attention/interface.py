@@ -37,7 +37,8 @@ class Attention(Protocol):
     """An implementation. A plan is made once a step, `attend` runs once a layer.
 
     capturable: `plan_decode` and `attend` may be captured in a CUDA graph. needs_clean_pages: values that no token of
-    a page's sequence has written yet must be finite, so that they have to be wiped when a page changes hands.
+    a page's sequence has written yet must be finite, so that they have to be wiped when a page changes hands. shares:
+    `share` may say that it pays.
     """
 
     @property
@@ -45,6 +46,9 @@ class Attention(Protocol):
 
     @property
     def needs_clean_pages(self) -> bool: ...
+
+    @property
+    def shares(self) -> bool: ...
 
     def plan(self, layout: StepLayout) -> Any:
         """What the layers of one step share."""

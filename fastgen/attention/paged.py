@@ -40,6 +40,7 @@ class PagedAttention:
     """
 
     needs_clean_pages = False  # values that are not written yet are not read
+    shares = True
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
     def __init__(

@@ -104,6 +104,7 @@ class _Tiles:
 class ReferenceAttention:
     capturable = False
     needs_clean_pages = True
+    shares = False
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool

@@ -9,10 +9,9 @@ What keeps the streams apart. A page that is given out, or evicted, is held by n
 it holds was computed by steps that the host has collected: so a copy has no step to wait for. What a save comes with,
 the step and its loads, may write to the page at once: they wait until it is in staging memory. The step that a load
 comes with waits for each group of layers before it computes the first of them. A load waits for the save that filled
-its slot, and a save for all loads before it, whose slots it may be given. There are two exceptions. A page may be given
-out while the copy of it for a fork is on its way, so copies within the pool come before what follows here (`follow`).
-And after an interrupt steps are in flight that nobody will collect: then the device must be idle before pages are given
-out again (`Runner.settle`).
+its slot, and a save for all loads before it, whose slots it may be given. There is one exception: after an interrupt
+steps are in flight that nobody will collect, and then the device must be idle before pages are given out again
+(`Runner.settle`).
 
 On the CPU the same code runs without streams.
 """
@@ -99,7 +98,8 @@ class HostTier:
             self._out, self._in = (torch.cuda.Stream(self.device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
             _pin(memory)
             weakref.finalize(self, _unpin, memory, self.device)
-            self.follow()
+            for stream in (self._out, self._in):
+                stream.wait_stream(torch.cuda.current_stream(self.device))
         self.slots = memory.view(dtype).view(num_slots, layers, two, size)
         bounds = [layers * number // GROUPS for number in range(GROUPS + 1)]
         self._groups = [
@@ -156,12 +156,6 @@ class HostTier:
             if self._loaded is not None:
                 self._loaded.record()
         return Arrivals({group.first: group.arrived for group in self._groups if group.arrived is not None})
-
-    def follow(self) -> None:
-        """Later saves and loads come after what was launched so far on the current stream."""
-        for stream in (self._out, self._in):
-            if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream(self.device))
 
     @staticmethod
     def _beside(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:

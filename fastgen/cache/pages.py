@@ -211,7 +211,8 @@ class PageAllocator:
         """Index the pages of a table that follow `tip`, its last indexed page, or the root, up to page `stop`.
 
         Returns the new tip; None, and what is behind is not indexed, where the tip is None or the tokens of a page are
-        indexed already, with another page. proven: the steps that compute these pages have been read.
+        indexed already with another page that somebody holds; one that nobody holds is replaced. proven: the steps that
+        compute these pages have been read.
         """
         if tip is not None and tip is not self.root and pages[tip.depth - 1 : tip.depth] != [tip.page]:
             return None  # an interrupt has torn the table
@@ -219,14 +220,29 @@ class PageAllocator:
         while tip is not None and tip.depth < stop:
             at = tip.depth
             key = tuple(tokens[at * size : (at + 1) * size])
-            if key in tip.children:
-                return None
             node = Node(tip, key, pages[at])
+            if key in tip.children and not self._replace(tip.children[key], node):
+                return None
             if not proven:
                 self._unproven.append(node)
             self._nodes[node.page] = tip.children[key] = node
             tip = node
         return tip
+
+    def _replace(self, old: Node, new: Node) -> bool:
+        """Give up what is kept of a node for another of the same tokens; False where somebody holds its page."""
+        if old.page >= 0:
+            if self._refs[old.page]:
+                return False
+            self._take_from_idle(old)
+            self._nodes[old.page] = None
+            heapq.heappush(self._free, old.page)
+        if old.slot >= 0:
+            self._free_slots.append(self._lose_slot(old))
+        new.children = old.children
+        for child in new.children.values():
+            child.parent = new
+        return True
 
     def forget(self) -> None:
         """Nothing cached matches any more. What sequences hold stays theirs, and is not indexed."""

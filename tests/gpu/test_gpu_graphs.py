@@ -115,7 +115,9 @@ import json, sys
 import numpy as np
 import triton
 from fastgen import Generator, SamplingParams
+from fastgen.attention import paged
 
+paged.SHARING_PAYS = 1
 options = json.loads(sys.argv[1])
 gen = Generator(device="cuda", kv_cache_gb=0.25, seed=0, **options)
 compiled = []
