@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
 from fastgen.attention import shared
-from fastgen.attention.shared import Range, saved_keys, shared_items, shared_ranges
+from fastgen.attention.shared import Level, saved_keys, shared_items, shared_ranges
 from fastgen.kernels.items import BEGIN, END, FIRST, LANE, SPLIT, TOKENS
 
 PAGE = 16
@@ -32,6 +34,21 @@ def random_tables(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return tables, full
 
 
+@dataclass
+class Range:
+    rows: list[int]
+    first: int
+    last: int
+
+
+def ranges_of(levels: list[Level]) -> list[Range]:
+    found = []
+    for level in levels:
+        parts = np.split(level.rows, np.cumsum(level.count)[:-1])
+        found += [Range(r.tolist(), *ends) for r, *ends in zip(parts, level.first, level.last, strict=True)]
+    return found
+
+
 def covered(ranges: list[Range], row: int) -> list[int]:
     """The slots of a row that its ranges hold, in their order."""
     return [slot for each in ranges if row in each.rows for slot in range(each.first, each.last)]
@@ -40,19 +57,20 @@ def covered(ranges: list[Range], row: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(60))
 def test_all_that_is_shared_is_found_once(seed: int) -> None:
     tables, full = random_tables(seed)
-    ranges = shared_ranges(tables, np.arange(len(full)), full)
+    levels = shared_ranges(tables, np.arange(len(full)), full)
+    ranges = ranges_of(levels)
     holders: dict[int, set[int]] = {}
     for row, (table, count) in enumerate(zip(tables, full, strict=True)):
         for page in table[:count].tolist():
             holders.setdefault(page, set()).add(row)
     for each in ranges:
         for slot in range(each.first, each.last):
-            assert holders[tables[each.rows[0], slot]] == set(each.rows.tolist())
+            assert holders[tables[each.rows[0], slot]] == set(each.rows)
             assert len(set(tables[each.rows, slot].tolist())) == 1
     for row, (table, count) in enumerate(zip(tables, full, strict=True)):
         shared = [len(holders[page]) > 1 for page in table[:count].tolist()]
         assert covered(ranges, row) == list(range(sum(shared)))
-    assert saved_keys(ranges, PAGE) == PAGE * sum(len(rows) - 1 for rows in holders.values())
+    assert saved_keys(levels, PAGE) == PAGE * sum(len(rows) - 1 for rows in holders.values())
 
 
 def test_nothing_shared() -> None:
@@ -66,11 +84,12 @@ def test_nothing_shared() -> None:
 def test_items_cover_what_is_shared(seed: int, units: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "SHORTEST", 32)
     tables, full = random_tables(seed)
-    ranges, lanes = shared_ranges(tables, np.arange(len(full)), full), np.arange(len(full)) + 100
-    if not ranges:
+    levels, lanes = shared_ranges(tables, np.arange(len(full)), full), np.arange(len(full)) + 100
+    if not levels:
         return
+    ranges = ranges_of(levels)
     slots = 60 if units == 40 else 1
-    found = shared_items(ranges, lanes, PAGE, tile=3, block=32, units=units, slots=slots)
+    found = shared_items(levels, lanes, PAGE, tile=3, block=32, units=units, slots=slots)
     seen: dict[int, list[tuple[int, int, int]]] = {row: [] for row in range(len(full))}
     for item in found.items.tolist():
         members = found.members[item[FIRST] : item[FIRST] + item[TOKENS]]

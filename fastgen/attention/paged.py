@@ -73,15 +73,15 @@ class PagedAttention:
         return kernel.attention.runs_on(on_gpu) and lists.plan_decode.runs_on(on_gpu)
 
     def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
-        ranges = shared_ranges(tables, lanes, full)
+        levels = shared_ranges(tables, lanes, full)
         page_size, head_size = self.pool.keys.shape[3:]
         key_bytes = 2 * self.num_kv * head_size * self.pool.keys.element_size()
-        if not ranges or saved_keys(ranges, page_size) * key_bytes < SHARING_PAYS:
+        if not levels or saved_keys(levels, page_size) * key_bytes < SHARING_PAYS:
             self._shared.clear()
             return False
         config = self.configs[tiles.GROUP]
         tile, units = config.rows // self.group, max(self.chip.processors * config.programs // self.num_kv, 1)
-        found = shared_items(ranges, lanes, page_size, tile, config.keys, units, self.priors)
+        found = shared_items(levels, lanes, page_size, tile, config.keys, units, self.priors)
         if int(found.priors.sum()) > self.priors:  # trees so deep that there is no room
             self._shared.clear()
             return False

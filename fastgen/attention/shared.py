@@ -22,47 +22,53 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Range:
-    """Pages first .. last - 1 of their tables are the same for `rows` [n], two or more of a step."""
+class Level:
+    """Ranges at one depth of the trees: pages first .. last - 1 of their tables are the same for `count` rows each, two
+    or more of a step. count, first, last: [n]; rows: [count.sum()], those of one range after the other."""
 
     rows: Ints
-    first: int
-    last: int
+    count: Ints
+    first: Ints
+    last: Ints
 
 
-def shared_ranges(tables: NDArray[np.int32], lanes: Ints, full: Ints) -> list[Range]:
-    """The ranges that rows share; those of fewer rows after those that they follow.
+def shared_ranges(tables: NDArray[np.int32], lanes: Ints, full: Ints) -> list[Level]:
+    """What rows share, from the roots of the trees on.
 
     tables: [all lanes, slots], page tables; lanes: [S], which of them each row has; full: [S], how many of its pages
     are full.
     """
-    found = []
-    todo = [(np.arange(len(full)), 0)]
-    while todo:
-        rows, slot = todo.pop()
-        rows = rows[full[rows] > slot]
-        for group in _equal(rows, tables[lanes[rows], slot]) if len(rows) > 1 else ():
-            pages = tables[lanes[group], slot : full[group].min()]
-            same = (pages == pages[0]).all(0)
-            last = slot + (len(same) if same.all() else int(same.argmin()))
-            found.append(Range(group, slot, last))
-            if last < tables.shape[1]:
-                todo.append((group, last))
-    return found
+    found: list[Level] = []
+    rows = np.arange(len(full))
+    group, slot = np.zeros_like(rows), np.zeros_like(rows)  # of each row: the range that it is in, and where it ends
+    while True:
+        more = full[rows] > slot
+        rows, group, slot = rows[more], group[more], slot[more]
+        pages = tables[lanes[rows], slot]
+        order = np.lexsort((pages, group))
+        rows, group, slot, pages = rows[order], group[order], slot[order], pages[order]
+        cuts = np.flatnonzero(np.diff(group) | np.diff(pages)) + 1
+        count = np.diff(cuts, prepend=0, append=len(rows))
+        several = np.repeat(count > 1, count)
+        rows, slot, count = rows[several], slot[several], count[count > 1]
+        if not len(rows):
+            return found
+        begin = np.cumsum(count) - count
+        last = np.minimum.reduceat(_first_differences(tables, lanes, full, rows, np.repeat(rows[begin], count)), begin)
+        found.append(Level(rows, count, slot[begin], last))
+        group, slot = np.repeat(np.arange(len(count)), count), np.repeat(last, count)
 
 
-def _equal(rows: Ints, pages: NDArray[np.int32]) -> list[Ints]:
-    """Groups of two or more rows with the same page."""
-    order = np.argsort(pages, kind="stable")
-    cuts = np.flatnonzero(np.diff(pages[order])) + 1
-    begin, end = np.append(0, cuts), np.append(cuts, len(rows))
-    many = end - begin > 1
-    return [rows[order[a:b]] for a, b in zip(begin[many], end[many], strict=True)]
+def _first_differences(tables: NDArray[np.int32], lanes: Ints, full: Ints, rows: Ints, others: Ints) -> Ints:
+    """The first slot in which each row's table differs from that of another row, or is not full."""
+    width = int(full[rows].max())
+    same = tables[lanes[rows], :width] == tables[lanes[others], :width]
+    return np.minimum(np.where(same.all(1), width, same.argmin(1)), full[rows])
 
 
-def saved_keys(ranges: list[Range], page_size: int) -> int:
+def saved_keys(levels: list[Level], page_size: int) -> int:
     """Keys that are not read because others have read them, in all rows together."""
-    return sum((len(each.rows) - 1) * (each.last - each.first) for each in ranges) * page_size
+    return sum(int(((each.count - 1) * (each.last - each.first)).sum()) for each in levels) * page_size
 
 
 @dataclass(frozen=True)
@@ -76,16 +82,17 @@ class SharedItems:
 
 
 def shared_items(
-    ranges: list[Range], lanes: Ints, page_size: int, tile: int, block: int, units: int, slots: int
+    levels: list[Level], lanes: Ints, page_size: int, tile: int, block: int, units: int, slots: int
 ) -> SharedItems:
     """The items of ranges, in tiles of up to `tile` rows, longest first. lanes: [S].
 
     Ranges are split, evenly and at multiples of `block` keys, where they have more than their even share of `units`
     items, but not so far that all priors together are more than `slots`.
     """
-    count = np.array([len(each.rows) for each in ranges])
-    first_key = np.array([each.first for each in ranges]) * page_size
-    last_key = np.array([each.last for each in ranges]) * page_size
+    members, count, first, last = (
+        np.concatenate([getattr(each, name) for each in levels]) for name in ("rows", "count", "first", "last")
+    )
+    first_key, last_key = first * page_size, last * page_size
     length, tiles = last_key - first_key, -(-count // tile)
     share = max(int((length * tiles).sum()) // units, SHORTEST)
     while True:
@@ -96,17 +103,16 @@ def shared_items(
             break
         share *= 2
     ends, priors = np.zeros(len(lanes), np.int32), np.zeros(len(lanes), np.int32)
-    number = np.zeros(len(ranges), np.int64)  # of a range's first prior, the same for all its rows
-    for at, each in enumerate(ranges):
-        number[at] = priors[each.rows[0]]
-        priors[each.rows] += splits[at]
-        ends[each.rows] = last_key[at]
-    members = np.concatenate([each.rows for each in ranges])
-    owner = np.repeat(np.arange(len(ranges)), tiles)
+    number = []  # of each range's first prior, the same for all its rows
+    for each, here in zip(levels, np.split(splits, np.cumsum([len(each.count) for each in levels])[:-1]), strict=True):
+        number.append(priors[each.rows[np.cumsum(each.count) - each.count]])
+        priors[each.rows] += np.repeat(here, each.count).astype(np.int32)
+        ends[each.rows] = np.repeat(each.last * page_size, each.count)
+    owner = np.repeat(np.arange(len(count)), tiles)
     offset = (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * tile
-    first = (np.cumsum(count) - count)[owner] + offset
+    member = (np.cumsum(count) - count)[owner] + offset
     tokens = np.minimum(count[owner] - offset, tile)
     begin, end = first_key[owner], last_key[owner]
-    items, nominal = cut(first, tokens, lanes[members[first]], end, begin, end, begin, split[owner])
-    items[:, SPLIT] = items[:, SPLIT] % SPLITS + np.repeat(number[owner], splits[owner])
+    items, nominal = cut(member, tokens, lanes[members[member]], end, begin, end, begin, split[owner])
+    items[:, SPLIT] = items[:, SPLIT] % SPLITS + np.repeat(np.concatenate(number)[owner], splits[owner])
     return SharedItems(items[np.argsort(-nominal, kind="stable")], members.astype(np.int32), ends, priors)
