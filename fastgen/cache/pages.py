@@ -280,7 +280,7 @@ class PageAllocator:
     def _save_ahead(self) -> None:
         """Save some of those that are evicted next."""
         wanted = min(self.num_pages // CLEAN - len(self._free) - self._clean, BACKUPS - len(self._saves))
-        if not self.host_pages or wanted <= 0:
+        if not self.host_pages or wanted <= 0 or self._clean == len(self._idle):
             return
         dirty = itertools.islice((node for node in self._idle if node.slot < 0), wanted)
         for node in list(dirty):

@@ -1,0 +1,115 @@
+"""Promise 1 where sequences share: cached prefixes, forks, trees of prompts and a host tier change no bit on the CPU.
+
+Held against a Generator that keeps nothing and runs one sequence at a time, in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Turns, check_idle, random_ids
+from hash_model import hopeful
+from test_schedules import Answer, answer, answers
+
+from fastgen import Generator, SamplingParams
+from fastgen.arch import read_config
+from fastgen.config import token_bytes
+
+SHORT = SamplingParams(max_tokens=14, seed=7, ignore_eos=True)
+SYSTEM = random_ids(37, seed=1)
+SHOTS = [SYSTEM + random_ids(length, seed=2) for length in (11, 27)]  # to the end of a page, and beyond
+REQUESTS = [
+    (SYSTEM, replace(SHORT, n=3)),
+    (SHOTS[0] + random_ids(5, seed=3), replace(SHORT, temperature=0, logprobs=2)),
+    (SHOTS[0] + random_ids(5, seed=3), replace(SHORT, temperature=0.7, top_p=0.9, n=2)),
+    (SHOTS[0] + random_ids(30, seed=4), replace(SHORT, repetition_penalty=1.2, frequency_penalty=0.3, n=2)),
+    (SHOTS[0], replace(SHORT, prompt_logprobs=1)),
+    (SHOTS[1], replace(SHORT, n=4, seed=8)),
+    (SHOTS[1], replace(SHORT, n=2, seed=8)),
+    (SHOTS[1] + random_ids(40, seed=5), replace(SHORT, mask=Turns(), n=2)),
+    (SHOTS[1] + random_ids(3, seed=6), replace(SHORT, top_k=9, return_sampling_mask=True)),
+]
+
+
+@pytest.fixture(scope="module")
+def apart(family: Path) -> list[Answer]:
+    """Each request by itself, its samples one after the other."""
+    with Generator(family, prefix_cache=False, max_seqs=1) as gen:
+        found = [answers(gen, [request])[0] for request in REQUESTS]
+        assert gen.stats.cached_tokens == 0
+    return found
+
+
+def host_gb(folder: Path, pages: float, page_size: int) -> float:
+    return pages * page_size * token_bytes(read_config(folder), "float32") / 1e9
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all at once": {"page_size": 16, "max_seqs": 32},
+    "forks alone": {"page_size": 16, "max_seqs": 32, "prefix_cache": False},
+    "chunks of 7": {"page_size": 4, "max_seqs": 7, "max_step_tokens": 7},
+    "pages of 1": {"page_size": 1, "max_seqs": 5, "max_step_tokens": 64},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_cold_and_warm_as_apart(name: str, family: Path, apart: list[Answer]) -> None:
+    with Generator(family, **OPTIONS[name]) as gen:
+        for _ in range(2):
+            assert answers(gen, REQUESTS) == apart
+        assert gen.stats.cached_tokens > 500
+
+
+@pytest.mark.parametrize("page_size", [16, 3])
+def test_a_host_tier_that_thrashes_as_apart(page_size: int, family: Path, apart: list[Answer]) -> None:
+    options = {"page_size": page_size, "num_pages": 176 // page_size, "max_seqs": 3, "max_step_tokens": 40}
+    with Generator(family, **options, host_cache_gb=host_gb(family, 100 / page_size, page_size)) as gen:
+        for _ in range(3):
+            assert answers(gen, REQUESTS) == apart
+        assert gen.stats.pages_saved > 20
+        assert gen.stats.pages_loaded > 0
+
+
+def test_preempted_ones_find_their_pages_and_go_on_as_apart(family: Path, apart: list[Answer]) -> None:
+    with Generator(family, page_size=8, num_pages=24, max_seqs=16, max_step_tokens=50) as gen:
+        gen._scheduler = hopeful(gen.config)
+        assert answers(gen, REQUESTS) == apart
+        assert gen.stats.preemptions > 0
+
+
+def test_neighbours_that_are_aborted_as_apart(family: Path, apart: list[Answer]) -> None:
+    """They share pages with those that stay, and leave theirs in the cache."""
+    with Generator(family, page_size=8, num_pages=60, max_seqs=8, max_step_tokens=30) as gen:
+        for round in range(2):
+            doomed = [gen.add(*request) for request in REQUESTS]
+            for _ in range(3 + 5 * round):
+                gen.step()
+            gen.abort(doomed)
+            check_idle(gen)
+            assert answers(gen, REQUESTS) == apart
+
+
+def test_scores_do_not_depend_on_what_is_cached(family: Path) -> None:
+    sequences = [prompt + random_ids(9, seed=9) for prompt, _ in REQUESTS]
+    starts = [0, 5, 17, 33, 40, len(sequences[5]) - 1, 1, 20, 64]
+    with Generator(family, prefix_cache=False) as gen:
+        expected = gen.score(sequences, start=starts, temperature=0.8)
+    with Generator(family, page_size=16) as gen:
+        assert gen.score(sequences, start=starts, temperature=0.8)[1:] == expected[1:]
+        cold = gen.stats.cached_tokens
+        assert gen.score(sequences, start=starts, temperature=0.8)[1:] == expected[1:]
+        assert gen.stats.cached_tokens > cold
+
+
+def test_how_much_of_a_prompt_was_there_is_told(llama: Path) -> None:
+    with Generator(llama, page_size=16) as gen:
+        first, again = (gen.generate(SYSTEM, SHORT)[0] for _ in range(2))
+        assert (first.cached_tokens, again.cached_tokens) == (0, 32)
+        assert answer(first) == answer(again)
+        gen.add(SHOTS[0], replace(SHORT, max_tokens=2))
+        events = []
+        while gen.unfinished:
+            events += gen.step()
+        assert {event.cached_tokens for event in events} == {32}
