@@ -1,4 +1,4 @@
-"""The host tier: pages of the KV pool that were evicted, kept in pinned memory until a prompt wants them again.
+"""The host tier: pages of the KV pool that go next or have gone, kept in pinned memory until a prompt wants them.
 
 Copies run on two streams of their own, one a direction, since the bus carries both at once: beside each other, beside
 the step before, which is still running, and beside the layers of their own step that do not need them yet. A page goes
@@ -73,8 +73,8 @@ class HostTier:
     """`num_slots` slots of pinned host memory, of a page each: [slots, layers, 2, E], E = K x P x D, of which a group
     of layers is one contiguous piece. Which slot holds what is for the scheduler to know.
 
-    staging: pages of staging memory; None: as many as STAGING_BYTES holds, up to STAGING_PAGES. Raises ValueError where
-    the host's memory does not suffice.
+    staging: pages of staging memory in each direction; None: as many as STAGING_BYTES holds, up to STAGING_PAGES.
+    Raises ValueError where the host's memory does not suffice.
     """
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
