@@ -99,6 +99,7 @@ class Runner:
         with current(self.device):
             for size, shared in itertools.product(sizes, several):  # all kernels compile now, or are known not to
                 self.decode(size, shared)
+            self.share_prefixes = self.share_prefixes and self.attention.shares
             if self.attention.capturable:
                 plain = DecodeGraphs(sizes, self.device)
                 plain.capture(self.decode)

@@ -213,3 +213,12 @@ def test_what_was_shared_is_forgotten() -> None:
     assert not paged.share(nobody, nobody, case.table.cpu().numpy())
     short = replace(case, kv_lens=np.minimum(case.kv_lens, 20))
     close(paged.attend(short.plan(paged), 1, case.q, 0), short.expected(0))
+
+
+def test_where_a_chip_refuses_them_the_rest_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(TREE)
+    paged = case.paged(0)
+    assert paged.shares
+    monkeypatch.setattr(kernel.sharing, "refused", {case.pool.keys.device})
+    assert not paged.shares
+    assert not kernel.attention.refused

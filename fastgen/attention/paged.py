@@ -40,7 +40,6 @@ class PagedAttention:
     """
 
     needs_clean_pages = False  # values that are not written yet are not read
-    shares = True
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
     def __init__(
@@ -71,6 +70,10 @@ class PagedAttention:
     def capturable(self) -> bool:
         on_gpu = self.pool.keys.device
         return kernel.attention.runs_on(on_gpu) and lists.plan_decode.runs_on(on_gpu)
+
+    @property
+    def shares(self) -> bool:
+        return self.pool.keys.device not in kernel.sharing.refused
 
     def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
         levels = shared_ranges(tables, lanes, full)
@@ -138,9 +141,8 @@ class PagedAttention:
         q = q.contiguous()  # it is, but where a torch twin made it
         out = torch.empty_like(q)
         for items in plan.work[window]:
-            kernel.attention(
-                q, out, self.pool.keys, self.pool.values, plan.page_table, items, self._workspace, layer, window
-            )
+            launch = kernel.attention if items.kind == kernel.PLAIN else kernel.sharing
+            launch(q, out, self.pool.keys, self.pool.values, plan.page_table, items, self._workspace, layer, window)
         return out
 
 

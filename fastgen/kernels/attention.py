@@ -429,3 +429,4 @@ def _exact(
 
 
 attention = Kernel(_launch, _twin)
+sharing = Kernel(_launch, _twin)  # of SHARED and PRIVATE items: where a chip refuses these, the others still run
