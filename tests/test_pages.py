@@ -304,6 +304,25 @@ def test_a_parent_is_not_dropped_before_what_is_behind_it(monkeypatch: pytest.Mo
     pool.allocator.check([])
 
 
+def test_conversations_go_by_their_last_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the first pages of some have had a slot: they were used in its last turn too."""
+    monkeypatch.setattr(module, "BACKUPS", 0)
+    rng = random.Random(0)
+    pool = Pool(8, 1, host_pages=24)
+    conversations: dict[int, list[int]] = {}  # by their first token, the last used last
+    for turn in range(600):
+        going = [name for name, tokens in conversations.items() if len(tokens) < 6 and pool.cached(tokens)]
+        name = rng.choice(going[-4:]) if going and rng.random() < 0.8 else 1000 + turn
+        tokens = conversations[name] = [*conversations.pop(name, [name]), rng.randrange(100)]
+        pool.release(pool.take(tokens))
+        room = 24
+        for tokens in reversed(conversations.values()):
+            room -= len(tokens)
+            if room >= 0:
+                assert pool.cached(tokens) == len(tokens)
+    assert pool.seen["loads"] > 100
+
+
 def test_a_slot_that_is_loaded_from_is_not_saved_to_in_the_same_step() -> None:
     pool = Pool(2, 1, host_pages=2)
     pool.release(pool.take([1, 2]))

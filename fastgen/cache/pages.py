@@ -65,8 +65,8 @@ class PageAllocator:
 
     **Host tier.** With `host_pages` slots of it, what is evicted is saved there, and what matches again is loaded. Some
     of those that go next are saved ahead, a few in each step, so that no step has to wait for many; what was loaded
-    keeps its slot too, as long as there are others: when the tier is full, the least recently saved or loaded slot is
-    taken from a node that is on the device, or from a leaf, which is dropped. A slot that a step loads from is not
+    keeps its slot too, as long as there are others: when the tier is full, the slot is taken that was saved or loaded,
+    or whose page was evicted, the longest time ago, from a node on the device or a leaf, which is dropped. A slot that a step loads from is not
     saved to in the same step, since saves are done before loads.
 
     **Steps in flight.** No page that a step in flight reads or writes is given to anybody else before `prove` says that
@@ -266,7 +266,9 @@ class PageAllocator:
         """Take the page of the least recently used node that nobody holds, and keep its KV on the host if possible."""
         node = next(iter(self._idle))
         page = node.page
-        if node.slot < 0 and not self._save(node):
+        if node.slot >= 0:
+            self._host.move_to_end(node)  # its slot may be older than those of its children, which went before it
+        elif not self._save(node):
             self._drop(node)
         node.page = -1
         self._nodes[page] = None
@@ -305,10 +307,11 @@ class PageAllocator:
             return self._free_slots.pop()
         for _ in range(len(self._host)):
             node = next(iter(self._host))
-            if node.slot in self._loads or (node.page < 0 and node.children):
+            if node.slot in self._loads:
                 self._host.move_to_end(node)
                 continue
             if node.page < 0:
+                assert not node.children, "they were evicted before it"
                 self._unlink(node)
             return self._lose_slot(node)
         return -1
@@ -425,6 +428,7 @@ class PageAllocator:
         assert all(len(set(table)) == len(table) for table in tables), "a page is twice in a table"
         self._check_tree(tables)
         self._check_order(self._idle)
+        self._check_order(OrderedDict.fromkeys(node for node in self._host if node.page < 0))
         assert self._clean == sum(node.slot >= 0 for node in self._idle)
         self._check_changes(held)
 
