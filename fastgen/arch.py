@@ -5,8 +5,10 @@ are read alike. What is not supported is a ValueError that names the field and i
 is imported here.
 """
 
+from __future__ import annotations
+
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,31 @@ class ModelConfig:
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * layer + self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+
+    def split(self, ranks: int) -> ModelConfig:
+        """What each of so many tensor-parallel ranks computes: its heads, and its share of the MLP. KV heads that are
+        fewer than the ranks are replicated. `vocab_size`, which is shared out as well, stays that of the model.
+
+        Raises ValueError, with both numbers, for a size that does not divide.
+        """
+        if ranks == 1:
+            return self
+        sizes = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size,
+                 "vocab_size": self.vocab_size}  # fmt: skip
+        for name, size in sizes.items():
+            if size % ranks:
+                raise ValueError(f"{name}={size} does not divide by {ranks} ranks; take another tensor_parallel")
+        if max(self.num_kv_heads, ranks) % min(self.num_kv_heads, ranks):
+            raise ValueError(
+                f"num_key_value_heads={self.num_kv_heads} and {ranks} ranks: one has to divide the other; take another "
+                "tensor_parallel"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // ranks,
+            num_kv_heads=max(self.num_kv_heads // ranks, 1),
+            intermediate_size=self.intermediate_size // ranks,
+        )
 
 
 def read_config(folder: Path) -> ModelConfig:

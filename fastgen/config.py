@@ -21,6 +21,7 @@ class EngineConfig:
     max_seqs: lanes; max_step_tokens: the token budget of a step; page_size: tokens; num_pages: of the KV pool, 0 where
     it is still to be measured (see `settle`); attention: "auto" or a name; memory_fraction: of the GPU's free memory.
     prefix_cache: full pages are found again by later requests; host_pages: of the host tier, which evicted pages go to.
+    tensor_parallel: ranks that hold the model together. Memory and pages are those of each rank.
     """
 
     device: str
@@ -34,6 +35,7 @@ class EngineConfig:
     memory_fraction: float = 0.9
     prefix_cache: bool = True
     host_pages: int = 0
+    tensor_parallel: int = 1
     context_given: bool = False  # whether max_model_len was asked for; else it is what the model and the pool allow
 
     @classmethod
@@ -54,10 +56,12 @@ class EngineConfig:
         prefix_cache: bool = True,
         host_cache_gb: float = 0,
         attention: str = "auto",
+        tensor_parallel: int = 1,
     ) -> EngineConfig:
         """Fill in what was left open, from the model and the GPU's memory in bytes (0: there is no GPU).
 
-        Raises ValueError with what to change.
+        model: as a rank holds it (`ModelConfig.split`). kv_cache_gb and host_cache_gb are of all ranks together. Raises
+        ValueError with what to change.
         """
         gpu = device.split(":")[0] != "cpu"
         if dtype == "auto":
@@ -85,6 +89,7 @@ class EngineConfig:
             attention="reference" if attention == "auto" and not gpu else attention,
             memory_fraction=memory_fraction,
             prefix_cache=prefix_cache,
+            tensor_parallel=tensor_parallel,
             context_given=max_model_len is not None,
         )
         config = replace(config, host_pages=_host_pages(config, model, host_cache_gb))
@@ -103,7 +108,7 @@ class EngineConfig:
         return replace(self, num_pages=num_pages, max_model_len=min(self.max_model_len, room))
 
     def page_bytes(self, model: ModelConfig) -> int:
-        """Of the keys and values of all layers."""
+        """Of the keys and values of all layers, on one rank."""
         return token_bytes(model, self.dtype) * self.page_size
 
     def useful_pages(self) -> int:
@@ -185,7 +190,7 @@ def _num_pages(
         raise TypeError(f"kv_cache_gb must be a number, not {gigabytes!r}")
     if not 0 < gigabytes < math.inf:
         raise ValueError(f"kv_cache_gb is {gigabytes}; it must be a number above 0")
-    page_bytes = config.page_bytes(model)
+    page_bytes = config.page_bytes(model) * config.tensor_parallel
     affordable = int(gigabytes * 1e9 / page_bytes)
     if affordable < 2:
         raise ValueError(
@@ -208,7 +213,7 @@ def _host_pages(config: EngineConfig, model: ModelConfig, host_cache_gb: float) 
             f"host_cache_gb is {host_cache_gb:g} with prefix_cache=False, which leaves nothing to keep there; "
             "take one of them away"
         )
-    page_bytes = config.page_bytes(model)
+    page_bytes = config.page_bytes(model) * config.tensor_parallel
     pages = int(host_cache_gb * 1e9 / page_bytes)
     if host_cache_gb and not pages:
         raise ValueError(

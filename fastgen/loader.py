@@ -1,11 +1,14 @@
 """Checkpoints: where they are, and how their tensors get into the model, streamed one at a time.
 
-The model names, for each tensor of a Hugging Face checkpoint, the view of a (fused) parameter that it belongs into; the
-loader copies, and holds the two sides to each other. It knows nothing of the model's structure.
+The model names, for each tensor of a Hugging Face checkpoint, the `Part` that it holds: a slice or all of it, and the
+view of a (fused) parameter that this belongs into. The loader copies, and holds the two sides to each other. It knows
+nothing of the model's structure.
 """
 
 import json
+import math
 import struct
+import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from fastgen.parallel import Part
 from fastgen.staging import Piece, stage
 
 BUNDLED = Path(__file__).parent / "tiny"
@@ -48,13 +52,14 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     return folder
 
 
-def load(targets: Mapping[str, Tensor], folder: Path, progress: bool = False, staged: bool | None = None) -> None:
+def load(targets: Mapping[str, Part], folder: Path, progress: bool = False, staged: bool | None = None) -> None:
     """Copy the checkpoint of a folder into `targets`; raises what `read_checkpoint` and `load_weights` raise.
 
-    Onto a GPU through pinned buffers, many pieces at a time (`fastgen.staging`); `staged` forces or forbids that way.
-    Whatever is wrong with names, shapes and dtypes is then found before anything is copied.
+    Of each tensor only the slice that is wanted is read. Onto a GPU through pinned buffers, many pieces at a time
+    (`fastgen.staging`); `staged` forces or forbids that way. Whatever is wrong with names, shapes and dtypes is then
+    found before anything is copied.
     """
-    devices = {view.device for view in targets.values()}
+    devices = {part.view.device for part in targets.values()}
     if staged is None:
         staged = len(devices) == 1 and all(device.type == "cuda" for device in devices)
     if staged:
@@ -65,20 +70,21 @@ def load(targets: Mapping[str, Tensor], folder: Path, progress: bool = False, st
         load_weights(targets, tensors)
 
 
-def load_weights(targets: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy each named tensor into its view, in place, converting dtype and device; all of `targets`, each one once.
+def load_weights(targets: Mapping[str, Part], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy each named tensor's part into its view, in place, converting dtype and device; all of `targets`, each once.
 
-    `tensors` is consumed one at a time, so a generator may free each before it makes the next. Two kinds of names are
-    skipped when the model has no place for them: `rotary_emb.inv_freq`, a buffer in old checkpoints, and
-    `lm_head.weight`, which a tied model does not have. Raises ValueError for a name that is unexpected, doubled or
-    missing, for a shape that differs, and for a dtype that is not a plain float; what came before it has been copied.
+    Tensors are given whole. `tensors` is consumed one at a time, so a generator may free each before it makes the next.
+    Two kinds of names are skipped when the model has no place for them: `rotary_emb.inv_freq`, a buffer in old
+    checkpoints, and `lm_head.weight`, which a tied model does not have. Raises ValueError for a name that is
+    unexpected, doubled or missing, for a shape that differs, and for a dtype that is not a plain float; what came
+    before it has been copied.
     """
     places = _Places(targets)
     with torch.no_grad():
         for name, tensor in tensors:
-            view = places.find(name, tensor.shape, tensor.dtype)
-            if view is not None:
-                view.copy_(tensor)
+            part = places.find(name, tensor.shape, tensor.dtype)
+            if part is not None:
+                part.view.copy_(part.of(tensor))
             del tensor  # or it would live on while the next one is read
     places.check_complete()
 
@@ -87,8 +93,9 @@ def read_checkpoint(folder: Path, progress: bool = False) -> Generator[tuple[str
     """Yield the (name, CPU tensor) pairs of a folder's safetensors, in the order of the files.
 
     Only files that `model.safetensors.index.json` names are read, else `model.safetensors`. The tensors are read-only
-    views of the mapped file: their pages belong to the page cache and are not anonymous memory. With `progress`, a tqdm
-    bar in bytes. Raises ValueError naming the file that is missing, truncated or corrupt, or that lacks a tensor.
+    views of the mapped file: their pages belong to the page cache and are not anonymous memory, and only what is
+    touched is read. With `progress`, a tqdm bar in bytes. Raises ValueError naming the file that is missing, truncated
+    or corrupt, or that lacks a tensor.
     """
     shards = _shards(folder)
     _check_present(shards, folder)
@@ -106,8 +113,8 @@ def read_checkpoint(folder: Path, progress: bool = False) -> Generator[tuple[str
             bar.update(start + path.stat().st_size - bar.n)  # the header, and tensors that the index leaves out
 
 
-def _pieces(targets: Mapping[str, Tensor], folder: Path) -> list[Piece]:
-    """Where in the files the tensors of a folder are, and where they belong; all of `targets`."""
+def _pieces(targets: Mapping[str, Part], folder: Path) -> list[Piece]:
+    """Where in the files the slices are that `targets` want, and where they belong; all of `targets`."""
     shards = _shards(folder)
     _check_present(shards, folder)
     places, pieces = _Places(targets), []
@@ -117,52 +124,64 @@ def _pieces(targets: Mapping[str, Tensor], folder: Path) -> list[Piece]:
         for name in wanted:
             entry = header[name]
             dtype = _FLOATS.get(entry["dtype"], entry["dtype"])
-            view = places.find(name, entry["shape"], dtype)
-            if view is not None:
+            part = places.find(name, entry["shape"], dtype)
+            if part is not None:
                 assert isinstance(dtype, torch.dtype)
-                pieces.append(Piece(path, start + entry["data_offsets"][0], dtype, view))
+                pieces.append(_piece(path, start + entry["data_offsets"][0], dtype, part))
     places.check_complete()
     return pieces
 
 
-def fill_random(targets: Mapping[str, Tensor], seed: int = 0) -> None:
+def _piece(path: Path, offset: int, dtype: torch.dtype, part: Part) -> Piece:
+    """The slice of a tensor whose bytes begin at `offset`."""
+    if part.is_whole:
+        return Piece(path, offset, dtype, part.view)
+    step = math.prod(part.shape[part.dim + 1 :]) * dtype.itemsize  # from one index along `dim` to the next
+    pitch = part.shape[1] * step if part.dim == 1 else None
+    return Piece(path, offset + part.start * step, dtype, part.view, pitch)
+
+
+def fill_random(targets: Mapping[str, Part], seed: int = 0) -> None:
     """Fill the views for `load="dummy"`: norm weights with 1, all else from a normal distribution of deviation 0.02.
 
-    On the views' own device, from generators of its own: the same seed, names, shapes and device give the same values.
+    On the views' own device, from generators of its own: the same seed, name, start and shape of a view give the same
+    values on the same device, whatever else there is.
     """
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
-        for name, view in targets.items():
+        for name, part in targets.items():
+            view = part.view
             if name.endswith("norm.weight"):
                 view.fill_(1.0)
                 continue
             if view.device not in generators:
-                generators[view.device] = torch.Generator(view.device).manual_seed(seed)
-            view.normal_(0.0, 0.02, generator=generators[view.device])
+                generators[view.device] = torch.Generator(view.device)
+            own = generators[view.device].manual_seed(zlib.crc32(f"{seed} {name} {part.start}".encode()))
+            view.normal_(0.0, 0.02, generator=own)
 
 
 class _Places:
     """Where tensors belong: each name of `targets` once, and what else a checkpoint may hold."""
 
-    def __init__(self, targets: Mapping[str, Tensor]) -> None:
+    def __init__(self, targets: Mapping[str, Part]) -> None:
         self._targets = targets
         self._seen: set[str] = set()
 
-    def find(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> Tensor | None:
-        """The view for a tensor; None for one to skip. Raises ValueError where it does not fit."""
-        view = self._targets.get(name)
-        if view is None:
+    def find(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> Part | None:
+        """The part to take of a tensor; None for one to skip. Raises ValueError where it does not fit."""
+        part = self._targets.get(name)
+        if part is None:
             if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":
                 return None
             raise ValueError(f"unexpected tensor {name!r}; the model of this config.json has no such parameter")
         if name in self._seen:
             raise ValueError(f"tensor {name!r} is given twice")
-        if list(shape) != list(view.shape):
-            raise ValueError(f"tensor {name!r} has shape {list(shape)}; the model needs {list(view.shape)}")
+        if list(shape) != list(part.shape):
+            raise ValueError(f"tensor {name!r} has shape {list(shape)}; the model needs {list(part.shape)}")
         if dtype not in _FLOATS.values():
             raise ValueError(f"tensor {name!r} is {dtype}; bfloat16, float16 and float32 weights are supported")
         self._seen.add(name)
-        return view
+        return part
 
     def check_complete(self) -> None:
         missing = [name for name in self._targets if name not in self._seen]

@@ -1,11 +1,15 @@
 """The transformer. Llama, Mistral, Qwen2 and Qwen3 are flags of one model.
 
-Shape letters: T tokens in the step, R rows whose logits are wanted, H query heads, K KV heads, D head size,
-V vocabulary.
+Under tensor parallelism each rank holds a share of the heads, of the MLP and of the vocabulary, and the whole residual
+stream. What its share of o and of down gives is a part of a sum over the ranks (Megatron-LM, arXiv 1909.08053).
+
+Shape letters: T tokens in the step, R rows whose logits are wanted, H query heads, K KV heads (both of this rank), D
+head size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +26,7 @@ from fastgen.kernels.launch import Chip
 from fastgen.kernels.norm import rms_norm
 from fastgen.kernels.rope import HeadNorm, Places, rope_write
 from fastgen.kernels.swiglu import swiglu
+from fastgen.parallel import Group, Part, Sum
 from fastgen.profiling import span
 from fastgen.rope import rope_tables
 
@@ -65,22 +70,26 @@ def apply(
     work: product.Workspace,
     *,
     norm: RMSNorm | None = None,
+    delta: Tensor | None = None,
     add: Tensor | None = None,
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A linear layer with what surrounds it: `norm` of its input x [T, in] before, SwiGLU of its output (`gated`; the
-    weight holds gate, then up) or an addition to `add` [T, out], in place, behind.
+    """A linear layer with what surrounds it: `norm` of its input x [T, in] before, to which `delta` is first added in
+    place; SwiGLU of its output (`gated`; the weight holds gate, then up) or an addition to `add` [T, out], in place,
+    behind.
 
     A few rows go through one kernel of our own, which reads the weights and little else; more through BLAS.
     """
     if _few(x, linear):
+        if delta is not None:
+            x.add_(delta)
         scaled = None if norm is None else (norm.weight, norm.eps)
         fused = product.Fused(scaled, add, gated, out_dtype=out_dtype)
         out: Tensor = product.product(x, linear.weight, linear.bias, work, fused)
         return out
     if norm is not None:
-        x = rms_norm(x, norm.weight, norm.eps)
+        x = rms_norm(x, norm.weight, norm.eps, delta)
     if add is not None and linear.bias is None and x.device.type != "cpu":
         return add.addmm_(x, linear.weight.t())  # the sum is then part of the product
     y = linear(x, out_dtype)
@@ -126,33 +135,45 @@ class StepInput:
     arrivals: Arrivals | None = None
 
 
+@dataclass(eq=False)
+class _Stream:
+    """Some tokens of a step on their way through the layers. x: their residual stream [T, hidden]; sum: what is still
+    to be added to it. step: the tokens; plan: for the next layer's attention."""
+
+    step: StepInput
+    x: Tensor
+    plan: Any
+    sum: Sum | None = None
+
+    def take(self) -> Tensor | None:
+        """What is to be added to x [T, hidden], when it has arrived."""
+        waited, self.sum = self.sum, None
+        return None if waited is None else waited.wait()
+
+
 def _few(x: Tensor, linear: Linear) -> bool:
     """Whether x has so few rows that a product of our own is faster."""
     outputs, inputs = linear.weight.shape
     return x.is_cuda and x.dtype != torch.float32 and product.pays(len(x), outputs, inputs, Chip.of(x.device))
 
 
-def _queries(layer: Layer, x: Tensor, work: product.Workspace, places: Places, keys: Tensor, values: Tensor) -> Tensor:
-    """The queries [T, H, D] of the residual stream x; its keys and values go into the pool."""
-    if layer.head_norm is None and _few(x, layer.qkv):
-        norm = layer.input_norm.weight, layer.input_norm.eps
-        fused = product.Fused(norm, rope=product.RopeWrite(places, keys, values))
-        q: Tensor = product.product(x, layer.qkv.weight, layer.qkv.bias, work, fused)
-        return q
-    turned: Tensor = rope_write(apply(layer.qkv, x, work, norm=layer.input_norm), places, keys, values, layer.head_norm)
-    return turned
-
-
 class Transformer:
-    """Parameters on `device` in `dtype`, uninitialized; the loader fills `targets()`."""
+    """Parameters on `device` in `dtype`, uninitialized; the loader fills `targets()`.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, context: int) -> None:
-        self.config = config
+    config: of the whole model; the attribute of that name is what this rank of `group` computes.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, context: int, group: Group | None = None
+    ) -> None:
+        self.group = Group() if group is None else group
+        self.config, self._whole = config.split(self.group.size), config
         self._dtype, self._device = dtype, device
-        self.embedding = self._new(config.vocab_size, config.hidden_size)
+        self._vocab = config.vocab_size // self.group.size  # rows of embedding and head that are here
+        self.embedding = self._new(self._vocab, config.hidden_size)
         self.layers = [self._layer(window) for window in config.windows]
         self.norm = self._norm(config.hidden_size)
-        head = self.embedding if config.tied else self._new(config.vocab_size, config.hidden_size)
+        head = self.embedding if config.tied else self._new(self._vocab, config.hidden_size)
         self.lm_head = Linear(head, None)
         self.cos, self.sin = (table.to(device) for table in rope_tables(config, context))
         self.work = product.Workspace.make(device)
@@ -167,37 +188,44 @@ class Transformer:
         return Linear(self._new(size_out, size_in), self._new(size_out) if bias else None)
 
     def _layer(self, window: int) -> Layer:
-        c = self.config
+        c, first = self.config, self.group.rank == 0  # who adds the biases of what is summed over the ranks
         q_size, kv_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
         return Layer(
             input_norm=self._norm(c.hidden_size),
             qkv=self._linear(c.hidden_size, q_size + 2 * kv_size, c.qkv_bias),
             head_norm=HeadNorm(self._new(c.head_size), self._new(c.head_size), c.norm_eps) if c.qk_norm else None,
-            o=self._linear(q_size, c.hidden_size, c.o_bias),
+            o=self._linear(q_size, c.hidden_size, c.o_bias and first),
             post_norm=self._norm(c.hidden_size),
             gate_up=self._linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias),
-            down=self._linear(c.intermediate_size, c.hidden_size, c.mlp_bias),
+            down=self._linear(c.intermediate_size, c.hidden_size, c.mlp_bias and first),
             window=window,
         )
 
-    def targets(self) -> dict[str, Tensor]:
-        """Hugging Face parameter name -> the view of a fused parameter that this tensor is copied into."""
-        c = self.config
-        found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
+    def targets(self) -> dict[str, Part]:
+        """Hugging Face parameter name -> this rank's part of it, and the view of a fused parameter that this is copied
+        into."""
+        c, whole, rank = self.config, self._whole, self.group.rank
+        vocab = whole.vocab_size, rank * self._vocab
+        found = {"model.embed_tokens.weight": _rows(self.embedding, *vocab), "model.norm.weight": _all(self.norm)}
         if not c.tied:
-            found["lm_head.weight"] = self.lm_head.weight
-        q_size, kv_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
+            found["lm_head.weight"] = _rows(self.lm_head.weight, *vocab)
+        q, kv, inner = c.num_heads * c.head_size, c.num_kv_heads * c.head_size, c.intermediate_size
+        first_kv = rank * whole.num_kv_heads // self.group.size * c.head_size
+        heads = _Cut(q, whole.num_heads * c.head_size, rank * q)
+        kv_heads = _Cut(kv, whole.num_kv_heads * c.head_size, first_kv)
+        share = _Cut(inner, whole.intermediate_size, rank * inner)
         for number, layer in enumerate(self.layers):
             at = f"model.layers.{number}."
-            found[at + "input_layernorm.weight"] = layer.input_norm.weight
-            found[at + "post_attention_layernorm.weight"] = layer.post_norm.weight
-            found |= _split(layer.qkv, at + "self_attn.", {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size})
-            found |= _split(layer.o, at + "self_attn.", {"o_proj": c.hidden_size})
-            found |= _split(layer.gate_up, at + "mlp.", dict.fromkeys(("gate_proj", "up_proj"), c.intermediate_size))
-            found |= _split(layer.down, at + "mlp.", {"down_proj": c.hidden_size})
+            found[at + "input_layernorm.weight"] = _all(layer.input_norm)
+            found[at + "post_attention_layernorm.weight"] = _all(layer.post_norm)
+            cuts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+            found |= _by_rows(layer.qkv, at + "self_attn.", cuts)
+            found |= _by_columns(layer.o, at + "self_attn.o_proj", heads, c.o_bias)
+            found |= _by_rows(layer.gate_up, at + "mlp.", {"gate_proj": share, "up_proj": share})
+            found |= _by_columns(layer.down, at + "mlp.down_proj", share, c.mlp_bias)
             if layer.head_norm:
-                found[at + "self_attn.q_norm.weight"] = layer.head_norm.q
-                found[at + "self_attn.k_norm.weight"] = layer.head_norm.k
+                found[at + "self_attn.q_norm.weight"] = Part.whole(layer.head_norm.q)
+                found[at + "self_attn.k_norm.weight"] = Part.whole(layer.head_norm.k)
         return found
 
     def pack(self) -> None:
@@ -212,39 +240,92 @@ class Transformer:
                 layer = self.layers[number]
                 self.layers[number] = replace(layer, **{name: getattr(layer, name).packed()})
 
-    def forward(self, step: StepInput, pool: KVPool, attention: Attention) -> Tensor:
+    def forward(self, steps: Sequence[StepInput], pool: KVPool, attention: Attention) -> Tensor:
         """The residual stream behind the last layer: [T, hidden], or with `ends` [R, hidden], and padding.
 
         Writes the step's keys and values into the pool. Of a prefill the last layer's keys and values are needed, and
         all that is behind them for the last token alone.
-        """
-        x, plan = F.embedding(step.token_ids, self.embedding), step.plan
-        for number, layer in enumerate(self.layers):
-            if step.arrivals is not None:
-                step.arrivals.wait(number)
-            with span("qkv"):
-                q = _queries(layer, x, self.work, step.places, pool.keys[number], pool.values[number])
-            if step.ends is not None and number == len(self.layers) - 1:
-                x, q = _padded(x[step.ends.rows]), q[step.ends.rows]
-                if not len(q):
-                    break
-                plan = attention.plan(step.ends.layout)
-            with span("attention"):
-                out = attention.attend(plan, number, q[: step.places.real], layer.window).flatten(1)
-                if len(out) < len(x):  # padding is not attended
-                    out = F.pad(out, (0, 0, 0, len(x) - len(out)))
-            with span("o"):
-                x = apply(layer.o, out, self.work, add=x)
-            with span("mlp"):
-                hidden = apply(layer.gate_up, x, self.work, norm=layer.post_norm, gated=True)
-                x = apply(layer.down, hidden, self.work, add=x)
-        return x
 
-    def logits(self, x: Tensor) -> Tensor:
-        """float32 [R, V] of rows x [R, hidden] of what `forward` gives."""
+        steps: one, or a step cut in two, the later tokens last: they go through each layer in turn, so that one's sums
+        over the ranks are made while the other computes. Both have `ends`, or neither.
+        """
+        streams = [_Stream(step, self._embed(step.token_ids), step.plan) for step in steps]
+        for number, layer in enumerate(self.layers):
+            for stream in streams:
+                self._attend(stream, number, pool, attention)
+            for stream in streams:
+                self._mlp(stream, layer)
+        for stream in streams:
+            delta = stream.take()
+            if delta is not None:
+                stream.x.add_(delta)
+        return streams[0].x if len(streams) == 1 else torch.cat([stream.x for stream in streams])
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T, hidden], of ids [T]."""
+        if self.group.size == 1:
+            return F.embedding(token_ids, self.embedding)
+        own = token_ids - self.group.rank * self._vocab
+        here = (own >= 0) & (own < self._vocab)
+        found = F.embedding(own.masked_fill_(~here, 0), self.embedding).masked_fill_(~here[:, None], 0)
+        return self.group.all_reduce(found)  # one of the ranks has it, and all others nothing
+
+    def _attend(self, stream: _Stream, number: int, pool: KVPool, attention: Attention) -> None:
+        layer, step = self.layers[number], stream.step
+        if step.arrivals is not None:
+            step.arrivals.wait(number)
+        with span("qkv"):
+            q = self._queries(layer, stream, pool.keys[number], pool.values[number])
+        plan = stream.plan
+        if step.ends is not None and number == len(self.layers) - 1:
+            stream.x, q = _padded(stream.x[step.ends.rows]), q[step.ends.rows]
+            if not len(q):
+                return
+            plan = attention.plan(step.ends.layout)
+        with span("attention"):
+            out = attention.attend(plan, number, q[: step.places.real], layer.window).flatten(1)
+            if len(out) < len(stream.x):  # padding is not attended
+                out = F.pad(out, (0, 0, 0, len(stream.x) - len(out)))
+        with span("o"):
+            self._add(stream, layer.o, out)
+
+    def _mlp(self, stream: _Stream, layer: Layer) -> None:
+        if not len(stream.x):
+            return
+        with span("mlp"):
+            norm = layer.post_norm
+            hidden = apply(layer.gate_up, stream.x, self.work, norm=norm, delta=stream.take(), gated=True)
+            self._add(stream, layer.down, hidden)
+
+    def _add(self, stream: _Stream, linear: Linear, x: Tensor) -> None:
+        """Add the product with a weight whose columns are shared out to the residual stream, now or by its `sum`."""
+        if self.group.size == 1:
+            stream.x = apply(linear, x, self.work, add=stream.x)
+        else:
+            stream.sum = self.group.add(stream.x, apply(linear, x, self.work))
+
+    def _queries(self, layer: Layer, stream: _Stream, keys: Tensor, values: Tensor) -> Tensor:
+        """The queries [T, H, D] of the residual stream; its keys and values go into the pool."""
+        x, delta, places = stream.x, stream.take(), stream.step.places
+        if layer.head_norm is None and _few(x, layer.qkv):
+            if delta is not None:
+                x.add_(delta)
+            norm = layer.input_norm.weight, layer.input_norm.eps
+            fused = product.Fused(norm, rope=product.RopeWrite(places, keys, values))
+            q: Tensor = product.product(x, layer.qkv.weight, layer.qkv.bias, self.work, fused)
+            return q
+        qkv = apply(layer.qkv, x, self.work, norm=layer.input_norm, delta=delta)
+        turned: Tensor = rope_write(qkv, places, keys, values, layer.head_norm)
+        return turned
+
+    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
+        """float32 [R, V] of rows x [R, hidden] of what `forward` gives, in `out` where it is given; None on all ranks
+        but 0."""
         if x.device.type == "cpu":
-            return self.lm_head(rms_norm(_padded(x), self.norm.weight, self.norm.eps))[: len(x)].float()
-        return apply(self.lm_head, x, self.work, norm=self.norm, out_dtype=torch.float32)
+            own = self.lm_head(rms_norm(_padded(x), self.norm.weight, self.norm.eps))[: len(x)].float()
+        else:
+            own = apply(self.lm_head, x, self.work, norm=self.norm, out_dtype=torch.float32)
+        return self.group.gather(own, out)
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -252,11 +333,39 @@ def _padded(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, -len(x) % ROW_TILE)) if x.device.type == "cpu" else x
 
 
-def _split(linear: Linear, prefix: str, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """Names and views of the parts that a fused linear is made of, by output size."""
-    parts = dict(zip(sizes, torch.split(linear.weight, list(sizes.values())), strict=True))
-    found = {f"{prefix}{name}.weight": part for name, part in parts.items()}
-    if linear.bias is not None:
-        biases = torch.split(linear.bias, list(sizes.values()))
-        found |= {f"{prefix}{name}.bias": part for name, part in zip(sizes, biases, strict=True)}
+@dataclass(frozen=True)
+class _Cut:
+    """`size` of `whole`, from `start` on."""
+
+    size: int
+    whole: int
+    start: int
+
+
+def _all(norm: RMSNorm) -> Part:
+    return Part.whole(norm.weight)
+
+
+def _rows(view: Tensor, whole: int, start: int) -> Part:
+    return Part(view, (whole, *view.shape[1:]), 0, start)
+
+
+def _by_rows(linear: Linear, prefix: str, cuts: dict[str, _Cut]) -> dict[str, Part]:
+    """The parts that a fused linear is made of, by name."""
+    sizes = [cut.size for cut in cuts.values()]
+    found = {}
+    for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
+        if fused is not None:
+            for (name, cut), view in zip(cuts.items(), torch.split(fused, sizes), strict=True):
+                found[f"{prefix}{name}.{kind}"] = _rows(view, cut.whole, cut.start)
+    return found
+
+
+def _by_columns(linear: Linear, name: str, cut: _Cut, bias: bool) -> dict[str, Part]:
+    """The part of a linear's weight; of its bias, if it has one, all or nothing."""
+    outputs = linear.weight.shape[0]
+    found = {name + ".weight": Part(linear.weight, (outputs, cut.whole), 1, cut.start)}
+    if bias:
+        view = linear.weight.new_empty(0) if linear.bias is None else linear.bias
+        found[name + ".bias"] = Part(view, (outputs,))
     return found

@@ -21,6 +21,11 @@ from fastgen.model import ROW_TILE, Ends, StepInput, Transformer
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
 from fastgen.sampler import LARGE, LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
 
+CUT_TOKENS = 2048
+"""From so many tokens on, ranks cut a step in two, so that one part's sums are made while the other computes."""
+
+CUT_MULTIPLE = 128
+
 SCORE_ROWS = 512
 """Rows whose logits over the whole vocabulary are held at a time when prompts are scored."""
 
@@ -71,11 +76,12 @@ class Runner:
         self.host = host
         self.attention = attention
         self.config = config
+        self.group = model.group
         self.device = torch.device(config.device)
         lanes, slots = config.max_seqs + 1, -(-config.max_model_len // config.page_size)
         self.page_table = torch.full((lanes, slots), pool.spare, dtype=torch.int32, device=self.device)
         self.kv_lens = torch.zeros(lanes, dtype=torch.int32, device=self.device)
-        self.state = LaneState(lanes, model.config.vocab_size, self.device)
+        self.state = LaneState(lanes, model.config.vocab_size, self.device, draws=self.group.rank == 0)
         self._kv_lens = np.zeros(lanes, dtype=np.int64)  # the host's mirrors
         self._flags = np.zeros(lanes, dtype=np.int64)  # plan_flags of each lane's parameters
         self._params = [SamplingParams()] * lanes
@@ -94,7 +100,8 @@ class Runner:
         sizes = sizes or batch_sizes(most)
         self._step = DecodeInput.empty(most, self.device)
         self._step.lanes.fill_(most)
-        self._logits = torch.empty(most, self.model.config.vocab_size, device=self.device)
+        rows = most if self.group.rank == 0 else 0  # elsewhere there are no logits
+        self._logits = torch.empty(rows, self.model.config.vocab_size, device=self.device)
         several = (False, True) if self.share_prefixes else (False,)
         with current(self.device):
             for size, shared in itertools.product(sizes, several):  # all kernels compile now, or are known not to
@@ -129,8 +136,8 @@ class Runner:
         advance(self.state.last_token, self.kv_lens, self.page_table, step, self.pool.page_size)
         plan = self.attention.plan_decode(step.lanes, step.kv_lens, self.page_table, shared)
         places = self._places(step.positions, step.slots, size)
-        x = self.model.forward(StepInput(step.token_ids, places, plan), self.pool, self.attention)
-        self._logits[:size].copy_(self.model.logits(x))
+        x = self.model.forward([StepInput(step.token_ids, places, plan)], self.pool, self.attention)
+        self.model.logits(x, self._logits[:size])
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
@@ -157,9 +164,14 @@ class Runner:
             plan = SamplePlan.of(self._flags[list(launched.batch.sampling)])
             mask = None if masks is None else self._tensor(masks)
             drawn = sample(self.state, launched.lanes, launched.positions, launched.logits, plan, mask)
+            self.group.broadcast(drawn.packed[0])
             sent = (self._to_host(x) for x in (drawn.packed, drawn.top_ids, drawn.top_logprobs, drawn.kept))
             launched.sampled = SampleOutput(*sent)  # type: ignore[arg-type]
             launched.logits = None
+        elif self.group.rank and len(launched.lanes):
+            tokens = torch.empty(len(launched.lanes), dtype=torch.int32, device=self.device)
+            self.group.broadcast(tokens)
+            self.state.drew(launched.lanes, tokens.long(), None)
         if self.device.type == "cuda":
             launched.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             launched.arrived.record()
@@ -190,7 +202,7 @@ class Runner:
         return result
 
     def _apply_changes(self, batch: Batch) -> None:
-        if batch.starts:
+        if batch.starts and self.group.rank == 0:  # which draws for all
             self.state.start(batch.starts)
             for start in batch.starts:
                 self._params[start.lane] = start.params
@@ -243,7 +255,8 @@ class Runner:
         self._decodes = batch.decodes
         self._kv_lens[self._decode_lanes] += 1
         graphs.run(size)
-        return Launched(batch, self._step.lanes[:count], self._step.kv_lens[:count], self._logits[:count])
+        logits = self._logits[:count] if self.group.rank == 0 else None
+        return Launched(batch, self._step.lanes[:count], self._step.kv_lens[:count], logits)
 
     def _launch(self, batch: Batch, shared: bool, arrivals: Arrivals | None) -> Launched:
         """Any step, kernel by kernel."""
@@ -269,12 +282,21 @@ class Runner:
         at = positions[:total]
         slots = self.page_table[owners, at // page_size].long() * page_size + at % page_size
         slots = torch.nn.functional.pad(slots, (0, padding), value=-1)
-        places = self._places(positions, slots, total)
-        plan = self.attention.plan(step.layout(self.page_table, decodes, shared))
-        ends = Ends(rows, step.ends.layout(self.page_table, len(rows), shared)) if few else None
-        x = self.model.forward(StepInput(ids, places, plan, ends, arrivals), self.pool, self.attention)
+        inputs, start, row = [], 0, 0
+        for part in step.parts(decodes) if self.group.size > 1 else [step]:
+            count = int(part.query_lens.sum())
+            here = slice(start, total + padding if start + count == total else start + count)
+            plan = self.attention.plan(part.layout(self.page_table, 0 if start else decodes, shared))
+            ends = None
+            if few:
+                layout = part.ends.layout(self.page_table, len(part.rows), shared)
+                ends = Ends(rows[row : row + len(part.rows)] - start, layout)
+            places = self._places(positions[here], slots[here], count)
+            inputs.append(StepInput(ids[here], places, plan, ends, arrivals))
+            start, row = start + count, row + len(part.rows)
+        x = self.model.forward(inputs, self.pool, self.attention)
         # A fork draws from a copy of the row: copies of logits would take more memory than the largest step.
-        wanted = x[: len(rows)] if ends and not len(step.forks) else x[drawn_from]
+        wanted = x[: len(rows)] if few and not len(step.forks) else x[drawn_from]
         logits = self.model.logits(wanted) if len(rows) else None
         return Launched(batch, drawing, drawn_at.int(), logits, self._launch_scores(batch, x))
 
@@ -294,7 +316,10 @@ class Runner:
                 temperatures = torch.full(targets.shape, temperature, device=self.device)
                 for at in range(0, len(rows), SCORE_ROWS):
                     part = slice(at, at + SCORE_ROWS)
-                    output = score(self.model.logits(rows[part]), targets[part], temperatures[part], wanted.top)
+                    logits = self.model.logits(rows[part])
+                    if logits is None:
+                        continue
+                    output = score(logits, targets[part], temperatures[part], wanted.top)
                     sent = (self._to_host(x) for x in output)
                     found.append(_Scores(chunk.lane, chunk.start + wanted.row + 1 + at, *sent))  # type: ignore[arg-type]
             first += len(chunk.tokens)
@@ -343,6 +368,22 @@ class _Lengths:
         kv_lens = known[lanes]
         known[forks] = np.repeat(kv_lens[decodes:], [len(chunk.forks) for chunk in batch.prefills])
         return cls(lanes, query_lens, kv_lens, draws, forks)
+
+    def parts(self, decodes: int) -> list[_Lengths]:
+        """In two of about as many tokens, where that pays: all decodes in the first; a sequence with tokens in both
+        goes on in the second. Forks are in neither."""
+        total = int(self.query_lens.sum())
+        at = max(-(-total // (2 * CUT_MULTIPLE)), -(-decodes // CUT_MULTIPLE)) * CUT_MULTIPLE
+        if total < CUT_TOKENS or total - at < CUT_TOKENS // 4:
+            return [self]
+        first = np.clip(at - (self.query_lens.cumsum() - self.query_lens), 0, self.query_lens)
+        rest = self.query_lens - first
+        none, begun, unfinished = self.forks[:0], first > 0, rest > 0
+        kv_lens, draws = self.kv_lens - rest, np.where(unfinished, 0, self.draws)
+        return [
+            _Lengths(self.lanes[begun], first[begun], kv_lens[begun], draws[begun], none),
+            _Lengths(self.lanes[unfinished], rest[unfinished], self.kv_lens[unfinished], self.draws[unfinished], none),
+        ]
 
     @property
     def ends(self) -> _Lengths:

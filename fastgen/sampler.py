@@ -180,11 +180,12 @@ class LaneState:
     and `addends` [S, MAX_BIASES] are (token, addend) pairs, a lane's biases and then its stop ids; `widest`: the most
     that a lane has had. Penalty counts take 5 bytes a lane and token of the vocabulary; they are allocated at once on a
     GPU, whose memory is shared out at the start, else when the first penalized lane starts. A lane's own are rebuilt
-    from its tokens at each start.
+    from its tokens at each start. draws: whether tokens are drawn here; a rank that is told what others drew keeps
+    only `last_token` up to date.
     """
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
-    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device, draws: bool = True) -> None:
         if vocab_size > MAX_VOCAB:
             raise ValueError(f"the vocabulary has {vocab_size} tokens; the sampler takes at most {MAX_VOCAB}")
         self.vocab_size = vocab_size
@@ -197,7 +198,7 @@ class LaneState:
         self.in_prompt: Tensor | None = None  # [S, V] bool
         self.counts: Tensor | None = None  # [S, V] int32, occurrences in the answer
         self._workspace: sampling.Workspace | None = None
-        if device.type == "cuda":
+        if device.type == "cuda" and draws:
             self.allocate_counts()
             self.workspace(max_seqs)
 

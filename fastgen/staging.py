@@ -2,13 +2,15 @@
 
 A copy from ordinary memory to a GPU is slow, because the driver first brings it into pinned memory of its own, a piece
 at a time. Here each thread reads pieces of files straight into its pinned buffers (which needs no interpreter, so the
-threads run side by side) and has them copied while it fills the next one. On the CPU the same code runs with ordinary
-buffers, for tests.
+threads run side by side) and has them copied while it fills the next one. A slice of columns is many short runs of
+bytes, which are gathered from the mapped file in one copy. On the CPU the same code runs with ordinary buffers, for
+tests.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -29,12 +32,17 @@ BUFFER_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes of a file, from `offset` on, that are a whole tensor of `dtype`, and the view that it is copied into."""
+    """Bytes of a file, from `offset` on, that are a tensor of `dtype`, and the view that it is copied into.
+
+    pitch: bytes from the beginning of one row to that of the next, where they are apart (None: each begins where the
+    last one ends). A row is what one index of the view's first dimension selects.
+    """
 
     path: Path
     offset: int
     dtype: torch.dtype
     view: Tensor
+    pitch: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -44,11 +52,11 @@ class Piece:
 def stage(pieces: Iterable[Piece], device: torch.device, progress: bool = False, buffer: int | None = None) -> None:
     """Read the pieces into their views, which are all on `device`, converting dtypes there; done when this returns.
 
-    Work that was launched before on the current stream comes first. buffer: bytes (None: BUFFER_BYTES); one row of a
-    view that is not contiguous must fit. Raises ValueError for a file that ends too early; what came before it may have
-    been copied.
+    Work that was launched before on the current stream comes first. buffer: bytes (None: BUFFER_BYTES); one row must
+    fit where rows are apart, in the file or in the view. Raises ValueError for a file that ends too early; what came
+    before it may have been copied.
     """
-    pieces = list(pieces)
+    pieces = [piece for piece in pieces if piece.num_bytes]
     largest = max((piece.num_bytes for piece in pieces), default=0)
     buffer = min(BUFFER_BYTES if buffer is None else buffer, largest)  # a small checkpoint pins little
     parts = _Shared(part for piece in pieces for part in _parts(piece, buffer))
@@ -94,14 +102,14 @@ class _Shared:
 def _parts(piece: Piece, most: int) -> Iterator[Piece]:
     """Cut a piece into ones of at most `most` bytes."""
     view = piece.view.detach()  # threads have a grad mode of their own
-    if view.is_contiguous():
+    if piece.pitch is None and view.is_contiguous():
         view = view.view(-1)
     offset = piece.offset
     row = math.prod(view.shape[1:]) * piece.dtype.itemsize
     assert row <= most, f"a row of {row} bytes does not fit a buffer of {most}"
-    for part in torch.split(view, max(1, most // row)) if view.numel() else ():
-        yield Piece(piece.path, offset, piece.dtype, part)
-        offset += part.numel() * piece.dtype.itemsize
+    for part in torch.split(view, most // row):
+        yield Piece(piece.path, offset, piece.dtype, part, piece.pitch)
+        offset += len(part) * (piece.pitch or row)
 
 
 def _read(parts: _Shared, size: int, device: torch.device, started: torch.cuda.Stream | None, bar: Any) -> None:
@@ -133,15 +141,39 @@ def _read(parts: _Shared, size: int, device: torch.device, started: torch.cuda.S
 
 
 def _fill(buffer: Tensor, part: Piece) -> None:
-    """Read a part of a file; unlike the mapped file, it may end early without ending the process."""
-    into = buffer.numpy().data
+    """Read a part of a file."""
     with open(part.path, "rb", buffering=0) as file:
+        if part.pitch is not None:
+            rows = _mapped_rows(file.fileno(), part)
+            np.copyto(buffer.numpy().reshape(rows.shape), rows)
+            return
+        into = buffer.numpy().data
         file.seek(part.offset)
         while into:
             count = file.readinto(into)
             if not count:
-                raise ValueError(f"{part.path} is truncated; delete it and fetch it again")
+                raise _truncated(part.path)
             into = into[count:]
+
+
+def _mapped_rows(file: int, part: Piece) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    """The bytes [rows, bytes of a row] of a part with a pitch, in the file, which stays mapped as long as they live.
+
+    Touching a mapped page that the file does not have (any more) ends the process, hence the look at its size just
+    before; where rows are contiguous the file is read instead, which may end early without harm.
+    """
+    assert part.pitch is not None
+    rows, row = len(part.view), part.num_bytes // len(part.view)
+    within = part.offset % mmap.ALLOCATIONGRANULARITY
+    length = within + (rows - 1) * part.pitch + row
+    if os.fstat(file).st_size < part.offset - within + length:
+        raise _truncated(part.path)
+    mapped = mmap.mmap(file, length, access=mmap.ACCESS_READ, offset=part.offset - within)
+    return np.ndarray((rows, row), np.uint8, mapped, within, (part.pitch, 1))
+
+
+def _truncated(path: Path) -> ValueError:
+    return ValueError(f"{path} is truncated; delete it and fetch it again")
 
 
 def _give_back(device: torch.device) -> None:

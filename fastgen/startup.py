@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from fastgen.kernels.launch import current
 from fastgen.loader import fill_random
 from fastgen.loader import load as load_checkpoint
 from fastgen.model import Transformer
+from fastgen.parallel import Group
 from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams, Score
 from fastgen.runner import SCORE_ROWS, Runner
 
@@ -64,12 +66,29 @@ def release_memory(device: str) -> None:
             torch.cuda.empty_cache()
 
 
-def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str) -> Runner:
+def build_rank(
+    model_config: ModelConfig, options: dict[str, Any], folder: Path, load: str, device: str, group: Group
+) -> Runner:
+    """What a rank of `group` runs. options: of EngineConfig.make, but for the device, its memory and the ranks."""
+    release_memory(device)
+    config = EngineConfig.make(
+        model_config.split(group.size),
+        device=device,
+        memory=group.least(device_memory(device)),
+        tensor_parallel=group.size,
+        **options,
+    )
+    return build_runner(model_config, config, folder, load, group)
+
+
+def build_runner(
+    model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group | None = None
+) -> Runner:
     """The model with its weights, the KV pool and the runner over them; its `config` says how large the pool is."""
     device = torch.device(config.device)
     free = device_memory(config.device)
     with _explained(config), current(device):
-        model = _build_model(model_config, config, folder, load)
+        model = _build_model(model_config, config, folder, load, group or Group())
         if device.type == "cpu":
             return _assemble(model, config)
         if not config.num_pages:
@@ -85,12 +104,13 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
     return runner
 
 
-def _build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str) -> Transformer:
-    model = Transformer(model_config, getattr(torch, config.dtype), torch.device(config.device), config.max_model_len)
+def _build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Transformer:
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    model = Transformer(model_config, dtype, device, config.max_model_len, group)
     if load == "dummy":
         fill_random(model.targets())
     else:
-        load_checkpoint(model.targets(), folder, progress=sys.stderr.isatty())
+        load_checkpoint(model.targets(), folder, progress=sys.stderr.isatty() and group.rank == 0)
     model.pack()
     return model
 
@@ -126,7 +146,7 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     release_memory(config.device)
     room = left - GRAPH_BYTES * graphs - (1 - config.memory_fraction) * free
     page_bytes = config.page_bytes(model.config)
-    pages = int(room // page_bytes) - 1
+    pages = model.group.least(int(room // page_bytes) - 1)
     if pages < max(config.max_seqs, 2):
         step = free - weights - left
         raise ValueError(

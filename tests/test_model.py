@@ -41,7 +41,7 @@ def prefill_logits(gen: Generator, prompts: list[list[int]]) -> list[Tensor]:
         plan=runner.attention.plan(StepLayout(lens, lens, 0, torch.arange(len(prompts)), table.int())),
     )
     with torch.inference_mode():
-        logits = runner.model.logits(runner.model.forward(step, runner.pool, runner.attention))
+        logits = runner.model.logits(runner.model.forward([step], runner.pool, runner.attention))
     return list(torch.split(logits[: len(positions)], lens.tolist()))
 
 

@@ -375,7 +375,9 @@ def test_a_fork_has_a_mask_of_its_own(llama: Path) -> None:
 def test_the_last_layer_computes_the_row_of_all_forks_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, ends = make_runner(llama), []
     forward = runner.model.forward
-    monkeypatch.setattr(runner.model, "forward", lambda step, *rest: ends.append(step.ends) or forward(step, *rest))
+    monkeypatch.setattr(
+        runner.model, "forward", lambda steps, *rest: ends.append(steps[0].ends) or forward(steps, *rest)
+    )
     siblings(runner, random_ids(20), forked=True, steps=0)
     assert ends[-1].rows.tolist() == [0, 24, 25], "lane 3, all siblings, lane 5; of 26 rows"
 

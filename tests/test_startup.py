@@ -13,6 +13,7 @@ from fastgen.arch import read_config
 from fastgen.cache.host import HostTier
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
+from fastgen.parallel import Group
 from fastgen.request import SamplingParams
 from fastgen.startup import (
     _assemble,
@@ -57,7 +58,7 @@ def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
     assert decode.copies == ((0, 9),)
     config = make(llama, max_seqs=4, num_pages=9)
     assert not any(batch.saves or batch.loads for batch in _largest_batches(config, SamplingParams()))
-    runner = _assemble(_build_model(read_config(llama), config, llama, "dummy"), replace(config, host_pages=3))
+    runner = _assemble(_build_model(read_config(llama), config, llama, "dummy", Group()), replace(config, host_pages=3))
     runner.pool.whole.normal_()
     before = runner.pool.whole.clone()
     _rehearse(runner)
@@ -79,7 +80,7 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, free: list[float], *
     monkeypatch.setattr(startup, "device_memory", lambda device: int(next(readings)))
     monkeypatch.setattr(startup, "release_memory", lambda device: None)
     config = replace(make(folder, max_seqs=4, max_step_tokens=32, **options), num_pages=0)
-    model = _build_model(read_config(folder), config, folder, "dummy")
+    model = _build_model(read_config(folder), config, folder, "dummy", Group())
     return config.settle(_measure_pages(model, config, int(free[0])))
 
 
@@ -106,7 +107,7 @@ def test_staging_memory_is_measured_and_the_host_tier_is_not_made_twice(
     config = measured(llama, monkeypatch, [10 * GB, 9 * GB, 8 * GB], host_cache_gb=0.01)
     assert config.host_pages > 1
     assert slots == [1]
-    _assemble(_build_model(read_config(llama), config, llama, "dummy"), config)
+    _assemble(_build_model(read_config(llama), config, llama, "dummy", Group()), config)
     assert slots == [1, config.host_pages]
 
 

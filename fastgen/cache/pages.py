@@ -65,9 +65,9 @@ class PageAllocator:
 
     **Host tier.** With `host_pages` slots of it, what is evicted is saved there, and what matches again is loaded. Some
     of those that go next are saved ahead, a few in each step, so that no step has to wait for many; what was loaded
-    keeps its slot too, as long as there are others: when the tier is full, the slot is taken that was saved or loaded,
-    or whose page was evicted, the longest time ago, from a node on the device or a leaf, which is dropped. A slot that a step loads from is not
-    saved to in the same step, since saves are done before loads.
+    keeps its slot too, as long as there are others. When the tier is full, the slot is taken that was saved or loaded,
+    or whose page was evicted, the longest time ago, from a node on the device or a leaf, which is dropped. A slot that
+    a step loads from is not saved to in the same step, since saves are done before loads.
 
     **Steps in flight.** No page that a step in flight reads or writes is given to anybody else before `prove` says that
     this step was read: sequences hold theirs until then, and copies their sources.
