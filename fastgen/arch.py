@@ -112,6 +112,10 @@ class ModelConfig:
 
         Raises ValueError, with both numbers, for a size that does not divide.
         """
+        if not isinstance(ranks, int) or isinstance(ranks, bool):
+            raise TypeError(f"tensor_parallel must be an integer, not {ranks!r}")
+        if ranks < 1:
+            raise ValueError(f"tensor_parallel is {ranks}; it must be at least 1")
         if ranks == 1:
             return self
         sizes = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size,

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Generator as PyGenerator
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
-from numbers import Integral, Real
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tqdm import tqdm
 
 from fastgen.arch import read_config
-from fastgen.config import EngineConfig
-from fastgen.intake import Intake, paired, prompt_list
+from fastgen.intake import Intake, paired, scored
 from fastgen.loader import resolve
 from fastgen.outputs import Active, Answer, Sink, Stats
+from fastgen.placement import Placement, on_all_ranks
 from fastgen.profiling import Recorder, span
 from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
-from fastgen.runner import Launched
+from fastgen.runner import Runner
 from fastgen.scheduler import Scheduler
-from fastgen.startup import build_runner, device_memory, find_device, release_memory
+from fastgen.spmd import Follower, Leader
+from fastgen.startup import release_memory
 from fastgen.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -49,13 +49,18 @@ class Generator:
         where that is less; the attribute of that name tells.
     max_seqs: sequences that run at a time; max_step_tokens: tokens that one step computes at most; None: as it suits
         the model and the device.
-    page_size: tokens a page of the KV pool; num_pages, or kv_cache_gb (10^9 bytes), sizes the pool. Where neither is
-        given, a GPU's pool takes what weights and steps leave of memory_fraction of the memory that is free.
+    page_size: tokens a page of the KV pool; num_pages, or kv_cache_gb (10^9 bytes, of all GPUs together), sizes the
+        pool. Where neither is given, a GPU's pool takes what weights and steps leave of memory_fraction of the memory
+        that is free.
     prefix_cache: keep the KV of full pages while there is room, so that later prompts which begin alike, and sequences
         that were preempted, need not compute it again.
     host_cache_gb: 10^9 bytes of the host's memory, pinned, where such pages go when the pool needs their place, and
         come back from; 0: none.
     attention: "auto" (what measured fastest on the device), "flash", "paged" or "reference".
+    tensor_parallel: so many GPUs hold the model together, each driven by a process that is started here.
+    tp_group: the same inside a program that has ranks already: a torch.distributed process group, or a DeviceMesh of
+        one dimension. Every rank makes the Generator and calls the same methods in the same order; rank 0's arguments
+        count, it alone reads the iterable of `stream`, and all get the same result.
     load: "auto", or "dummy" for random weights.
     seed: where requests without one derive theirs from; None: from the operating system.
 
@@ -81,6 +86,8 @@ class Generator:
         prefix_cache: bool = True,
         host_cache_gb: float = 0,
         attention: str = "auto",
+        tensor_parallel: int = 1,
+        tp_group: Any = None,
         load: str = "auto",
         seed: int | None = None,
     ) -> None:
@@ -88,38 +95,35 @@ class Generator:
             raise ValueError(f"load is {load!r}; it must be 'auto' or 'dummy'")
         self.folder = resolve(model, revision, weights=False)  # the weights follow when all else is known to be right
         self.model_config = read_config(self.folder)
-        device = find_device(device)
-        release_memory(device)
-        config = EngineConfig.make(
-            self.model_config,
-            device=device,
-            memory=device_memory(device),
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_seqs=max_seqs,
-            max_step_tokens=max_step_tokens,
-            page_size=page_size,
-            num_pages=num_pages,
-            kv_cache_gb=kv_cache_gb,
-            memory_fraction=memory_fraction,
-            prefix_cache=prefix_cache,
-            host_cache_gb=host_cache_gb,
-            attention=attention,
-        )
+        options = {
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "max_seqs": max_seqs,
+            "max_step_tokens": max_step_tokens,
+            "page_size": page_size,
+            "num_pages": num_pages,
+            "kv_cache_gb": kv_cache_gb,
+            "memory_fraction": memory_fraction,
+            "prefix_cache": prefix_cache,
+            "host_cache_gb": host_cache_gb,
+            "attention": attention,
+        }
+        placement = Placement.find(self.model_config, options, device, tensor_parallel, tp_group)
         self.tokenizer = Tokenizer.find(self.folder if tokenizer is None else resolve(tokenizer, weights=False))
         if tokenizer is not None and self.tokenizer is None:
             raise ValueError(f"tokenizer is {str(tokenizer)!r}, which has no tokenizer files")
         start = time.perf_counter()
         if load == "auto":
             self.folder = resolve(model, revision)
-        self._runner = build_runner(self.model_config, config, self.folder, load)
+        self._runner: Any = placement.start(self.folder, load, tell=lambda: self.stats)
+        self._team = self._runner if isinstance(self._runner, Leader | Follower) else None
         self.config = self._runner.config  # only now is it known how large the KV pool is
         self.max_model_len = self.config.max_model_len
         self._log_start(time.perf_counter() - start)
-        self.recorder = Recorder(device)
+        self.recorder = Recorder(placement.device if isinstance(self._runner, Runner | Leader) else "cpu")
         self._intake = Intake(self.model_config, self.tokenizer, self.max_model_len, seed)
         self._scheduler = Scheduler(self.config)
-        self._in_flight: Launched | None = None
+        self._in_flight: Any = None  # what the runner's launch has returned
         self._recovering = False
         self._stepping = False
         self._late_aborts: list[str | int] = []
@@ -142,6 +146,7 @@ class Generator:
 
     # --------------------------------------------------------------------------------------- whole answers
 
+    @on_all_ranks
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -172,7 +177,8 @@ class Generator:
         The iterable is read only as far as lanes and pages are free. Leaving early aborts what was begun. A request
         that can not be served comes back as an output with an error, and the others never notice.
         """
-        yield from self._serve(requests, ahead=0)
+        outputs = self._serve(requests, ahead=0)
+        yield from outputs if self._team is None else self._team.iterate("stream", outputs)
 
     def _serve(self, requests: Iterable[Request], ahead: int) -> PyGenerator[RequestOutput, None, None]:
         """`stream`; some steps on, at least `ahead` requests are in the engine as long as there are some, which lets
@@ -191,7 +197,7 @@ class Generator:
                     yield sink.done.popleft()
         finally:
             self._scheduler.closed = False
-            self.abort(sink.running)
+            self._abort(list(sink.running))
 
     def _wants_more(self, sink: Sink, ahead: int, enough: int) -> bool:
         """Whether to read another request before the next step; enough: the prompt tokens in `stats` to stop at."""
@@ -214,6 +220,7 @@ class Generator:
             sink.done.append(RequestOutput(self._new_id() if id is None else id, [], [completion]))
         return source
 
+    @on_all_ranks
     def score(
         self, sequences: SequenceOf[Prompt], start: int | SequenceOf[int] = 0, temperature: float = 1.0
     ) -> list[list[float]]:
@@ -222,16 +229,7 @@ class Generator:
         sequences: prompts, mostly lists of ids; start: one for all, or one a sequence. Each list has len - start
         floats; position 0 has no logprob, and is NaN. Raises ValueError for a sequence that can not be scored.
         """
-        if not (isinstance(temperature, Real) and 0 < float(temperature) < math.inf):
-            raise ValueError(f"temperature is {temperature}; scores need one above 0")
-        sequences = prompt_list(sequences)
-        starts = [start] * len(sequences) if isinstance(start, Integral) else list(start)
-        if not all(isinstance(first, Integral) for first in starts):
-            raise TypeError(f"start must be an integer, or one a sequence, not {start!r}")
-        if len(starts) != len(sequences):
-            raise ValueError(
-                f"there are {len(sequences)} sequences and {len(starts)} starts; give one start a sequence"
-            )
+        sequences, starts = scored(sequences, start, temperature)
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         sink = Sink()
         try:
@@ -242,16 +240,18 @@ class Generator:
             while sink.running:
                 self._advance()
         finally:
-            self.abort(sink.running)
+            self._abort(list(sink.running))
         found = {output.id: output.prompt_logprobs or [] for output in sink.done}
         return [found[id][first:] for id, first in zip(ids, starts, strict=True)]
 
     # --------------------------------------------------------------------------------------- step by step
 
+    @on_all_ranks
     def add(self, prompt: Prompt, params: SamplingParams | None = None, id: str | int | None = None) -> str | int:
         """Begin a request, whose events `step` returns; returns its id. A bad one raises ValueError or TypeError."""
         return self._begin(prompt, SamplingParams() if params is None else params, id, sink=None).id
 
+    @on_all_ranks
     def step(self) -> list[Event]:
         """Run one step; returns what is new of the requests that were added, [] where nothing is."""
         if self._scheduler.busy or self._recovering:
@@ -259,9 +259,12 @@ class Generator:
         events, self._events = self._events, []
         return events
 
+    @on_all_ranks
     def abort(self, ids: str | int | Iterable[str | int]) -> list[RequestOutput]:
         """End requests with what they have; returns it. Ids that are not, or no longer, in the engine are skipped."""
-        wanted = [ids] if isinstance(ids, str | int) else list(ids)
+        return self._abort([ids] if isinstance(ids, str | int) else list(ids))
+
+    def _abort(self, wanted: list[str | int]) -> list[RequestOutput]:
         if self._stepping:  # called from within a step, by a mask or a stream that is collected
             self._late_aborts += wanted
             return []
@@ -289,11 +292,14 @@ class Generator:
     @property
     def unfinished(self) -> int:
         """Requests in the engine."""
-        return len(self._active)
+        stats = self.stats
+        return stats.requests - stats.finished - stats.aborted
 
     @property
     def stats(self) -> Stats:
-        """Counts since the start, and what is held now."""
+        """Counts since the start, and what is held now; of a tp_group, ranks above 0 know the end of the last call."""
+        if isinstance(self._team, Follower):
+            return self._team.told or Stats()
         self._stats.running = len(self._scheduler.running)
         self._stats.waiting = len(self._scheduler.waiting)
         self._stats.pages_used = self._scheduler.pages.num_pages - self._scheduler.pages.available
@@ -318,9 +324,12 @@ class Generator:
         """Abort everything and let the memory go."""
         if self._closed:
             return
-        self.abort(list(self._active))
-        self.recorder.finish()
+        self._stats.aborted += len(self._active)
+        self._active.clear()
+        self._owners.clear()
         self._in_flight = None
+        self.recorder.finish()
+        self._runner.close()
         del self._runner
         release_memory(self.config.device)
 
@@ -367,7 +376,7 @@ class Generator:
             self._stepping = False
         if self._late_aborts:
             late, self._late_aborts = self._late_aborts, []
-            self.abort(late)
+            self._abort(late)
         self._stats.steps += batch is not None
         self._stats.step_seconds += time.perf_counter() - start
         if batch is not None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
-from numbers import Integral
+from numbers import Integral, Real
 
 from fastgen.arch import ModelConfig
 from fastgen.outputs import Active, Answer, Sink
@@ -141,3 +141,18 @@ def paired(
     if len(params) != len(many):
         raise ValueError(f"there are {len(many)} prompts and {len(params)} params; give one, or one a prompt")
     return list(zip(many, params, strict=True))
+
+
+def scored(
+    sequences: SequenceOf[Prompt], start: int | SequenceOf[int], temperature: float
+) -> tuple[list[Prompt], list[int]]:
+    """What is to be scored, and from which position on each. Raises ValueError or TypeError where they do not fit."""
+    if not (isinstance(temperature, Real) and 0 < float(temperature) < math.inf):
+        raise ValueError(f"temperature is {temperature}; scores need one above 0")
+    prompts = prompt_list(sequences)
+    starts = [start] * len(prompts) if isinstance(start, Integral) else list(start)
+    if not all(isinstance(first, Integral) for first in starts):
+        raise TypeError(f"start must be an integer, or one a sequence, not {start!r}")
+    if len(starts) != len(prompts):
+        raise ValueError(f"there are {len(prompts)} sequences and {len(starts)} starts; give one start a sequence")
+    return prompts, starts

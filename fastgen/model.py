@@ -169,6 +169,7 @@ class Transformer:
         self.group = Group() if group is None else group
         self.config, self._whole = config.split(self.group.size), config
         self._dtype, self._device = dtype, device
+        self.group.prepare(config.hidden_size, dtype)
         self._vocab = config.vocab_size // self.group.size  # rows of embedding and head that are here
         self.embedding = self._new(self._vocab, config.hidden_size)
         self.layers = [self._layer(window) for window in config.windows]

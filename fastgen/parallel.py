@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import functools
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fastgen.kernels import allreduce
+from fastgen.kernels.launch import triton
+
+FUSED_TOKENS = 1024
+"""Up to so many tokens, a kernel of our own adds up what the ranks of one host have; NCCL's way is longer for few."""
+
+PATIENT = 2**31 - 1  # looks for what other ranks send
 
 
 @dataclass(frozen=True)
@@ -69,15 +81,51 @@ class Group:
         self.process_group = process_group
         self.rank = 0 if process_group is None else process_group.rank()
         self.size = 1 if process_group is None else process_group.size()
-        self._on_cpu = device is None or device.type == "cpu"
-        self._device = device
+        self._device = torch.device("cpu") if device is None else device
+        self._inbox: allreduce.Inbox | None = None
+        self._memory: Any = None  # of the inbox, and what holds those of the others
+        self._latest: dist.Work | None = None  # of NCCL, beside the current stream
+
+    def prepare(self, hidden: int, dtype: torch.dtype) -> None:
+        """Take the memory that is needed to add up [T, hidden] for few tokens T. Waits for all ranks."""
+        if self.size == 1 or self._device.type == "cpu" or triton is None:
+            return
+        hosts = [""] * self.size
+        dist.all_gather_object(hosts, socket.gethostname(), group=self.process_group)
+        if len({*hosts}) == 1:
+            self._inbox = self._open_inbox(FUSED_TOKENS * hidden * dtype.itemsize // 4)
+
+    def _open_inbox(self, words: int) -> allreduce.Inbox:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        assert self.process_group is not None
+        count = allreduce.Inbox.bytes_for(words, self.size) // 4
+        memory = symmetric_memory.empty(count, dtype=torch.int32, device=self._device).zero_()
+        handle = symmetric_memory.rendezvous(memory, self.process_group)
+        self._memory = memory, handle
+        self.least(0)  # all inboxes are empty before anybody's first call
+        return allreduce.Inbox.make(list(handle.buffer_ptrs), words, self.rank, self._device, polls=PATIENT)
+
+    def ready(self) -> None:
+        """From now on a rank is not waited for any longer than one that works can take. (At the start, they compile.)"""
+        if self._inbox is not None:
+            self._inbox.polls.fill_(allreduce.POLLS)
+
+    @property
+    def expired(self) -> Tensor | None:
+        """int32 [1] on the device: 1 when a sum was given up waiting for others, and is wrong; None: can not be."""
+        return None if self._inbox is None else self._inbox.expired
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in place."""
+        """The sum of all ranks' x [T, hidden]; x is lost."""
         if self.size == 1:
             return x
-        if self._on_cpu:
-            return x.copy_(self._sum_in_order(x))
+        if self._device.type == "cpu":
+            return self._sum_in_order(x)
+        if self._inbox is not None and allreduce.words_of(x) <= self._inbox.words:
+            total = torch.zeros_like(x)
+            allreduce.add_reduced(total, x, self._inbox)
+            return total
         dist.all_reduce(x, group=self.process_group)
         return x
 
@@ -86,13 +134,16 @@ class Group:
 
         None: it is done, as far as the current stream knows. A Sum: the caller adds it when it needs x. y is lost.
         """
-        if self.size == 1:
-            x.add_(y)
-            return None
-        if self._on_cpu:
+        if self._device.type == "cpu":
             x.add_(self._sum_in_order(y))
             return None
-        work = dist.all_reduce(y, group=self.process_group, async_op=True)
+        if self._inbox is not None and allreduce.words_of(y) <= self._inbox.words:
+            if self._latest is not None:  # the kernel must not keep NCCL's from the processors, which others wait for
+                self._latest.wait()
+                self._latest = None
+            allreduce.add_reduced(x, y, self._inbox)
+            return None
+        self._latest = work = dist.all_reduce(y, group=self.process_group, async_op=True)
         assert work is not None
         return Sum(y, work)
 
@@ -114,6 +165,25 @@ class Group:
         """Rank 0's x, in place of the others' own."""
         if self.size > 1:
             dist.broadcast(x, group=self.process_group, group_src=0)
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """An error within, on any rank, is raised on all of them behind it."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        errors = [error]
+        if self.size > 1:
+            errors = [None] * self.size
+            dist.all_gather_object(errors, error, group=self.process_group)
+        if error is not None:
+            raise error
+        for rank, found in enumerate(errors):
+            if found is not None:
+                found.add_note(f"raised on rank {rank}")
+                raise found
 
     def least(self, number: int) -> int:
         """The least of all ranks' numbers. Waits for them."""

@@ -51,6 +51,7 @@ class Launched:
     logits: Tensor | None  # float32 [R, V], until sampled
     scored: list[_Scores] = field(default_factory=list)
     sampled: SampleOutput | None = None
+    expired: Tensor | None = None  # see Group
     arrived: torch.cuda.Event | None = None
 
 
@@ -129,6 +130,10 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def close(self) -> None:
+        """Wait for what is on its way, so that its memory may go."""
+        self.settle()
+
     def decode(self, size: int, shared: bool = False) -> None:
         """The launches of one decode step of the first `size` lanes of `_step`; at fixed addresses throughout. shared:
         what they share is read once."""
@@ -153,8 +158,8 @@ class Runner:
         return launched
 
     @torch.inference_mode()
-    def sample(self, launched: Launched, masks: np.ndarray) -> None:
-        """Draw the tokens of a launched step whose batch is masked; masks: int32 [R, ceil(V / 32)]."""
+    def sample(self, launched: Launched, masks: np.ndarray | None) -> None:
+        """Draw the tokens of a launched step whose batch is masked; masks: int32 [R, ceil(V / 32)], on rank 0."""
         with current(self.device):
             self._sample(launched, masks)
 
@@ -172,6 +177,7 @@ class Runner:
             tokens = torch.empty(len(launched.lanes), dtype=torch.int32, device=self.device)
             self.group.broadcast(tokens)
             self.state.drew(launched.lanes, tokens.long(), None)
+        launched.expired = self._to_host(self.group.expired)
         if self.device.type == "cuda":
             launched.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             launched.arrived.record()
@@ -180,6 +186,8 @@ class Runner:
         """Wait for a step, and read it."""
         if launched.arrived is not None:
             launched.arrived.synchronize()
+        if launched.expired is not None and int(launched.expired):
+            raise RuntimeError("a rank has not taken part in a step for too long; make a new Generator")
         result = StepResult([], [], [], scored=[_read(scores) for scores in launched.scored])
         output = launched.sampled
         if output is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +54,24 @@ def find_device(name: str | None) -> str:
     return str(device)
 
 
+def find_devices(name: str | None, ranks: int) -> str:
+    """The kind of device, "cuda" or "cpu", that so many ranks run on, each in a process of its own: rank i on GPU i.
+
+    Nothing is made on a GPU here. Raises ValueError where there are too few.
+    """
+    found = torch.cuda.device_count()
+    if name is None:
+        name = "cuda" if found else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ValueError(
+            f"device is {str(name)!r}; with tensor_parallel it is 'cpu', or 'cuda' for the first GPUs that "
+            "CUDA_VISIBLE_DEVICES names"
+        )
+    if name == "cuda" and found < ranks:
+        raise ValueError(f"tensor_parallel is {ranks}, and torch finds {found} GPUs here")
+    return name
+
+
 def device_memory(device: str) -> int:
     """Bytes of a GPU's memory that are free; 0 for the CPU."""
     return torch.cuda.mem_get_info(torch.device(device))[0] if torch.device(device).type == "cuda" else 0
@@ -61,13 +79,13 @@ def device_memory(device: str) -> int:
 
 def release_memory(device: str) -> None:
     """Give the GPU back what torch only keeps for later, so that it counts as free."""
-    if torch.device(device).type == "cuda":
+    if torch.device(device).type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with current(torch.device(device)):
             torch.cuda.empty_cache()
 
 
 def build_rank(
-    model_config: ModelConfig, options: dict[str, Any], folder: Path, load: str, device: str, group: Group
+    model_config: ModelConfig, options: Mapping[str, Any], folder: Path, load: str, device: str, group: Group
 ) -> Runner:
     """What a rank of `group` runs. options: of EngineConfig.make, but for the device, its memory and the ranks."""
     release_memory(device)
@@ -81,14 +99,13 @@ def build_rank(
     return build_runner(model_config, config, folder, load, group)
 
 
-def build_runner(
-    model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group | None = None
-) -> Runner:
+def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Runner:
     """The model with its weights, the KV pool and the runner over them; its `config` says how large the pool is."""
     device = torch.device(config.device)
     free = device_memory(config.device)
     with _explained(config), current(device):
-        model = _build_model(model_config, config, folder, load, group or Group())
+        with group.agreeing():  # where one rank can not have its weights, the others are not to wait for it
+            model = _build_model(model_config, config, folder, load, group)
         if device.type == "cpu":
             return _assemble(model, config)
         if not config.num_pages:
@@ -98,6 +115,7 @@ def build_runner(
         if runner.attention.capturable:
             runner.capture()
             _rehearse(runner)
+        model.group.ready()
     log.info(
         "%d pages of %d tokens; %.1f GB free", config.num_pages, config.page_size, device_memory(config.device) / 1e9
     )

@@ -170,7 +170,7 @@ def main() -> None:
     cpu.add_argument("--name", help="of the JSON file in scripts/data (default: cpu-DTYPE)")
     cpu.add_argument("--repeats", type=int, default=3, help="timed runs after a warm-up (default 3)")
     cpu.add_argument("--smoke", action="store_true", help="a few tokens, nothing written")
-    kinds.add_parser("gpu", add_help=False, help="Mistral 7B or Qwen2.5 14B with random weights, on a GPU")
+    kinds.add_parser("gpu", add_help=False, help="Mistral 7B, Qwen2.5 14B or Llama 70B with random weights, on GPUs")
     engine = kinds.add_parser("engine", help="(what `cpu` starts, once an engine)")
     engine.add_argument("engine", choices=list(ENGINES))
     engine.add_argument("what", type=json.loads)

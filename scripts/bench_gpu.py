@@ -4,13 +4,17 @@
     python scripts/bench.py gpu --only group,tree                # with prefixes in common; takes 5 minutes
     python scripts/bench.py gpu --model qwen14 --only headline
     python scripts/bench.py gpu --turns                          # conversations, beside the host tier: bench_turns.py
+    python scripts/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
+    python scripts/bench.py gpu --model qwen14 --scaling         # on 1, 2 and 4 GPUs: bench_parallel.py
+    python scripts/bench.py gpu --broadcast --tensor-parallel 4  # what it costs to tell the ranks of a step
     python scripts/bench.py gpu --smoke                          # tiny, on the CPU, to see that it runs; writes nothing
 
 Shapes are the true ones, weights and prompts random, temperature 1; every sequence runs to its length. Random weights
 say nothing sensible, and cost what sensible ones cost. A figure is the median of three runs of one generate() each,
 after a warm-up; where a run takes over 30 s, one run, and the spread is over thirds of its time (prefills come early,
 so that the thirds differ more than runs do). Where prefixes are in common, one run more, in which each lane reads its
-prefix by itself.
+prefix by itself (on one GPU only). The limit of several GPUs is that of one which is so many times as fast; ceilings
+are measured on one, before the engine starts.
 """
 
 from __future__ import annotations
@@ -237,13 +241,18 @@ def figures(workload: Workload, runs: list[Run]) -> dict[str, Any]:
 
 
 def compare(
-    found: dict[str, Any], costs: Costs, rates: dict[str, float] | None, workload: Workload, vllm: int | None
+    found: dict[str, Any],
+    costs: Costs,
+    rates: dict[str, float] | None,
+    workload: Workload,
+    vllm: int | None,
+    gpus: int = 1,
 ) -> dict[str, Any]:
-    """A workload's figures beside its limits and vLLM's figure."""
-    limits = {"h200": limit(costs, workload, H200, found["lanes"])}
+    """A workload's figures beside its limits on so many GPUs, and vLLM's figure. rates: of one GPU."""
+    limits = {"h200": limit(costs, workload, H200.times(gpus), found["lanes"])}
     if rates is not None:
         here = Rates(rates["copy_tb_per_second"] * 1e12, rates["products_tflop_per_second"] * 1e12)
-        limits["measured"] = limit(costs, workload, here, found["lanes"])
+        limits["measured"] = limit(costs, workload, here.times(gpus), found["lanes"])
     speed = found["tokens_per_second"]
     found |= {"limit": limits, "of_limit": {name: speed / each for name, each in limits.items()}}
     return found | ({"vllm": vllm, "times_vllm": speed / vllm} if vllm else {})
@@ -264,11 +273,13 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     device, dtype = ("cpu", "float32") if arguments.smoke else ("cuda", "bfloat16")
     if arguments.no_prefix_cache:
         given["prefix_cache"] = False
+    if arguments.tensor_parallel > 1:
+        given["tensor_parallel"] = arguments.tensor_parallel
     return {"load": "dummy", "device": device, "dtype": dtype, "seed": 0, **given}
 
 
-def machine(device: str) -> dict[str, Any]:
-    """What was measured on, and with which versions."""
+def machine(device: str, gpus: int = 1) -> dict[str, Any]:
+    """What was measured on, and with which versions; memory and processors are those of one GPU."""
     versions: dict[str, str | None] = {}
     for package in ("torch", "triton", "flash-attn-4"):
         try:
@@ -279,18 +290,21 @@ def machine(device: str) -> dict[str, Any]:
     if device == "cpu":
         return {"gpu": "cpu", "versions": versions}
     found = torch.cuda.get_device_properties(device)
-    gpu = {"gpu": found.name, "memory_gb": found.total_memory / 1e9, "processors": found.multi_processor_count}
+    name = f"{gpus} x {found.name}" if gpus > 1 else found.name
+    gpu = {"gpu": name, "memory_gb": found.total_memory / 1e9, "processors": found.multi_processor_count}
     return {**gpu, "cuda": torch.version.cuda, "versions": versions}
 
 
 def slug(gpu: str) -> str:
-    """NVIDIA H200 -> h200."""
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
+    """NVIDIA H200, or several: 4 x NVIDIA H200 -> h200."""
+    name = re.sub(r"^\d+ x ", "", gpu.lower()).removeprefix("nvidia")
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 def report_path(arguments: argparse.Namespace, gpu: str, part: str = "") -> Path:
-    """MODEL-GPU-PART-nocache.json, as far as there are a part and no cache."""
-    parts = (arguments.model, slug(gpu), part, "nocache" if arguments.no_prefix_cache else "")
+    """MODEL-GPU-tpN-PART-nocache.json, as far as there are several GPUs, a part and no cache."""
+    several = f"tp{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
+    parts = (arguments.model, slug(gpu), several, part, "nocache" if arguments.no_prefix_cache else "")
     folder: Path = arguments.out or DATA
     return folder / f"{'-'.join(filter(None, parts))}.json"
 
@@ -314,22 +328,52 @@ def merge(path: Path, report: dict[str, Any]) -> None:
     path.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def bench_workloads(arguments: argparse.Namespace) -> None:
-    smoke, options = arguments.smoke, engine_options(arguments)
-    device = options["device"]
-    config = parse_config(settings(arguments.model, smoke))
-    rates = None if arguments.skip_ceilings else measure_rates(config, device, smoke)
-    if rates:
-        print(", ".join(f"{name} {value:.2f}" for name, value in rates.items()), flush=True)
-    about = machine(device)
-    path = report_path(arguments, about["gpu"])
-    with dummy_folder(arguments.model, smoke) as folder:
+def ceilings(arguments: argparse.Namespace) -> dict[str, float] | None:
+    """What one GPU can do, where it is wanted. While an engine runs there is neither memory nor time for it."""
+    if arguments.skip_ceilings:
+        return None
+    config = parse_config(settings(arguments.model, arguments.smoke))
+    rates = measure_rates(config, "cpu" if arguments.smoke else "cuda", arguments.smoke)
+    print(", ".join(f"{name} {value:.2f}" for name, value in rates.items()), flush=True)
+    return rates
+
+
+@contextmanager
+def ready_generator(arguments: argparse.Namespace, **options: Any) -> Iterator[tuple[Generator, float]]:
+    """A Generator that has run something, and the seconds that its start took. options: instead of the command
+    line's."""
+    with dummy_folder(arguments.model, arguments.smoke) as folder:
         start = time.perf_counter()
-        generator = Generator(folder, **options)
-        ready = time.perf_counter() - start
-        print(f"ready in {ready:.1f} s: {generator.config}", flush=True)
+        generator = Generator(folder, **engine_options(arguments) | options)
+        seconds = time.perf_counter() - start
+    print(f"ready in {seconds:.1f} s: {generator.config}", flush=True)
     with generator:
-        warm_up(generator, smoke)
+        warm_up(generator, arguments.smoke)
+        yield generator, seconds
+
+
+def measure_workload(
+    arguments: argparse.Namespace, generator: Generator, name: str, rates: dict[str, float] | None, gpus: int
+) -> dict[str, Any]:
+    """All that is reported of a workload."""
+    workload = WORKLOADS[name].small() if arguments.smoke else WORKLOADS[name]
+    vllm = VLLM.get((arguments.model, gpus), {}).get(name)
+    figures_of = measure_shared if name in SHARED and gpus == 1 else measure
+    costs = Costs.of(generator.model_config)
+    found = compare(figures_of(generator, workload), costs, rates, workload, vllm, gpus)
+    found |= {"engine": asdict(generator.config), "pool_gb": pool_gb(generator)}
+    if not arguments.smoke and gpus == 1:  # with several, other processes have the memory
+        found["peak_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
+    print(line(name, found), flush=True)
+    return found
+
+
+def bench_workloads(arguments: argparse.Namespace) -> None:
+    smoke, gpus = arguments.smoke, arguments.tensor_parallel
+    rates = ceilings(arguments)
+    about = machine("cpu" if smoke else "cuda", gpus)
+    path = report_path(arguments, about["gpu"])
+    with ready_generator(arguments) as (generator, ready):
         report: dict[str, Any] = {
             "model": arguments.model,
             **about,
@@ -338,15 +382,7 @@ def bench_workloads(arguments: argparse.Namespace) -> None:
             "workloads": {},
         }
         for name in arguments.only or PLAIN:
-            workload = WORKLOADS[name].small() if smoke else WORKLOADS[name]
-            vllm = VLLM[arguments.model].get(name)
-            figures_of = measure_shared if name in SHARED else measure
-            found = compare(figures_of(generator, workload), Costs.of(config), rates, workload, vllm)
-            found |= {"engine": asdict(generator.config), "pool_gb": pool_gb(generator)}
-            if device != "cpu":
-                found["peak_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
-            report["workloads"][name] = found
-            print(line(name, found), flush=True)
+            report["workloads"][name] = measure_workload(arguments, generator, name, rates, gpus)
             if arguments.out or not smoke:  # each as it comes, or an error would lose those before it
                 merge(path, report)
 
@@ -388,33 +424,42 @@ def parse(argv: list[str]) -> argparse.Namespace:
     kinds.add_argument("--busy", action="store_true", help="instead: the share of a decode that the GPU is busy")
     kinds.add_argument("--perf", action="store_true", help="instead: tokens/s over the tokens generated")
     kinds.add_argument("--turns", action="store_true", help="instead: conversations, with and without the host tier")
+    kinds.add_argument("--scaling", action="store_true", help="instead: headline and chat1 on 1, 2 and 4 GPUs")
+    kinds.add_argument("--broadcast", action="store_true", help="instead: what it costs to tell the ranks of a step")
     parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="of --perf (default: 16 to 2048)")
     options = parser.add_argument_group("options of Generator")
     for name in ("--max-seqs", "--max-step-tokens", "--page-size", "--max-model-len"):
         options.add_argument(name, type=int)
+    options.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS", help="the file's name has -tpGPUS")
     options.add_argument("--attention")
     options.add_argument("--memory-fraction", type=float)
     options.add_argument("--no-prefix-cache", action="store_true", help="the file's name ends in -nocache")
     arguments = parser.parse_args(argv)
     if arguments.turns and arguments.no_prefix_cache:
         parser.error("--turns measures with and without the prefix cache; leave --no-prefix-cache out")
+    if arguments.tensor_parallel > 1 and (arguments.busy or arguments.load):
+        parser.error("--busy and --load look into one process; leave --tensor-parallel out")
+    if arguments.tensor_parallel > 1 and arguments.scaling:
+        parser.error("--scaling takes 1, 2 and 4 GPUs itself; leave --tensor-parallel out")
+    if arguments.tensor_parallel < 2 and arguments.broadcast:
+        parser.error("--broadcast needs ranks to send to; add --tensor-parallel 2 or more")
     return arguments
 
 
 def main(argv: list[str]) -> None:
+    import bench_parallel
     import bench_parts
     import bench_turns
 
     arguments = parse(argv)
-    if arguments.start:
-        bench_parts.bench_start(arguments)
-    elif arguments.load:
-        bench_parts.bench_load(arguments)
-    elif arguments.busy:
-        bench_parts.bench_busy(arguments)
-    elif arguments.perf:
-        bench_parts.bench_perf(arguments)
-    elif arguments.turns:
-        bench_turns.bench_turns(arguments)
-    else:
-        bench_workloads(arguments)
+    instead = {
+        "start": bench_parts.bench_start,
+        "load": bench_parts.bench_load,
+        "busy": bench_parts.bench_busy,
+        "perf": bench_parts.bench_perf,
+        "turns": bench_turns.bench_turns,
+        "scaling": bench_parallel.bench_scaling,
+        "broadcast": bench_parallel.bench_broadcast,
+    }
+    wanted = [bench for name, bench in instead.items() if getattr(arguments, name)]
+    (wanted or [bench_workloads])[0](arguments)

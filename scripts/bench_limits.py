@@ -66,6 +66,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "use_sliding_window": False,
         "eos_token_id": 151643, "torch_dtype": "bfloat16",
     },
+    "llama70": {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
+        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "eos_token_id": 128001,
+        "torch_dtype": "bfloat16",
+    },
 }  # fmt: skip
 SMOKE_SHAPE = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -77,13 +83,15 @@ def settings(model: str, smoke: bool) -> dict[str, Any]:
     return MODELS[model] | (SMOKE_SHAPE if smoke else {})
 
 
-VLLM = {
-    "mistral7": {
+VLLM: dict[tuple[str, int], dict[str, int]] = {
+    ("mistral7", 1): {
         "headline": 3992, "decode": 9233, "short": 21826, "chat1": 209, "chat8": 1618, "chat32": 5667, "group": 16646,
     },
-    "qwen14": {"headline": 2022},
+    ("qwen14", 1): {"headline": 2022},
+    ("llama70", 4): {"headline": 1573, "chat1": 81},
 }  # fmt: skip
-"""Generated tokens per second of vLLM 0.26.0 on one H200, with prefix caching where there is something to share."""
+"""(model, H200s) -> generated tokens per second of vLLM 0.26.0, with prefix caching where there is something to
+share."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,10 @@ class Rates:
 
     memory: float
     products: float
+
+    def times(self, gpus: int) -> Rates:
+        """Of so many GPUs together, as if they had nothing to tell each other."""
+        return Rates(gpus * self.memory, gpus * self.products)
 
 
 H200 = Rates(4.30e12, 665e12)
@@ -126,7 +138,7 @@ def product_shapes(model: ModelConfig) -> list[tuple[int, int]]:
 
 
 def limit(costs: Costs, workload: Workload, rates: Rates, lanes: int) -> float:
-    """Generated tokens per second that the chip allows, where `lanes` sequences decode at a time.
+    """Generated tokens per second that GPUs of these rates allow, where `lanes` sequences decode at a time.
 
     The FLOPs of the prompts (lm_head only for their last tokens), and for each decode step the longer of reading all
     weights once and of multiplying by them, and reading the lanes' KV once. Nothing else is counted.

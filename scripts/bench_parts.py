@@ -43,7 +43,7 @@ print(json.dumps(marks))
 
 def write_report(arguments: argparse.Namespace, name: str, report: dict[str, Any]) -> None:
     """JSON beside the workloads' file: MODEL-GPU-name.json."""
-    about = bench_gpu.machine("cpu" if arguments.smoke else "cuda")
+    about = bench_gpu.machine("cpu" if arguments.smoke else "cuda", arguments.tensor_parallel)
     print(json.dumps(report, indent=2))
     if arguments.out or not arguments.smoke:
         path = bench_gpu.report_path(arguments, about["gpu"], name)
@@ -283,7 +283,7 @@ def bench_perf(arguments: argparse.Namespace) -> None:
             if generated not in points:
                 workload = Workload(4, 24, generated) if smoke else Workload(512, 1024, generated)
                 found = bench_gpu.measure(generator, workload, repeats=1)
-                points[generated] = bench_gpu.compare(found, costs, None, workload, None)
+                points[generated] = bench_gpu.compare(found, costs, None, workload, None, arguments.tensor_parallel)
                 print(bench_gpu.line(str(generated), points[generated]), flush=True)
     write_report(arguments, "perf", {"points": [points[generated] for generated in sorted(points)]})
 

@@ -18,10 +18,13 @@ sys.path.insert(0, str(SCRIPTS))
 import bench  # noqa: E402
 import bench_gpu  # noqa: E402
 import bench_limits  # noqa: E402
+import bench_parallel  # noqa: E402
 import bench_parts  # noqa: E402
 import plot_perf  # noqa: E402
 
+from fastgen import Generator  # noqa: E402
 from fastgen.arch import parse_config  # noqa: E402
+from fastgen.request import Batch  # noqa: E402
 
 SHARED = bench_limits.SHARED.values()
 
@@ -51,27 +54,39 @@ def test_the_models_have_their_true_sizes() -> None:
     sizes = {name: bench_limits.Costs.of(parse_config(config)) for name, config in bench_limits.MODELS.items()}
     assert sizes["mistral7"] == bench_limits.Costs(32 * 218_103_808, 32768 * 4096, 4 * 32 * 4096, 131_072)
     assert sizes["qwen14"] == bench_limits.Costs(48 * 275_251_200, 152064 * 5120, 4 * 48 * 5120, 196_608)
+    assert sizes["llama70"] == bench_limits.Costs(80 * 855_638_016, 128256 * 8192, 4 * 80 * 8192, 327_680)
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "known"),
+    ("model", "gpus", "name", "known"),
     [
-        ("mistral7", "headline", 4424),
-        ("mistral7", "decode", 11154),
-        ("mistral7", "short", 26068),
-        ("mistral7", "group", 29561),
-        ("mistral7", "chat1", 301),
-        ("mistral7", "chat8", 2315),
-        ("mistral7", "chat32", 8216),
-        ("qwen14", "headline", 2401),
+        ("mistral7", 1, "headline", 4424),
+        ("mistral7", 1, "decode", 11154),
+        ("mistral7", 1, "short", 26068),
+        ("mistral7", 1, "group", 29561),
+        ("mistral7", 1, "chat1", 301),
+        ("mistral7", 1, "chat8", 2315),
+        ("mistral7", 1, "chat32", 8216),
+        ("qwen14", 1, "headline", 2401),
+        ("llama70", 4, "headline", 2044),
     ],
 )
-def test_the_limit_is_what_was_worked_out_before(model: str, name: str, known: float) -> None:
+def test_the_limit_is_what_was_worked_out_before(model: str, gpus: int, name: str, known: float) -> None:
     """Those figures took attention's FLOPs at a slightly lower rate."""
     workload = bench_limits.WORKLOADS[name]
     costs = bench_limits.Costs.of(parse_config(bench_limits.MODELS[model]))
-    limit = bench_limits.limit(costs, workload, bench_limits.H200, lanes=workload.sequences)
+    limit = bench_limits.limit(costs, workload, bench_limits.H200.times(gpus), lanes=workload.sequences)
     assert limit == pytest.approx(known, rel=2.5e-3)
+
+
+def test_a_chat_on_four_gpus_reads_the_weights_at_four_times_the_rate() -> None:
+    """By hand, from the sizes."""
+    read = 2 * (80 * 855_638_016 + 128256 * 8192) + (128 + 256 / 2) * 327_680
+    prefill = 2 * (128 * 80 * 855_638_016 + 128256 * 8192) + 4 * 80 * 8192 * (128 * 129 / 2)
+    costs = bench_limits.Costs.of(parse_config(bench_limits.MODELS["llama70"]))
+    limit = bench_limits.limit(costs, bench_limits.WORKLOADS["chat1"], bench_limits.H200.times(4), lanes=1)
+    assert limit == pytest.approx(256 / (prefill / (4 * 665e12) + 256 * read / (4 * 4.30e12)))
+    assert limit == pytest.approx(123.3, abs=0.1)
 
 
 def test_the_limit_of_a_step_is_the_weights_or_the_products() -> None:
@@ -140,6 +155,31 @@ def test_a_file_keeps_the_workloads_that_were_not_run_again(tmp_path: Path) -> N
 
 def test_names_of_gpus_make_file_names() -> None:
     assert [bench_gpu.slug(name) for name in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB")] == ["h200", "a100-sxm4-80gb"]
+    assert bench_gpu.slug("4 x NVIDIA H200") == "h200"
+
+
+def test_the_machine_says_how_many_gpus_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="NVIDIA H200", total_memory=15e10, multi_processor_count=132)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    assert [bench_gpu.machine("cuda", gpus)["gpu"] for gpus in (1, 4)] == ["NVIDIA H200", "4 x NVIDIA H200"]
+
+
+def test_several_gpus_have_a_file_of_their_own(tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path), "--model", "llama70")
+    several = bench_gpu.parse([*out, "--tensor-parallel", "4"])
+    assert bench_gpu.report_path(several, "4 x NVIDIA H200") == tmp_path / "llama70-h200-tp4.json"
+    assert bench_gpu.report_path(several, "4 x NVIDIA H200", "perf") == tmp_path / "llama70-h200-tp4-perf.json"
+    assert bench_gpu.report_path(bench_gpu.parse([*out]), "NVIDIA H200") == tmp_path / "llama70-h200.json"
+    assert bench_gpu.engine_options(several)["tensor_parallel"] == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--busy --tensor-parallel 2", "--load --tensor-parallel 2", "--scaling --tensor-parallel 2", "--broadcast"],
+)
+def test_what_can_not_be_measured_on_so_many_gpus_is_refused(options: str) -> None:
+    with pytest.raises(SystemExit):
+        bench_gpu.parse(options.split())
 
 
 def smoke(out: Path, *options: str) -> dict[str, Any]:
@@ -197,6 +237,83 @@ def test_only_some_of_another_model(tmp_path: Path) -> None:
     assert report["rates"] is None
     with pytest.raises(SystemExit):
         bench_gpu.parse(["--only", "headline,chat2"])
+
+
+def test_two_ranks_run_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = smoke(tmp_path, "--tensor-parallel", "2", "--only", "chat1,group")
+    assert list(reports) == ["mistral7-cpu-tp2.json"]
+    workloads = reports["mistral7-cpu-tp2.json"]["workloads"]
+    assert list(workloads) == ["chat1", "group"]
+    for found in workloads.values():
+        assert found["engine"]["tensor_parallel"] == 2
+        assert "unshared" not in found
+    assert "vLLM" not in capsys.readouterr().out, "its figures are of one GPU"
+
+
+def test_scaling_runs_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one process for each engine, of which it is noted how many ranks it was to have."""
+    asked: list[int] = []
+
+    def make(*model: Any, tensor_parallel: int = 1, **options: Any) -> Generator:
+        asked.append(tensor_parallel)
+        return Generator(*model, **options)
+
+    monkeypatch.setattr(bench_gpu, "Generator", make)
+    report = smoke(tmp_path, "--scaling", "--model", "qwen14", "--skip-ceilings")["qwen14-cpu-scaling.json"]
+    assert asked == [1, 2]
+    assert list(report["workloads"]) == ["headline", "chat1"]
+    for by_gpus in report["workloads"].values():
+        one, two = by_gpus["1"], by_gpus["2"]
+        assert one["efficiency"] == 1
+        assert two["efficiency"] == pytest.approx(two["tokens_per_second"] / one["tokens_per_second"] / 2)
+        assert two["limit"]["h200"] == pytest.approx(2 * one["limit"]["h200"])
+
+
+def test_scaling_takes_the_gpus_that_there_are() -> None:
+    assert [bench_parallel.gpu_counts(there) for there in (1, 2, 3, 4, 8)] == [
+        [1],
+        [1, 2],
+        [1, 2],
+        [1, 2, 4],
+        [1, 2, 4],
+    ]
+
+
+def test_telling_ranks_of_steps_runs_small(tmp_path: Path) -> None:
+    report = smoke(tmp_path, "--broadcast", "--tensor-parallel", "2")["mistral7-cpu-tp2-broadcast.json"]
+    assert (report["lanes"], report["prefill_tokens"]) == (4, 64)
+    for kind in ("decode", "prefill"):
+        found = report[kind]
+        assert found["steps"] > 5
+        assert 0 < found["launch_us"]["median"] <= found["launch_us"]["most"]
+        assert 0 < found["last_rank_us"]["median"] <= found["last_rank_us"]["most"] < 1e6
+
+
+def test_a_delay_belongs_to_the_launch_of_its_place_from_the_end() -> None:
+    batches = [Batch(tuple(range(lanes)), (), (), (), masked=False) for lanes in (1, 2, 2)]
+    launched = [(batch, number * 1e-6) for number, batch in enumerate(batches)]
+    for delays in ([1e-4, 2e-4, 3e-4], [9e-4, 9e-4, 1e-4, 2e-4, 3e-4], [2e-4, 3e-4]):
+        found = bench_parallel.broadcast_figures(launched, delays, lambda batch: len(batch.decodes) == 2)
+        assert found["steps"] == 2
+        assert found["launch_us"] == pytest.approx({"median": 1.5, "p90": 1.9, "most": 2.0})
+        assert found["last_rank_us"] == pytest.approx({"median": 250, "p90": 290, "most": 300})
+    with pytest.raises(RuntimeError, match="of 3 steps none"):
+        bench_parallel.broadcast_figures(launched, [0.0] * 3, lambda batch: batch.masked)
+
+
+def test_launches_are_timed_only_where_they_are_to_be() -> None:
+    class Sender:
+        def launch(self, batch: Batch) -> int:
+            return len(batch.decodes)
+
+    sender: Any = Sender()
+    batches = [Batch(decodes, (), (), (), masked=False) for decodes in ((0,), (0, 1))]
+    with bench_parallel.timed_launches(sender) as launched:
+        assert sender.launch(batches[1]) == 2
+    assert sender.launch(batches[0]) == 1
+    assert [batch for batch, _ in launched] == batches[1:]
+    assert launched[0][1] >= 0
+    assert not vars(sender)
 
 
 @pytest.mark.parametrize(

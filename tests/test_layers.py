@@ -42,6 +42,9 @@ LEVELS = {
     "fastgen.scheduler": 4,
     "fastgen.outputs": 5,  # what becomes of sequences: beside the workers, under Generator alone
     "fastgen.intake": 5,  # what goes in: beside outputs
+    "fastgen.links": 5,
+    "fastgen.placement": 5,
+    "fastgen.spmd": 5,
     "fastgen.workers": 5,
     "fastgen.generator": 6,
     "fastgen.cli": 7,

@@ -1,0 +1,102 @@
+"""Where a model runs: in this process, in ranks that are started for it, or in those that a program has already."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fastgen.arch import ModelConfig
+from fastgen.config import EngineConfig
+from fastgen.kernels.launch import current
+from fastgen.links import Links
+from fastgen.parallel import Group
+from fastgen.runner import Runner
+from fastgen.spmd import Follower, Leader, connect
+from fastgen.startup import build_rank, find_device, find_devices
+from fastgen.workers import Ranks
+
+Engine = Runner | Ranks | Leader | Follower
+
+
+@dataclass(frozen=True)
+class Placement:
+    """options: of EngineConfig.make, but for what follows from the rest; device: of this process, or "cuda" or "cpu"
+    for ranks that are started."""
+
+    model_config: ModelConfig
+    options: Mapping[str, Any]
+    device: str
+    ranks: int
+    tp_group: Any
+
+    @classmethod
+    def find(
+        cls, model_config: ModelConfig, options: dict[str, Any], device: str | None, tensor_parallel: int, tp_group: Any
+    ) -> Placement:
+        """Raises ValueError, or TypeError, for what can not work, as far as no GPU has to be asked."""
+        if tp_group is not None and tensor_parallel != 1:
+            raise ValueError(f"tp_group has its ranks already; leave tensor_parallel={tensor_parallel!r} out")
+        ranks = tensor_parallel if tp_group is None else process_group_of(tp_group).size()
+        shared = model_config.split(ranks)
+        device = find_device(device) if ranks == 1 or tp_group is not None else find_devices(device, ranks)
+        EngineConfig.make(shared, device=device, tensor_parallel=ranks, **options)
+        return cls(model_config, options, device, ranks, tp_group)
+
+    def start(self, folder: Path, load: str, tell: Callable[[], Any]) -> Engine:
+        """Load the weights, and make ready. tell: what ranks above 0 of a tp_group are told at the end of a call."""
+        what = self.model_config, self.options, folder, load, self.device
+        if self.tp_group is None:
+            return build_rank(*what, Group()) if self.ranks == 1 else Ranks(self.ranks, *what)
+        given, device = process_group_of(self.tp_group), torch.device(self.device)
+        with current(device):
+            # One of our own, so that nothing of the program's can come between, and an error ends only ours.
+            backend, members = "gloo" if device.type == "cpu" else "nccl", dist.get_process_group_ranks(given)
+            group = Group(dist.new_group(members, backend=backend, use_local_synchronization=True), device)
+            ends = connect(given)
+            runner = build_rank(*what, group)
+        if isinstance(ends, Links):
+            return Leader(runner, ends, group.size, tell)
+        return Follower(runner, ends, group.rank)
+
+
+def process_group_of(tp_group: Any) -> dist.ProcessGroup:
+    """A process group, or that of a DeviceMesh of one dimension."""
+    if isinstance(tp_group, DeviceMesh):
+        if tp_group.ndim != 1:
+            raise ValueError(f"tp_group is a mesh of {tp_group.ndim} dimensions; give one of them, as mesh['tp']")
+        return tp_group.get_group()
+    if not isinstance(tp_group, dist.ProcessGroup):
+        raise TypeError(f"tp_group must be a process group or a DeviceMesh, not {type(tp_group).__name__}")
+    return tp_group
+
+
+class _HasTeam(Protocol):
+    """What methods on all ranks are of. _team: None, but in a tp_group."""
+
+    @property
+    def _team(self) -> Leader | Follower | None: ...
+
+
+P = ParamSpec("P")
+S = TypeVar("S", bound=_HasTeam)
+T = TypeVar("T")
+
+
+def on_all_ranks(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """A method that all ranks of a tp_group call: rank 0 runs it, others replay its steps, and all return the same."""
+
+    @functools.wraps(method)
+    def call(self: S, /, *args: P.args, **options: P.kwargs) -> T:
+        if self._team is None:
+            return method(self, *args, **options)
+        result: T = self._team.call(method.__name__, lambda: method(self, *args, **options))
+        return result
+
+    return call

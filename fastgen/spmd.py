@@ -1,0 +1,363 @@
+"""Tensor parallelism inside a program that has ranks already (torchrun): every rank calls the same methods.
+
+Rank 0, the `Leader`, does what is called, and runs its own part of each step; the others, the `Follower`s, replay its
+steps until it sends what the call returns or raises. A call begins when all ranks have made it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+
+from fastgen.links import Draw, Failed, Launch, Link, Links, Message, Settle, Settled, portable
+from fastgen.request import Batch, StepResult
+from fastgen.runner import Launched, Runner
+from fastgen.workers import CONSEQUENCES, Replay
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+PATIENCE = 60.0  # seconds that the leader waits for the followers to connect
+POLL = 50e-6  # seconds between two looks at a step that runs
+
+
+class Closable(Protocol[T_co]):
+    """A generator, as far as `iterate` knows it."""
+
+    def __next__(self) -> T_co: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Message):
+    """From a follower: its program calls this. Numbers count the calls, as an interrupted one leaves messages."""
+
+    number: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Return(Message):
+    """To all followers: what the call returns, pickled."""
+
+    number: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Raise(Message):
+    """To all followers: the call raises."""
+
+    number: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step on its way."""
+
+    number: int
+    batch: Batch
+    launched: Launched
+
+
+# ------------------------------------------------------------------------------------------------ the ranks
+
+
+class Leader:
+    """Rank 0: used as a Runner is, within `call`. tell: what the others are told at the end of each call.
+
+    What a follower raises is raised here, and a RuntimeError where one is gone. After that, or when a step was cut
+    short, the ranks no longer agree, and each call raises a RuntimeError.
+    """
+
+    def __init__(self, runner: Runner, links: Links, size: int, tell: Callable[[], Any] = lambda: None) -> None:
+        self.config = runner.config
+        self._tell = tell
+        self._runner = runner
+        self._links = links
+        self._followers = range(1, size)
+        self._numbers = itertools.count()
+        self._calls = 0
+        self._calling = False
+        self._broken: BaseException | None = None
+
+    def call(self, name: str, function: Callable[[], T]) -> T:
+        """What a function returns or raises, on all ranks; all must call this name. Calls within it are its own."""
+        if self._calling:
+            return function()
+        try:
+            self._calling = True
+            self._calls += 1
+            self._meet(name)
+            value = function()
+            self._links.send(
+                Return(self._calls, pickle.dumps((value, self._tell())))
+            )  # pickled now, as the caller may change it
+            return value
+        except BaseException as error:
+            self._links.send(Raise(self._calls, portable(error)))
+            raise
+        finally:
+            self._calling = False
+
+    def iterate(self, name: str, items: Closable[T]) -> Iterator[T]:
+        """A generator's items, on all ranks; leaving early, which all must do at the same item, closes it."""
+        try:
+            while item := self.call(f"next of {name}", lambda: _next(items)):
+                yield item[0]
+        except GeneratorExit:
+            self.call(f"end of {name}", items.close)
+            raise
+
+    def launch(self, batch: Batch) -> Step:
+        """Run a step on all ranks."""
+        self._check()
+        number = next(self._numbers)
+        with self._in_step():
+            self._links.send(Launch(number, batch))
+            return Step(number, batch, self._runner.launch(batch))
+
+    def sample(self, step: Step, masks: np.ndarray) -> None:
+        """Draw the tokens of a launched step whose batch is masked; masks: int32 [R, ceil(V / 32)]."""
+        self._check()
+        with self._in_step():
+            self._links.send(Draw(step.number, None))
+            self._runner.sample(step.launched, masks)
+
+    def collect(self, step: Step) -> StepResult:
+        """Wait for a step, and read it; raises where a follower fails meanwhile."""
+        arrived = step.launched.arrived
+        while arrived is not None and not arrived.query():  # type: ignore[no-untyped-call]
+            self._check()
+            time.sleep(POLL)
+        return self._runner.collect(step.launched)
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way on any rank. Does nothing where the ranks no longer agree."""
+        if self._broken is not None:
+            return
+        number = next(self._numbers)
+        self._links.send(Settle(number))
+        self._runner.settle()
+        waited = set(self._followers)
+        while waited:
+            rank, message = self._receive()
+            if isinstance(message, Settled) and message.number == number:
+                waited.discard(rank)
+
+    def close(self) -> None:
+        """End the connections."""
+        self._links.close()
+
+    def _meet(self, name: str) -> None:
+        """Wait until all ranks have called this."""
+        self._check()
+        names: dict[int, str] = {}
+        while len(names) < len(self._followers):
+            rank, message = self._receive()
+            if isinstance(message, Call) and message.number == self._calls:
+                names[rank] = message.name
+        for rank in sorted(names):
+            if names[rank] != name:
+                raise RuntimeError(f"rank {rank} called {names[rank]} where rank 0 called {name}")
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """A step that one rank runs in part leaves the others waiting in its collectives."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception):
+                deadline = time.monotonic() + CONSEQUENCES
+                while not self._links.failures and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                if self._links.failures:  # of which ours comes
+                    raise self._failure() from error
+            self._broken = error
+            raise
+
+    def _receive(self) -> tuple[int, Message]:
+        while not self._links.failures:
+            found = self._links.receive(1.0)
+            if found is not None and not isinstance(found[1], Failed):
+                return found
+        raise self._failure()
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(_disagree(self._broken)) from self._broken
+        if self._links.failures:
+            raise self._failure()
+
+    def _failure(self) -> Exception:
+        failed = self._links.first_failure()
+        error = failed.error or RuntimeError(f"rank {failed.rank} is gone; make new Generators")
+        if failed.trace and self._broken is None:
+            error.add_note(f"on rank {failed.rank}:\n{failed.trace}")
+        self._broken = error
+        return error
+
+
+class Follower:
+    """Any other rank. It raises what the leader does, and what its own part of a step raises; after that, or an
+    interrupt, the ranks no longer agree, and each call raises a RuntimeError. told: what rank 0 told at the end of the
+    last call."""
+
+    def __init__(self, runner: Runner, link: Link, rank: int) -> None:
+        self.config = runner.config
+        self._rank = rank
+        self._link = link
+        self._replay = Replay(runner, link)
+        self._calls = 0
+        self._broken: BaseException | None = None
+        self.told: Any = None
+
+    def call(self, name: str, function: object = None) -> Any:
+        """What the leader's function returns or raises."""
+        if self._broken is not None:
+            raise RuntimeError(_disagree(self._broken)) from self._broken
+        try:
+            self._calls += 1
+            self._link.send(Call(self._calls, name))
+            outcome = self._follow()
+        except (OSError, EOFError) as error:
+            self._broken = RuntimeError("rank 0 is gone; make new Generators")
+            raise self._broken from error
+        except BaseException as error:
+            self._broken = error
+            self._link.send(Failed.of(self._rank, error))
+            raise
+        if isinstance(outcome, Raise):
+            raise outcome.error
+        value, self.told = pickle.loads(outcome.data)
+        return value
+
+    def iterate(self, name: str, items: object = None) -> Iterator[Any]:
+        """The items of the leader's generator."""
+        try:
+            while item := self.call(f"next of {name}"):
+                yield item[0]
+        except GeneratorExit:
+            self.call(f"end of {name}")
+            raise
+
+    def close(self) -> None:
+        """End the connection."""
+        self._link.close()
+
+    def _follow(self) -> Return | Raise:
+        """Replay until a call has ended."""
+        while (message := self._link.receive()) is not None:
+            if not isinstance(message, Return | Raise):
+                self._replay.take(message)
+            elif message.number == self._calls:
+                return message
+        raise EOFError
+
+
+def _next(items: Closable[T]) -> list[T]:
+    try:
+        return [next(items)]
+    except StopIteration:
+        return []
+
+
+def _disagree(error: BaseException) -> str:
+    return f"the ranks no longer agree, make new Generators: {type(error).__name__}: {error}"
+
+
+# ------------------------------------------------------------------------------------------------ the connections
+
+
+def connect(group: dist.ProcessGroup) -> Links | Link:
+    """Connect the ranks of a process group: the leader's ends on its rank 0, and its own end on each other.
+
+    Called by all ranks. Rank 0 listens at a port that is free, for this host alone where all ranks are on it; whoever
+    connects must know a key, which the group tells. Raises RuntimeError where a rank does not connect.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    alone = len(set(_gather(_host(), group))) == 1
+    if rank == 0:
+        with socket.create_server(("127.0.0.1" if alone else "", 0)) as server:
+            key, port = os.urandom(32), server.getsockname()[1]
+            _gather((key, [(name, port) for name in (["127.0.0.1"] if alone else _names())]), group)
+            return _accept(server, key, size)
+    key, addresses = _gather(None, group)[0]
+    connection = _connection(_reach(addresses))
+    connection.send_bytes(key + rank.to_bytes(4, "big"))
+    return Link(connection, lambda: None)
+
+
+def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What each rank says."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def _host() -> tuple[str, str]:
+    """Differs between hosts, of one name too."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname(), boot.read_text() if boot.exists() else ""
+
+
+def _names() -> list[str]:
+    """Where other hosts may reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; it tells which of our addresses faces other hosts
+        return [probe.getsockname()[0], socket.gethostname()]
+
+
+def _reach(addresses: list[tuple[str, int]]) -> socket.socket:
+    failures = []
+    for address in addresses:
+        try:
+            return socket.create_connection(address, PATIENCE / 4)
+        except OSError as error:
+            failures.append(f"{address}: {error}")
+    raise RuntimeError(f"rank 0 can not be reached at {'; '.join(failures)}")
+
+
+def _accept(server: socket.socket, key: bytes, size: int) -> Links:
+    """Wait for all ranks. Who does not know the key is sent away."""
+    links, missing = Links(), set(range(1, size))
+    deadline = time.monotonic() + PATIENCE
+    while missing:
+        server.settimeout(max(deadline - time.monotonic(), 0.01))
+        try:
+            connection = _connection(server.accept()[0])
+        except TimeoutError as error:
+            links.close()
+            raise RuntimeError(f"ranks {sorted(missing)} have not connected in {PATIENCE:g} s") from error
+        try:
+            said = connection.recv_bytes(len(key) + 4) if connection.poll(5.0) else b""
+        except (EOFError, OSError):
+            said = b""
+        rank = int.from_bytes(said[len(key) :], "big")
+        if hmac.compare_digest(said[: len(key)], key) and rank in missing:
+            links.add(rank, connection)
+            missing.discard(rank)
+        else:
+            connection.close()
+    return links
+
+
+def _connection(of: socket.socket) -> Connection:
+    of.settimeout(None)
+    of.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(of.detach())

@@ -1,0 +1,366 @@
+"""Ranks: messages in order through any interrupt, and what is raised where a rank fails; with threads for ranks."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from types import FrameType, MappingProxyType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastgen import links, workers
+from fastgen.config import EngineConfig
+from fastgen.links import Failed, Launch, Link, Links, Message, Port, Settle, Start
+from fastgen.request import Batch, LaneStart, SamplingParams, StepResult
+from fastgen.workers import Ranks, serve
+
+pytestmark = pytest.mark.timeout(60)
+
+CONFIG = EngineConfig("cpu", "float32", 128, 4, 64, 16, 8, "reference")
+MODEL: Any = None  # what the fakes are told of a model
+
+
+def batch(step: int, masked: bool = False) -> Batch:
+    return Batch((step,), (), (), (), masked)
+
+
+class FakeRunner:
+    """A step's only token is its lane; with a mask, the mask's first word is added."""
+
+    def __init__(self, start: Start) -> None:
+        self.config = CONFIG
+        self.rank = start.rank
+        self.fails: tuple[int, str, BaseException] = start.options.get("fails", (-1, "", ValueError()))
+        self.log: list[tuple[str, Any]] = []
+
+    def launch(self, batch: Batch) -> Any:
+        self.log.append(("launch", batch.decodes[0]))
+        self._maybe_fail("launch")
+        return SimpleNamespace(batch=batch, added=None if batch.masked else 0)
+
+    def sample(self, launched: Any, masks: np.ndarray | None) -> None:
+        self.log.append(("sample", launched.batch.decodes[0]))
+        assert launched.batch.masked
+        assert (masks is None) == (self.rank > 0)
+        launched.added = 0 if masks is None else int(masks[0, 0])
+        self._maybe_fail("sample")
+
+    def collect(self, launched: Any) -> StepResult:
+        assert self.rank == 0
+        self._maybe_fail("collect")
+        return StepResult([launched.batch.decodes[0] + launched.added], [], [])
+
+    def settle(self) -> None:
+        self.log.append(("settle", None))
+        self._maybe_fail("settle")
+
+    def _maybe_fail(self, where: str) -> None:
+        if self.fails[:2] == (self.rank, where):
+            raise self.fails[2]
+
+
+class Threads:
+    """Ranks as threads of this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, runner: Callable[[Start], Any] = FakeRunner) -> None:
+        self.runners: dict[int, Any] = {}
+        self.runner = runner
+        self.left: list[int] = []
+        monkeypatch.setattr(workers, "_spawn", self._spawn)
+        monkeypatch.setattr(workers, "CONSEQUENCES", 0.05)
+
+    def ranks(self, size: int = 2, **options: Any) -> Ranks:
+        return Ranks(size, MODEL, options, Path("model"), "dummy", "cpu")
+
+    def _spawn(self, program: Any, processes: Any) -> Connection:
+        ours, its = Pipe()
+        threading.Thread(target=serve, args=(its, self._build, self.left.append), daemon=True).start()
+        return ours
+
+    def _build(self, start: Start, link: Link) -> Any:
+        assert (start.folder, start.load, start.device) == (Path("model"), "dummy", "cpu")
+        if start.rank == 0:
+            link.send(Port(7))
+        else:
+            assert link.receive() == Port(7)
+        if start.options.get("fails", ())[:2] == (start.rank, "build"):
+            raise start.options["fails"][2]
+        self.runners[start.rank] = self.runner(start)
+        return self.runners[start.rank]
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    return Threads(monkeypatch)
+
+
+def test_steps_are_replayed_by_all_and_read_from_rank_0(threads: Threads) -> None:
+    ranks = threads.ranks(3)
+    assert ranks.config == CONFIG
+    before, total = ranks.launch(batch(0)), 40
+    for step in range(1, total):
+        masked = step % 3 == 0
+        launched = ranks.launch(batch(step, masked))
+        assert launched.batch == batch(step, masked)
+        wanted = before.batch.decodes[0] + 1000 * before.batch.masked
+        assert ranks.collect(before).tokens == [wanted]
+        if masked:
+            ranks.sample(launched, np.full((1, 2), 1000, dtype=np.int32))
+        before = launched
+    ranks.collect(before)
+    ranks.settle()
+    steps = [[("launch", step), *([("sample", step)] if step and step % 3 == 0 else [])] for step in range(total)]
+    for runner in threads.runners.values():
+        assert runner.log == [*itertools.chain.from_iterable(steps), ("settle", None)]
+    ranks.close()
+
+
+def test_the_next_step_is_launched_while_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    another = threading.Event()
+
+    class Slow(FakeRunner):
+        def launch(self, batch: Batch) -> Any:
+            if self.rank == 0 and batch.decodes[0] == 1:
+                another.set()
+            return super().launch(batch)
+
+        def collect(self, launched: Any) -> StepResult:
+            assert another.wait(10)
+            return super().collect(launched)
+
+    ranks = Threads(monkeypatch, Slow).ranks()
+    first, second = ranks.launch(batch(0)), ranks.launch(batch(1))
+    assert [ranks.collect(step).tokens for step in (first, second)] == [[0], [1]]
+    ranks.close()
+
+
+def test_what_was_given_up_is_not_read_later(threads: Threads) -> None:
+    ranks = threads.ranks()
+    lost = [ranks.launch(batch(0)), ranks.launch(batch(1, masked=True))]
+    ranks.settle()
+    assert ranks.collect(ranks.launch(batch(2))).tokens == [2]
+    ranks.launch(batch(3))  # interrupts take the Settle too
+    ranks.launch(batch(4, masked=True))  # and a Draw
+    last = ranks.launch(batch(5, masked=True))
+    ranks.sample(last, np.full((1, 1), 10, dtype=np.int32))
+    assert ranks.collect(last).tokens == [15]
+    for step in lost:
+        with pytest.raises(AssertionError, match="given up"):
+            ranks.collect(step)
+    ranks.close()
+
+
+@contextmanager
+def interrupts(source: random.Random, where: tuple[str, ...]) -> Iterator[list[str]]:
+    """KeyboardInterrupts at odd times, wherever the main thread is in these files. Yields where they came."""
+    hits: list[str] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename in where:
+                hits.append(frame.f_code.co_name)
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    def shoot() -> None:
+        while not over.wait(source.uniform(0, 0.002)):
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    over, main = threading.Event(), threading.get_ident()
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    shooter = threading.Thread(target=shoot, daemon=True)
+    shooter.start()
+    try:
+        yield hits
+    finally:
+        over.set()
+        shooter.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_storm_of_interrupts_loses_no_message_and_doubles_none(threads: Threads) -> None:
+    source = random.Random(0)
+    ranks = threads.ranks(3)
+    launched: list[int] = []
+    collected = settled = 0
+    before, lost = None, False
+    with interrupts(source, (workers.__file__, links.__file__)) as hits:
+        start = time.monotonic()
+        for step in itertools.count():
+            if time.monotonic() > start + 1:
+                break
+            try:
+                if lost:
+                    ranks.settle()
+                    settled += 1
+                lost = False
+                masked = source.random() < 0.3
+                now = ranks.launch(batch(step, masked))
+                launched.append(step)
+                if before is not None:
+                    wanted = before.batch.decodes[0] + 10**6 * before.batch.masked
+                    assert ranks.collect(before).tokens == [wanted]
+                    collected += 1
+                if masked:
+                    ranks.sample(now, np.full((1, 2), 10**6, dtype=np.int32))
+                before = now
+            except KeyboardInterrupt:
+                before, lost = None, True
+    ranks.settle()
+    assert min(len(hits), collected, settled) > 20, (len(hits), collected, settled)
+    logs = [runner.log for runner in threads.runners.values()]
+    assert logs[0] == logs[1] == logs[2]
+    replayed = [step for what, step in logs[0] if what == "launch"]
+    assert replayed == sorted(set(replayed)), "in order, and none twice"
+    assert set(launched) <= set(replayed)
+    assert ranks.collect(ranks.launch(batch(-5))).tokens == [-5]
+    ranks.close()
+
+
+class Odd(Exception):  # noqa: N818
+    """Does not pickle."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"odd {one} {two}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("where", ["build", "launch", "sample", "collect", "settle"])
+def test_what_a_rank_raises_is_raised_here(threads: Threads, rank: int, where: str) -> None:
+    rank = 0 if where == "collect" else rank
+    options = {"fails": (rank, where, ValueError("page_size is 0; it must be at least 1"))}
+    if where == "build":
+        with pytest.raises(ValueError, match="page_size is 0"):
+            threads.ranks(2, **options)
+        return
+    ranks = threads.ranks(2, **options)
+    with pytest.raises(ValueError, match="page_size is 0") as raised:
+        call_all(ranks)
+    assert f"on rank {rank} of 2" in raised.value.__notes__[0]
+    assert "Traceback" in raised.value.__notes__[0]
+    ranks.settle()  # nothing is on its way
+    for call in (lambda: ranks.launch(batch(1)), lambda: ranks.collect(workers.Handle(9, batch(1))), ranks.delays):
+        with pytest.raises(RuntimeError, match=r"Generator is broken.*page_size is 0") as later:
+            call()
+        assert later.value.__cause__ is raised.value
+
+
+def call_all(ranks: Ranks) -> None:
+    step = ranks.launch(batch(0, masked=True))
+    ranks.sample(step, np.zeros((1, 1), dtype=np.int32))
+    ranks.collect(step)
+    ranks.settle()
+
+
+@pytest.mark.parametrize("error", [Odd(1, 2), SystemExit("odd 1 2"), KeyboardInterrupt("odd 1 2")])
+def test_an_error_that_can_not_cross_comes_as_text(threads: Threads, error: BaseException) -> None:
+    class Local(FakeRunner):
+        def _maybe_fail(self, where: str) -> None:
+            if where == "collect":
+                raise error
+
+    threads.runner = Local
+    ranks = threads.ranks()
+    with pytest.raises(RuntimeError, match=f"{type(error).__name__}: odd 1 2"):
+        ranks.collect(ranks.launch(batch(0)))
+
+
+def test_a_failure_is_noticed_by_the_next_launch(threads: Threads) -> None:
+    ranks = threads.ranks(2, fails=(1, "launch", ValueError("bad")))
+    ranks.launch(batch(0))
+    while not ranks._links.failures:
+        time.sleep(0.005)
+    with pytest.raises(ValueError, match="bad"):
+        ranks.launch(batch(1))
+
+
+def test_of_several_failures_the_first_cause_is_told() -> None:
+    ours = Links()
+    early, late = Failed(0, 1.0, ValueError("a")), Failed(1, 2.0, RuntimeError("peer"))
+    silent, later = Failed(2, 3.0, None), Failed(3, 4.0, None)
+    for count in range(1, 5):
+        for some in itertools.permutations([early, late, silent, later], count):
+            ours.failures = list(some)
+            silents = [failed for failed in some if failed.error is None]
+            assert ours.first_failure() is min(silents or some, key=lambda failed: failed.time)
+    ours.close()
+
+
+def test_messages_of_any_number_keep_their_order_and_go_where_they_belong() -> None:
+    ours, ends = Links(), {}
+    for rank in range(3):
+        mine, its = Pipe()
+        ours.add(rank, mine)
+        ends[rank] = Link(its, lambda: None)
+    source = random.Random(1)
+    wanted: dict[int, list[Message]] = {rank: [] for rank in ends}
+    for number in range(0, 3000, 10):
+        if source.random() < 0.5:
+            each: dict[int, Message] = dict.fromkeys(ends, Settle(number))
+            ours.send(each[0])
+        else:
+            each = {rank: Settle(number + rank) for rank in source.sample(range(3), source.randint(0, 3))}
+            ours.send(each)
+        for rank, message in each.items():
+            wanted[rank].append(message)
+    for rank, end in ends.items():
+        assert [end.receive() for _ in wanted[rank]] == wanted[rank]
+    ours.close()
+    assert [end.receive() for end in ends.values()] == [None] * 3
+    assert not [thread for thread in ours._threads if thread.is_alive()]
+
+
+def test_what_the_user_gave_need_not_pickle() -> None:
+    class Mask:
+        def __init__(self) -> None:
+            self.grammar = lambda: None
+
+    params = SamplingParams(
+        mask=Mask(), logit_bias=MappingProxyType({3: 1.5}), stop=iter("ab"), stop_token_ids=iter([1]), top_k=5, n=3
+    )  # type: ignore[arg-type]
+    starts = tuple(LaneStart(lane, params, 1, 0, 4, frozenset([1]), ()) for lane in range(2))
+    sent = pickle.loads(links._dumps(Launch(1, Batch((), (), starts, (), False))))
+    got = sent.batch.starts
+    assert got[0].params == SamplingParams(logit_bias={3: 1.5}, top_k=5, n=3)
+    assert got[0].params is got[1].params, "samples share them"
+    assert got[0].stop_ids == {1}
+    assert pickle.loads(links._dumps(Launch(1, batch(3)))) == Launch(1, batch(3))
+
+
+def test_a_message_that_can_not_be_sent_is_a_failure(threads: Threads) -> None:
+    ranks = threads.ranks()
+    with pytest.raises((AttributeError, pickle.PicklingError, RuntimeError), match="lambda"):
+        ranks.collect(ranks.launch(Batch((lambda: 0,), (), (), (), False)))  # type: ignore[arg-type]
+
+
+def test_delays_are_of_the_latest_launches(threads: Threads) -> None:
+    ranks = threads.ranks()
+    for step in range(300):
+        ranks.collect(ranks.launch(batch(step)))
+    delays = ranks.delays()
+    assert len(delays) == links.NOTED
+    assert all(0 < delay < 5 for delay in delays)
+    assert sorted(delays)[len(delays) // 2] < 0.05
+    ranks.close()
+
+
+def test_a_launch_costs_the_caller_little(threads: Threads) -> None:
+    ranks = threads.ranks()
+    wide, times = Batch(tuple(range(512)), (), (), (), False), []
+    for _ in range(100):
+        start = time.thread_time()
+        step = ranks.launch(wide)
+        times.append(time.thread_time() - start)
+        ranks.collect(step)
+    assert sorted(times)[50] < 100e-6
+    ranks.close()

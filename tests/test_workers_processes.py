@@ -1,0 +1,236 @@
+"""Ranks as real processes: they live and die together, and with their caller."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from fastgen import workers
+from fastgen.request import Batch
+from fastgen.workers import Ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+MODEL: Any = None  # what the fakes are told of a model
+
+
+def batch(step: int) -> Batch:
+    return Batch((step,), (), (), (), False)
+
+
+FAKE = """
+import faulthandler, os, signal, time
+from types import SimpleNamespace
+from fastgen.config import EngineConfig
+from fastgen.links import Port
+from fastgen.request import StepResult
+from fastgen.workers import main
+
+class Runner:
+    config = EngineConfig("cpu", "float32", 128, 4, 64, 16, 8, "reference")
+
+    def launch(self, batch):
+        step = batch.decodes[0]
+        if step == 99:  # the others wait for rank 1, as in a collective
+            if self.rank == 1:
+                deaths[self.death]()
+            time.sleep(1000)
+        return SimpleNamespace(step=step)
+
+    def collect(self, launched):
+        return StepResult([launched.step, os.getpid()], [], [])
+
+    def settle(self):
+        pass
+
+def fail():
+    raise LookupError("no such thing")
+
+deaths = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exits": lambda: os._exit(3),
+    "crashes": lambda: faulthandler._sigsegv(),
+    "raises": fail,
+}
+
+def build(start, link):
+    if start.rank == 0:
+        link.send(Port(1))
+    else:
+        link.receive()
+    runner = Runner()
+    runner.rank, runner.death = start.rank, start.options.get("death")
+    if start.options.get("slow"):
+        time.sleep(1000)
+    return runner
+
+main(build)
+"""
+
+
+def spawned(**options: Any) -> Ranks:
+    return Ranks(2, MODEL, options, Path("model"), "dummy", "cpu", program=("-c", FAKE))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie, which is somebody's to wait for, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "they live on"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("death", "kind", "text"),
+    [
+        ("killed", RuntimeError, "rank 1 of 2 was killed by SIGKILL .*; make a new Generator"),
+        ("exits", RuntimeError, "rank 1 of 2 exited with status 3; make a new Generator"),
+        ("crashes", RuntimeError, "rank 1 of 2 was killed by SIGSEGV; make a new Generator"),
+        ("raises", LookupError, "no such thing"),
+    ],
+)
+def test_a_rank_that_dies_ends_all(death: str, kind: type[Exception], text: str) -> None:
+    ranks = spawned(death=death)
+    pids = [process.pid for process in ranks._processes]
+    assert [os.getpgid(pid) for pid in pids] == pids, "Ctrl-C at the terminal does not come to them"
+    assert ranks.collect(ranks.launch(batch(5))).tokens == [5, pids[0]]
+    start = time.monotonic()
+    with pytest.raises(kind, match=text):
+        ranks.collect(ranks.launch(batch(99)))
+    assert time.monotonic() - start < 10
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "none lives, and none is a zombie"
+    with pytest.raises(RuntimeError, match="broken"):
+        ranks.launch(batch(6))
+    ranks.close()
+
+
+def test_closing_ends_ranks_whatever_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "GRACE", 0.3)
+    before = len(os.listdir("/proc/self/fd"))
+    ranks = spawned(death="exits")
+    pids = [process.pid for process in ranks._processes]
+    os.kill(pids[1], signal.SIGSTOP)  # it sees neither the end of its connection nor SIGTERM
+    ranks.close()
+    assert [process.returncode for process in ranks._processes] == [1, -signal.SIGKILL]
+    assert len(os.listdir("/proc/self/fd")) == before
+    ranks.close()
+    for call in (lambda: ranks.launch(batch(1)), ranks.delays):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+    ranks.settle()
+
+
+def test_ranks_that_nobody_holds_end() -> None:
+    ranks = spawned()
+    processes = ranks._processes
+    del ranks
+    assert [process.returncode for process in processes] == [1, 1]
+
+
+def test_an_interrupt_while_ranks_start_leaves_none() -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    others = children.read_text()
+    timer = threading.Timer(1.0, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            spawned(slow=True)
+        assert children.read_text() == others
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+CALLER = """
+import os, signal, sys, time
+from pathlib import Path
+from fastgen.workers import Ranks
+
+program, ending = sys.argv[1:]
+ranks = Ranks(2, None, {}, Path("model"), "dummy", "cpu", program=("-c", program))
+print(*(process.pid for process in ranks._processes), flush=True)
+if ending == "forked":
+    pid = os.fork()  # as a DataLoader's worker: it inherits the sockets, and lives on
+    if pid == 0:
+        os.close(1)
+        time.sleep(30)
+        os._exit(0)
+    print(pid, flush=True)
+if ending != "ends":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("ending", ["ends", "killed", "forked"])
+def test_ranks_end_with_their_caller(ending: str, tmp_path: Path) -> None:
+    """By itself without a close, or killed; a fork that lives on does not keep them."""
+    done = subprocess.run(
+        [sys.executable, "-c", CALLER, FAKE, ending],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(workers.__file__).parent.parent)},
+        stdout=subprocess.PIPE,
+        timeout=30,
+    )
+    assert done.returncode == (0 if ending == "ends" else -signal.SIGKILL)
+    first, second, *fork = map(int, done.stdout.split())
+    wait_until_gone([first, second])
+    for pid in fork:
+        assert alive(pid)
+        os.kill(pid, signal.SIGKILL)
+
+
+MEETING = """
+import os, signal, torch
+import torch.distributed as dist
+from types import SimpleNamespace
+from fastgen.config import EngineConfig
+from fastgen.request import StepResult
+from fastgen.workers import _join, main
+
+class Runner:
+    config = EngineConfig("cpu", "float32", 128, 4, 64, 16, 8, "reference")
+
+    def launch(self, batch):
+        if batch.decodes[0] == 99 and self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        total = torch.tensor([batch.decodes[0] + self.rank])
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def collect(self, launched):
+        return StepResult(launched.tolist(), [], [])
+
+def build(start, link):
+    runner = Runner()
+    runner.rank, runner.group = start.rank, _join(start, link)
+    return runner
+
+main(build)
+"""
+
+
+def test_ranks_meet_in_a_process_group_and_a_death_is_told_before_what_comes_of_it() -> None:
+    ranks = Ranks(2, MODEL, {}, Path("model"), "dummy", "cpu", program=("-c", MEETING))
+    assert ranks.collect(ranks.launch(batch(3))).tokens == [7]
+    with pytest.raises(RuntimeError, match="rank 1 of 2 was killed by SIGKILL"):
+        ranks.collect(ranks.launch(batch(99)))
