@@ -203,8 +203,9 @@ class Runner:
                 for row, count in enumerate(wanted)
             ]
         if output.kept is not None:
+            kept = output.kept.numpy()  # torch would wake all of its threads for each row
             result.sampling_masks = [
-                output.kept[row].nonzero().flatten().tolist() if self._params[lane].return_sampling_mask else None
+                np.flatnonzero(kept[row]).tolist() if self._params[lane].return_sampling_mask else None
                 for row, lane in enumerate(launched.batch.sampling)
             ]
         return result

@@ -371,6 +371,7 @@ def _end_with(caller: int) -> None:
 
 
 def _build(start: Start, link: Link) -> Runner:
+    torch.set_num_threads(max((os.cpu_count() or 1) // start.size, 1) if start.device == "cpu" else 1)
     logging.basicConfig(format=f"rank {start.rank}: %(message)s")
     logging.getLogger("fastgen").setLevel(start.log_level if start.rank == 0 else logging.WARNING)
     device = torch.device("cuda", start.rank) if start.device == "cuda" else torch.device("cpu")

@@ -49,6 +49,9 @@ class StubRunner:
         self.config = config
         self._columns: dict[int, tuple[list[int], list[float]]] = {}
 
+    def close(self) -> None:
+        """It holds nothing."""
+
     def launch(self, batch: Batch) -> Launched:
         return Launched(batch)
 
@@ -66,11 +69,11 @@ class StubRunner:
 def stub_generator(lanes: int, context: int, model: Path | None = None) -> Generator:
     """A Generator of the bundled model's settings (or another's) over a StubRunner, with pages for all its lanes."""
 
-    def build(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str) -> StubRunner:
+    def build(model_config: ModelConfig, options: dict[str, Any], *where: object) -> StubRunner:
         pages = lanes * -(-context // PAGE_SIZE) + 1
-        return StubRunner(replace(config, max_model_len=context, num_pages=pages))
+        return StubRunner(replace(EngineConfig.make(model_config, **options), max_model_len=context, num_pages=pages))
 
-    with patch("fastgen.generator.build_runner", build):
+    with patch("fastgen.placement.build_rank", build):
         return Generator(model, device="cpu", max_seqs=lanes, max_step_tokens=1 << 20, page_size=PAGE_SIZE)
 
 

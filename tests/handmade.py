@@ -14,6 +14,7 @@ from fastgen.arch import read_config
 from fastgen.config import EngineConfig
 from fastgen.request import Batch, LaneStart, Prefill, SamplingParams, Score, StepResult
 from fastgen.runner import Runner
+from fastgen.parallel import Group
 from fastgen.startup import build_runner
 
 PAGE = 16
@@ -31,7 +32,7 @@ def make_runner(folder: Path, **options: Any) -> Runner:
     """8 lanes, 64 pages of 16 tokens."""
     settings: dict[str, Any] = {"max_seqs": 8, "max_step_tokens": 256, "page_size": PAGE, "num_pages": 64, **options}
     model = read_config(folder)
-    return build_runner(model, EngineConfig.make(model, **settings), folder, "auto")
+    return build_runner(model, EngineConfig.make(model, **settings), folder, "auto", Group())
 
 
 def start(lane: int, params: SamplingParams, tokens: Sequence[int], prompt_len: int, seed: int = 0) -> LaneStart:

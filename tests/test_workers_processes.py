@@ -222,7 +222,7 @@ class Runner:
 
 def build(start, link):
     runner = Runner()
-    runner.rank, runner.group = start.rank, _join(start, link)
+    runner.rank, runner.group = start.rank, _join(start, link, torch.device("cpu"))
     return runner
 
 main(build)
