@@ -107,7 +107,7 @@ class Group:
         return allreduce.Inbox.make(list(handle.buffer_ptrs), words, self.rank, self._device, polls=PATIENT)
 
     def ready(self) -> None:
-        """From now on a rank is not waited for any longer than one that works can take. (At the start, they compile.)"""
+        """From now on a rank is waited for no longer than one that works can take. (At the start, they compile.)"""
         if self._inbox is not None:
             self._inbox.polls.fill_(allreduce.POLLS)
 

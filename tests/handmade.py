@@ -12,9 +12,9 @@ import numpy as np
 
 from fastgen.arch import read_config
 from fastgen.config import EngineConfig
+from fastgen.parallel import Group
 from fastgen.request import Batch, LaneStart, Prefill, SamplingParams, Score, StepResult
 from fastgen.runner import Runner
-from fastgen.parallel import Group
 from fastgen.startup import build_runner
 
 PAGE = 16
