@@ -188,9 +188,11 @@ class Links:
         return min(self.failures, key=lambda failed: (failed.error is not None, failed.time))
 
     def close(self) -> None:
-        """End the connections, whatever is on its way, and the threads. The other ends see it at once."""
+        """Send what is to be sent, where it is taken; then end the connections and the threads."""
         self._closing = True
         self._outgoing.put(None)
+        if self._threads[0] is not threading.current_thread():
+            self._threads[0].join(1.0)
         for connection in self._connections.values():
             with suppress(OSError):  # it is closed, or the other end is gone
                 _shut_down(connection)
