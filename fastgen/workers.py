@@ -228,6 +228,7 @@ def _spawn(program: SequenceOf[str], processes: list[subprocess.Popen[bytes]]) -
             subprocess.Popen(
                 [sys.executable, "-P", *program, str(its.fileno())],
                 stdin=subprocess.DEVNULL,
+                stdout=2,  # what NCCL logs, for one, is not to come between a program's results
                 pass_fds=(its.fileno(),),
                 start_new_session=True,  # else a Ctrl-C at the terminal would come to it too
                 env=_environment(),

@@ -424,6 +424,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     kinds.add_argument("--busy", action="store_true", help="instead: the share of a decode that the GPU is busy")
     kinds.add_argument("--perf", action="store_true", help="instead: tokens/s over the tokens generated")
     kinds.add_argument("--turns", action="store_true", help="instead: conversations, with and without the host tier")
+    parser.add_argument("--alone", action="store_true", help="of --turns: only one conversation alone, into its file")
     kinds.add_argument("--scaling", action="store_true", help="instead: headline and chat1 on 1, 2 and 4 GPUs")
     kinds.add_argument("--broadcast", action="store_true", help="instead: what it costs to tell the ranks of a step")
     parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="of --perf (default: 16 to 2048)")
@@ -437,6 +438,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.turns and arguments.no_prefix_cache:
         parser.error("--turns measures with and without the prefix cache; leave --no-prefix-cache out")
+    if arguments.alone and not arguments.turns:
+        parser.error("--alone is a part of --turns; add that")
     if arguments.tensor_parallel > 1 and (arguments.busy or arguments.load):
         parser.error("--busy and --load look into one process; leave --tensor-parallel out")
     if arguments.tensor_parallel > 1 and arguments.scaling:
@@ -457,6 +460,7 @@ def main(argv: list[str]) -> None:
         "load": bench_parts.bench_load,
         "busy": bench_parts.bench_busy,
         "perf": bench_parts.bench_perf,
+        "alone": bench_turns.bench_alone,  # before what it is a part of
         "turns": bench_turns.bench_turns,
         "scaling": bench_parallel.bench_scaling,
         "broadcast": bench_parallel.bench_broadcast,

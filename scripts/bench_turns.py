@@ -7,10 +7,12 @@ neither, which computes each conversation anew at each turn. The time to the fir
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -230,10 +232,7 @@ def alone(from_host: list[float], computed: list[float]) -> dict[str, Any]:
 
 def bench_turns(arguments: argparse.Namespace) -> None:
     """Times to the first token, and tokens/s, of each of the engines; and of one conversation alone."""
-    smoke, options = arguments.smoke, bench_gpu.engine_options(arguments)
-    turns = SMALL if smoke else Turns(page_size=arguments.page_size or Turns.page_size)
-    host_gb = turns.host_gb(parse_config(settings(arguments.model, smoke)), options["dtype"])
-    options |= {"page_size": turns.page_size, "num_pages": turns.pool_pages}
+    turns, host_gb = conversations(arguments)
     engines: dict[str, dict[str, Any]] = {
         "host": {"host_cache_gb": host_gb},
         "cache": {},
@@ -242,10 +241,7 @@ def bench_turns(arguments: argparse.Namespace) -> None:
     found: dict[str, dict[str, Any]] = {}
     seconds: dict[str, list[float]] = {}
     for name, differing in engines.items():
-        with bench_gpu.dummy_folder(arguments.model, smoke) as folder:
-            generator = Generator(folder, **options, **differing)
-        with generator:
-            bench_gpu.warm_up(generator, smoke)
+        with engine(arguments, turns, **differing) as generator:
             found[name] = measure_rounds(generator, turns) | {"engine": asdict(generator.config)}
             print(line(name, found[name]), flush=True)
             confirm(name, found[name])
@@ -254,12 +250,51 @@ def bench_turns(arguments: argparse.Namespace) -> None:
             elif name == "recompute":
                 seconds[name] = alone_computed(generator, turns)
     report = {
-        "turns": asdict(turns) | {"context": turns.context},
+        "turns": about(turns),
         "host_cache_gb": host_gb,
         "engines": found,
         "alone": alone(seconds["host"], seconds["recompute"]),
     }
     write_report(arguments, "turns", report)
+
+
+def bench_alone(arguments: argparse.Namespace) -> None:
+    """Of one conversation alone; in the file of `bench_turns` its other figures stay. Half the host tier suffices."""
+    turns, host_gb = conversations(arguments)
+    machine = bench_gpu.machine("cpu" if arguments.smoke else "cuda", arguments.tensor_parallel)
+    path = bench_gpu.report_path(arguments, machine["gpu"], "turns")
+    report = {"model": arguments.model, **machine, "turns": about(turns)}
+    if path.exists():
+        report = json.loads(path.read_text())
+        if report["turns"] != about(turns):
+            raise ValueError(f"{path} is of other conversations; run --turns without --alone, or give another --out")
+    with engine(arguments, turns, host_cache_gb=host_gb / 2) as generator:
+        from_host = alone_from_host(generator, turns)
+    with engine(arguments, turns, prefix_cache=False) as generator:
+        computed = alone_computed(generator, turns)
+    found = alone(from_host, computed) | {"host_cache_gb": host_gb / 2, "versions": machine["versions"]}
+    print(json.dumps(found, indent=2))
+    if arguments.out or not arguments.smoke:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report | {"alone": found}, indent=2) + "\n")
+
+
+def conversations(arguments: argparse.Namespace) -> tuple[Turns, float]:
+    """What the command line asks for, and the 10^9 bytes of a host tier that holds all of it."""
+    turns = SMALL if arguments.smoke else Turns(page_size=arguments.page_size or Turns.page_size)
+    model = parse_config(settings(arguments.model, arguments.smoke))
+    return turns, turns.host_gb(model, bench_gpu.engine_options(arguments)["dtype"])
+
+
+def about(turns: Turns) -> dict[str, int]:
+    return asdict(turns) | {"context": turns.context}
+
+
+@contextmanager
+def engine(arguments: argparse.Namespace, turns: Turns, **options: Any) -> Iterator[Generator]:
+    options |= {"page_size": turns.page_size, "num_pages": turns.pool_pages}
+    with bench_gpu.ready_generator(arguments, **options) as (generator, _):
+        yield generator
 
 
 def line(name: str, found: dict[str, Any]) -> str:

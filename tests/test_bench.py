@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -21,6 +24,7 @@ import bench_limits  # noqa: E402
 import bench_parallel  # noqa: E402
 import bench_parts  # noqa: E402
 import plot_perf  # noqa: E402
+import tune_allreduce  # noqa: E402
 
 from fastgen import Generator  # noqa: E402
 from fastgen.arch import parse_config  # noqa: E402
@@ -287,6 +291,34 @@ def test_telling_ranks_of_steps_runs_small(tmp_path: Path) -> None:
         assert found["steps"] > 5
         assert 0 < found["launch_us"]["median"] <= found["launch_us"]["most"]
         assert 0 < found["last_rank_us"]["median"] <= found["last_rank_us"]["most"] < 1e6
+
+
+def test_ways_to_add_up_run_small(tmp_path: Path) -> None:
+    """By gloo; what is written looks as what was measured on GPUs."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(SCRIPTS / "tune_allreduce.py"), "--smoke", "--out", str(tmp_path)]
+    path = os.pathsep.join(filter(None, [str(SCRIPTS.parent), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "allreduce-cpu.json").read_text())
+    measured = json.loads((SCRIPTS / "data" / "allreduce-h200.json").read_text().replace('"nccl', '"gloo'))
+    assert set(report) == set(measured)
+    assert [(found["tokens"], found["gloo"] > 0) for found in report["all_reduce_us"]] == [
+        (1, True),
+        (4, True),
+        (16, True),
+    ]
+    assert list(report["layer_us"]) == list(measured["layer_us"])[:4]
+    assert all(us > 0 for us in report["layer_us"].values())
+    assert "gloo beside halves" in done.stdout
+
+
+def test_a_sum_that_is_wrong_is_noticed() -> None:
+    exact = torch.ones(4, 8)
+    tune_allreduce.confirm("right", exact.bfloat16(), exact)
+    for wrong in (exact * 1.02, exact.clone().fill_(math.nan), exact.clone().index_fill_(0, torch.tensor([3]), 0)):
+        with pytest.raises(RuntimeError, match="some way: the error"):
+            tune_allreduce.confirm("some way", wrong, exact)
 
 
 def test_a_delay_belongs_to_the_launch_of_its_place_from_the_end() -> None:

@@ -398,7 +398,7 @@ def test_help_and_version_tell_the_truth(capsys):
         chat.main(["--help"])
     out = " ".join(capsys.readouterr().out.split())
     names = set(re.findall(r"--[a-z-]+", out)) - {"--help", "--version"}
-    assert len(names) == 8
+    assert len(names) == 9
     for name in (*names, "MODEL"):
         assert re.search(rf" {name} [^()]*\(default: ", out.split("positional arguments:")[1]), name
     with pytest.raises(SystemExit, match="0"):
@@ -408,7 +408,8 @@ def test_help_and_version_tell_the_truth(capsys):
 
 @pytest.mark.parametrize(
     "options",
-    ["--top-p 0", "--temperature -1", "--temperature nan", "--max-tokens 0", "--dtype int8", "--seed x", "--temp 1"],
+    ["--top-p 0", "--temperature -1", "--temperature nan", "--max-tokens 0", "--dtype int8", "--seed x", "--temp 1"]
+    + ["--tensor-parallel 0", "--tensor-parallel two"],
 )
 def test_bad_options_exit_2(options, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -435,11 +436,12 @@ def test_options_go_over_the_models_defaults(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(fastgen, "Generator", make)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
-    assert chat.main(["a/model", "--top-p", "0.9", "--max-tokens", "5", "--seed", "3", "--system", "short", "-v"]) == 0
+    options = ["--top-p", "0.9", "--max-tokens", "5", "--seed", "3", "--system", "short", "--tensor-parallel", "4"]
+    assert chat.main(["a/model", *options, "-v"]) == 0
     (gen,) = made
     assert gen.params == SamplingParams(temperature=0.3, top_k=7, top_p=0.9, max_tokens=5)
     assert gen.prompts[0][0] == {"role": "system", "content": "short"}
-    assert (gen.model, gen.options) == ("a/model", {"seed": 3, "dtype": "auto", "device": None})
+    assert (gen.model, gen.options) == ("a/model", {"seed": 3, "dtype": "auto", "device": None, "tensor_parallel": 4})
     assert gen.closed
     assert capsys.readouterr().err.endswith("some statistics\n")
 
@@ -472,6 +474,74 @@ def test_the_bundled_model_in_a_terminal(start):
     assert said(child).split("\n", 1)[1] == first  # nothing was left of the other conversation
     at_prompt(child, 2)
     assert leave(child) == 0
+
+
+# Several ranks
+
+RANKS = ("-m", "fastgen.cli.chat", "--tensor-parallel", "2", "--device", "cpu", "--temperature", "0")
+
+
+def ranks_of(child: pexpect.spawn) -> list[int]:
+    """The processes that fgchat has started."""
+    return [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "they live on"
+        time.sleep(0.02)
+
+
+def test_two_ranks_in_a_terminal(start):
+    """Nothing is shown that one process would not show, and an answer that is stopped leaves the conversation whole."""
+    child = start(*RANKS, OMP_NUM_THREADS="1")
+    shown = at_prompt(child, 1)
+    assert re.fullmatch(rf"(loading weights: [^\n]*\n*)+{re.escape(BANNER)}", shown)
+    ranks = ranks_of(child)
+    assert len(ranks) == 2
+    assert re.search(rf"\n[^\n]*\b42\b[^\n]*\n{STATS}\n$", ask(child, "what is 12 + 30?", 2))
+    child.sendline("please count from 1 to 100")
+    child.expect("2, 3, ")
+    os.kill(ranks[1], signal.SIGSTOP)  # so that the answer is still being made, and its step will not end
+    child.sendintr()
+    child.sendintr()  # breaks the step that waits
+    time.sleep(0.2)
+    os.kill(ranks[1], signal.SIGCONT)
+    child.expect(STATS)
+    assert "22, 23" not in said(child)
+    at_prompt(child, 3)
+    assert re.search(rf"\n[^\n]*\b4\b[^\n]*\n{STATS}\n$", ask(child, "what is 2 + 2?", 4))
+    assert ranks_of(child) == ranks
+    assert leave(child) == 0
+    assert "astgen" not in said(child), "neither a warning nor a trace"
+    wait_until_gone(ranks)
+
+
+def test_ctrl_c_while_ranks_start_leaves_none(start):
+    child = start(*RANKS)
+    deadline = time.monotonic() + 60
+    while len(ranks := ranks_of(child)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert (said(child), child.exitstatus) == ("^C\n", 130)
+    wait_until_gone(ranks)
+
+
+def test_a_rank_that_dies_ends_the_chat_in_one_line(start):
+    child = start(*RANKS, OMP_NUM_THREADS="1")
+    at_prompt(child, 1)
+    ranks = ranks_of(child)
+    os.kill(ranks[1], signal.SIGKILL)
+    child.sendline("hello")
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert re.search(r"\nfgchat: error: RuntimeError: rank 1 of 2 was killed by SIGKILL [^\n]*\n$", said(child))
+    assert child.exitstatus == 1
+    wait_until_gone(ranks)
 
 
 if __name__ == "__main__":

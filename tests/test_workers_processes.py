@@ -63,6 +63,7 @@ deaths = {
 }
 
 def build(start, link):
+    print("rank", start.rank, flush=True)
     if start.rank == 0:
         link.send(Port(1))
     else:
@@ -141,6 +142,12 @@ def test_ranks_that_nobody_holds_end() -> None:
     processes = ranks._processes
     del ranks
     assert [process.returncode for process in processes] == [1, 1]
+
+
+def test_what_ranks_print_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    spawned().close()
+    out, err = capfd.readouterr()
+    assert (out, sorted(err.splitlines())) == ("", ["rank 0", "rank 1"])
 
 
 def test_an_interrupt_while_ranks_start_leaves_none() -> None:

@@ -383,7 +383,8 @@ def _load_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
         from fastgen import Generator  # seconds of importing torch: only when there is something to run
         from fastgen.arch import sampling_defaults
 
-        gen = Generator(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
+        options = {"dtype": args.dtype, "device": args.device, "seed": args.seed}
+        gen = Generator(args.model, tensor_parallel=args.tensor_parallel, **options)
         params = SamplingParams(**{**sampling_defaults(gen.folder), **given})
     finally:
         signal.signal(signal.SIGINT, interruptible)
@@ -408,7 +409,7 @@ def _one_line(error: BaseException) -> str:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
     return int(text)
 
 
@@ -431,6 +432,8 @@ def _parser() -> argparse.ArgumentParser:
     dtype_help = "of weights and KV cache (default: auto, the checkpoint's on a GPU and float32 on the CPU)"
     option("--dtype", choices=dtypes, default="auto", help=dtype_help)
     option("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one, else the CPU)")
+    ranks_help = "GPUs that hold the model together, the first ones that there are (default: 1)"
+    option("--tensor-parallel", type=_positive, default=1, metavar="N", help=ranks_help)
     verbose_help = "log what happens, show tracebacks, and the engine's statistics at the end (default: no)"
     option("-v", "--verbose", action="store_true", help=verbose_help)
     option("--version", action="version", version=f"fgchat {__version__}")
