@@ -330,6 +330,7 @@ class Generator:
         self._in_flight = None
         self.recorder.finish()
         self._runner.close()
+        self._team = None  # it holds the runner; and nobody is there to call with
         del self._runner
         release_memory(self.config.device)
 

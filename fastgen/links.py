@@ -271,9 +271,10 @@ class Link:
         with self._sending:
             self._connection.send_bytes(data)
 
-    def receive(self) -> Message | None:
-        """Wait for the next message; None at the end. Raises what came up when it was read."""
-        message = self._incoming.get()
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """Wait for the next message; None at the end. Raises what came up when it was read, and queue.Empty after so
+        many seconds."""
+        message = self._incoming.get(timeout=timeout)
         if isinstance(message, Exception):
             raise message
         return message

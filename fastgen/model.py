@@ -145,6 +145,11 @@ class _Stream:
     plan: Any
     sum: Sum | None = None
 
+    @property
+    def rows(self) -> Tensor:
+        """x behind the last layer, without the padding of `ends`."""
+        return self.x if self.step.ends is None else self.x[: len(self.step.ends.rows)]
+
     def take(self) -> Tensor | None:
         """What is to be added to x [T, hidden], when it has arrived."""
         waited, self.sum = self.sum, None
@@ -260,7 +265,7 @@ class Transformer:
             delta = stream.take()
             if delta is not None:
                 stream.x.add_(delta)
-        return streams[0].x if len(streams) == 1 else torch.cat([stream.x for stream in streams])
+        return streams[0].x if len(streams) == 1 else torch.cat([stream.rows for stream in streams])
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T, hidden], of ids [T]."""

@@ -12,11 +12,13 @@ import os
 import pickle
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import Empty
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -31,6 +33,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 PATIENCE = 60.0  # seconds that the leader waits for the followers to connect
+HEARD = 1.0  # seconds in which a follower that fails hears from the leader what its failure comes of
 POLL = 50e-6  # seconds between two looks at a step that runs
 
 
@@ -90,6 +93,7 @@ class Leader:
         self._tell = tell
         self._runner = runner
         self._links = links
+        self._end = weakref.finalize(self, links.close)  # at exit too, so that what was raised is told
         self._followers = range(1, size)
         self._numbers = itertools.count()
         self._calls = 0
@@ -162,7 +166,7 @@ class Leader:
 
     def close(self) -> None:
         """End the connections."""
-        self._links.close()
+        self._end()
 
     def _meet(self, name: str) -> None:
         """Wait until all ranks have called this."""
@@ -205,8 +209,13 @@ class Leader:
             raise self._failure()
 
     def _failure(self) -> Exception:
+        deadline = time.monotonic() + CONSEQUENCES
+        while time.monotonic() < deadline and len(self._links.failures) < len(self._followers):
+            if any(failed.error is None for failed in self._links.failures):  # all others come of it
+                break
+            time.sleep(0.01)
         failed = self._links.first_failure()
-        error = failed.error or RuntimeError(f"rank {failed.rank} is gone; make new Generators")
+        error = failed.error or _gone(failed.rank)
         if failed.trace and self._broken is None:
             error.add_note(f"on rank {failed.rank}:\n{failed.trace}")
         self._broken = error
@@ -236,11 +245,16 @@ class Follower:
             self._link.send(Call(self._calls, name))
             outcome = self._follow()
         except (OSError, EOFError) as error:
-            self._broken = RuntimeError("rank 0 is gone; make new Generators")
+            self._broken = _gone(0)
             raise self._broken from error
+        except Exception as error:
+            self._broken = found = self._cause(error)
+            if found is error:
+                raise
+            raise found from error
         except BaseException as error:
             self._broken = error
-            self._link.send(Failed.of(self._rank, error))
+            self._fail(error)
             raise
         if isinstance(outcome, Raise):
             raise outcome.error
@@ -260,6 +274,24 @@ class Follower:
         """End the connection."""
         self._link.close()
 
+    def _fail(self, error: BaseException) -> None:
+        with suppress(OSError):  # the leader may be gone
+            self._link.send(Failed.of(self._rank, error))
+
+    def _cause(self, error: Exception) -> Exception:
+        """What an error in a step comes of: the end of another rank, where the leader says so or has ended itself."""
+        self._fail(error)
+        deadline = time.monotonic() + HEARD
+        while True:
+            try:
+                message = self._link.receive(max(deadline - time.monotonic(), 0))
+            except Empty:
+                return error
+            if message is None:
+                return _gone(0)
+            if isinstance(message, Raise) and message.number == self._calls:
+                return message.error
+
     def _follow(self) -> Return | Raise:
         """Replay until a call has ended."""
         while (message := self._link.receive()) is not None:
@@ -275,6 +307,10 @@ def _next(items: Closable[T]) -> list[T]:
         return [next(items)]
     except StopIteration:
         return []
+
+
+def _gone(rank: int) -> RuntimeError:
+    return RuntimeError(f"rank {rank} is gone; make new Generators")
 
 
 def _disagree(error: BaseException) -> str:

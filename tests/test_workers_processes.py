@@ -28,7 +28,7 @@ def batch(step: int) -> Batch:
 
 
 FAKE = """
-import faulthandler, os, signal, time
+import os, time
 from types import SimpleNamespace
 from fastgen.config import EngineConfig
 from fastgen.links import Port
@@ -42,7 +42,7 @@ class Runner:
         step = batch.decodes[0]
         if step == 99:  # the others wait for rank 1, as in a collective
             if self.rank == 1:
-                deaths[self.death]()
+                raise LookupError("no such thing")
             time.sleep(1000)
         return SimpleNamespace(step=step)
 
@@ -52,16 +52,6 @@ class Runner:
     def settle(self):
         pass
 
-def fail():
-    raise LookupError("no such thing")
-
-deaths = {
-    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "exits": lambda: os._exit(3),
-    "crashes": lambda: faulthandler._sigsegv(),
-    "raises": fail,
-}
-
 def build(start, link):
     print("rank", start.rank, flush=True)
     if start.rank == 0:
@@ -69,25 +59,28 @@ def build(start, link):
     else:
         link.receive()
     runner = Runner()
-    runner.rank, runner.death = start.rank, start.options.get("death")
-    if start.options.get("slow"):
-        time.sleep(1000)
+    runner.rank = start.rank
     return runner
 
 main(build)
 """
 
 
-def spawned(**options: Any) -> Ranks:
-    return Ranks(2, MODEL, options, Path("model"), "dummy", "cpu", program=("-c", FAKE))
+def spawned(size: int = 2, program: str = FAKE) -> Ranks:
+    return Ranks(size, MODEL, {}, Path("model"), "dummy", "cpu", program=("-c", program))
+
+
+def state(pid: int) -> str:
+    """Of a process: a letter; "Z" too where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
 
 
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie, which is somebody's to wait for, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return state(pid) != "Z"
 
 
 def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
@@ -97,22 +90,13 @@ def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    ("death", "kind", "text"),
-    [
-        ("killed", RuntimeError, "rank 1 of 2 was killed by SIGKILL .*; make a new Generator"),
-        ("exits", RuntimeError, "rank 1 of 2 exited with status 3; make a new Generator"),
-        ("crashes", RuntimeError, "rank 1 of 2 was killed by SIGSEGV; make a new Generator"),
-        ("raises", LookupError, "no such thing"),
-    ],
-)
-def test_a_rank_that_dies_ends_all(death: str, kind: type[Exception], text: str) -> None:
-    ranks = spawned(death=death)
+def test_a_rank_that_raises_ends_all() -> None:
+    ranks = spawned()
     pids = [process.pid for process in ranks._processes]
     assert [os.getpgid(pid) for pid in pids] == pids, "Ctrl-C at the terminal does not come to them"
     assert ranks.collect(ranks.launch(batch(5))).tokens == [5, pids[0]]
     start = time.monotonic()
-    with pytest.raises(kind, match=text):
+    with pytest.raises(LookupError, match="no such thing"):
         ranks.collect(ranks.launch(batch(99)))
     assert time.monotonic() - start < 10
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "none lives, and none is a zombie"
@@ -121,12 +105,30 @@ def test_a_rank_that_dies_ends_all(death: str, kind: type[Exception], text: str)
     ranks.close()
 
 
+@pytest.mark.parametrize(
+    ("death", "text"),
+    [
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "was killed by SIGKILL .has the memory run out.*; make a new Generator",
+        ),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV; make a new Generator"),
+        ("os._exit(3)", "exited with status 3; make a new Generator"),
+    ],
+)
+def test_how_a_rank_dies_is_told(death: str, text: str) -> None:
+    with pytest.raises(RuntimeError, match=f"rank 0 of 1 {text}"):
+        spawned(1, f"import os, signal; {death}")
+
+
 def test_closing_ends_ranks_whatever_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "GRACE", 0.3)
     before = len(os.listdir("/proc/self/fd"))
-    ranks = spawned(death="exits")
+    ranks = spawned()
     pids = [process.pid for process in ranks._processes]
     os.kill(pids[1], signal.SIGSTOP)  # it sees neither the end of its connection nor SIGTERM
+    while state(pids[1]) != "T":
+        time.sleep(0.005)
     ranks.close()
     assert [process.returncode for process in ranks._processes] == [1, -signal.SIGKILL]
     assert len(os.listdir("/proc/self/fd")) == before
@@ -138,10 +140,10 @@ def test_closing_ends_ranks_whatever_they_do(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_ranks_that_nobody_holds_end() -> None:
-    ranks = spawned()
+    ranks = spawned(1)
     processes = ranks._processes
     del ranks
-    assert [process.returncode for process in processes] == [1, 1]
+    assert [process.returncode for process in processes] == [1]
 
 
 def test_what_ranks_print_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
@@ -150,18 +152,19 @@ def test_what_ranks_print_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> N
     assert (out, sorted(err.splitlines())) == ("", ["rank 0", "rank 1"])
 
 
-def test_an_interrupt_while_ranks_start_leaves_none() -> None:
+def test_an_interrupt_while_ranks_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(workers, "GRACE", 0.3)
     before = signal.signal(signal.SIGUSR1, interrupt)
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     others = children.read_text()
-    timer = threading.Timer(1.0, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
+    timer = threading.Timer(0.5, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            spawned(slow=True)
+            spawned(program="import time; time.sleep(1000)")
         assert children.read_text() == others
     finally:
         timer.join()
@@ -173,71 +176,27 @@ import os, signal, sys, time
 from pathlib import Path
 from fastgen.workers import Ranks
 
-program, ending = sys.argv[1:]
-ranks = Ranks(2, None, {}, Path("model"), "dummy", "cpu", program=("-c", program))
-print(*(process.pid for process in ranks._processes), flush=True)
-if ending == "forked":
-    pid = os.fork()  # as a DataLoader's worker: it inherits the sockets, and lives on
-    if pid == 0:
-        os.close(1)
-        time.sleep(30)
-        os._exit(0)
-    print(pid, flush=True)
-if ending != "ends":
-    os.kill(os.getpid(), signal.SIGKILL)
+ranks = Ranks(1, None, {}, Path("model"), "dummy", "cpu", program=("-c", sys.argv[1]))
+pid = os.fork()  # as a DataLoader's worker: it inherits the socket, and lives on
+if pid == 0:
+    os.close(1)
+    time.sleep(30)
+    os._exit(0)
+print(ranks._processes[0].pid, pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("ending", ["ends", "killed", "forked"])
-def test_ranks_end_with_their_caller(ending: str, tmp_path: Path) -> None:
-    """By itself without a close, or killed; a fork that lives on does not keep them."""
+def test_ranks_end_with_their_caller_and_a_fork_of_it_does_not_keep_them(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CALLER, FAKE, ending],
+        [sys.executable, "-c", CALLER, FAKE],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(workers.__file__).parent.parent)},
         stdout=subprocess.PIPE,
         timeout=30,
     )
-    assert done.returncode == (0 if ending == "ends" else -signal.SIGKILL)
-    first, second, *fork = map(int, done.stdout.split())
-    wait_until_gone([first, second])
-    for pid in fork:
-        assert alive(pid)
-        os.kill(pid, signal.SIGKILL)
-
-
-MEETING = """
-import os, signal, torch
-import torch.distributed as dist
-from types import SimpleNamespace
-from fastgen.config import EngineConfig
-from fastgen.request import StepResult
-from fastgen.workers import _join, main
-
-class Runner:
-    config = EngineConfig("cpu", "float32", 128, 4, 64, 16, 8, "reference")
-
-    def launch(self, batch):
-        if batch.decodes[0] == 99 and self.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        total = torch.tensor([batch.decodes[0] + self.rank])
-        dist.all_reduce(total, group=self.group)
-        return total
-
-    def collect(self, launched):
-        return StepResult(launched.tolist(), [], [])
-
-def build(start, link):
-    runner = Runner()
-    runner.rank, runner.group = start.rank, _join(start, link, torch.device("cpu"))
-    return runner
-
-main(build)
-"""
-
-
-def test_ranks_meet_in_a_process_group_and_a_death_is_told_before_what_comes_of_it() -> None:
-    ranks = Ranks(2, MODEL, {}, Path("model"), "dummy", "cpu", program=("-c", MEETING))
-    assert ranks.collect(ranks.launch(batch(3))).tokens == [7]
-    with pytest.raises(RuntimeError, match="rank 1 of 2 was killed by SIGKILL"):
-        ranks.collect(ranks.launch(batch(99)))
+    assert done.returncode == -signal.SIGKILL
+    rank, fork = map(int, done.stdout.split())
+    wait_until_gone([rank])
+    assert alive(fork)
+    os.kill(fork, signal.SIGKILL)

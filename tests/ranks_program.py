@@ -1,0 +1,178 @@
+"""What test_tensor_parallel.py runs under torchrun: every rank writes what it saw to a file of its own.
+
+`ranks_program.py OUT MODEL` makes all kinds of calls on two ranks, and answers on more. Then a rank is killed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from conftest import Turns, random_ids
+from torch.distributed.device_mesh import init_device_mesh
+
+from fastgen import Generator, Request, SamplingParams, runner
+
+SHORT = SamplingParams(max_tokens=10, seed=7, ignore_eos=True, logprobs=2)
+LONG = replace(SHORT, max_tokens=28)
+SYSTEM = random_ids(37, seed=1)
+REQUESTS = [
+    (random_ids(1), replace(SHORT, temperature=0)),
+    (random_ids(70), replace(SHORT, temperature=0, prompt_logprobs=2)),
+    (random_ids(33), replace(SHORT, temperature=0.8, top_p=0.9)),
+    (random_ids(5), replace(SHORT, top_k=20, min_p=0.05, seed=-1, return_sampling_mask=True)),
+    (random_ids(64), replace(SHORT, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2)),
+    (random_ids(90), replace(SHORT, temperature=1.3, logit_bias={5: 3.0, 6: -100.0, 7: 2.5}, prompt_logprobs=0)),
+    (random_ids(20), replace(SHORT, temperature=2.0, min_tokens=4, stop_token_ids=tuple(range(3, 60)))),
+    (random_ids(40), replace(SHORT, mask=Turns(), temperature=0, n=2)),
+    (SYSTEM, replace(SHORT, n=3)),
+    (SYSTEM + random_ids(16, seed=2), replace(LONG, temperature=0.9, mask=Turns())),
+    (SYSTEM + random_ids(16, seed=2), replace(LONG, n=4, seed=8)),
+    (SYSTEM + random_ids(30, seed=3), replace(LONG, temperature=0)),
+]
+FEW = REQUESTS[:9]
+SCORED = [random_ids(30), random_ids(75), SYSTEM + random_ids(9, seed=4), SYSTEM + random_ids(12, seed=4)]
+STARTS = [0, 20, 5, 40]
+OPTIONS: dict[str, Any] = {"device": "cpu", "page_size": 16, "max_seqs": 16, "seed": 3}
+
+
+class Ranks:
+    """found: what this rank has seen, by name."""
+
+    def __init__(self, out: Path) -> None:
+        self.group = dist.group.WORLD
+        self.rank = dist.get_rank()
+        self.out = out / f"rank{self.rank}"
+        self.found: dict[str, Any] = {"pid": os.getpid()}
+
+    def save(self) -> None:
+        self.out.with_suffix(".part").write_bytes(pickle.dumps(self.found))
+        self.out.with_suffix(".part").rename(self.out)
+
+    def mine(self, value: Any, others: Any = None) -> Any:
+        """What rank 0 gives; the others give what must not be looked at."""
+        return others if self.rank else value
+
+    def raised(self, call: Callable[[], Any]) -> tuple[str, str]:
+        try:
+            call()
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return "", "nothing"
+
+    def die(self, gen: Generator, victim: int) -> None:
+        """`victim` is killed in the middle of generate. The others are to end by themselves, so that torchrun's own
+        signal is ignored."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        launch, steps = runner.Runner.launch, iter(range(10))
+
+        def last(self: Any, batch: Any) -> Any:
+            if next(steps) == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return launch(self, batch)
+
+        self.found["killed"] = time.time()
+        self.save()
+        if self.rank == victim:
+            runner.Runner.launch = last  # type: ignore[method-assign]
+        long = SamplingParams(max_tokens=200, ignore_eos=True)
+        self.found["death"] = self.raised(lambda: gen.generate([[5, 6, 7]] * 4, long))
+        self.found["after"] = self.raised(lambda: gen.generate([5, 6, 7], SHORT))
+        self.save()
+        sys.exit(3)
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(50)
+    dist.init_process_group("gloo")
+    ranks = Ranks(Path(sys.argv[1]))
+    folder = sys.argv[2]
+    gen = Generator(folder, tp_group=ranks.group, **OPTIONS)
+    if dist.get_world_size() > 2:
+        ranks.found["generate"] = gen.generate(*(ranks.mine(list(x)) for x in zip(*FEW, strict=True)))
+        ranks.die(gen, dist.get_world_size() - 1)
+    call_all(ranks, gen)
+    cut_steps(ranks, gen)
+    mesh = init_device_mesh("cpu", (2,))
+    with Generator(folder, tp_group=mesh, **OPTIONS) as other:  # beside the first
+        ranks.found["mesh"] = other.generate(*(ranks.mine(list(x)) for x in zip(*FEW[:3], strict=True)))
+    ranks.found["closed"] = ranks.raised(lambda: other.generate([5], SHORT))
+    call_wrongly(ranks, gen)
+    ranks.die(gen, 0)
+
+
+def call_all(ranks: Ranks, gen: Generator) -> None:
+    """What must be the same on all ranks; of the arguments, rank 0's count."""
+    found, mine = ranks.found, ranks.mine
+    prompts, params = zip(*FEW, strict=True)
+    found["generate"] = gen.generate(mine(list(prompts)), mine(list(params)))
+    found["score"] = gen.score(mine(SCORED), start=mine(STARTS), temperature=mine(0.8, -1.0))
+    found["stats"] = gen.stats
+    read = []
+
+    def requests() -> Iterator[Request]:
+        for prompt, some in FEW:
+            read.append(prompt)
+            yield Request(prompt, some)
+
+    found["stream"] = list(gen.stream(mine(requests(), 5)))
+    found["read"] = len(read)
+    for left in gen.stream(mine(requests(), 5)):
+        found["left"] = left, gen.unfinished
+        break
+    found["unfinished"] = [gen.unfinished]
+    ids = [gen.add(mine(prompt), mine(some), id=mine(f"request {i}")) for i, (prompt, some) in enumerate(FEW[:6])]
+    events = [gen.step() for _ in range(6)]
+    found["unfinished"].append(gen.unfinished)
+    found["aborted"] = gen.abort(mine(ids[1:3]))
+    while gen.unfinished:
+        events.append(gen.step())
+    found["unfinished"].append(gen.unfinished)
+    found["added"] = ids, events
+
+
+def cut_steps(ranks: Ranks, gen: Generator) -> None:
+    runner.CUT_TOKENS, runner.CUT_MULTIPLE = 32, 16
+    parts, counts = runner._Lengths.parts, []
+
+    def counted(self: Any, decodes: int) -> Any:
+        found = parts(self, decodes)
+        counts.append(len(found))
+        return found
+
+    runner._Lengths.parts = counted  # type: ignore[method-assign]
+    scored = [place for place, (_, params) in enumerate(FEW) if params.prompt_logprobs is not None]
+    for name, places in (("scored", scored), ("plain", [p for p in range(len(FEW)) if p not in scored])):
+        counts.clear()
+        some = [FEW[place] for place in places]
+        found = gen.generate([prompt for prompt, _ in some], [params for _, params in some])
+        ranks.found["cut " + name] = places, found, counts.count(2)
+
+
+def call_wrongly(ranks: Ranks, gen: Generator) -> None:
+    """Errors are everybody's, and leave all able to go on."""
+    found, raised = ranks.found, ranks.raised
+    bad = SamplingParams(top_p=7.0)
+    found["value"] = raised(lambda: gen.add([5, 6], bad))
+    found["mismatch"] = raised(lambda: gen.generate([5, 6], SHORT) if ranks.rank == 0 else gen.score([[5, 6]]))
+    found["iterable"] = raised(lambda: list(gen.stream(ranks.mine(broken()))))
+    found["bad"] = gen.generate([[5, 6], [5, 6]], [SHORT, bad])
+    found["again"] = gen.generate(*(list(x) for x in zip(*FEW[:3], strict=True)))
+
+
+def broken() -> Iterator[Request]:
+    yield Request([5, 6], SHORT)
+    raise LookupError("no more requests")
+
+
+if __name__ == "__main__":
+    main()
