@@ -104,7 +104,10 @@ class Group:
         handle = symmetric_memory.rendezvous(memory, self.process_group)
         self._memory = memory, handle
         self.least(0)  # all inboxes are empty before anybody's first call
-        return allreduce.Inbox.make(list(handle.buffer_ptrs), words, self.rank, self._device, polls=PATIENT)
+        starts, offsets = list(handle.buffer_ptrs), [0] * self.size  # of blocks, which may hold other memory before it
+        dist.all_gather_object(offsets, memory.data_ptr() - starts[self.rank], group=self.process_group)
+        peers = [start + offset for start, offset in zip(starts, offsets, strict=True)]
+        return allreduce.Inbox.make(peers, words, self.rank, self._device, polls=PATIENT)
 
     def ready(self) -> None:
         """From now on a rank is waited for no longer than one that works can take. (At the start, they compile.)"""
