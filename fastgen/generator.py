@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import weakref
 from collections.abc import Generator as PyGenerator
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -21,13 +22,13 @@ from fastgen.intake import Intake, paired, scored
 from fastgen.loader import resolve
 from fastgen.outputs import Active, Answer, Sink, Stats
 from fastgen.placement import Placement, on_all_ranks
-from fastgen.profiling import Recorder, span
+from fastgen.profiling import LocalTracer, Recorder, span
 from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
-from fastgen.runner import Runner
 from fastgen.scheduler import Scheduler
 from fastgen.spmd import Follower, Leader
 from fastgen.startup import release_memory
 from fastgen.tokenizer import Tokenizer
+from fastgen.workers import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -115,12 +116,13 @@ class Generator:
         start = time.perf_counter()
         if load == "auto":
             self.folder = resolve(model, revision)
-        self._runner: Any = placement.start(self.folder, load, tell=lambda: self.stats)
+        me = weakref.proxy(self)  # so that ranks end with what holds them
+        self._runner: Any = placement.start(self.folder, load, tell=lambda: me.stats)
         self._team = self._runner if isinstance(self._runner, Leader | Follower) else None
         self.config = self._runner.config  # only now is it known how large the KV pool is
         self.max_model_len = self.config.max_model_len
         self._log_start(time.perf_counter() - start)
-        self.recorder = Recorder(placement.device if isinstance(self._runner, Runner | Leader) else "cpu")
+        self.recorder = Recorder(self._runner if isinstance(self._runner, Ranks) else LocalTracer(self.config.device))
         self._intake = Intake(self.model_config, self.tokenizer, self.max_model_len, seed)
         self._scheduler = Scheduler(self.config)
         self._in_flight: Any = None  # what the runner's launch has returned
@@ -315,10 +317,11 @@ class Generator:
         """Write a Chrome trace of the next `steps` steps that run inside the block (`with`), or of all if fewer do.
 
         path: of a new file, .json or .json.gz. The trace has what the CPU and a GPU did, and ranges for the parts of
-        a step: schedule, launch, collect (of the step before) and update. Raises ValueError for steps below 1, for a
-        path in no folder, and where a trace is being recorded already.
+        a step: schedule, launch, collect (of the step before) and update. Of several ranks, rank 0 writes it, and with
+        tensor_parallel only launch, sample and collect are in it. Raises ValueError for steps below 1, for a path in no
+        folder, and where a trace is being recorded already.
         """
-        return self.recorder.block(path, steps)
+        return nullcontext() if isinstance(self._team, Follower) else self.recorder.block(path, steps)
 
     def close(self) -> None:
         """Abort everything and let the memory go."""
@@ -328,10 +331,11 @@ class Generator:
         self._active.clear()
         self._owners.clear()
         self._in_flight = None
-        self.recorder.finish()
-        self._runner.close()
-        self._team = None  # it holds the runner; and nobody is there to call with
+        runner, self._team = self._runner, None  # nobody is there to call with
         del self._runner
+        with closing(runner):
+            self.recorder.finish()
+        del runner
         release_memory(self.config.device)
 
     @property

@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import functools
+import secrets
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    GroupName,
+    _abort_process_group,
+    _get_default_store,
+    _new_process_group_helper,
+    _world,
+)
 
 from fastgen.kernels import allreduce
 from fastgen.kernels.launch import triton
+
+T = TypeVar("T")
 
 FUSED_TOKENS = 1024
 """Up to so many tokens, a kernel of our own adds up what the ranks of one host have; NCCL's way is longer for few."""
 
 PATIENT = 2**31 - 1  # looks for what other ranks send
+
+
+TIMEOUT = timedelta(minutes=10)  # of a collective
+
+
+class DepartedError(RuntimeError):
+    """Another rank has left the group, or does not answer."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +104,62 @@ class Group:
         self._memory: Any = None  # of the inbox, and what holds those of the others
         self._latest: dist.Work | None = None  # of NCCL, beside the current stream
 
+    @classmethod
+    def beside(cls, given: dist.ProcessGroup, device: torch.device) -> Group:
+        """The ranks of a program's group, which all call this, in a group of its own: nothing of the program's comes
+        between, and an error ends only this."""
+        names, members = [""] * given.size(), dist.get_process_group_ranks(given)
+        dist.all_gather_object(names, f"fastgen-{secrets.token_hex(8)}", group=given)
+        # dist.new_group would name it by how many groups a rank has, and use a name again when its group has ended.
+        own, _ = _new_process_group_helper(
+            len(members),
+            given.rank(),
+            members,
+            dist.Backend("gloo" if device.type == "cpu" else "nccl"),
+            _get_default_store(),
+            GroupName(names[0]),
+            timeout=TIMEOUT,
+        )
+        _world.pg_group_ranks[own] = {member: rank for rank, member in enumerate(members)}
+        return cls(own, device)
+
+    def leave(self) -> None:
+        """End the process group, which is of no use then; more calls do nothing.
+
+        Other ranks that wait for this one raise DepartedError: at once where gloo makes the sums; where NCCL does, when
+        they are interrupted or leave too. What they read of this rank's must be read by now, or is lost.
+        """
+        group, self.process_group, self._latest = self.process_group, None, None
+        if group is None:
+            return
+        with suppress(ValueError):  # the program has ended all of its groups
+            if self._device.type == "cpu":
+                dist.destroy_process_group(group)
+            else:
+                _abort_process_group(group)  # the other way waits for what ranks that are gone will not do
+
+    def interrupt(self) -> None:
+        """From any thread, when another rank has failed: what waits for it on a GPU ends, and is wrong."""
+        group = self.process_group
+        if group is not None and self._device.type == "cuda":
+            group.abort()
+
+    def _together(self, collective: Callable[..., T], *args: Any, **options: Any) -> T:
+        """What a collective returns; where another rank is gone, raises DepartedError."""
+        if self.process_group is None:  # torch would take the program's own group
+            raise DepartedError("the ranks have left their group")
+        try:
+            return collective(*args, **options, group=self.process_group)
+        except RuntimeError as error:
+            # Its frames hold the group, and so its sockets, whose end others wait for.
+            raise DepartedError(f"another rank is gone: {error}") from error.with_traceback(None)
+
     def prepare(self, hidden: int, dtype: torch.dtype) -> None:
         """Take the memory that is needed to add up [T, hidden] for few tokens T. Waits for all ranks."""
         if self.size == 1 or self._device.type == "cpu" or triton is None:
             return
         hosts = [""] * self.size
-        dist.all_gather_object(hosts, socket.gethostname(), group=self.process_group)
+        self._together(dist.all_gather_object, hosts, socket.gethostname())
         if len({*hosts}) == 1:
             self._inbox = self._open_inbox(FUSED_TOKENS * hidden * dtype.itemsize // 4)
 
@@ -129,7 +197,7 @@ class Group:
             total = torch.zeros_like(x)
             allreduce.add_reduced(total, x, self._inbox)
             return total
-        dist.all_reduce(x, group=self.process_group)
+        self._together(dist.all_reduce, x)
         return x
 
     def add(self, x: Tensor, y: Tensor) -> Sum | None:
@@ -146,14 +214,14 @@ class Group:
                 self._latest = None
             allreduce.add_reduced(x, y, self._inbox)
             return None
-        self._latest = work = dist.all_reduce(y, group=self.process_group, async_op=True)
+        self._latest = work = self._together(dist.all_reduce, y, async_op=True)
         assert work is not None
         return Sum(y, work)
 
     def _sum_in_order(self, x: Tensor) -> Tensor:
         """By rank, whatever the shape: what becomes of a row does not depend on the rows beside it."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.process_group)
+        self._together(dist.all_gather, parts, x.contiguous())
         return functools.reduce(torch.add, parts)
 
     def gather(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
@@ -161,13 +229,13 @@ class Group:
         if self.size == 1:
             return x if out is None else out.copy_(x)
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(x.contiguous(), parts, group=self.process_group, group_dst=0)
+        self._together(dist.gather, x.contiguous(), parts, group_dst=0)
         return None if parts is None else torch.cat(parts, dim=1, out=out)
 
     def broadcast(self, x: Tensor) -> None:
         """Rank 0's x, in place of the others' own."""
         if self.size > 1:
-            dist.broadcast(x, group=self.process_group, group_src=0)
+            self._together(dist.broadcast, x, group_src=0)
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -180,7 +248,7 @@ class Group:
         errors = [error]
         if self.size > 1:
             errors = [None] * self.size
-            dist.all_gather_object(errors, error, group=self.process_group)
+            self._together(dist.all_gather_object, errors, error)
         if error is not None:
             raise error
         for rank, found in enumerate(errors):
@@ -193,5 +261,5 @@ class Group:
         if self.size == 1:
             return number
         numbers = torch.tensor([number], device=self._device)
-        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self.process_group)
+        self._together(dist.all_reduce, numbers, dist.ReduceOp.MIN)
         return int(numbers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -56,14 +57,16 @@ class Placement:
             return build_rank(*what, Group()) if self.ranks == 1 else Ranks(self.ranks, *what)
         given, device = process_group_of(self.tp_group), torch.device(self.device)
         with current(device):
-            # One of our own, so that nothing of the program's can come between, and an error ends only ours.
-            backend, members = "gloo" if device.type == "cpu" else "nccl", dist.get_process_group_ranks(given)
-            group = Group(dist.new_group(members, backend=backend, use_local_synchronization=True), device)
-            ends = connect(given)
-            runner = build_rank(*what, group)
-        if isinstance(ends, Links):
-            return Leader(runner, ends, group.size, tell)
-        return Follower(runner, ends, group.rank)
+            group = Group.beside(given, device)
+            try:
+                ends = connect(given, group.interrupt)
+                build = partial(build_rank, *what, group)
+                if isinstance(ends, Links):
+                    return Leader(build, ends, group, tell)
+                return Follower(build, ends, group)
+            except BaseException:
+                group.leave()
+                raise
 
 
 def process_group_of(tp_group: Any) -> dist.ProcessGroup:

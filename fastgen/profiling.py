@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch._C._autograd import _profiler_enabled
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 log = logging.getLogger(__name__)
@@ -28,27 +30,62 @@ def span(name: str) -> AbstractContextManager[object]:
     return record_function(name) if _profiler_enabled() else _NOTHING
 
 
+class Tracer(Protocol):
+    """Records what a process does."""
+
+    def start_trace(self) -> None: ...
+
+    def write_trace(self, path: Path) -> None:
+        """Write what was recorded since `start_trace`; raises OSError where it can not be written."""
+
+
+class LocalTracer:
+    """Records what this process does, on the CPU and on `device`. all_threads: or else only this one, of the CPU."""
+
+    def __init__(self, device: str, all_threads: bool = False) -> None:
+        self._options = _ExperimentalConfig(profile_all_threads=all_threads)
+        self._activities = [ProfilerActivity.CPU]
+        if torch.device(device).type == "cuda":
+            self._activities.append(ProfilerActivity.CUDA)
+        self._profiler: profile | None = None
+
+    def start_trace(self) -> None:
+        if self._profiler is not None:  # an interrupt has kept it from being written
+            self._profiler.stop()
+        self._profiler = profile(activities=self._activities, experimental_config=self._options)
+        self._profiler.start()
+
+    def write_trace(self, path: Path) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            raise OSError("an interrupt has kept it from being begun")
+        profiler.stop()  # waits for the GPU
+        profiler.export_chrome_trace(str(path))
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """`span`, in all threads: torch does not tell them that it records them."""
+        return span(name) if self._profiler is None else record_function(name)
+
+
 @dataclass(eq=False)
 class _Recording:
-    """A trace that was asked for. Its profiler starts with the next step."""
+    """A trace that was asked for. It starts with the next step."""
 
     path: Path
     steps: int  # still to come
     loud: bool = False  # whether nobody hears of the file at level INFO
-    profiler: profile | None = None
+    started: bool = False
 
 
 class Recorder:
-    """Records steps of one Generator, which calls `before_step` and `after_step`, into Chrome traces.
+    """Records steps of one Generator, which calls `before_step` and `after_step`, into Chrome traces of `tracer`.
 
     asked: a signal sets it to the folder where it wants a trace of the next steps.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         self.asked: Path | None = None
-        self._activities = [ProfilerActivity.CPU]
-        if torch.device(device).type == "cuda":
-            self._activities.append(ProfilerActivity.CUDA)
+        self._tracer = tracer
         self._recording: _Recording | None = None
 
     @contextmanager
@@ -56,7 +93,7 @@ class Recorder:
         """Record the next steps that run inside the block; see Generator.profile."""
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ValueError(f"steps is {steps!r}; it must be an integer of at least 1")
-        path = Path(path)
+        path = Path(path).absolute()  # the tracer's process may be in another folder
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"path is {str(path)!r}; give the name of a file in a folder that exists")
         if self._recording is not None or _profiler_enabled():
@@ -74,18 +111,18 @@ class Recorder:
             name = f"fastgen-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
             self._recording = _Recording(folder / name, SIGNAL_STEPS, loud=True)
         recording = self._recording
-        if recording is None or recording.profiler is not None:
+        if recording is None or recording.started:
             return
         if _profiler_enabled():  # a second one would end the first one's recording
             log.warning("no trace in %s: another profiler is recording", recording.path)
             self._recording = None
             return
-        recording.profiler = profile(activities=self._activities)
-        recording.profiler.start()
+        recording.started = True
+        self._tracer.start_trace()
 
     def after_step(self) -> None:
         recording = self._recording
-        if recording is not None and recording.profiler is not None:
+        if recording is not None and recording.started:
             recording.steps -= 1
             if not recording.steps:
                 self.finish()
@@ -95,12 +132,11 @@ class Recorder:
         recording, self._recording = self._recording, None
         if recording is None:
             return
-        if recording.profiler is None:
+        if not recording.started:
             log.warning("no trace in %s: no step has run", recording.path)
             return
-        recording.profiler.stop()  # waits for the GPU
         try:
-            recording.profiler.export_chrome_trace(str(recording.path))
+            self._tracer.write_trace(recording.path)
         except OSError as error:  # generation goes on
             log.warning("no trace in %s: %s", recording.path, error)
             return

@@ -18,6 +18,7 @@ from fastgen.kernels.lanes import DecodeInput, advance
 from fastgen.kernels.launch import current
 from fastgen.kernels.rope import Places
 from fastgen.model import ROW_TILE, Ends, StepInput, Transformer
+from fastgen.parallel import DepartedError
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
 from fastgen.sampler import LARGE, LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
 
@@ -187,7 +188,7 @@ class Runner:
         if launched.arrived is not None:
             launched.arrived.synchronize()
         if launched.expired is not None and int(launched.expired):
-            raise RuntimeError("a rank has not taken part in a step for too long; make a new Generator")
+            raise DepartedError("a rank has not taken part in a step for too long; make a new Generator")
         result = StepResult([], [], [], scored=[_read(scores) for scores in launched.scored])
         output = launched.sampled
         if output is None:

@@ -18,13 +18,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import Empty
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 
 from fastgen.links import Draw, Failed, Launch, Link, Links, Message, Settle, Settled, portable
+from fastgen.parallel import DepartedError, Group
 from fastgen.request import Batch, StepResult
 from fastgen.runner import Launched, Runner
 from fastgen.workers import CONSEQUENCES, Replay
@@ -33,7 +33,8 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 PATIENCE = 60.0  # seconds that the leader waits for the followers to connect
-HEARD = 1.0  # seconds in which a follower that fails hears from the leader what its failure comes of
+MEETING = 1.0  # seconds that a rank which closes waits for the others to
+LISTENING = 8.0  # seconds that a follower whom others have left waits for the leader to say why
 POLL = 50e-6  # seconds between two looks at a step that runs
 
 
@@ -70,6 +71,11 @@ class Raise(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Closing(Message):
+    """From a follower: it closes, and waits until all do: what a rank sends last, others may still read."""
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """A step on its way."""
 
@@ -82,23 +88,33 @@ class Step:
 
 
 class Leader:
-    """Rank 0: used as a Runner is, within `call`. tell: what the others are told at the end of each call.
+    """Rank 0: used as a Runner is, within `call`. build: makes its runner, on all ranks at once; tell: what the others
+    are told at the end of each call.
 
-    What a follower raises is raised here, and a RuntimeError where one is gone. After that, or when a step was cut
-    short, the ranks no longer agree, and each call raises a RuntimeError.
+    What a rank raises in its part of a step, or in `build`, is raised on all, and a RuntimeError where one is gone.
+    After that, or when a step was cut short, the ranks no longer agree: their group has ended, and each call raises a
+    RuntimeError.
     """
 
-    def __init__(self, runner: Runner, links: Links, size: int, tell: Callable[[], Any] = lambda: None) -> None:
-        self.config = runner.config
+    def __init__(
+        self, build: Callable[[], Runner], links: Links, group: Group, tell: Callable[[], Any] = lambda: None
+    ) -> None:
         self._tell = tell
-        self._runner = runner
         self._links = links
-        self._end = weakref.finalize(self, links.close)  # at exit too, so that what was raised is told
-        self._followers = range(1, size)
+        self._group = group
+        self._followers = range(1, group.size)
         self._numbers = itertools.count()
         self._calls = 0
         self._calling = False
         self._broken: BaseException | None = None
+        try:
+            with self._agreeing():
+                self._runner = build()
+        except BaseException:
+            links.close()
+            raise
+        self.config = self._runner.config
+        self._end = weakref.finalize(self, _end_leader, self._runner, links, group, os.getpid())
 
     def call(self, name: str, function: Callable[[], T]) -> T:
         """What a function returns or raises, on all ranks; all must call this name. Calls within it are its own."""
@@ -109,9 +125,8 @@ class Leader:
             self._calls += 1
             self._meet(name)
             value = function()
-            self._links.send(
-                Return(self._calls, pickle.dumps((value, self._tell())))
-            )  # pickled now, as the caller may change it
+            data = pickle.dumps((value, self._tell()))  # now, as the caller may change it
+            self._links.send(Return(self._calls, data))
             return value
         except BaseException as error:
             self._links.send(Raise(self._calls, portable(error)))
@@ -132,14 +147,14 @@ class Leader:
         """Run a step on all ranks."""
         self._check()
         number = next(self._numbers)
-        with self._in_step():
+        with self._agreeing():
             self._links.send(Launch(number, batch))
             return Step(number, batch, self._runner.launch(batch))
 
     def sample(self, step: Step, masks: np.ndarray) -> None:
         """Draw the tokens of a launched step whose batch is masked; masks: int32 [R, ceil(V / 32)]."""
         self._check()
-        with self._in_step():
+        with self._agreeing():
             self._links.send(Draw(step.number, None))
             self._runner.sample(step.launched, masks)
 
@@ -149,7 +164,10 @@ class Leader:
         while arrived is not None and not arrived.query():  # type: ignore[no-untyped-call]
             self._check()
             time.sleep(POLL)
-        return self._runner.collect(step.launched)
+        try:
+            return self._runner.collect(step.launched)
+        except DepartedError as error:
+            raise self._fail(error) from error
 
     def settle(self) -> None:
         """Wait until nothing is on its way on any rank. Does nothing where the ranks no longer agree."""
@@ -165,7 +183,7 @@ class Leader:
                 waited.discard(rank)
 
     def close(self) -> None:
-        """End the connections."""
+        """End the connections and the group, when all ranks close, or after MEETING. More calls do nothing."""
         self._end()
 
     def _meet(self, name: str) -> None:
@@ -181,81 +199,74 @@ class Leader:
                 raise RuntimeError(f"rank {rank} called {names[rank]} where rank 0 called {name}")
 
     @contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """A step that one rank runs in part leaves the others waiting in its collectives."""
+    def _agreeing(self) -> Iterator[None]:
+        """What all ranks must do wholly, or others wait for it in a collective."""
         try:
             yield
         except BaseException as error:
-            if isinstance(error, Exception):
-                deadline = time.monotonic() + CONSEQUENCES
-                while not self._links.failures and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                if self._links.failures:  # of which ours comes
-                    raise self._failure() from error
-            self._broken = error
-            raise
+            cause = self._fail(error)
+            if cause is error:
+                raise
+            raise cause from error
+
+    def _fail(self, error: BaseException) -> BaseException:
+        """End what the ranks have together, after an error; returns what began it."""
+        failed = self._links.first_failure(CONSEQUENCES) if isinstance(error, DepartedError) else None
+        if failed is not None:
+            # A copy, or the threads of `links` would hold the frames of this one, and so the leader itself.
+            error = _gone(failed.rank) if failed.error is None else portable(failed.error)
+            if failed.trace:
+                error.add_note(f"on rank {failed.rank}:\n{failed.trace}")
+        self._broken = error
+        self._links.send(Failed(0, portable(error)))
+        self._group.leave()
+        return error
 
     def _receive(self) -> tuple[int, Message]:
         while not self._links.failures:
             found = self._links.receive(1.0)
+            if found is not None and isinstance(found[1], Closing):
+                raise self._fail(_gone(found[0]))
             if found is not None and not isinstance(found[1], Failed):
                 return found
-        raise self._failure()
+        raise self._fail(DepartedError())
 
     def _check(self) -> None:
         if self._broken is not None:
             raise RuntimeError(_disagree(self._broken)) from self._broken
         if self._links.failures:
-            raise self._failure()
-
-    def _failure(self) -> Exception:
-        deadline = time.monotonic() + CONSEQUENCES
-        while time.monotonic() < deadline and len(self._links.failures) < len(self._followers):
-            if any(failed.error is None for failed in self._links.failures):  # all others come of it
-                break
-            time.sleep(0.01)
-        failed = self._links.first_failure()
-        error = failed.error or _gone(failed.rank)
-        if failed.trace and self._broken is None:
-            error.add_note(f"on rank {failed.rank}:\n{failed.trace}")
-        self._broken = error
-        return error
+            raise self._fail(DepartedError())
 
 
 class Follower:
-    """Any other rank. It raises what the leader does, and what its own part of a step raises; after that, or an
-    interrupt, the ranks no longer agree, and each call raises a RuntimeError. told: what rank 0 told at the end of the
-    last call."""
+    """Any other rank. It raises what the leader does. After an interrupt, or an error in its part of a step or in
+    `build`, the ranks no longer agree, as with the leader. told: what rank 0 told at the end of the last call."""
 
-    def __init__(self, runner: Runner, link: Link, rank: int) -> None:
-        self.config = runner.config
-        self._rank = rank
+    def __init__(self, build: Callable[[], Runner], link: Link, group: Group) -> None:
         self._link = link
-        self._replay = Replay(runner, link)
+        self._group = group
         self._calls = 0
         self._broken: BaseException | None = None
         self.told: Any = None
+        try:
+            with self._agreeing():
+                runner = build()
+        except BaseException:
+            link.close()
+            raise
+        self.config = runner.config
+        self._replay = Replay(runner, link)
+        self._end = weakref.finalize(self, _end_follower, runner, link, group, os.getpid())
 
     def call(self, name: str, function: object = None) -> Any:
         """What the leader's function returns or raises."""
         if self._broken is not None:
             raise RuntimeError(_disagree(self._broken)) from self._broken
-        try:
-            self._calls += 1
-            self._link.send(Call(self._calls, name))
+        self._calls += 1
+        with self._agreeing():
+            with suppress(OSError):  # rank 0 is gone, or has sent why it ends
+                self._link.send(Call(self._calls, name))
             outcome = self._follow()
-        except (OSError, EOFError) as error:
-            self._broken = _gone(0)
-            raise self._broken from error
-        except Exception as error:
-            self._broken = found = self._cause(error)
-            if found is error:
-                raise
-            raise found from error
-        except BaseException as error:
-            self._broken = error
-            self._fail(error)
-            raise
         if isinstance(outcome, Raise):
             raise outcome.error
         value, self.told = pickle.loads(outcome.data)
@@ -271,35 +282,52 @@ class Follower:
             raise
 
     def close(self) -> None:
-        """End the connection."""
-        self._link.close()
-
-    def _fail(self, error: BaseException) -> None:
-        with suppress(OSError):  # the leader may be gone
-            self._link.send(Failed.of(self._rank, error))
-
-    def _cause(self, error: Exception) -> Exception:
-        """What an error in a step comes of: the end of another rank, where the leader says so or has ended itself."""
-        self._fail(error)
-        deadline = time.monotonic() + HEARD
-        while True:
-            try:
-                message = self._link.receive(max(deadline - time.monotonic(), 0))
-            except Empty:
-                return error
-            if message is None:
-                return _gone(0)
-            if isinstance(message, Raise) and message.number == self._calls:
-                return message.error
+        """End the connection and the group, when rank 0 closes, or after MEETING. More calls do nothing."""
+        self._end()
 
     def _follow(self) -> Return | Raise:
         """Replay until a call has ended."""
-        while (message := self._link.receive()) is not None:
+        while not isinstance(message := self._link.receive(), Failed | None):
             if not isinstance(message, Return | Raise):
                 self._replay.take(message)
             elif message.number == self._calls:
                 return message
-        raise EOFError
+        raise _cause(message)
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """See Leader."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(OSError):  # rank 0 may be gone
+                self._link.send(Failed.of(self._group.rank, error))
+            self._group.leave()
+            self._broken = self._hear(error) if isinstance(error, DepartedError) else error
+            if self._broken is error:
+                raise
+            raise self._broken from error
+
+    def _hear(self, error: BaseException) -> BaseException:
+        """What the leader says that an error comes of."""
+        deadline = time.monotonic() + LISTENING
+        with suppress(TimeoutError):
+            while not isinstance(
+                message := self._link.receive(max(deadline - time.monotonic(), 0)), Failed | Raise | None
+            ):
+                continue
+            return _cause(message)
+        return error
+
+
+def _cause(message: Failed | Raise | None) -> Exception:
+    if message is None or message.error is None:
+        return _gone(0)
+    return message.error
+
+
+def _gone(rank: int) -> RuntimeError:
+    return RuntimeError(f"rank {rank} is gone; make new Generators")
 
 
 def _next(items: Closable[T]) -> list[T]:
@@ -309,8 +337,35 @@ def _next(items: Closable[T]) -> list[T]:
         return []
 
 
-def _gone(rank: int) -> RuntimeError:
-    return RuntimeError(f"rank {rank} is gone; make new Generators")
+def _end_leader(runner: Runner, links: Links, group: Group, owner: int) -> None:
+    if os.getpid() != owner:  # a fork, which has no say in this
+        return
+    try:
+        if group.process_group is not None:
+            runner.close()
+            missing, deadline = group.size - 1, time.monotonic() + MEETING
+            while missing and not links.failures and (left := deadline - time.monotonic()) > 0:
+                found = links.receive(left)
+                missing -= found is not None and isinstance(found[1], Closing)
+    finally:
+        links.close()
+        group.leave()
+
+
+def _end_follower(runner: Runner, link: Link, group: Group, owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    try:
+        if group.process_group is not None:
+            runner.close()
+            with suppress(OSError, TimeoutError):
+                link.send(Closing())
+                deadline = time.monotonic() + MEETING
+                while not isinstance(link.receive(max(deadline - time.monotonic(), 0)), Failed | None):
+                    continue
+    finally:
+        link.close()
+        group.leave()
 
 
 def _disagree(error: BaseException) -> str:
@@ -320,8 +375,9 @@ def _disagree(error: BaseException) -> str:
 # ------------------------------------------------------------------------------------------------ the connections
 
 
-def connect(group: dist.ProcessGroup) -> Links | Link:
-    """Connect the ranks of a process group: the leader's ends on its rank 0, and its own end on each other.
+def connect(group: dist.ProcessGroup, failed: Callable[[], None] = lambda: None) -> Links | Link:
+    """Connect the ranks of a process group: the leader's ends on its rank 0, and its own end on each other. failed:
+    called by a thread when another rank fails.
 
     Called by all ranks. Rank 0 listens at a port that is free, for this host alone where all ranks are on it; whoever
     connects must know a key, which the group tells. Raises RuntimeError where a rank does not connect.
@@ -332,11 +388,11 @@ def connect(group: dist.ProcessGroup) -> Links | Link:
         with socket.create_server(("127.0.0.1" if alone else "", 0)) as server:
             key, port = os.urandom(32), server.getsockname()[1]
             _gather((key, [(name, port) for name in (["127.0.0.1"] if alone else _names())]), group)
-            return _accept(server, key, size)
+            return _accept(server, key, size, failed)
     key, addresses = _gather(None, group)[0]
     connection = _connection(_reach(addresses))
     connection.send_bytes(key + rank.to_bytes(4, "big"))
-    return Link(connection, lambda: None)
+    return Link(connection, failed)
 
 
 def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -369,9 +425,9 @@ def _reach(addresses: list[tuple[str, int]]) -> socket.socket:
     raise RuntimeError(f"rank 0 can not be reached at {'; '.join(failures)}")
 
 
-def _accept(server: socket.socket, key: bytes, size: int) -> Links:
+def _accept(server: socket.socket, key: bytes, size: int, failed: Callable[[], None] = lambda: None) -> Links:
     """Wait for all ranks. Who does not know the key is sent away."""
-    links, missing = Links(), set(range(1, size))
+    links, missing = Links(failed), set(range(1, size))
     deadline = time.monotonic() + PATIENCE
     while missing:
         server.settimeout(max(deadline - time.monotonic(), 0.01))

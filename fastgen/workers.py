@@ -50,8 +50,12 @@ from fastgen.links import (
     Settle,
     Settled,
     Start,
+    StartTrace,
+    TraceWritten,
+    WriteTrace,
 )
 from fastgen.parallel import Group
+from fastgen.profiling import LocalTracer
 from fastgen.request import Batch, StepResult
 from fastgen.runner import Launched, Runner
 from fastgen.startup import build_rank
@@ -59,7 +63,7 @@ from fastgen.startup import build_rank
 Build = Callable[[Start, Link], Runner]
 
 GRACE = 3.0  # seconds that a rank has to end before it is sent the next stronger signal
-CONSEQUENCES = 0.3  # seconds after a failure in which others are taken to come of it, or it of them
+CONSEQUENCES = 3.0  # seconds, from a failure that comes of another rank's, in which that one's is heard of
 
 
 # ------------------------------------------------------------------------------------------------ the caller's side
@@ -102,6 +106,7 @@ class Ranks:
         self._end = weakref.finalize(self, _end, self._links, self._processes, os.getpid())
         self._numbers = itertools.count()
         self._settled = -1  # steps up to this number are not collected
+        self._early: dict[int, StepResult] = {}  # that came while something else was waited for
         self._sent: deque[tuple[int, float]] = deque(maxlen=NOTED)  # launches, and when they were asked for
         self._broken: Exception | None = None
         level = logging.getLogger("fastgen").getEffectiveLevel()
@@ -134,10 +139,32 @@ class Ranks:
         """Wait for a step, and read it. Steps are collected in the order of their launch."""
         self._check()
         assert launched.number > self._settled, "this step was given up"
+        if launched.number in self._early:
+            return self._early.pop(launched.number)
         while True:
             _, message = self._receive()
             if isinstance(message, Result) and message.number == launched.number:  # others are of lost steps
                 return message.result
+
+    def start_trace(self) -> None:
+        """Record what rank 0 does from the next step on."""
+        self._check()
+        self._links.send({0: StartTrace()})
+
+    def write_trace(self, path: Path) -> None:
+        """Write what rank 0 has recorded; raises OSError where it can not be written. path: absolute."""
+        if self._broken is not None or not self._end.alive:
+            raise OSError("the ranks have ended")
+        number = next(self._numbers)
+        self._links.send({0: WriteTrace(number, path)})
+        while True:
+            _, message = self._receive()
+            if isinstance(message, Result):  # is collected later
+                self._early[message.number] = message.result
+            elif isinstance(message, TraceWritten) and message.number == number:
+                break
+        if message.error is not None:
+            raise OSError(message.error)
 
     def settle(self) -> None:
         """Wait until nothing is on its way. Does nothing where the ranks have failed, as that is what holds then."""
@@ -159,6 +186,7 @@ class Ranks:
         number = next(self._numbers)
         self._links.send(Settle(number))
         self._settled = number
+        self._early.clear()
         answers: dict[int, Settled] = {}
         while len(answers) < self.size:
             rank, message = self._receive()
@@ -195,10 +223,8 @@ class Ranks:
 
     def _failure(self) -> Exception:
         """End all ranks after a failure; returns what began it."""
-        deadline = time.monotonic() + CONSEQUENCES
-        while time.monotonic() < deadline and len({failed.rank for failed in self._links.failures}) < self.size:
-            self._links.receive(0.02)
-        failed = self._links.first_failure()
+        failed = self._links.first_failure(CONSEQUENCES)
+        assert failed is not None
         if failed.error is None:
             error: Exception = self._death(failed.rank)
         else:
@@ -288,15 +314,17 @@ class Replay:
         self._runner = runner
         self._link = link
         self._failed = failed
+        self._tracer = LocalTracer(runner.config.device, all_threads=True)
         self._undrawn: tuple[int, Launched] | None = None
         self._answers: SimpleQueue[tuple[int, Launched] | Message] = SimpleQueue()
         if failed is not None:
             threading.Thread(target=self._answer, args=(failed,), name="fastgen-collect", daemon=True).start()
 
     def take(self, message: Message) -> None:
-        """Do what a Launch, a Draw or a Settle says."""
+        """Do what a message says."""
         if isinstance(message, Launch):
-            launched = self._runner.launch(message.batch)
+            with self._tracer.span("launch"):
+                launched = self._runner.launch(message.batch)
             # An undrawn step still there is one whose Draw an interrupt has lost.
             self._undrawn = (message.number, launched) if message.batch.masked else None
             if not message.batch.masked:
@@ -306,8 +334,18 @@ class Replay:
             number, launched = self._undrawn
             assert number == message.number
             self._undrawn = None
-            self._runner.sample(launched, message.masks)
+            with self._tracer.span("sample"):
+                self._runner.sample(launched, message.masks)
             self._collect_later(number, launched)
+        elif isinstance(message, StartTrace):
+            self._tracer.start_trace()
+        elif isinstance(message, WriteTrace):
+            error = None
+            try:
+                self._tracer.write_trace(message.path)
+            except OSError as raised:
+                error = str(raised)
+            self._link.send(TraceWritten(message.number, error))
         else:
             assert isinstance(message, Settle), message
             self._undrawn = None
@@ -328,7 +366,8 @@ class Replay:
                 answer = self._answers.get()
                 if not isinstance(answer, Message):
                     number, launched = answer
-                    answer = Result(number, self._runner.collect(launched))
+                    with self._tracer.span("collect"):
+                        answer = Result(number, self._runner.collect(launched))
                 self._link.send(answer)
         except BaseException as error:
             failed(error)

@@ -122,7 +122,7 @@ def test_a_module_without_a_level_is_noticed() -> None:
 
 def test_the_imports_are_read_wherever_they_stand() -> None:
     found = {module: {target for target, _ in imports(module)} for module in SOURCES}
-    assert {"fastgen.scheduler", "fastgen.runner", "fastgen.request"} <= found["fastgen.generator"]
+    assert {"fastgen.scheduler", "fastgen.workers", "fastgen.request"} <= found["fastgen.generator"]
     assert "fastgen.attention.reference" in found["fastgen.attention"], "inside a function"
     assert "fastgen.generator" in found["fastgen.cli.chat"], "by its public name"
     assert found["fastgen"] == set()

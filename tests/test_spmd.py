@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,9 +19,10 @@ import numpy as np
 import pytest
 
 from fastgen import spmd, workers
-from fastgen.links import Launch, Link, Links
+from fastgen.config import EngineConfig
+from fastgen.links import Link, Links
 from fastgen.request import Batch, StepResult
-from fastgen.spmd import Follower, Leader, Raise
+from fastgen.spmd import Follower, Leader
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,7 +34,7 @@ def batch(step: int, masked: bool = False) -> Batch:
 class FakeRunner:
     """A step's token is its lane; it raises at lane 99."""
 
-    config: Any = "config"
+    config = EngineConfig("cpu", "float32", 128, 4, 64, 16, 8, "reference")
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
@@ -53,19 +56,32 @@ class FakeRunner:
     def settle(self) -> None:
         self.log.append(("settle", 0))
 
+    def close(self) -> None:
+        pass
+
+
+class FakeGroup:
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.process_group = rank, size, object()
+
+    def leave(self) -> None:
+        self.process_group = None  # type: ignore[assignment]
+
 
 class Program:
-    """A leader in this thread, and followers in others that each run a function."""
+    """A leader in this thread, and followers in others that each run a function, and close."""
 
     def __init__(self, follow: Callable[[Follower], Any], size: int = 3) -> None:
         links = Links()
         self.followers, self.runners = {}, [FakeRunner() for _ in range(size)]
+        self.groups: list[Any] = [FakeGroup(rank, size) for rank in range(size)]
+        build: list[Any] = [lambda runner=runner: runner for runner in self.runners]
         self.outcomes: dict[int, Any] = {}
         for rank in range(1, size):
             ours, its = Pipe()
             links.add(rank, ours)
-            self.followers[rank] = Follower(self.runners[rank], Link(its, lambda: None), rank)  # type: ignore[arg-type]
-        self.leader = Leader(self.runners[0], links, size)  # type: ignore[arg-type]
+            self.followers[rank] = Follower(build[rank], Link(its, lambda: None), self.groups[rank])
+        self.leader = Leader(build[0], links, self.groups[0])
         self._threads = [
             threading.Thread(target=self._run, args=(follow, rank), daemon=True) for rank in self.followers
         ]
@@ -83,7 +99,13 @@ class Program:
         for thread in self._threads:
             thread.join(10)
             assert not thread.is_alive()
+        for follower in self.followers.values():  # which waits for the leader
+            thread = threading.Thread(target=follower.close, daemon=True)
+            thread.start()
+        start = time.monotonic()
         self.leader.close()
+        assert time.monotonic() - start < spmd.MEETING / 2, "all closed"
+        assert all(group.process_group is None for group in self.groups[:1])
         return [self.outcomes[rank] for rank in sorted(self.outcomes)]
 
 
@@ -116,7 +138,7 @@ def test_a_value_may_be_changed_as_soon_as_it_is_there() -> None:
 def test_another_call_raises_on_all_ranks_and_the_next_is_right_again() -> None:
     def follow(follower: Follower) -> Any:
         with pytest.raises(RuntimeError, match="rank 1 called score where rank 0 called generate"):
-            follower.call("score" if follower._rank == 1 else "generate")
+            follower.call("score" if follower._group.rank == 1 else "generate")
         return follower.call("score")
 
     program = Program(follow)
@@ -224,25 +246,6 @@ def test_what_a_follower_raises_in_a_step_is_raised_on_all(monkeypatch: pytest.M
             call()
 
 
-@pytest.mark.parametrize("leader", ["is gone", "says"])
-def test_what_a_followers_error_comes_of_is_raised(leader: str) -> None:
-    program = Program(lambda follower: follower.call("generate"), size=2)
-    links = program.leader._links
-    assert links.receive(10) is not None  # the call
-    links.send(Launch(0, batch(99)))
-    if leader == "is gone":
-        links.close()
-        text = "rank 0 is gone; make new Generators"
-    else:
-        links.send(Raise(1, RuntimeError("rank 2 is gone")))
-        text = "rank 2 is gone"
-    (outcome,) = program.join()
-    assert (type(outcome), str(outcome)) == (RuntimeError, text)
-    assert isinstance(outcome.__cause__, LookupError)
-    with pytest.raises(RuntimeError, match=f"no longer agree.*{text}"):
-        program.followers[1].call("stats")
-
-
 def test_a_step_that_only_the_leader_fails_in_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spmd, "CONSEQUENCES", 0.05)
     program = Program(lambda follower: follower.call("generate"))
@@ -257,53 +260,164 @@ def test_a_step_that_only_the_leader_fails_in_ends_it(monkeypatch: pytest.Monkey
 
 
 def test_a_rank_that_is_gone_is_noticed() -> None:
-    program = Program(lambda follower: follower.close() if follower._rank == 2 else follower.call("stats"))
+    program = Program(lambda follower: follower.close() if follower._group.rank == 2 else follower.call("stats"))
     with pytest.raises(RuntimeError, match="rank 2 is gone"):
         program.leader.call("stats", lambda: 1)
     assert "rank 2 is gone" in str(program.join()[0])
-    with pytest.raises(RuntimeError, match="no longer agree"):
-        program.leader.call("stats", lambda: 1)
-    with pytest.raises(RuntimeError, match="rank 0 is gone"):
-        program.followers[1].call("stats")
+    for call in (lambda: program.leader.call("stats", lambda: 1), lambda: program.followers[1].call("stats")):
+        with pytest.raises(RuntimeError, match=r"no longer agree.*rank 2 is gone"):
+            call()
 
 
-CONNECT = """
-import sys, time
-import torch.distributed as dist
-from fastgen import spmd
+def test_a_leader_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spmd, "MEETING", 0.05)
+    program = Program(lambda follower: follower.call("stats"))
+    program.leader.close()
+    assert [str(outcome) for outcome in program.join()] == ["rank 0 is gone; make new Generators"] * 2
+
+
+PROGRAM = """
+import gc, json, os, signal, sys, threading, time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+import torch, torch.distributed as dist
+from fastgen import Generator, SamplingParams, placement, spmd
 from fastgen.links import Link, Settle
 
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=3)
-group = dist.new_group([1, 2, 0])
-for hosts in ("one", "several"):
-    if hosts == "several":
-        spmd._host = lambda: ("host", str(rank // 2))
-        spmd._names = lambda: ["127.0.0.1"]
-    found = spmd.connect(group)
+rank, size, store, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=size)
+"""
+
+CONNECT = """
+for hosts in range(2):
+    found = spmd.connect(dist.new_group([1, 2, 0]))
     if isinstance(found, Link):
         found.send(found.receive())
         assert found.receive() is None
     else:
-        found.send({other: Settle(other) for other in range(1, 3)})
-        print(sorted((rank, message.number) for rank, message in (found.receive(10) for _ in range(2))))
+        found.send({other: Settle(other) for other in range(1, size)})
+        print(sorted((rank, message.number) for rank, message in (found.receive(10) for _ in range(size - 1))))
         found.close()
+    spmd._host = lambda: ("host", str(rank // 2))
+    spmd._names = lambda: ["127.0.0.1"]
+spmd._host = lambda: ("host", "")
 """
 
+TRAINER = (
+    CONNECT
+    + """
+def make():
+    return Generator(folder, load="dummy", device="cpu", num_pages=16, max_seqs=4, seed=0, tp_group=dist.group.WORLD)
 
-def test_the_ranks_of_a_group_are_connected_on_one_host_and_on_several(tmp_path: Path) -> None:
-    processes = [
+def resources():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+def answers(gen):
+    return gen.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))[0].completions[0].token_ids
+
+@contextmanager
+def expected(kind, text, seconds=5):
+    start = time.monotonic()
+    try:
+        yield
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError("nothing is raised")
+    assert time.monotonic() - start < seconds
+    total = torch.ones(1)
+    dist.all_reduce(total)  # the program's own group goes on
+    assert total == size
+
+def fail(*arguments):
+    raise LookupError(f"rank {rank} can not")
+
+def check_resources():
+    dist.barrier()
+    for _ in range(100):  # threads that end
+        if resources() == before:
+            break
+        time.sleep(0.02)
+    assert resources() == before, (resources(), before)
+
+with make() as gen:
+    answers(gen)  # tqdm starts a thread
+before = resources()
+for number in range(20):  # made and closed
+    with make() as gen:
+        first = answers(gen) if number == 0 else first
+check_resources()
+gen = make()
+assert answers(gen) == first
+del gen  # not closed
+check_resources()
+for failing in range(size):
+    gen = make()
+    answers(gen)
+    if rank == failing:
+        runner = gen._runner._runner if rank == 0 else gen._runner._replay._runner
+        runner.model.forward = fail
+    with expected(LookupError, f"rank {failing} can not"):
+        answers(gen)
+    with expected(RuntimeError, "no longer agree"):
+        answers(gen)
+    del gen
+    check_resources()
+build_rank = placement.build_rank
+for failing in (0, 2):
+    placement.build_rank = fail if rank == failing else build_rank
+    with expected(LookupError, f"rank {failing} can not"):
+        make()
+placement.build_rank = build_rank
+check_resources()
+with make() as gen:
+    assert answers(gen) == first
+gen = make()
+if rank == 1:
+    gen._runner._replay._runner.model.forward = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+start = time.monotonic()
+try:
+    answers(gen)
+except RuntimeError as error:
+    print(error, flush=True)
+assert time.monotonic() - start < 5
+os._exit(0)
+"""
+)
+
+MODEL = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 96,
+    "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16,
+    "intermediate_size": 96, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def run_ranks(program: str, folder: Path, size: int = 3) -> list[subprocess.Popen[str]]:
+    """A program of several ranks."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", CONNECT, str(rank), str(tmp_path / "store")],
+            [sys.executable, "-c", PROGRAM + program, str(rank), str(size), str(folder / "store"), str(folder)],
             env={**os.environ, "PYTHONPATH": str(Path(workers.__file__).parent.parent), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(3)
+        for rank in range(size)
     ]
-    said = [process.communicate(timeout=50)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
-    assert "".join(said) == "[(1, 1), (2, 2)]\n" * 2
+
+
+def test_a_program_goes_on_whatever_its_generators_come_to(tmp_path: Path) -> None:
+    """Connections on one host and on several; 20 Generators, some that are not closed, and each rank's failures, in
+    one program, whose own group and resources stay as they are; then a rank is killed."""
+    processes = run_ranks(TRAINER, tmp_path)
+    said = [process.communicate(timeout=55) for process in processes]
+    assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 0], said
+    gone = "rank 1 is gone; make new Generators\n"
+    assert [out for out, _ in said] == ["[(1, 1), (2, 2)]\n" * 2 + gone, "", gone]
 
 
 def test_who_does_not_know_the_key_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
