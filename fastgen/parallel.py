@@ -150,6 +150,8 @@ class Group:
             raise DepartedError("the ranks have left their group")
         try:
             return collective(*args, **options, group=self.process_group)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             # Its frames hold the group, and so its sockets, whose end others wait for.
             raise DepartedError(f"another rank is gone: {error}") from error.with_traceback(None)
