@@ -21,7 +21,7 @@ from fastgen.arch import read_config
 from fastgen.intake import Intake, paired, scored
 from fastgen.loader import resolve
 from fastgen.outputs import Active, Answer, Sink, Stats
-from fastgen.placement import Placement, on_all_ranks
+from fastgen.placement import Placement, agreeing, on_all_ranks
 from fastgen.profiling import LocalTracer, Recorder, span
 from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
 from fastgen.scheduler import Scheduler
@@ -48,8 +48,7 @@ class Generator:
     device: a torch device; None: the GPU where there is one, else the CPU.
     max_model_len: the context, prompt and answer together, in tokens; None: the model's, or what the KV pool holds
         where that is less; the attribute of that name tells.
-    max_seqs: sequences that run at a time; max_step_tokens: tokens that one step computes at most; None: as it suits
-        the model and the device.
+    max_seqs: sequences that run at a time; max_step_tokens: tokens that a step computes at most; None: what suits.
     page_size: tokens a page of the KV pool; num_pages, or kv_cache_gb (10^9 bytes, of all GPUs together), sizes the
         pool. Where neither is given, a GPU's pool takes what weights and steps leave of memory_fraction of the memory
         that is free.
@@ -94,8 +93,6 @@ class Generator:
     ) -> None:
         if load not in ("auto", "dummy"):
             raise ValueError(f"load is {load!r}; it must be 'auto' or 'dummy'")
-        self.folder = resolve(model, revision, weights=False)  # the weights follow when all else is known to be right
-        self.model_config = read_config(self.folder)
         options = {
             "dtype": dtype,
             "max_model_len": max_model_len,
@@ -109,13 +106,16 @@ class Generator:
             "host_cache_gb": host_cache_gb,
             "attention": attention,
         }
-        placement = Placement.find(self.model_config, options, device, tensor_parallel, tp_group)
-        self.tokenizer = Tokenizer.find(self.folder if tokenizer is None else resolve(tokenizer, weights=False))
-        if tokenizer is not None and self.tokenizer is None:
-            raise ValueError(f"tokenizer is {str(tokenizer)!r}, which has no tokenizer files")
-        start = time.perf_counter()
-        if load == "auto":
-            self.folder = resolve(model, revision)
+        with agreeing(tp_group):
+            self.folder = resolve(model, revision, weights=False)  # the weights follow when all else is right
+            self.model_config = read_config(self.folder)
+            placement = Placement.find(self.model_config, options, device, tensor_parallel, tp_group)
+            self.tokenizer = Tokenizer.find(self.folder if tokenizer is None else resolve(tokenizer, weights=False))
+            if tokenizer is not None and self.tokenizer is None:
+                raise ValueError(f"tokenizer is {str(tokenizer)!r}, which has no tokenizer files")
+            start = time.perf_counter()
+            if load == "auto":
+                self.folder = resolve(model, revision)
         me = weakref.proxy(self)  # so that ranks end with what holds them
         self._runner: Any = placement.start(self.folder, load, tell=lambda: me.stats)
         self._team = self._runner if isinstance(self._runner, Leader | Follower) else None
@@ -294,8 +294,8 @@ class Generator:
     @property
     def unfinished(self) -> int:
         """Requests in the engine."""
-        stats = self.stats
-        return stats.requests - stats.finished - stats.aborted
+        told = self.stats if isinstance(self._team, Follower) else None
+        return told.requests - told.finished - told.aborted if told else len(self._active)
 
     @property
     def stats(self) -> Stats:
@@ -318,8 +318,8 @@ class Generator:
 
         path: of a new file, .json or .json.gz. The trace has what the CPU and a GPU did, and ranges for the parts of
         a step: schedule, launch, collect (of the step before) and update. Of several ranks, rank 0 writes it, and with
-        tensor_parallel only launch, sample and collect are in it. Raises ValueError for steps below 1, for a path in no
-        folder, and where a trace is being recorded already.
+        tensor_parallel only launch, sample and collect are in it. Raises ValueError (in a tp_group on rank 0) for
+        steps below 1, for a path in no folder, and where a trace is being recorded already.
         """
         return nullcontext() if isinstance(self._team, Follower) else self.recorder.block(path, steps)
 

@@ -281,7 +281,7 @@ class Links:
                 pickled = {key: _dumps(part) for key, part in distinct.items()}
             except Exception as error:
                 self._note(Failed.of(0, error))
-                return
+                continue
             for rank, part in parts.items():
                 with suppress(OSError):  # it has ended, and the thread that receives from it says so
                     self._connections[rank].send_bytes(pickled[id(part)])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import secrets
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,14 +32,19 @@ T = TypeVar("T")
 FUSED_TOKENS = 1024
 """Up to so many tokens, a kernel of our own adds up what the ranks of one host have; NCCL's way is longer for few."""
 
-PATIENT = 2**31 - 1  # looks for what other ranks send
-
+PATIENT = 10 * allreduce.POLLS  # looks for what other ranks send, while they compile
 
 TIMEOUT = timedelta(minutes=10)  # of a collective
 
 
 class DepartedError(RuntimeError):
     """Another rank has left the group, or does not answer."""
+
+
+def host() -> tuple[str, str]:
+    """Differs between hosts, of one name too."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname(), boot.read_text() if boot.exists() else ""
 
 
 @dataclass(frozen=True)
@@ -160,8 +167,8 @@ class Group:
         """Take the memory that is needed to add up [T, hidden] for few tokens T. Waits for all ranks."""
         if self.size == 1 or self._device.type == "cpu" or triton is None:
             return
-        hosts = [""] * self.size
-        self._together(dist.all_gather_object, hosts, socket.gethostname())
+        hosts = [("", "")] * self.size
+        self._together(dist.all_gather_object, hosts, host())
         if len({*hosts}) == 1:
             self._inbox = self._open_inbox(FUSED_TOKENS * hidden * dtype.itemsize // 4)
 
@@ -216,6 +223,10 @@ class Group:
                 self._latest = None
             allreduce.add_reduced(x, y, self._inbox)
             return None
+        if torch.cuda.is_current_stream_capturing():  # there is nothing beside a decode
+            self._together(dist.all_reduce, y)
+            x.add_(y)
+            return None
         self._latest = work = self._together(dist.all_reduce, y, async_op=True)
         assert work is not None
         return Sum(y, work)
@@ -247,10 +258,10 @@ class Group:
             yield
         except Exception as raised:
             error = raised
-        errors = [error]
+        errors: list[Exception | None] = [error]
         if self.size > 1:
             errors = [None] * self.size
-            self._together(dist.all_gather_object, errors, error)
+            self._together(dist.all_gather_object, errors, error and _portable(error))
         if error is not None:
             raise error
         for rank, found in enumerate(errors):
@@ -265,3 +276,11 @@ class Group:
         numbers = torch.tensor([number], device=self._device)
         self._together(dist.all_reduce, numbers, dist.ReduceOp.MIN)
         return int(numbers)
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that can be told to other ranks."""
+    with suppress(Exception):  # pickling runs the error's own code, which may raise anything
+        pickle.loads(pickle.dumps(error))
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")

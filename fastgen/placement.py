@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,10 @@ class Placement:
             return build_rank(*what, Group()) if self.ranks == 1 else Ranks(self.ranks, *what)
         given, device = process_group_of(self.tp_group), torch.device(self.device)
         with current(device):
+            asked: list[Any] = [None] * self.ranks
+            dist.all_gather_object(asked, (self.model_config, dict(self.options), load), group=given)
+            model_config, options, load = asked[0]
+            what = model_config, options, folder, load, self.device
             group = Group.beside(given, device)
             try:
                 ends = connect(given, group.interrupt)
@@ -67,6 +72,12 @@ class Placement:
             except BaseException:
                 group.leave()
                 raise
+
+
+def agreeing(tp_group: Any) -> AbstractContextManager[None]:
+    """An error within, on any rank of a tp_group, is raised on all of them behind it."""
+    known = isinstance(tp_group, DeviceMesh | dist.ProcessGroup)  # what else it may be is an error within
+    return Group(process_group_of(tp_group) if known else None).agreeing()
 
 
 def process_group_of(tp_group: Any) -> dist.ProcessGroup:

@@ -178,7 +178,8 @@ class Runner:
             tokens = torch.empty(len(launched.lanes), dtype=torch.int32, device=self.device)
             self.group.broadcast(tokens)
             self.state.drew(launched.lanes, tokens.long(), None)
-        launched.expired = self._to_host(self.group.expired)
+        if self.group.rank == 0:  # the others collect nothing
+            launched.expired = self._to_host(self.group.expired)
         if self.device.type == "cuda":
             launched.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             launched.arrived.record()
@@ -296,10 +297,11 @@ class Runner:
         for part in step.parts(decodes) if self.group.size > 1 else [step]:
             count = int(part.query_lens.sum())
             here = slice(start, total + padding if start + count == total else start + count)
-            plan = self.attention.plan(part.layout(self.page_table, 0 if start else decodes, shared))
+            lone = start > 0  # the decodes, which may share keys, are all in the first part
+            plan = self.attention.plan(part.layout(self.page_table, 0 if lone else decodes, shared and not lone))
             ends = None
             if few:
-                layout = part.ends.layout(self.page_table, len(part.rows), shared)
+                layout = part.ends.layout(self.page_table, len(part.rows), shared and not lone)
                 ends = Ends(rows[row : row + len(part.rows)] - start, layout)
             places = self._places(positions[here], slots[here], count)
             inputs.append(StepInput(ids[here], places, plan, ends, arrivals))

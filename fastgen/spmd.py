@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 
 from fastgen.links import Draw, Failed, Launch, Link, Links, Message, Settle, Settled, portable
-from fastgen.parallel import DepartedError, Group
+from fastgen.parallel import DepartedError, Group, host
 from fastgen.request import Batch, StepResult
 from fastgen.runner import Launched, Runner
 from fastgen.workers import CONSEQUENCES, Replay
@@ -32,7 +31,9 @@ from fastgen.workers import CONSEQUENCES, Replay
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
+HEARING = 5.0  # seconds in which who connects has to say who it is
 PATIENCE = 60.0  # seconds that the leader waits for the followers to connect
+CLOSED = "this Generator is closed; make a new one"
 MEETING = 1.0  # seconds that a rank which closes waits for the others to
 LISTENING = 8.0  # seconds that a follower whom others have left waits for the leader to say why
 POLL = 50e-6  # seconds between two looks at a step that runs
@@ -140,7 +141,8 @@ class Leader:
             while item := self.call(f"next of {name}", lambda: _next(items)):
                 yield item[0]
         except GeneratorExit:
-            self.call(f"end of {name}", items.close)
+            if self._end.alive and self._broken is None:
+                self.call(f"end of {name}", items.close)
             raise
 
     def launch(self, batch: Batch) -> Step:
@@ -165,9 +167,11 @@ class Leader:
             self._check()
             time.sleep(POLL)
         try:
-            return self._runner.collect(step.launched)
+            result = self._runner.collect(step.launched)
         except DepartedError as error:
             raise self._fail(error) from error
+        self._check()  # where a rank has failed, NCCL was made to end, with anything
+        return result
 
     def settle(self) -> None:
         """Wait until nothing is on its way on any rank. Does nothing where the ranks no longer agree."""
@@ -234,6 +238,8 @@ class Leader:
     def _check(self) -> None:
         if self._broken is not None:
             raise RuntimeError(_disagree(self._broken)) from self._broken
+        if not self._end.alive:
+            raise RuntimeError(CLOSED)
         if self._links.failures:
             raise self._fail(DepartedError())
 
@@ -262,6 +268,8 @@ class Follower:
         """What the leader's function returns or raises."""
         if self._broken is not None:
             raise RuntimeError(_disagree(self._broken)) from self._broken
+        if not self._end.alive:
+            raise RuntimeError(CLOSED)
         self._calls += 1
         with self._agreeing():
             with suppress(OSError):  # rank 0 is gone, or has sent why it ends
@@ -278,7 +286,8 @@ class Follower:
             while item := self.call(f"next of {name}"):
                 yield item[0]
         except GeneratorExit:
-            self.call(f"end of {name}")
+            if self._end.alive and self._broken is None:
+                self.call(f"end of {name}")
             raise
 
     def close(self) -> None:
@@ -383,16 +392,16 @@ def connect(group: dist.ProcessGroup, failed: Callable[[], None] = lambda: None)
     connects must know a key, which the group tells. Raises RuntimeError where a rank does not connect.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    alone = len(set(_gather(_host(), group))) == 1
+    alone = len(set(_gather(host(), group))) == 1
     if rank == 0:
         with socket.create_server(("127.0.0.1" if alone else "", 0)) as server:
             key, port = os.urandom(32), server.getsockname()[1]
             _gather((key, [(name, port) for name in (["127.0.0.1"] if alone else _names())]), group)
             return _accept(server, key, size, failed)
     key, addresses = _gather(None, group)[0]
-    connection = _connection(_reach(addresses))
-    connection.send_bytes(key + rank.to_bytes(4, "big"))
-    return Link(connection, failed)
+    reached = _reach(addresses)
+    reached.sendall(key + rank.to_bytes(4, "big"))
+    return Link(_connection(reached), failed)
 
 
 def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -402,17 +411,13 @@ def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     return found
 
 
-def _host() -> tuple[str, str]:
-    """Differs between hosts, of one name too."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname(), boot.read_text() if boot.exists() else ""
-
-
 def _names() -> list[str]:
     """Where other hosts may reach this one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    names = [socket.gethostname()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # there may be no way out
         probe.connect(("192.0.2.1", 9))  # sends nothing; it tells which of our addresses faces other hosts
-        return [probe.getsockname()[0], socket.gethostname()]
+        names.insert(0, probe.getsockname()[0])
+    return names
 
 
 def _reach(addresses: list[tuple[str, int]]) -> socket.socket:
@@ -429,24 +434,36 @@ def _accept(server: socket.socket, key: bytes, size: int, failed: Callable[[], N
     """Wait for all ranks. Who does not know the key is sent away."""
     links, missing = Links(failed), set(range(1, size))
     deadline = time.monotonic() + PATIENCE
-    while missing:
-        server.settimeout(max(deadline - time.monotonic(), 0.01))
-        try:
-            connection = _connection(server.accept()[0])
-        except TimeoutError as error:
-            links.close()
-            raise RuntimeError(f"ranks {sorted(missing)} have not connected in {PATIENCE:g} s") from error
-        try:
-            said = connection.recv_bytes(len(key) + 4) if connection.poll(5.0) else b""
-        except (EOFError, OSError):
-            said = b""
-        rank = int.from_bytes(said[len(key) :], "big")
-        if hmac.compare_digest(said[: len(key)], key) and rank in missing:
-            links.add(rank, connection)
-            missing.discard(rank)
-        else:
-            connection.close()
+    try:
+        while missing:
+            server.settimeout(max(deadline - time.monotonic(), 0.01))
+            try:
+                other = server.accept()[0]
+            except TimeoutError as error:
+                raise RuntimeError(f"ranks {sorted(missing)} have not connected in {PATIENCE:g} s") from error
+            rank = _known(other, key)
+            if rank in missing:
+                links.add(rank, _connection(other))
+                missing.discard(rank)
+            else:
+                other.close()
+    except BaseException:
+        links.close()
+        raise
     return links
+
+
+def _known(other: socket.socket, key: bytes) -> int:
+    """The rank of who has connected; -1 for somebody who does not say the key in time."""
+    other.settimeout(HEARING)
+    try:
+        said = b""
+        while len(said) < len(key) + 4 and (more := other.recv(len(key) + 4 - len(said))):
+            said += more
+    except OSError:
+        return -1
+    known = hmac.compare_digest(said[: len(key)], key) and len(said) == len(key) + 4
+    return int.from_bytes(said[len(key) :], "big") if known else -1
 
 
 def _connection(of: socket.socket) -> Connection:

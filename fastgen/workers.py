@@ -420,7 +420,7 @@ def _build(start: Start, link: Link) -> Runner:
 
 
 def _join(start: Start, link: Link, device: torch.device) -> dist.ProcessGroup:
-    """Join the other ranks, at a port that is free on this host and open to nobody else."""
+    """Join the other ranks, at a port that is free, and open to this host alone."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if start.rank == 0:

@@ -103,9 +103,14 @@ def main() -> None:
     call_all(ranks, gen)
     cut_steps(ranks, gen)
     mesh = init_device_mesh("cpu", (2,))
-    with Generator(folder, tp_group=mesh, **OPTIONS) as other:  # beside the first
+    odd = ranks.mine({}, {"max_seqs": 2, "num_pages": 9})  # rank 0's arguments count
+    with Generator(folder, tp_group=mesh, **OPTIONS | odd) as other:  # beside the first
         ranks.found["mesh"] = other.generate(*(ranks.mine(list(x)) for x in zip(*FEW[:3], strict=True)))
+        suspended = other.stream(Request(*asked) for asked in FEW[:3])
+        next(suspended)
+    suspended.close()
     ranks.found["closed"] = ranks.raised(lambda: other.generate([5], SHORT))
+    ranks.found["nowhere"] = ranks.raised(lambda: Generator(ranks.mine(folder, "/nowhere"), tp_group=mesh, **OPTIONS))
     call_wrongly(ranks, gen)
     ranks.die(gen, 0)
 

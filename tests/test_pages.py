@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -321,6 +322,31 @@ def test_conversations_go_by_their_last_turn(monkeypatch: pytest.MonkeyPatch) ->
             if room >= 0:
                 assert pool.cached(tokens) == len(tokens)
     assert pool.seen["loads"] > 100
+
+
+def test_an_interrupt_within_leaves_an_order_that_can_be_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    lose = PageAllocator._lose_slot
+
+    def interrupted(self: PageAllocator, node: Any) -> int:
+        if rng.random() < 0.3:
+            raise KeyboardInterrupt
+        return lose(self, node)
+
+    monkeypatch.setattr(PageAllocator, "_lose_slot", interrupted)
+    interrupts = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        pool = Pool(4, 1, host_pages=4)
+        for _ in range(40):
+            try:
+                pool.release(pool.take(rng.choice(([1, 2], [1, 2, 3], [9], [8], [7, 6], [1]))))
+            except KeyboardInterrupt:
+                interrupts += 1
+                pool.tables.clear()
+                pool.steps = 0
+                pool.allocator.recover()
+                pool.allocator.check([])
+    assert interrupts > 300
 
 
 def test_a_slot_that_is_loaded_from_is_not_saved_to_in_the_same_step() -> None:

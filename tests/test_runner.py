@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from handmade import run as run_batch
 from test_graphs import Called
 
 from fastgen import Event, Generator, SamplingParams
+from fastgen import runner as module
 from fastgen.model import ROW_TILE
+from fastgen.parallel import Group
 from fastgen.request import Batch, Prefill, Score, StepResult
 from fastgen.runner import SCORE_ROWS
 
@@ -380,6 +383,32 @@ def test_the_last_layer_computes_the_row_of_all_forks_once(llama: Path, monkeypa
     )
     siblings(runner, random_ids(20), forked=True, steps=0)
     assert ends[-1].rows.tolist() == [0, 24, 25], "lane 3, all siblings, lane 5; of 26 rows"
+
+
+def test_of_a_step_in_two_parts_the_first_alone_has_the_decodes_that_share(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention knows them by their rows, from 0 on: rows of the second part are others."""
+    runner = make_runner(llama)
+    monkeypatch.setattr(module, "CUT_TOKENS", 32)
+    monkeypatch.setattr(module, "CUT_MULTIPLE", 16)
+    lanes = [Prefill(lane, 0, tuple(random_ids(20 + lane)), sample=True) for lane in range(4)]
+    starts = tuple(start(lane, SamplingParams(temperature=0), (), 20 + lane) for lane in range(4))
+    pages = tuple(entry for lane in range(4) for entry in table(lane, [4 + 3 * lane, 5 + 3 * lane]))
+    runner.collect(runner.launch(Batch((), tuple(lanes[:2]), starts, pages, False)))
+    runner.group = Group(
+        cast(Any, SimpleNamespace(rank=lambda: 0, size=lambda: 2))
+    )  # a model's alone, but steps are cut
+    monkeypatch.setattr(runner.group, "broadcast", lambda x: None)
+    monkeypatch.setattr(runner, "_look", lambda decodes: True)
+    plan, seen = runner.attention.plan, []
+    monkeypatch.setattr(
+        runner.attention, "plan", lambda layout: seen.append((layout.lanes.tolist(), layout.shared)) or plan(layout)
+    )
+    runner.collect(runner.launch(Batch((0, 1), tuple(lanes[2:]), (), (), False)))
+    parts, ends = seen[:2], seen[2:]
+    assert parts == [([0, 1, 2, 3], True), ([3], False)]
+    assert ends == [([0, 1, 2], True), ([3], False)]
 
 
 def test_only_fresh_pages_are_wiped(llama: Path) -> None:

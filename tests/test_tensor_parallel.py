@@ -314,6 +314,8 @@ def check_errors(program: list[dict[str, Any]]) -> None:
     """They are everybody's, and the ranks go on."""
     for found in program:
         assert found["closed"] == ("RuntimeError", "this Generator is closed; make a new one")
+        assert found["nowhere"][0] == "ValueError"
+        assert "/nowhere" in found["nowhere"][1]
         assert found["value"] == ("ValueError", "top_p is 7.0; it must be above 0 and at most 1")
         assert found["mismatch"] == ("RuntimeError", "rank 1 called score where rank 0 called generate")
         assert found["iterable"] == ("LookupError", "no more requests")

@@ -31,7 +31,8 @@ class _Plan:
 
 
 class PagedAttention:
-    """See fastgen.attention.interface.Attention. A plan holds until the next one is made, and serves each layer once.
+    """See fastgen.attention.interface.Attention. A plan holds until the next one with decodes is made, and
+    serves each layer once.
 
     num_heads: H; windows: of the layers, 0 for none; max_seqs, max_step_tokens: of a step, with padding; context: the
     longest kv_len. All memory but that of answers and prefill lists is taken here, and graphs share it: `slots` partial

@@ -387,7 +387,7 @@ class PageAllocator:
         on_device, on_host = [n for n in nodes if n.page >= 0], [n for n in nodes if n.slot >= 0]
         self._clean = sum(node.slot >= 0 for node in on_device)
         self._idle = _reordered(self._idle, on_device)
-        self._host = _reordered(self._host, on_host)
+        self._host = OrderedDict.fromkeys(on_host)  # an interrupt may have left a parent before its child
         self._nodes = [None] * self.num_pages
         for node in on_device:
             self._nodes[node.page] = node
