@@ -494,7 +494,8 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 def test_two_ranks_in_a_terminal(start):
-    """Nothing is shown that one process would not show, and an answer that is stopped leaves the conversation whole."""
+    """Nothing is shown that one process would not show, an answer that is stopped leaves the conversation whole, and
+    where a rank dies the chat ends with a line."""
     child = start(*RANKS, OMP_NUM_THREADS="1")
     shown = at_prompt(child, 1)
     assert re.fullmatch(rf"(loading weights: [^\n]*\n*)+{re.escape(BANNER)}", shown)
@@ -513,8 +514,13 @@ def test_two_ranks_in_a_terminal(start):
     at_prompt(child, 3)
     assert re.search(rf"\n[^\n]*\b4\b[^\n]*\n{STATS}\n$", ask(child, "what is 2 + 2?", 4))
     assert ranks_of(child) == ranks
-    assert leave(child) == 0
     assert "astgen" not in said(child), "neither a warning nor a trace"
+    os.kill(ranks[1], signal.SIGKILL)
+    child.sendline("hello")
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert re.search(r"\nfgchat: error: RuntimeError: rank 1 of 2 was killed by SIGKILL [^\n]*\n$", said(child))
+    assert child.exitstatus == 1
     wait_until_gone(ranks)
 
 
@@ -528,19 +534,6 @@ def test_ctrl_c_while_ranks_start_leaves_none(start):
     child.expect(pexpect.EOF)
     child.wait()
     assert (said(child), child.exitstatus) == ("^C\n", 130)
-    wait_until_gone(ranks)
-
-
-def test_a_rank_that_dies_ends_the_chat_in_one_line(start):
-    child = start(*RANKS, OMP_NUM_THREADS="1")
-    at_prompt(child, 1)
-    ranks = ranks_of(child)
-    os.kill(ranks[1], signal.SIGKILL)
-    child.sendline("hello")
-    child.expect(pexpect.EOF)
-    child.wait()
-    assert re.search(r"\nfgchat: error: RuntimeError: rank 1 of 2 was killed by SIGKILL [^\n]*\n$", said(child))
-    assert child.exitstatus == 1
     wait_until_gone(ranks)
 
 
