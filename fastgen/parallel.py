@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 import secrets
 import socket
@@ -201,7 +200,9 @@ class Group:
         if self.size == 1:
             return x
         if self._device.type == "cpu":
-            return self._sum_in_order(x)
+            total = torch.zeros_like(x)
+            self.add(total, x)
+            return total
         if self._inbox is not None and allreduce.words_of(x) <= self._inbox.words:
             total = torch.zeros_like(x)
             allreduce.add_reduced(total, x, self._inbox)
@@ -215,7 +216,10 @@ class Group:
         None: it is done, as far as the current stream knows. A Sum: the caller adds it when it needs x. y is lost.
         """
         if self._device.type == "cpu":
-            x.add_(self._sum_in_order(y))
+            # By rank, whatever the shape: what becomes of a row does not depend on the rows beside it.
+            parts = [torch.empty_like(y) for _ in range(self.size)]
+            self._together(dist.all_gather, parts, y.contiguous())
+            allreduce.add_in_order(x, parts)
             return None
         if self._inbox is not None and allreduce.words_of(y) <= self._inbox.words:
             if self._latest is not None:  # the kernel must not keep NCCL's from the processors, which others wait for
@@ -230,12 +234,6 @@ class Group:
         self._latest = work = self._together(dist.all_reduce, y, async_op=True)
         assert work is not None
         return Sum(y, work)
-
-    def _sum_in_order(self, x: Tensor) -> Tensor:
-        """By rank, whatever the shape: what becomes of a row does not depend on the rows beside it."""
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._together(dist.all_gather, parts, x.contiguous())
-        return functools.reduce(torch.add, parts)
 
     def gather(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """All ranks' x [R, n] side by side, [R, size * n], in `out` where it is given; None on all ranks but 0."""
