@@ -63,6 +63,12 @@ class DecodeGraphs:
                 self._graphs[size] = graph
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
+    def reset(self) -> None:
+        """Give back what the graphs hold; none can be run any more."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+
     def size_of(self, lanes: int) -> int:
         """The size that `lanes` lanes run in."""
         return self.sizes[bisect.bisect_left(self.sizes, lanes)]

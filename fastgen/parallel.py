@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,12 @@ FUSED_TOKENS = 1024
 PATIENT = 10 * allreduce.POLLS  # looks for what other ranks send, while they compile
 
 TIMEOUT = timedelta(minutes=10)  # of a collective
+
+
+class Captured(Protocol):
+    """CUDA graphs."""
+
+    def reset(self) -> None: ...
 
 
 class DepartedError(RuntimeError):
@@ -109,6 +115,9 @@ class Group:
         self._inbox: allreduce.Inbox | None = None
         self._memory: Any = None  # of the inbox, and what holds those of the others
         self._latest: dist.Work | None = None  # of NCCL, beside the current stream
+        self._captured: list[Captured] = []
+        several = self._device.type == "cuda" and self.size > 1
+        self._rescue = torch.cuda.Stream(device) if several else None  # type: ignore[no-untyped-call]
 
     @classmethod
     def beside(cls, given: dist.ProcessGroup, device: torch.device) -> Group:
@@ -129,8 +138,12 @@ class Group:
         _world.pg_group_ranks[own] = {member: rank for rank, member in enumerate(members)}
         return cls(own, device)
 
+    def hold(self, captured: Captured) -> None:
+        """Of graphs that hold sums of this group: NCCL does not end before they do, so `leave` ends them."""
+        self._captured.append(captured)
+
     def leave(self) -> None:
-        """End the process group, which is of no use then; more calls do nothing.
+        """End the process group, and the graphs that hold its sums, which are of no use then; more calls do nothing.
 
         Other ranks that wait for this one raise DepartedError: at once where gloo makes the sums; where NCCL does, when
         they are interrupted or leave too. What they read of this rank's must be read by now, or is lost.
@@ -138,6 +151,8 @@ class Group:
         group, self.process_group, self._latest = self.process_group, None, None
         if group is None:
             return
+        for captured in self._captured:
+            captured.reset()
         with suppress(ValueError):  # the program has ended all of its groups
             if self._device.type == "cpu":
                 dist.destroy_process_group(group)
@@ -147,8 +162,12 @@ class Group:
     def interrupt(self) -> None:
         """From any thread, when another rank has failed: what waits for it on a GPU ends, and is wrong."""
         group = self.process_group
-        if group is not None and self._device.type == "cuda":
-            group.abort()
+        if group is None or self._rescue is None:
+            return
+        if self._inbox is not None:
+            with torch.cuda.stream(self._rescue), torch.inference_mode():
+                self._inbox.polls.zero_()
+        group.abort()
 
     def _together(self, collective: Callable[..., T], *args: Any, **options: Any) -> T:
         """What a collective returns; where another rank is gone, raises DepartedError."""

@@ -116,6 +116,8 @@ class Runner:
                 if self.share_prefixes:
                     self.graphs[True] = DecodeGraphs(shared_sizes(sizes), self.device, beside=plain)
                     self.graphs[True].capture(lambda size: self.decode(size, shared=True))
+                for graphs in self.graphs.values():
+                    self.group.hold(graphs)
 
     def forget(self) -> None:
         """All lanes are empty again."""

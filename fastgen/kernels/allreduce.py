@@ -86,7 +86,7 @@ class Inbox:
     peers: int64 [N], the address of every rank's inbox, own one included: Inbox.bytes_for(words, N) bytes each,
     aligned to 16. steps: int32 [PROGRAMS], the number of the last step, in every cell. expired: int32 [1], 1 when a
     call has given up waiting: what it and later calls leave in x is worthless, and later calls do not wait. words: the
-    most a call may have. polls: int32 [1], after how many looks a wait is given up; may be changed between calls.
+    most a call may have. polls: int32 [1], after how many looks a wait is given up; may be changed at any time.
 
     Calls of an inbox must be in one order, the same on all ranks, and no two of them at a time. (Step numbers wrap
     around: one is mistaken for another where a call reads what none has written for 2 ** 32 steps.)
@@ -239,7 +239,7 @@ def _one_trip_kernel(
     while (missing > 0) & (limit > 0):
         found = tl.load(at, mask=both, other=0, volatile=True)
         missing = tl.max(tl.max((((found >> 32).to(tl.int32) != step) & both).to(tl.int32), 0), 0)
-        limit -= 1
+        limit = tl.minimum(limit - 1, tl.load(polls_ptr, volatile=True))
     if missing > 0:
         tl.store(expired_ptr, 1)
     x = _total(found.to(tl.int32), x, x_ptr.dtype.element_ty, SIZE)
@@ -278,7 +278,7 @@ def _two_trips_kernel(
         tl.store(tl.multiple_of(to, (1, 16)), y, mask=here)
         mine = RANK * SLICE + slices
         x = tl.load(x_ptr32 + mine, mask=mine < words, other=0)
-        missing = _meet(inboxes, own, flags + block * SIZE, step, limit, RANK, SIZE, RANKS)
+        missing = _meet(inboxes, own, flags + block * SIZE, step, limit, polls_ptr, RANK, SIZE, RANKS)
         limit = tl.where(missing > 0, 0, limit)
 
         at = own + (partials + rank * share)[:, None] + (block * SLICE + column)[None, :]
@@ -287,7 +287,7 @@ def _two_trips_kernel(
         x = _total(parts, x, x_ptr.dtype.element_ty, SIZE)
         to = inboxes[:, None] + (results + mine)[None, :]
         tl.store(tl.multiple_of(to, (1, 16)), tl.broadcast_to(x[None, :], [RANKS, SLICE]), mask=both)
-        missing = _meet(inboxes, own, flags + (BLOCKS + block) * SIZE, step, limit, RANK, SIZE, RANKS)
+        missing = _meet(inboxes, own, flags + (BLOCKS + block) * SIZE, step, limit, polls_ptr, RANK, SIZE, RANKS)
         limit = tl.where(missing > 0, 0, limit)
 
         word = (rank * SLICE)[:, None] + slices[None, :]
@@ -314,7 +314,7 @@ def _end(steps_ptr, step, CELLS: tl.constexpr):
 
 
 @jit()
-def _meet(inboxes, own, flag, step, limit, RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr):
+def _meet(inboxes, own, flag, step, limit, polls_ptr, RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr):
     """Tells all ranks that this program's stores to them are done, and waits until all have told so: 0, or 1 if some
     have not after `limit` looks. `flag` is where the N flags of a block and a trip lie in the inboxes, in words."""
     rank = tl.arange(0, RANKS)
@@ -326,7 +326,7 @@ def _meet(inboxes, own, flag, step, limit, RANK: tl.constexpr, SIZE: tl.constexp
     while (missing > 0) & (limit >= 0):
         found = tl.atomic_add(own + flag + rank, tl.full([RANKS], 0, tl.int32), mask=real, sem="acquire", scope="sys")
         missing = tl.max(((found != step) & real).to(tl.int32), 0)
-        limit -= 1
+        limit = tl.minimum(limit - 1, tl.load(polls_ptr, volatile=True))
     tl.debug_barrier()  # one has seen before any thread loads
     return missing
 
