@@ -1,7 +1,8 @@
 """The transformer. Llama, Mistral, Qwen2 and Qwen3 are flags of one model.
 
-Under tensor parallelism each rank holds a share of the heads, of the MLP and of the vocabulary, and the whole residual
-stream. What its share of o and of down gives is a part of a sum over the ranks (Megatron-LM, arXiv 1909.08053).
+Under tensor parallelism each rank holds a share of the heads, of the MLP and of the vocabulary. What its share of o and
+of down gives is a part of a sum over the ranks (Megatron-LM, arXiv 1909.08053). The residual stream is whole on every
+rank, but for that of a step cut in two, where the ranks share out its tokens (`residual.py`).
 
 Shape letters: T tokens in the step, R rows whose logits are wanted, H query heads, K KV heads (both of this rank), D
 head size, V vocabulary.
@@ -21,13 +22,15 @@ from fastgen.arch import ModelConfig
 from fastgen.attention import Attention, StepLayout
 from fastgen.cache.host import Arrivals
 from fastgen.cache.pool import KVPool
+from fastgen.exchange import HALVES
 from fastgen.kernels import product
 from fastgen.kernels.launch import Chip
-from fastgen.kernels.norm import rms_norm
+from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import HeadNorm, Places, rope_write
 from fastgen.kernels.swiglu import swiglu
-from fastgen.parallel import Group, Part, Sum
+from fastgen.parallel import Group, Part
 from fastgen.profiling import span
+from fastgen.residual import Residual, SharedOut, Whole
 from fastgen.rope import rope_tables
 
 ROW_TILE = 16
@@ -56,12 +59,6 @@ class Linear:
     def packed(self) -> Linear:
         """The same with its weight laid out for the CPU's product, which otherwise lays it out anew in each call."""
         return Linear(torch.ops.mkldnn._reorder_linear_weight(self.weight, None), self.bias)
-
-
-@dataclass(frozen=True)
-class RMSNorm:
-    weight: Tensor
-    eps: float
 
 
 def apply(
@@ -134,26 +131,19 @@ class StepInput:
     ends: Ends | None = None
     arrivals: Arrivals | None = None
 
+    @property
+    def wanted(self) -> int:
+        """How many rows there are behind the last layer, without the padding of ends."""
+        return len(self.token_ids if self.ends is None else self.ends.rows)
+
 
 @dataclass(eq=False)
 class _Stream:
-    """Some tokens of a step on their way through the layers. x: their residual stream [T, hidden]; sum: what is still
-    to be added to it. step: the tokens; plan: for the next layer's attention."""
+    """Some tokens of a step on their way through the layers. plan: for the next layer's attention."""
 
     step: StepInput
-    x: Tensor
     plan: Any
-    sum: Sum | None = None
-
-    @property
-    def rows(self) -> Tensor:
-        """x behind the last layer, without the padding of `ends`."""
-        return self.x if self.step.ends is None else self.x[: len(self.step.ends.rows)]
-
-    def take(self) -> Tensor | None:
-        """What is to be added to x [T, hidden], when it has arrived."""
-        waited, self.sum = self.sum, None
-        return None if waited is None else waited.wait()
+    residual: Residual
 
 
 def _few(x: Tensor, linear: Linear) -> bool:
@@ -165,16 +155,23 @@ def _few(x: Tensor, linear: Linear) -> bool:
 class Transformer:
     """Parameters on `device` in `dtype`, uninitialized; the loader fills `targets()`.
 
-    config: of the whole model; the attribute of that name is what this rank of `group` computes.
+    config: of the whole model; the attribute of that name is what this rank of `group` computes. half: tokens of the
+    largest half of a step that is cut in two.
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, context: int, group: Group | None = None
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        context: int,
+        group: Group | None = None,
+        half: int = 0,
     ) -> None:
         self.group = Group() if group is None else group
         self.config, self._whole = config.split(self.group.size), config
         self._dtype, self._device = dtype, device
-        self.group.prepare(config.hidden_size, dtype)
+        self.group.prepare(config.hidden_size, dtype, half)
         self._vocab = config.vocab_size // self.group.size  # rows of embedding and head that are here
         self.embedding = self._new(self._vocab, config.hidden_size)
         self.layers = [self._layer(window) for window in config.windows]
@@ -247,7 +244,7 @@ class Transformer:
                 self.layers[number] = replace(layer, **{name: getattr(layer, name).packed()})
 
     def forward(self, steps: Sequence[StepInput], pool: KVPool, attention: Attention) -> Tensor:
-        """The residual stream behind the last layer: [T, hidden], or with `ends` [R, hidden], and padding.
+        """The residual stream behind the last layer: [T, hidden], or with `ends` [R, hidden].
 
         Writes the step's keys and values into the pool. Of a prefill the last layer's keys and values are needed, and
         all that is behind them for the last token alone.
@@ -255,26 +252,32 @@ class Transformer:
         steps: one, or a step cut in two, the later tokens last: they go through each layer in turn, so that one's sums
         over the ranks are made while the other computes. Both have `ends`, or neither.
         """
-        streams = [_Stream(step, self._embed(step.token_ids), step.plan) for step in steps]
-        for number, layer in enumerate(self.layers):
+        residuals = self._embed([step.token_ids for step in steps])
+        streams = [_Stream(step, step.plan, residual) for step, residual in zip(steps, residuals, strict=True)]
+        for number in range(len(self.layers)):
             for stream in streams:
                 self._attend(stream, number, pool, attention)
             for stream in streams:
-                self._mlp(stream, layer)
-        for stream in streams:
-            delta = stream.take()
-            if delta is not None:
-                stream.x.add_(delta)
-        return streams[0].x if len(streams) == 1 else torch.cat([stream.rows for stream in streams])
+                self._mlp(stream, number)
+        found = [stream.residual.whole()[: stream.step.wanted] for stream in streams]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        """[T, hidden], of ids [T]."""
+    def _embed(self, parts: Sequence[Tensor]) -> list[Residual]:
+        """The residual streams of ids [T] each."""
         if self.group.size == 1:
-            return F.embedding(token_ids, self.embedding)
-        own = token_ids - self.group.rank * self._vocab
+            return [Whole(self.group, F.embedding(ids, self.embedding)) for ids in parts]
+        found = [self._own_embedding(ids) for ids in parts]  # one of the ranks has it, and all others nothing
+        exchange = self.group.exchange
+        if exchange is None or len(parts) != HALVES or max(map(len, parts)) > exchange.tokens:
+            return [Whole(self.group, self.group.all_reduce(x)) for x in found]
+        norm = self.layers[0].input_norm
+        return [SharedOut.begin(self.group, exchange, half, x, norm) for half, x in enumerate(found)]
+
+    def _own_embedding(self, ids: Tensor) -> Tensor:
+        """[T, hidden], of ids [T]: zeros for those that other ranks hold."""
+        own = ids - self.group.rank * self._vocab
         here = (own >= 0) & (own < self._vocab)
-        found = F.embedding(own.masked_fill_(~here, 0), self.embedding).masked_fill_(~here[:, None], 0)
-        return self.group.all_reduce(found)  # one of the ranks has it, and all others nothing
+        return F.embedding(own.masked_fill_(~here, 0), self.embedding).masked_fill_(~here[:, None], 0)
 
     def _attend(self, stream: _Stream, number: int, pool: KVPool, attention: Attention) -> None:
         layer, step = self.layers[number], stream.step
@@ -284,43 +287,46 @@ class Transformer:
             q = self._queries(layer, stream, pool.keys[number], pool.values[number])
         plan = stream.plan
         if step.ends is not None and number == len(self.layers) - 1:
-            stream.x, q = _padded(stream.x[step.ends.rows]), q[step.ends.rows]
+            stream.residual, q = Whole(self.group, _padded(stream.residual.rows(step.ends.rows))), q[step.ends.rows]
             if not len(q):
                 return
             plan = attention.plan(step.ends.layout)
         with span("attention"):
             out = attention.attend(plan, number, q[: step.places.real], layer.window).flatten(1)
-            if len(out) < len(stream.x):  # padding is not attended
-                out = F.pad(out, (0, 0, 0, len(stream.x) - len(out)))
+            if len(out) < len(stream.residual):  # padding is not attended
+                out = F.pad(out, (0, 0, 0, len(stream.residual) - len(out)))
         with span("o"):
-            self._add(stream, layer.o, out)
+            self._add(stream, layer.o, out, layer.post_norm)
 
-    def _mlp(self, stream: _Stream, layer: Layer) -> None:
-        if not len(stream.x):
+    def _mlp(self, stream: _Stream, number: int) -> None:
+        if not len(stream.residual):
             return
+        layer, behind = self.layers[number], self.layers[number + 1 : number + 2]
         with span("mlp"):
-            norm = layer.post_norm
-            hidden = apply(layer.gate_up, stream.x, self.work, norm=norm, delta=stream.take(), gated=True)
-            self._add(stream, layer.down, hidden)
+            x, norm, delta = stream.residual.input(layer.post_norm)
+            hidden = apply(layer.gate_up, x, self.work, norm=norm, delta=delta, gated=True)
+            self._add(stream, layer.down, hidden, behind[0].input_norm if behind else None)
 
-    def _add(self, stream: _Stream, linear: Linear, x: Tensor) -> None:
-        """Add the product with a weight whose columns are shared out to the residual stream, now or by its `sum`."""
+    def _add(self, stream: _Stream, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:
+        """Add the product with a weight whose columns are shared out to the residual stream. following: the norm that
+        comes next, if it is within the layers."""
         if self.group.size == 1:
-            stream.x = apply(linear, x, self.work, add=stream.x)
+            stream.residual = Whole(self.group, apply(linear, x, self.work, add=stream.residual.whole()))
         else:
-            stream.sum = self.group.add(stream.x, apply(linear, x, self.work))
+            stream.residual.add(apply(linear, x, self.work), following)
 
     def _queries(self, layer: Layer, stream: _Stream, keys: Tensor, values: Tensor) -> Tensor:
         """The queries [T, H, D] of the residual stream; its keys and values go into the pool."""
-        x, delta, places = stream.x, stream.take(), stream.step.places
+        places = stream.step.places
+        x, norm, delta = stream.residual.input(layer.input_norm)
         if layer.head_norm is None and _few(x, layer.qkv):
             if delta is not None:
                 x.add_(delta)
-            norm = layer.input_norm.weight, layer.input_norm.eps
-            fused = product.Fused(norm, rope=product.RopeWrite(places, keys, values))
+            scaled = None if norm is None else (norm.weight, norm.eps)
+            fused = product.Fused(scaled, rope=product.RopeWrite(places, keys, values))
             q: Tensor = product.product(x, layer.qkv.weight, layer.qkv.bias, self.work, fused)
             return q
-        qkv = apply(layer.qkv, x, self.work, norm=layer.input_norm, delta=delta)
+        qkv = apply(layer.qkv, x, self.work, norm=norm, delta=delta)
         turned: Tensor = rope_write(qkv, places, keys, values, layer.head_norm)
         return turned
 

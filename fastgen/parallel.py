@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +24,7 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
+from fastgen.exchange import CollectiveExchange, CopyExchange, Exchange, Layout, Shared
 from fastgen.kernels import allreduce
 from fastgen.kernels.launch import triton
 
@@ -112,8 +114,9 @@ class Group:
         self.rank = 0 if process_group is None else process_group.rank()
         self.size = 1 if process_group is None else process_group.size()
         self._device = torch.device("cpu") if device is None else device
+        self.exchange: Exchange | None = None  # for steps that are cut in two
         self._inbox: allreduce.Inbox | None = None
-        self._memory: Any = None  # of the inbox, and what holds those of the others
+        self._shared: Shared | None = None  # its memory
         self._latest: dist.Work | None = None  # of NCCL, beside the current stream
         self._captured: list[Captured] = []
         several = self._device.type == "cuda" and self.size > 1
@@ -148,7 +151,7 @@ class Group:
         Other ranks that wait for this one raise DepartedError: at once where gloo makes the sums; where NCCL does, when
         they are interrupted or leave too. What they read of this rank's must be read by now, or is lost.
         """
-        group, self.process_group, self._latest = self.process_group, None, None
+        group, self.process_group, self._latest, self.exchange = self.process_group, None, None, None
         if group is None:
             return
         for captured in self._captured:
@@ -164,9 +167,11 @@ class Group:
         group = self.process_group
         if group is None or self._rescue is None:
             return
-        if self._inbox is not None:
-            with torch.cuda.stream(self._rescue), torch.inference_mode():
+        with torch.cuda.stream(self._rescue), torch.inference_mode():
+            if self._inbox is not None:
                 self._inbox.polls.zero_()
+            if self.exchange is not None:
+                self.exchange.interrupt()
         group.abort()
 
     def _together(self, collective: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -181,28 +186,39 @@ class Group:
             # Its frames hold the group, and so its sockets, whose end others wait for.
             raise DepartedError(f"another rank is gone: {error}") from error.with_traceback(None)
 
-    def prepare(self, hidden: int, dtype: torch.dtype) -> None:
-        """Take the memory that is needed to add up [T, hidden] for few tokens T. Waits for all ranks."""
-        if self.size == 1 or self._device.type == "cpu" or triton is None:
+    def prepare(self, hidden: int, dtype: torch.dtype, half: int = 0) -> None:
+        """Take the memory that is needed to add up [T, hidden] for few tokens T, and in the halves of steps that are
+        cut in two, of up to `half` tokens. Waits for all ranks."""
+        if self.process_group is None or self.size == 1:
+            return
+        if self._device.type == "cpu":
+            gather = partial(self._together, dist.all_gather)
+            self.exchange = CollectiveExchange(self.rank, self.size, gather, half) if half else None
+            return
+        if triton is None:
             return
         hosts = [("", "")] * self.size
         self._together(dist.all_gather_object, hosts, host())
         if len({*hosts}) == 1:
             self._inbox = self._open_inbox(FUSED_TOKENS * hidden * dtype.itemsize // 4)
+            if half:
+                shared = self._share(Layout.of(self.size, half, hidden, dtype).end)
+                self.exchange = CopyExchange.make(self.rank, shared, half, hidden, dtype)
 
     def _open_inbox(self, words: int) -> allreduce.Inbox:
+        self._shared = self._share(allreduce.Inbox.bytes_for(words, self.size))
+        return allreduce.Inbox.make(self._shared.peers, words, self.rank, self._device, polls=PATIENT)
+
+    def _share(self, num_bytes: int) -> Shared:
+        """Memory that all ranks, of one host, can write; zeros on each of them when this returns."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
         assert self.process_group is not None
-        count = allreduce.Inbox.bytes_for(words, self.size) // 4
-        memory = symmetric_memory.empty(count, dtype=torch.int32, device=self._device).zero_()
+        memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self._device).zero_()
         handle = symmetric_memory.rendezvous(memory, self.process_group)
-        self._memory = memory, handle
-        self.least(0)  # all inboxes are empty before anybody's first call
         starts, offsets = list(handle.buffer_ptrs), [0] * self.size  # of blocks, which may hold other memory before it
-        dist.all_gather_object(offsets, memory.data_ptr() - starts[self.rank], group=self.process_group)
-        peers = [start + offset for start, offset in zip(starts, offsets, strict=True)]
-        return allreduce.Inbox.make(peers, words, self.rank, self._device, polls=PATIENT)
+        self._together(dist.all_gather_object, offsets, memory.data_ptr() - starts[self.rank])
+        return Shared(memory, [start + offset for start, offset in zip(starts, offsets, strict=True)], handle)
 
     def ready(self) -> None:
         """From now on a rank is waited for no longer than one that works can take. (At the start, they compile.)"""
@@ -222,9 +238,8 @@ class Group:
             total = torch.zeros_like(x)
             self.add(total, x)
             return total
-        if self._inbox is not None and allreduce.words_of(x) <= self._inbox.words:
-            total = torch.zeros_like(x)
-            allreduce.add_reduced(total, x, self._inbox)
+        if self._fused(x):
+            self._add_few(total := torch.zeros_like(x), x)
             return total
         self._together(dist.all_reduce, x)
         return x
@@ -240,11 +255,8 @@ class Group:
             self._together(dist.all_gather, parts, y.contiguous())
             allreduce.add_in_order(x, parts)
             return None
-        if self._inbox is not None and allreduce.words_of(y) <= self._inbox.words:
-            if self._latest is not None:  # the kernel must not keep NCCL's from the processors, which others wait for
-                self._latest.wait()
-                self._latest = None
-            allreduce.add_reduced(x, y, self._inbox)
+        if self._fused(y):
+            self._add_few(x, y)
             return None
         if torch.cuda.is_current_stream_capturing():  # there is nothing beside a decode
             self._together(dist.all_reduce, y)
@@ -253,6 +265,17 @@ class Group:
         self._latest = work = self._together(dist.all_reduce, y, async_op=True)
         assert work is not None
         return Sum(y, work)
+
+    def _fused(self, y: Tensor) -> bool:
+        """Whether a kernel of our own adds up y."""
+        return self._inbox is not None and allreduce.words_of(y) <= self._inbox.words
+
+    def _add_few(self, x: Tensor, y: Tensor) -> None:
+        assert self._inbox is not None
+        if self._latest is not None:  # the kernel must not keep NCCL's from the processors, which others wait for
+            self._latest.wait()
+            self._latest = None
+        allreduce.add_reduced(x, y, self._inbox)
 
     def gather(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """All ranks' x [R, n] side by side, [R, size * n], in `out` where it is given; None on all ranks but 0."""

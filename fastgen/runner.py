@@ -31,6 +31,12 @@ SCORE_ROWS = 512
 """Rows whose logits over the whole vocabulary are held at a time when prompts are scored."""
 
 
+def largest_half(tokens: int) -> int:
+    """Tokens of the larger part, with padding, of a step of up to so many tokens that is cut in two, unless it is of
+    decodes for the most part; 0: none is cut."""
+    return 0 if tokens < CUT_TOKENS else -(-tokens // (2 * CUT_MULTIPLE)) * CUT_MULTIPLE
+
+
 @dataclass
 class _Scores:
     """Of the prompt tokens of a lane at positions start, start + 1, ...; on their way to the host."""

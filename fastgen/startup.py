@@ -31,7 +31,7 @@ from fastgen.loader import load as load_checkpoint
 from fastgen.model import Transformer
 from fastgen.parallel import Group
 from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams, Score
-from fastgen.runner import SCORE_ROWS, Runner
+from fastgen.runner import SCORE_ROWS, Runner, largest_half
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,8 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
 
 def _build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Transformer:
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    model = Transformer(model_config, dtype, device, config.max_model_len, group)
+    half = largest_half(config.max_step_tokens)
+    model = Transformer(model_config, dtype, device, config.max_model_len, group, half)
     if load == "dummy":
         fill_random(model.targets())
     else:

@@ -13,6 +13,7 @@ from fastgen.kernels.lanes import DecodeInput, advance
 from fastgen.kernels.launch import Chip, Kernel
 from fastgen.kernels.norm import rms_norm
 from fastgen.kernels.rope import HeadNorm, Places, rope_write
+from fastgen.kernels.sumnorm import sum_norm
 from fastgen.kernels.swiglu import swiglu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,6 +44,23 @@ def test_rms_norm_with_a_sum(dtype: torch.dtype) -> None:
     y = x.clone()
     close(rms_norm.launch(x, weight, 1e-6, delta), rms_norm.twin(y, weight, 1e-6, delta))
     assert torch.equal(x, y), "the sum is kept in x"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (3, 1), (4, 3)])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_the_norm_of_a_sum_over_ranks(ranks: int, rank: int, rows: int, scaled: bool, dtype: torch.dtype) -> None:
+    x, y, out = (randn(rows, 80, seed=seed, dtype=dtype) for seed in range(3))
+    stage = randn(ranks, 4, 80, seed=3, dtype=dtype) * 100
+    stage[rank] = torch.nan  # is not read
+    weight = randn(80, seed=4, dtype=dtype) if scaled else None
+    twin_x, twin_out = x.clone(), out.clone()
+    sum_norm.launch(x, y, stage, rank, weight, 1e-5, out)
+    sum_norm.twin(twin_x, y, stage, rank, weight, 1e-5, twin_out)
+    assert torch.equal(x, twin_x), "in the order of ranks, and rounded once"
+    close(out, twin_out)
+    assert scaled or torch.equal(out, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])

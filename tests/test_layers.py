@@ -19,6 +19,7 @@ LEVELS = {
     "fastgen.request": 0,
     "fastgen.tokenizer": 0,
     "fastgen.tiny": 0,
+    "fastgen.exchange": 1,
     "fastgen.kernels": 1,
     "fastgen.parallel": 1,
     "fastgen.profiling": 1,  # names parts of a step, wherever they are
@@ -35,6 +36,7 @@ LEVELS = {
     "fastgen.model": 3,
     "fastgen.sampler": 3,
     "fastgen.staging": 3,
+    "fastgen.residual": 2,
     "fastgen.runner": 4,
     "fastgen.startup": 4,
     "fastgen.admission": 4,  # two parts of the scheduler

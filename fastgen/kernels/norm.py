@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.kernels.launch import Chip, Kernel, jit, tl, triton
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """https://arxiv.org/abs/1910.07467 with a weight [N]."""
+
+    weight: Tensor
+    eps: float
+
+
+@jit()
+def normed(x, weight, eps, N: tl.constexpr, DTYPE: tl.constexpr):
+    """A row x [BLOCK] of N, zeros behind them, normed and times a weight [BLOCK]; both float32, the result DTYPE."""
+    scale = 1 / tl.sqrt(tl.sum(x * x) / N + eps)
+    rounded = (x * scale).to(DTYPE).to(tl.float32)  # here too, as transformers does
+    return (rounded * weight).to(DTYPE)
 
 
 @jit("eps")
@@ -27,10 +45,8 @@ def _rms_norm_kernel(
         x = x.to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + at, x, mask=here)
         x = x.to(tl.float32)
-    scale = 1 / tl.sqrt(tl.sum(x * x) / N + eps)
     weight = tl.load(weight_ptr + column, mask=here, other=0.0).to(tl.float32)
-    normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)  # rounded here too, as transformers does
-    tl.store(out_ptr + at, (normed * weight).to(out_ptr.dtype.element_ty), mask=here)
+    tl.store(out_ptr + at, normed(x, weight, eps, N, out_ptr.dtype.element_ty), mask=here)
 
 
 def _launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
@@ -50,8 +66,7 @@ def _launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) 
 
 
 def _twin(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
-    """https://arxiv.org/abs/1910.07467 over the last dimension of x [T, N], in float32; `delta` is first added to x,
-    in place."""
+    """RMSNorm over the last dimension of x [T, N], in float32; `delta` is first added to x, in place."""
     if delta is not None:
         x += delta
     if x.dtype == torch.float32:

@@ -146,6 +146,23 @@ def test_seeds_give_the_draws_that_they_give_on_one_gpu(
         assert sum(one != other for one, other in zip(ids, expected, strict=True)) <= 1
 
 
+def test_long_prefills_whose_tokens_are_shared_out() -> None:
+    """Steps of up to 4096 tokens go through the layers in two halves of any size; prompts are scored too."""
+    draw = np.random.default_rng(1)
+    prompts = [draw.integers(10, 4096, length).tolist() for length in draw.integers(100, 500, 30)]
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=5, ignore_eos=True)
+    found = []
+    for ranks in (1, RANKS):
+        with Generator(**FLOAT32, max_seqs=32, max_step_tokens=4096, num_pages=1024, tensor_parallel=ranks) as gen:
+            found.append((completions(gen.generate(prompts, params)), gen.score(prompts, start=1)))
+        forget()
+    (answers, scores), (answers_of_ranks, scores_of_ranks) = found
+    for one, other in zip(answers, answers_of_ranks, strict=True):
+        check_alike(one, other)
+    for score, score_of_ranks in zip(scores, scores_of_ranks, strict=True):
+        assert score_of_ranks == pytest.approx(score, abs=1e-3)
+
+
 # At true sizes
 
 
