@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from fastgen.parallel import DepartedError
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -40,6 +43,7 @@ class DecodeGraphs:
         self._device = device
         self._pool: Any = None if beside is None else beside._pool  # torch's handle of it
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._lock = threading.Lock()
 
     def capture(self, step: Callable[[int], None]) -> None:
         """Run `step(size)`, the launches of a decode step of `size` lanes, once for each size, so that all kernels are
@@ -64,15 +68,19 @@ class DecodeGraphs:
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def reset(self) -> None:
-        """Give back what the graphs hold; none can be run any more."""
-        for graph in self._graphs.values():
-            graph.reset()
-        self._graphs.clear()
+        """Give back what the graphs hold, from any thread: when a group of ranks ends."""
+        with self._lock:
+            for graph in self._graphs.values():
+                graph.reset()
+            self._graphs.clear()
 
     def size_of(self, lanes: int) -> int:
         """The size that `lanes` lanes run in."""
         return self.sizes[bisect.bisect_left(self.sizes, lanes)]
 
     def run(self, size: int) -> None:
-        """Replay the step of one of `sizes`, on the current stream."""
-        self._graphs[size].replay()
+        """Replay the step of one of `sizes`, on the current stream. Raises DepartedError after `reset`."""
+        with self._lock:
+            if not self._graphs:
+                raise DepartedError("the ranks have left their group")
+            self._graphs[size].replay()

@@ -172,6 +172,8 @@ class Group:
                 self._inbox.polls.zero_()
             if self.exchange is not None:
                 self.exchange.interrupt()
+        for captured in self._captured:
+            captured.reset()
         group.abort()
 
     def _together(self, collective: Callable[..., T], *args: Any, **options: Any) -> T:
