@@ -41,7 +41,44 @@ def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
     function as it is, which nothing then calls."""
     if triton is None:
         return lambda function: function
-    return lambda function: triton.jit(function, do_not_specialize=unspecialized)
+    if INTERPRETED:
+        return lambda function: triton.jit(function, do_not_specialize=unspecialized)
+    return lambda function: _quick()(function, do_not_specialize=unspecialized)
+
+
+@cache
+def _quick() -> Any:
+    """triton.JITFunction with a shorter way to a kernel that has been compiled: Triton's own takes the host longer than
+    a small kernel takes the GPU, which shows where no graph is replayed, as in short prefills."""
+
+    class Quick(triton.JITFunction):  # type: ignore[misc, name-defined]
+        def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+            super().__init__(function, **options)
+            self._loose = [param.do_not_specialize for param in self.params]
+            self._compiled: dict[Any, Any] = {}
+
+        def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
+            kinds = map(_kind, args, self._loose)
+            key = torch.cuda.current_device(), *kinds, *options.items()
+            kernel = self._compiled.get(key)
+            if kernel is None or warmup:
+                kernel = super().run(*args, grid=grid, warmup=warmup, **options)
+                if not warmup and len(args) == len(self._loose):
+                    self._compiled[key] = kernel
+            else:
+                kernel[(*grid, 1, 1)[:3]](*args)
+            return kernel
+
+    return Quick
+
+
+def _kind(argument: Any, loose: bool) -> Any:
+    """Of a kernel's argument, what at most Triton compiles anew for; loose: it is not specialized."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if loose:
+        return type(argument), isinstance(argument, int) and argument.bit_length() > 31
+    return type(argument), argument
 
 
 @dataclass(frozen=True)
