@@ -151,11 +151,11 @@ class Group:
         Other ranks that wait for this one raise DepartedError: at once where gloo makes the sums; where NCCL does, when
         they are interrupted or leave too. What they read of this rank's must be read by now, or is lost.
         """
-        group, self.process_group, self._latest, self.exchange = self.process_group, None, None, None
+        group, self.process_group = self.process_group, None
         if group is None:
             return
-        for captured in self._captured:
-            captured.reset()
+        self._let_go()
+        self._latest = self.exchange = None
         with suppress(ValueError):  # the program has ended all of its groups
             if self._device.type == "cpu":
                 dist.destroy_process_group(group)
@@ -165,16 +165,20 @@ class Group:
     def interrupt(self) -> None:
         """From any thread, when another rank has failed: what waits for it on a GPU ends, and is wrong."""
         group = self.process_group
-        if group is None or self._rescue is None:
-            return
-        with torch.cuda.stream(self._rescue), torch.inference_mode():
-            if self._inbox is not None:
-                self._inbox.polls.zero_()
-            if self.exchange is not None:
-                self.exchange.interrupt()
+        if group is not None and self._rescue is not None:
+            self._let_go()
+            group.abort()
+
+    def _let_go(self) -> None:
+        """End our own waits for others on the GPU, and the graphs."""
+        if self._rescue is not None:
+            with torch.cuda.stream(self._rescue), torch.inference_mode():
+                if self._inbox is not None:
+                    self._inbox.polls.zero_()
+                if self.exchange is not None:
+                    self.exchange.interrupt()
         for captured in self._captured:
             captured.reset()
-        group.abort()
 
     def _together(self, collective: Callable[..., T], *args: Any, **options: Any) -> T:
         """What a collective returns; where another rank is gone, raises DepartedError."""

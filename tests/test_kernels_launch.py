@@ -23,24 +23,24 @@ def test_a_kernel_that_has_run_is_found_again_where_triton_would_not_compile_it_
     from triton.backends.compiler import BaseBackend
     from triton.runtime.jit import JITFunction, native_specialize_impl
 
-    ran: list[tuple[Any, ...]] = []
-
-    def run(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
-        made = len(ran)
-        ran.append(args)
-        return Compiled(made)
+    made: list[int] = []  # the kernels
+    ran: list[tuple[int, tuple[int, ...]]] = []  # of these, and their grids
 
     class Compiled:
-        def __init__(self, number: int) -> None:
-            self.number = number
+        def __init__(self) -> None:
+            self.number = len(made)
+            made.append(self.number)
+            self.function = self.packed_metadata = None
+
+        def run(self, x: int, y: int, z: int, *rest: Any) -> None:
+            ran.append((self.number, (x, y, z)))
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            assert len(grid) == 3
-            return lambda *args: quick.append((self.number, grid, args))
+            return lambda *args: self.run(*grid)
 
-    quick: list[Any] = []
-    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, grid, warmup, **options: Compiled())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     kernel = launch._quick()(_noted, do_not_specialize=("count",))
     memory = torch.zeros(64, dtype=torch.float16)
     tensors = [memory, memory[1:], memory[8:], memory.float(), memory.to(torch.int32), None]
@@ -50,16 +50,19 @@ def test_a_kernel_that_has_run_is_found_again_where_triton_would_not_compile_it_
         for block in (1, 16, None)
     ]  # fmt: skip
     rng = random.Random(0)
-    seen: dict[Any, Any] = {}
-    for _ in range(2000):
+    seen: dict[int, Any] = {}
+    for _ in range(4000):
         args, device, warps = rng.choice(values), rng.randrange(2), rng.choice([4, 8])
-        before = len(ran), len(quick)
-        found = kernel[rng.choice([(1,), (2, 3)])](*args, num_warps=warps)
+        before = len(made), len(ran)
+        kernel[rng.choice([(1,), (2, 3)])](*args, num_warps=warps)
+        now = len(made), len(ran)
+        assert now in ((before[0] + 1, before[1]), (before[0], before[1] + 1))
         exact = [
-            native_specialize_impl(BaseBackend, arg, False, number != 2, number != 2)
-            for number, arg in enumerate(args[:4])
+            native_specialize_impl(BaseBackend, arg, False, place != 2, place != 2)
+            for place, arg in enumerate(args[:4])
         ]
         key = device, warps, str(exact), str(args[4])
-        assert (len(ran), len(quick)) in ((before[0] + 1, before[1]), (before[0], before[1] + 1))
-        assert seen.setdefault(found.number, key) == key, "a kernel ran that was compiled for something else"
-    assert len(quick) > 500
+        number = ran[-1][0] if now[1] > before[1] else made[-1]
+        assert seen.setdefault(number, key) == key, "a kernel ran that was compiled for something else"
+    assert len(ran) > 1000
+    assert {grid for _, grid in ran} == {(1, 1, 1), (2, 3, 1)}

@@ -55,30 +55,36 @@ def _quick() -> Any:
         def __init__(self, function: Callable[..., Any], **options: Any) -> None:
             super().__init__(function, **options)
             self._loose = [param.do_not_specialize for param in self.params]
-            self._compiled: dict[Any, Any] = {}
+            self._compiled: dict[Any, Callable[..., None]] = {}
 
         def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
-            kinds = map(_kind, args, self._loose)
-            key = torch.cuda.current_device(), *kinds, *options.items()
-            kernel = self._compiled.get(key)
-            if kernel is None or warmup:
+            device = torch.cuda.current_device()
+            # What at most Triton compiles anew for.
+            kinds = [
+                (arg.dtype, arg.data_ptr() & 15) if isinstance(arg, torch.Tensor)
+                else arg if not loose
+                else isinstance(arg, int) and -(2**31) <= arg < 2**31
+                for arg, loose in zip(args, self._loose, strict=True)
+            ]  # fmt: skip
+            key = device, *map(type, args), *kinds, *options.items()
+            launch = self._compiled.get(key)
+            if launch is None or warmup:
                 kernel = super().run(*args, grid=grid, warmup=warmup, **options)
-                if not warmup and len(args) == len(self._loose):
-                    self._compiled[key] = kernel
-            else:
-                kernel[(*grid, 1, 1)[:3]](*args)
-            return kernel
+                if not warmup:
+                    self._compiled[key] = _launcher(kernel)
+                return kernel
+            launch((*grid, 1, 1)[:3], device, args)
 
     return Quick
 
 
-def _kind(argument: Any, loose: bool) -> Any:
-    """Of a kernel's argument, what at most Triton compiles anew for; loose: it is not specialized."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if loose:
-        return type(argument), isinstance(argument, int) and argument.bit_length() > 31
-    return type(argument), argument
+def _launcher(kernel: Any) -> Callable[[tuple[int, ...], int, tuple[Any, ...]], None]:
+    """Launches a compiled kernel on a device's current stream; in the way of the Triton that we know, or in any's."""
+    if not triton.__version__.startswith("3.6."):
+        return lambda grid, device, args: kernel[grid](*args)
+    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    stream = torch._C._cuda_getCurrentRawStream
+    return lambda grid, device, args: run(*grid, stream(device), function, metadata, None, None, None, *args)
 
 
 @dataclass(frozen=True)
