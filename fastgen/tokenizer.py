@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -27,23 +28,34 @@ class Tokenizer:
         """The tokenizer of a folder, or None where the folder has none."""
         return cls(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens that this tokenizer adds (such as BOS)."""
-        return list(self.hf(text)["input_ids"])
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of a text; special: with the special tokens that this tokenizer adds (such as BOS)."""
+        return list(self.hf(text, add_special_tokens=special)["input_ids"])
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a conversation up to where the answer begins. The template brings its own special tokens."""
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], prompting: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Ids of a conversation. The template brings its own special tokens.
+
+        prompting: up to where an answer begins; variables: for the template, such as tools.
+        """
         if self.hf.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; give the prompt as text or ids")
+        variables = variables or {}
+        for name in inspect.signature(self.hf.apply_chat_template).parameters:
+            if name in variables and name not in ("tools", "documents"):
+                raise ValueError(f"{name} is no variable of a chat template; leave it out")
         try:
-            text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self.hf.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=prompting, **variables
+            )
         except Exception as error:  # jinja2's own errors and the templates' raise_exception
             raise ValueError(f"the chat template does not take these messages: {error}") from error
         return list(self.hf(text, add_special_tokens=False)["input_ids"])
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, without special tokens."""
-        return str(self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of ids; special: with special tokens."""
+        return str(self.hf.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:

@@ -13,7 +13,6 @@ import faulthandler
 import itertools
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -55,6 +54,7 @@ from fastgen.links import (
     WriteTrace,
 )
 from fastgen.parallel import Group
+from fastgen.processes import end, end_with_caller, ending, spawn
 from fastgen.profiling import LocalTracer
 from fastgen.request import Batch, StepResult
 from fastgen.runner import Launched, Runner
@@ -62,7 +62,6 @@ from fastgen.startup import build_rank
 
 Build = Callable[[Start, Link], Runner]
 
-GRACE = 3.0  # seconds that a rank has to end before it is sent the next stronger signal
 CONSEQUENCES = 3.0  # seconds, from a failure that comes of another rank's, in which that one's is heard of
 
 
@@ -112,7 +111,7 @@ class Ranks:
         level = logging.getLogger("fastgen").getEffectiveLevel()
         try:
             for rank in range(size):
-                self._links.add(rank, _spawn(program, self._processes))
+                self._links.add(rank, Connection(spawn(program, self._processes).detach()))
             start = Start(0, size, model_config, dict(options), folder, load, device, level)
             self._links.send({rank: replace(start, rank=rank) for rank in range(size)})
             self.config = self._wait_until_ready()
@@ -236,39 +235,10 @@ class Ranks:
 
     def _death(self, rank: int) -> RuntimeError:
         """How a rank ended without a word."""
-        try:
-            status = self._processes[rank].wait(1.0)
-        except subprocess.TimeoutExpired:
-            how = "closed its connection"
-        else:
-            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        hint = " (has the memory run out?)" if how.endswith("SIGKILL") else ""
-        return RuntimeError(f"rank {rank} of {self.size} {how}{hint}; make a new Generator")
-
-
-def _spawn(program: SequenceOf[str], processes: list[subprocess.Popen[bytes]]) -> Connection:
-    """Start a rank; returns the caller's end of its connection."""
-    ours, its = socket.socketpair()
-    with ours, its:
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-P", *program, str(its.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what NCCL logs, for one, is not to come between a program's results
-                pass_fds=(its.fileno(),),
-                start_new_session=True,  # else a Ctrl-C at the terminal would come to it too
-                env=_environment(),
-            )
-        )
-        return Connection(ours.detach())
-
-
-def _environment() -> dict[str, str]:
-    """Ours, in which Python finds this same fastgen."""
-    home = Path(__file__).parent.parent
-    if home.name in ("site-packages", "dist-packages"):  # Python looks there, and its own modules must stay before it
-        return dict(os.environ)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))}
+        process = self._processes[rank]
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        return RuntimeError(f"rank {rank} of {self.size} {ending(process.returncode)}; make a new Generator")
 
 
 def _end(links: Links, processes: list[subprocess.Popen[bytes]], owner: int) -> None:
@@ -277,27 +247,12 @@ def _end(links: Links, processes: list[subprocess.Popen[bytes]], owner: int) -> 
         return
     try:
         links.close()
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if _all_ended(processes, GRACE):
-                return
-            for process in processes:
-                process.send_signal(number)
     except BaseException:  # the second Ctrl-C
         for process in processes:
             process.kill()
         raise
     finally:
-        _all_ended(processes, GRACE)
-
-
-def _all_ended(processes: list[subprocess.Popen[bytes]], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    try:
-        for process in processes:
-            process.wait(max(deadline - time.monotonic(), 0))
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+        end(processes)
 
 
 # ------------------------------------------------------------------------------------------------ a rank's side
@@ -399,15 +354,8 @@ def serve(connection: Connection, build: Build, leave: Callable[[int], Any] = os
 def main(build: Build | None = None) -> None:
     """What a rank's process runs; its last argument is the number of its socket."""
     faulthandler.enable()
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    end_with_caller()
     serve(Connection(int(sys.argv[-1])), _build if build is None else build)
-
-
-def _end_with(caller: int) -> None:
-    """End when the caller is gone: a fork of it, which holds its sockets too, may keep the connection from ending."""
-    while os.getppid() == caller:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def _build(start: Start, link: Link) -> Runner:

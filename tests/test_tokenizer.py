@@ -176,6 +176,26 @@ def test_without_a_tokenizer_only_ids_are_prompts(llama: Path) -> None:
             encode_prompt(prompt, None)
 
 
+def test_a_chat_template_has_variables_of_its_own_alone(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    ids = tokenizer.encode_chat(messages)
+    assert tokenizer.encode_chat(messages, variables={"mood": "glad", "tools": []}) == ids, "it does not look at them"
+    short = tokenizer.encode_chat(messages, prompting=False)
+    assert short == ids[: len(short)] != ids
+    for name in ("tokenize", "chat_template", "add_generation_prompt", "conversation", "return_tensors"):
+        with pytest.raises(ValueError, match=f"{name} is no variable"):
+            tokenizer.encode_chat(messages, variables={name: "x"})
+    with pytest.raises(ValueError, match="does not take these messages"):
+        tokenizer.encode_chat(messages, variables={"messages": []})
+
+
+def test_special_tokens_come_and_go(tokenizer: Tokenizer) -> None:
+    ids, bare = tokenizer.encode("hello world"), tokenizer.encode("hello world", special=False)
+    assert ids == [tokenizer.hf.bos_token_id, *bare]
+    assert tokenizer.decode(ids) == tokenizer.decode(bare) == "hello world"
+    assert tokenizer.decode(ids, special=True).startswith("<s>")
+
+
 def test_a_tokenizer_without_chat_template_takes_no_messages(talker: Path) -> None:
     tokenizer = Tokenizer(talker)
     tokenizer.hf.chat_template = None

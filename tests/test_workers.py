@@ -6,6 +6,7 @@ import itertools
 import pickle
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -77,15 +78,16 @@ class Threads:
         self.runners: dict[int, Any] = {}
         self.runner = runner
         self.left: list[int] = []
-        monkeypatch.setattr(workers, "_spawn", self._spawn)
+        monkeypatch.setattr(workers, "spawn", self._spawn)
         monkeypatch.setattr(workers, "CONSEQUENCES", 0.05)
 
     def ranks(self, size: int = 2, **options: Any) -> Ranks:
         return Ranks(size, MODEL, options, Path("model"), "dummy", "cpu")
 
-    def _spawn(self, program: Any, processes: Any) -> Connection:
-        ours, its = Pipe()
-        threading.Thread(target=serve, args=(its, self._build, self.left.append), daemon=True).start()
+    def _spawn(self, program: Any, processes: Any) -> socket.socket:
+        ours, its = socket.socketpair()
+        connection = Connection(its.detach())
+        threading.Thread(target=serve, args=(connection, self._build, self.left.append), daemon=True).start()
         return ours
 
     def _build(self, start: Start, link: Link) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from test_spmd import MODEL as MODEL_CONFIG
 
-from fastgen import Generator, SamplingParams, workers
+from fastgen import Generator, SamplingParams, processes, workers
 from fastgen.request import Batch
 from fastgen.workers import Ranks
 
@@ -121,7 +121,7 @@ def test_a_rank_that_dies_ends_all(death: str, kind: type[Exception], text: str)
 
 
 def test_closing_ends_ranks_whatever_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "GRACE", 0.3)
+    monkeypatch.setattr(processes, "GRACE", 0.3)
     before = len(os.listdir("/proc/self/fd"))
     ranks = spawned(death="exits")
     pids = [process.pid for process in ranks._processes]

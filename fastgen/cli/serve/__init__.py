@@ -1,0 +1,1 @@
+"""fgserve: an OpenAI-style HTTP endpoint."""

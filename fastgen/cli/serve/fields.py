@@ -1,0 +1,131 @@
+"""The parts that requests are made of: messages, tools, formats. All are checked strictly."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, LiteralString
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+
+def wrong(field: str, message: str, code: LiteralString = "invalid_value") -> PydanticCustomError:
+    """What is wrong of a field; the message goes on where its name ends."""
+    return PydanticCustomError(code, "{field} {message}", {"field": field, "message": message})
+
+
+class Strict(BaseModel):
+    """A part of a request: no other fields, no conversion of types, and null for what is left out."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        protected_namespaces=(),
+        json_schema_extra={"additionalProperties": {"type": "null"}},
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        for name in given:  # the first that is unknown ends it: there may be very many
+            if name not in cls.model_fields and all(field.alias != name for field in cls.model_fields.values()):
+                raise wrong(name, "is not supported; leave it out", "unsupported_parameter")
+        return given
+
+
+class StreamOptions(Strict):
+    """include_usage: a last chunk with the usage; continuous_usage_stats: the usage so far in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    """arguments: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> ChatMessage:
+        if self.content is None and not self.tool_calls:
+            raise wrong("content", "is required, except of an assistant's message with tool_calls")
+        if self.tool_calls and self.role != "assistant":
+            raise wrong("tool_calls", f"belong in a message of the assistant, not of {self.role!r}")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise wrong("tool_call_id", "belongs in a message of a tool, and is required there")
+        return self
+
+    @property
+    def text(self) -> str | None:
+        """The content; several parts are joined by newlines."""
+        return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it: the content is one string, and a developer speaks as the system."""
+        role = "system" if self.role == "developer" else self.role
+        rest = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        return {"role": role, "content": self.text or "", **rest}
+
+
+class ToolFunction(Strict):
+    """parameters: a JSON schema."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Strict):
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise wrong("json_schema", "belongs with the type 'json_schema', and is required there")
+        return self

@@ -1,0 +1,108 @@
+"""fgserve: the command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+
+import uvicorn
+
+from fastgen.cli.serve.answers import FAREWELL_SECONDS
+from fastgen.cli.serve.app import make_app
+from fastgen.cli.serve.models import Service
+from fastgen.cli.serve.options import Options, read_options
+
+
+class _Server(uvicorn.Server):
+    """One that leaves signals to us: its own way ends the process by them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises OSError where that is not possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+async def serve(options: Options) -> None:
+    """Serve until a SIGINT or SIGTERM. Raises what keeps it from that, such as OSError, ValueError, RuntimeError."""
+    server_options = options.server
+    listener = listen(server_options.host, server_options.port)
+    service = Service(options)
+    farewell = math.ceil(server_options.shutdown_timeout + 2 * FAREWELL_SECONDS)
+    config = uvicorn.Config(
+        make_app(service),
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=farewell,
+    )
+    server, stopping, loop = _Server(config), asyncio.Event(), asyncio.get_running_loop()
+
+    def stop() -> None:
+        if stopping.is_set():  # somebody is in a hurry
+            service.expired.set()
+        stopping.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    _say(f"listening at {_url(listener)}")
+    serving = asyncio.create_task(server.serve([listener]))
+    keeping = asyncio.create_task(service.run())
+    loaded = asyncio.create_task(_tell_loaded(service))
+    stopped = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((serving, keeping, stopped), return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        loop.call_later(server_options.shutdown_timeout, service.expired.set)
+        await serving
+        if keeping.done():
+            await keeping
+    finally:
+        for task in (keeping, loaded, stopped):
+            task.cancel()
+        await asyncio.wait((keeping, loaded, stopped))
+        await service.close()
+
+
+async def _tell_loaded(service: Service) -> None:
+    await service.loaded.wait()
+    _say(f"ready: {', '.join(service.models)}")
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _say(text: str) -> None:
+    print(f"fgserve: {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. 0: ended by a signal; 1: an error, told in one line; 2: bad options."""
+    options = read_options(argv)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("fastgen").setLevel(logging.INFO if options.server.verbose else logging.WARNING)
+    try:
+        asyncio.run(serve(options))
+    except Exception as error:
+        if options.server.verbose:
+            logging.getLogger(__name__).exception("where it happened:")
+        kind = "" if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: "
+        _say(f"error: {kind}{' '.join(str(error).split())}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

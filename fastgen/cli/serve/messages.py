@@ -1,0 +1,151 @@
+"""What goes between the process that serves HTTP and the process of an engine: frames on a socket, a message in each.
+
+A request is a number here, which its sender counts up and never uses again.
+"""
+
+from __future__ import annotations
+
+import marshal
+import pickle
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fastgen.outputs import Stats
+from fastgen.request import Event, Prompt, SamplingParams, TokenMask
+
+if TYPE_CHECKING:
+    from fastgen.generator import Generator
+
+HEAD = struct.Struct("!I")  # bytes of the message that follows
+
+PIECE = 1024  # positions of a prompt's logprobs that go in one message, so that reading it is short
+
+_row: Callable[[Event], tuple[Any, ...]] = attrgetter(*Event.__dataclass_fields__)
+
+
+class MaskFactory(Protocol):
+    """Stands in SamplingParams.mask for a mask that the engine process makes. It is pickled."""
+
+    def compile(self, gen: Generator, kept: dict[Any, Any]) -> TokenMask:
+        """Make the mask, in a thread beside the steps: of `gen` only what does not change may be read.
+
+        kept: the same dict for all compilations of an engine, which come one after another. Raises ValueError for what
+        can not be made, and that request alone fails with it.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """To the engine, first: the arguments of its Generator, and the level of fastgen's log."""
+
+    options: dict[str, Any]
+    log_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """To the engine: a request. mask: a pickled TokenMask or MaskFactory, which `params` leave out."""
+
+    number: int
+    prompt: Prompt
+    params: SamplingParams
+    mask: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """To the engine: forget a request, of which nothing more is to be told."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a model's server has to know of it.
+
+    tokenizer: the folder or hub id that it was loaded from, None where there is none. max_model_len: of prompt and
+    answer together, in tokens. max_seqs: sequences that run at a time. pages: of the KV pool, page_size tokens each.
+    """
+
+    folder: str
+    tokenizer: str | None
+    max_model_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    max_seqs: int
+    page_size: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From the engine: its Generator is made."""
+
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """From the engine: a request that it does not take."""
+
+    number: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """From the engine: what is new after a step. events: see `decode`; time: time.monotonic() at the end of the step,
+    which is the same clock in all processes; stats: a few times a second, and when nothing is left to do."""
+
+    events: bytes
+    time: float
+    stats: Stats | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From the engine, last: it can not go on."""
+
+    error: Exception
+    trace: str
+
+
+Message = Start | Submit | Abort | Ready | Refused | Turn | Failed
+
+
+def frame(message: Message) -> bytes:
+    """A message as it goes over the socket."""
+    data = pickle.dumps(message, protocol=5)
+    return HEAD.pack(len(data)) + data
+
+
+def encode(events: Iterable[Event]) -> bytes:
+    """Events, many times faster than pickle takes dataclasses. Both ends run the same Python, as marshal wants it."""
+    return marshal.dumps(list(map(_row, events)), 2)
+
+
+def decode(data: bytes) -> list[tuple[Any, ...]]:
+    """The events of a Turn: of each the fields in their order."""
+    rows: list[tuple[Any, ...]] = marshal.loads(data)
+    return rows
+
+
+def messages_of(events: list[Event]) -> Iterator[list[Event]]:
+    """Events as they go into messages: together, after the pieces of long prompt logprobs.
+
+    A piece is an event of index -1 with prompt logprobs alone; what the last event of sample 0 has of them follows all
+    pieces.
+    """
+    for at, event in enumerate(events):
+        logprobs, top = event.prompt_logprobs, event.prompt_top_logprobs
+        if logprobs is None or len(logprobs) <= PIECE:
+            continue
+        cuts = [slice(start, start + PIECE) for start in range(0, len(logprobs), PIECE)]
+        pieces = [(logprobs[cut], top and top[cut]) for cut in cuts]
+        for some, some_top in pieces[:-1]:
+            yield [Event(event.id, -1, [], [], [], "", prompt_logprobs=some, prompt_top_logprobs=some_top)]
+        events[at] = replace(event, prompt_logprobs=pieces[-1][0], prompt_top_logprobs=pieces[-1][1])
+    yield events

@@ -1,0 +1,176 @@
+"""The models that are served: each an engine, its tokenizer, and the requests that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastgen.arch import sampling_defaults
+from fastgen.cli.serve.engine import Engine
+from fastgen.cli.serve.grammar import Compiler, Grammar
+from fastgen.cli.serve.metrics import Metrics
+from fastgen.cli.serve.options import ModelOptions, Options
+from fastgen.cli.serve.protocol import ApiError, choose_model
+from fastgen.cli.serve.tokens import Vocabulary
+from fastgen.request import SamplingParams
+from fastgen.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Queue:
+    """Counts the prompts that have come and have no first token yet, and their tokens."""
+
+    def __init__(self, max_prompts: int, max_tokens: int) -> None:
+        self._max_prompts, self._max_tokens = max_prompts, max_tokens
+        self.prompts = self.tokens = 0
+
+    def enter(self, sizes: Sequence[int]) -> Place:
+        """Let a request of so many tokens a prompt in. Raises ApiError where there is no room now.
+
+        Where nothing waits, a request of any number of tokens comes in: there will never be more room.
+        """
+        if len(sizes) > self._max_prompts:
+            message = f"prompt holds {len(sizes)} prompts; one request may have {self._max_prompts}"
+            raise ApiError(400, message, "prompt", "invalid_value")
+        full = self.prompts + len(sizes) > self._max_prompts or self.tokens + sum(sizes) > self._max_tokens
+        if self.prompts and full:
+            message = f"{self.prompts} prompts of {self.tokens} tokens are waiting; try again later"
+            raise ApiError(503, message, code="overloaded")
+        return Place(self, sizes)
+
+
+class Place:
+    """What one request counts in a queue; leaving the `with` block, nothing."""
+
+    def __init__(self, queue: Queue, sizes: Sequence[int]) -> None:
+        self._queue, self._sizes = queue, dict[int, int]()
+        for prompt, size in enumerate(sizes):
+            self.count(prompt, size)
+
+    def count(self, prompt: int, size: int) -> None:
+        """A prompt has so many tokens."""
+        self.leave(prompt)
+        self._sizes[prompt] = size
+        self._queue.prompts += 1
+        self._queue.tokens += size
+
+    def leave(self, prompt: int) -> None:
+        """A prompt waits no more."""
+        if prompt in self._sizes:
+            self._queue.prompts -= 1
+            self._queue.tokens -= self._sizes.pop(prompt)
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for prompt in list(self._sizes):
+            self.leave(prompt)
+
+
+class Served:
+    """One model. trouble: why it does not work, until it does again. What `start` reads is there once it is `ready`."""
+
+    def __init__(self, options: ModelOptions, queue: Queue) -> None:
+        self.name, self.queue = options.name, queue
+        self.engine = Engine(options.model, name=options.name, **options.generator)
+        self.tokenizer: Tokenizer | None = None
+        self.vocabulary: Vocabulary | None = None
+        self.defaults = SamplingParams()
+        self.trouble: str | None = None
+        self._read = False
+        self._compiler: Compiler | None = None
+        self._compiling = threading.Lock()
+
+    async def start(self) -> None:
+        """Raises what Engine.start does."""
+        await self.engine.start()
+        await asyncio.to_thread(self._read_files)
+        self._read = True
+
+    def _read_files(self) -> None:
+        info = self.engine.info
+        self.defaults = SamplingParams(**sampling_defaults(Path(info.folder)))  # type: ignore[arg-type]
+        if info.tokenizer is not None:
+            self.tokenizer = Tokenizer(Path(info.tokenizer))
+            self.tokenizer.encode("")  # settles what tokenizers change about themselves, which threads must not
+            self.vocabulary = Vocabulary(self.tokenizer)
+
+    @property
+    def ready(self) -> bool:
+        return self._read and self.trouble is None and self.engine.ready
+
+    def check_ready(self) -> None:
+        """Raises ApiError where it is not ready."""
+        if not self.ready:
+            raise ApiError(503, self.trouble or f"the model {self.name} is being loaded", code="not_ready")
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Raises ValueError where it can not be compiled. May take a second: call it in a thread."""
+        with self._compiling:
+            if self._compiler is None:
+                assert self.tokenizer is not None, "a grammar comes of a chat"
+                info = self.engine.info
+                self._compiler = Compiler(self.tokenizer, info.vocab_size, info.eos_ids)
+        self._compiler.compile(grammar)
+
+    async def keep(self, restart: bool) -> None:
+        """Start the engine again where it dies, once. Raises RuntimeError, saying why, when that was all."""
+        self.trouble = await self.engine.died()
+        if restart:
+            log.error("%s; it is started again", self.trouble)
+            await self.engine.restart()
+            self.trouble = None
+            self.trouble = await self.engine.died()
+        raise RuntimeError(self.trouble)
+
+
+class Service:
+    """All models. expired: set when what still runs is to end, for the server does."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options.server
+        limits = (self.options.max_queued_requests, self.options.max_queued_tokens)
+        self.models = {model.name: Served(model, Queue(*limits)) for model in options.models}
+        self.metrics = Metrics({name: model.engine for name, model in self.models.items()})
+        self.expired = asyncio.Event()
+        self.loaded = asyncio.Event()
+
+    async def run(self) -> None:
+        """Start the models, one after another, and keep them. Ends with an exception, when one can not be kept."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for model in self.models.values():
+                    await model.start()
+                    group.create_task(model.keep(self.options.restart))
+                self.loaded.set()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def close(self) -> None:
+        """End the engines."""
+        await asyncio.gather(*(model.engine.close() for model in self.models.values()))
+
+    @property
+    def ready(self) -> bool:
+        return all(model.ready for model in self.models.values())
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it is not healthy."""
+        for model in self.models.values():
+            if model.trouble is not None:
+                return model.trouble
+            if model.engine.stalled > self.options.stall_timeout:
+                return f"the engine of {model.name} has finished no step for {model.engine.stalled:.0f} seconds"
+        return None
+
+    def choose(self, wanted: str | None) -> Served:
+        """The model that a request is for. Raises ApiError where there is none, or it is not ready."""
+        model = self.models[choose_model(wanted, list(self.models))]
+        model.check_ready()
+        return model

@@ -1,0 +1,215 @@
+"""Tool calling: what a chat template is given, which grammar makes a model call, and calls read from its text.
+
+A model calls by writing JSON in the way that its chat template has taught it:
+
+    hermes    <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>, one or more (Hermes, Qwen 2.5, Qwen 3)
+    mistral   [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]                    (Mistral v3)
+    llama     {"name": "f", "parameters": {...}}, or that behind <|python_tag|>        (Llama 3.1 to 3.3)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastgen.cli.serve.grammar import Grammar, json_rule
+from fastgen.cli.serve.toolcalls import Syntax, ToolParser
+from fastgen.tokenizer import Tokenizer
+
+HERMES = Syntax("hermes", opens="<tool_call>", closes="</tool_call>", arguments="arguments", bare="")
+MISTRAL = Syntax("mistral", opens="[TOOL_CALLS]", closes="", arguments="arguments", bare="anywhere", listed=True)
+LLAMA = Syntax("llama", opens="<|python_tag|>", closes="", arguments="parameters", bare="start")
+
+
+def find_syntax(tokenizer: Tokenizer) -> Syntax | None:
+    """How the model of this tokenizer calls tools, as its chat template tells; None: in no way that is known here."""
+    if tokenizer.hf.chat_template is None:
+        return None
+    template = tokenizer.hf.get_chat_template(tools=[{}])  # some tokenizers have a template of its own for tools
+    if "<tool_call>" in template and "<function=" not in template:
+        return HERMES
+    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
+        return MISTRAL
+    if "ipython" in template and '"parameters": ' in template:
+        return LLAMA
+    return None
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One function of a request."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    strict: bool
+
+    @classmethod
+    def read(cls, spec: Mapping[str, Any]) -> Tool:
+        """From {"type": "function", "function": {"name", "description", "parameters", "strict"}}."""
+        function = spec["function"]
+        parameters = function.get("parameters")
+        if parameters is None:
+            parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+        if parameters.get("type", "object") != "object":
+            raise ValueError(f"the parameters of the function {function['name']} must be a JSON schema of an object")
+        return cls(function["name"], function.get("description") or "", parameters, bool(function.get("strict")))
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """With all that templates may read, in the order that models have been trained on."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+class Calling:
+    """The tool calling of one request.
+
+    tools: the request's, in OpenAI's shape. choice: "auto", "none" or "required"; function: the only one to be called,
+    which implies "required". parallel: whether one answer may hold several calls.
+    Raises ValueError where the model has no known way to call tools, or a function's parameters are no object.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        choice: Literal["auto", "none", "required"] = "auto",
+        function: str | None = None,
+        parallel: bool = True,
+    ) -> None:
+        self._tokenizer, self._syntax = tokenizer, find_syntax(tokenizer)
+        self._tools = [] if choice == "none" else [Tool.read(tool) for tool in tools]
+        if self._tools and self._syntax is None:
+            raise ValueError("tools are not supported: this model's chat template has no known format for them")
+        self._required, self._parallel = choice == "required" or function is not None, parallel
+        self._callable = [tool for tool in self._tools if function in (None, tool.name)]
+        assert self._callable or not self._required, "a call is required, and there is no function to call"
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """The `tools` of the chat template; none where the model is not to call any."""
+        return [tool.for_template for tool in self._tools] or None
+
+    def template_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages as chat templates take them: arguments of earlier calls are objects there, not text."""
+        told = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
+        if told and self._syntax is None:
+            raise ValueError("messages of tools are not supported: this model's chat template has no format for them")
+        calls = [call for message in messages for call in message.get("tool_calls") or ()]
+        names = {call["id"]: call["function"]["name"] for call in calls}
+        return [self._template_message(message, names) for message in messages]
+
+    def _template_message(self, message: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+        """names: the functions' by the calls' ids, which Hermes' own template wants of their results."""
+        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        rest["content"] = "" if message.get("content") is None else message["content"]
+        if message.get("tool_call_id") is not None:
+            if message["tool_call_id"] in names:
+                rest.setdefault("name", names[message["tool_call_id"]])
+            rest["tool_call_id"] = self._template_id(message["tool_call_id"])
+        if message.get("tool_calls"):
+            rest["tool_calls"] = [self._template_call(call) for call in message["tool_calls"]]
+        return rest
+
+    def _template_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except ValueError as error:
+            raise ValueError(f"the arguments of a call of {function['name']} are not JSON: {error}") from error
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the arguments of a call of {function['name']} must be a JSON object")
+        return {
+            "type": "function",
+            "id": self._template_id(call["id"]),
+            "function": {"name": function["name"], "arguments": arguments},
+        }
+
+    def _template_id(self, id: str) -> str:
+        """Mistral's templates refuse ids of other forms than theirs, which other servers have made."""
+        if self._syntax is not MISTRAL or re.fullmatch("[a-zA-Z0-9]{9}", id):
+            return id
+        return hashlib.sha256(id.encode()).hexdigest()[:9]
+
+    def parser(self) -> ToolParser | None:
+        """What reads the calls of one answer; None where its text is all there is."""
+        if not self._tools or self._syntax is None:
+            return None
+        return ToolParser(self._syntax, {tool.name for tool in self._callable})
+
+    def grammar(self, answer: str | None = None) -> Grammar | None:
+        """What the answer must be, where that is not left to the model.
+
+        Where a call is required, calls and nothing else. Else text or calls, and a grammar where something is promised
+        of them: a tool is strict, calls are not to be parallel, or text has a grammar (`answer`, a rule such as
+        answer_rule gives). A tool that is not strict has the schema of its parameters as far as it can be kept.
+        """
+        syntax = self._syntax
+        if not self._tools or syntax is None:
+            return None if answer is None else Grammar(f"start: {answer}")
+        mark = self._mark(syntax.opens)
+        if self._required:
+            rules = [f"start: {self._calls('' if syntax is LLAMA else mark)}"]
+        elif answer is not None:  # which may be JSON itself, so that the mark has to tell a call
+            rules = [f"start: {self._calls(mark)} | answer", f"answer: {answer}"]
+        elif any(tool.strict for tool in self._callable) or not self._parallel:
+            rules = self._text_or_calls()
+        else:
+            return None
+        return Grammar("\n".join([*rules, *self._call_rules()]))
+
+    def _call_rules(self) -> list[str]:
+        """`call`: one function's name and arguments, spelled as the templates spell them."""
+        assert self._syntax is not None
+        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(self._callable)))]
+        for i, tool in enumerate(self._callable):
+            begins = _quoted(f'{{"name": {json.dumps(tool.name)}, "{self._syntax.arguments}": ')
+            rules.append(f'call_{i}: {begins} {json_rule(tool.parameters, strict=tool.strict)} "}}"')
+        return rules
+
+    def _calls(self, mark: str) -> str:
+        """All calls of an answer, of which the first has this mark."""
+        syntax = self._syntax
+        if syntax is HERMES:
+            more = f'("\\n" {self._one(self._mark(syntax.opens))})*' if self._parallel else ""
+            return f"{self._one(mark)} {more}"
+        if syntax is MISTRAL:
+            more = '(", " call)*' if self._parallel else ""
+            return f'{mark} " "? "[" call {more} "]"'
+        return f"{mark} call"
+
+    def _one(self, mark: str) -> str:
+        return f'{mark} "\\n" call "\\n" {self._mark(HERMES.closes)}'
+
+    def _text_or_calls(self) -> list[str]:
+        """Text, in which calls may begin at any time; for Llama, either of the two."""
+        assert self._syntax is not None
+        if self._syntax is LLAMA:
+            return [f"start: TEXT? | {self._mark(LLAMA.opens)}? call", r"TEXT: /[^{](.|\n)*/"]
+        token = self._token(self._syntax.opens)
+        if token is not None:
+            rules = [f"text: <[^{token}]>*", f"before: text <[{token}]>"]
+        else:  # a lazy rule ends where its last characters have come
+            rules = ["text: TEXT", f"before[lazy]: TEXT {_quoted(self._syntax.opens)}", r"TEXT: /(.|\n)*/"]
+        if self._syntax is HERMES and self._parallel:
+            return [f"start: ({self._one('before')})* text", *rules]
+        return [f"start: {self._calls('before')} | text", *rules]
+
+    def _token(self, mark: str) -> int | None:
+        token: int | None = self._tokenizer.hf.backend_tokenizer.token_to_id(mark)
+        return token
+
+    def _mark(self, mark: str) -> str:
+        """A mark that is a token stands in a grammar by its id: it is no text there."""
+        token = self._token(mark)
+        return _quoted(mark) if token is None else f"<[{token}]>"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

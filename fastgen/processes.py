@@ -1,0 +1,95 @@
+"""Processes that this one starts: they share a socket with it, end with it, and are ended by it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+GRACE = 3.0  # seconds that a process has to end before it is sent the next stronger signal
+
+
+def spawn(program: Sequence[str], processes: list[subprocess.Popen[bytes]]) -> socket.socket:
+    """Start Python on a program, whose last argument is the number of its socket; returns the caller's end of it.
+
+    The process is appended to `processes` before anything can interrupt, so that it can be ended.
+    """
+    ours, its = socket.socketpair()
+    with its:
+        try:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-P", *program, str(its.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # what NCCL logs, for one, is not to come between a program's results
+                    pass_fds=(its.fileno(),),
+                    start_new_session=True,  # else a Ctrl-C at the terminal would come to it too
+                    env=_environment(),
+                )
+            )
+        except BaseException:
+            ours.close()
+            raise
+    return ours
+
+
+def _environment() -> dict[str, str]:
+    """Ours, in which Python finds this same fastgen."""
+    home = Path(__file__).parent.parent
+    if home.name in ("site-packages", "dist-packages"):  # Python looks there, and its own modules must stay before it
+        return dict(os.environ)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))}
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait for processes that have been told to end; those that do not are sent signals."""
+    try:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if _all_ended(processes, GRACE):
+                return
+            for process in processes:
+                process.send_signal(number)
+    except BaseException:  # the second Ctrl-C
+        for process in processes:
+            process.kill()
+        raise
+    finally:
+        _all_ended(processes, GRACE)
+
+
+def _all_ended(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    try:
+        for process in processes:
+            process.wait(max(deadline - time.monotonic(), 0))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def ending(status: int | None) -> str:
+    """How a process ended that gave no reason. status: as Popen has it; None: it has not ended."""
+    if status is None:
+        return "closed its connection"
+    if status >= 0:
+        return f"exited with status {status}"
+    name = signal.Signals(-status).name
+    return f"was killed by {name}{' (has the memory run out?)' if name == 'SIGKILL' else ''}"
+
+
+def end_with_caller() -> None:
+    """End this process when the one that started it is gone: a fork of that, which holds its sockets too, may keep the
+    connection from ending."""
+    threading.Thread(target=_watch, args=(os.getppid(),), name="fastgen-watch", daemon=True).start()
+
+
+def _watch(caller: int) -> None:
+    while os.getppid() == caller:
+        time.sleep(1.0)
+    os._exit(1)

@@ -1,0 +1,85 @@
+"""What the tests of grammars and of tools share: tokenizers with every kind of vocabulary, and walks through a mask."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastgen.request import TokenMask
+from fastgen.tokenizer import Tokenizer
+
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+
+
+def byte_level(folder: Path, marks: Sequence[str], template: str | None = None) -> Tokenizer:
+    """A byte-level BPE: two ends of sequence (ids 0 and 1), marks that are tokens (Qwen's are not special, the others
+    are), the 256 bytes, and merges of some JSON, with tokens that span its structure."""
+    import tokenizers
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        show_progress=False,
+        special_tokens=["<|end|>", "<|eom|>", *(mark for mark in marks if "tool_call>" not in mark)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    json = ['{"name": "get_weather", "arguments": {"city": "Paris", "days": [1, 22]}}', '{"a": {"b": null}}, "x é日"]']
+    trained.train_from_iterator(json * 3, trainer)
+    trained.add_tokens([AddedToken(mark, normalized=False) for mark in marks if "tool_call>" in mark])
+    folder.mkdir(parents=True, exist_ok=True)
+    PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|end|>", chat_template=template).save_pretrained(
+        folder
+    )
+    return Tokenizer(folder)
+
+
+def allowed(mask: TokenMask, vocab_size: int) -> list[int]:
+    """The tokens that a mask allows."""
+    row = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
+    mask.fill(row)
+    found: list[int] = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    return found
+
+
+def accepts(mask: TokenMask, ids: Sequence[int], vocab_size: int) -> bool:
+    """Whether a mask allows these tokens one after another, which uses it up."""
+    for token in ids:
+        if token not in allowed(mask, vocab_size):
+            return False
+        mask.accept(token)
+    return True
+
+
+def walk(mask: TokenMask, vocab_size: int, ends: Sequence[int], rng: random.Random, steps: int = 3000) -> list[int]:
+    """Tokens drawn from what a mask allows, up to an end, which is left out."""
+    ids: list[int] = []
+    for _ in range(steps):
+        token = rng.choice(allowed(mask, vocab_size))
+        mask.accept(token)
+        if token in ends:
+            return ids
+        ids.append(token)
+    raise AssertionError(f"no end after {steps} tokens: {ids[:50]}")
+
+
+def add(deltas: Sequence[Any]) -> tuple[str, list[tuple[str, str, str]]]:
+    """What deltas come to: content, and (id, name, arguments) of the calls."""
+    content, calls = "", dict[int, tuple[str, str, str]]()
+    for delta in deltas:
+        content += delta.get("content", "")
+        for piece in delta.get("tool_calls", ()):
+            id, name, arguments = calls.get(piece["index"], ("", "", ""))
+            assert ("id" in piece) == (piece["index"] not in calls) == (piece.get("type") == "function")
+            function = piece["function"]
+            name += function.get("name", "")
+            calls[piece["index"]] = (id + piece.get("id", ""), name, arguments + function.get("arguments", ""))
+    assert list(calls) == list(range(len(calls)))
+    return content, list(calls.values())

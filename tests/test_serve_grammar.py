@@ -1,0 +1,233 @@
+"""Masks of response formats, over vocabularies of every kind; the grammars of tools are in test_serve_tools.py."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import EOS, VOCAB
+from grammars import MARKS, accepts, allowed, byte_level, walk
+
+import fastgen
+from fastgen import Generator, SamplingParams
+from fastgen.cli.serve.grammar import Compiler, Grammar, GrammarMask, answer_rule
+from fastgen.tokenizer import Tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "日本"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 30},
+        "note": {"type": ["string", "null"], "maxLength": 5},
+        "place": {"$ref": "#/$defs/place"},
+    },
+    "required": ["city", "days", "note", "place"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "array", "items": {"type": "number", "minimum": -1, "maximum": 1}, "maxItems": 2}},
+}
+RIGHT = {"city": "日本", "days": 22, "note": 'é "\n\\', "place": [0.5, -1]}
+
+Vocabulary = tuple[Tokenizer, int, list[int]]  # with the size, and the ids that end an answer
+
+
+@pytest.fixture(scope="module", params=["byte fallback", "byte level", "bundled"])
+def vocabulary(request: pytest.FixtureRequest, talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    if request.param == "byte fallback":
+        return Tokenizer(talker), VOCAB, [EOS]
+    if request.param == "byte level":
+        tokenizer = byte_level(tmp_path_factory.mktemp("level"), MARKS)
+        return tokenizer, len(tokenizer.hf) + 40, [0, 1]
+    tokenizer = Tokenizer(Path(fastgen.__file__).parent / "tiny")
+    return tokenizer, len(tokenizer.hf), [tokenizer.hf.eos_token_id]
+
+
+@pytest.fixture(scope="module")
+def compiler(vocabulary: Vocabulary) -> Compiler:
+    return Compiler(*vocabulary)
+
+
+def grammar(schema: dict[str, Any] | None, strict: bool | None = True) -> Grammar:
+    """schema: None for any object."""
+    described = {"name": "x", "schema": schema, "strict": strict}
+    rule = answer_rule({"type": "json_object"} if schema is None else {"type": "json_schema", "json_schema": described})
+    return Grammar(f"start: {rule}")
+
+
+def check(value: Any) -> None:
+    assert list(value) == ["city", "days", "note", "place"]
+    assert value["city"] in ("Paris", "日本")
+    assert isinstance(value["days"], int)
+    assert 1 <= value["days"] <= 30
+    assert value["note"] is None or len(value["note"]) <= 5
+    assert len(value["place"]) <= 2
+    assert all(-1 <= number <= 1 for number in value["place"])
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text behind others, without special tokens or a space that the tokenizer puts first."""
+    before, ids = (list(tokenizer.hf(said, add_special_tokens=False)["input_ids"]) for said in (",", "," + text))
+    assert ids[: len(before)] == before
+    return ids[len(before) :]
+
+
+# ------------------------------------------------------------------------------------------------- masks
+
+
+def test_whatever_a_mask_allows_fits_the_schema(vocabulary: Vocabulary, compiler: Compiler) -> None:
+    tokenizer, size, ends = vocabulary
+    rng = random.Random(0)
+    for _ in range(12):
+        check(json.loads(tokenizer.decode(walk(compiler.compile(grammar(SCHEMA)), size, ends, rng))))
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_what_fits_the_schema_is_allowed_and_may_end_only_when_whole(
+    vocabulary: Vocabulary, compiler: Compiler, indent: int | None
+) -> None:
+    tokenizer, size, ends = vocabulary
+    ids = encoded(tokenizer, json.dumps(RIGHT, ensure_ascii=False, indent=indent))
+    for schema in (SCHEMA, None):
+        mask = compiler.compile(grammar(schema))
+        for token in ids:
+            now = allowed(mask, size)
+            assert token in now
+            assert not set(now) & set(ends)
+            mask.accept(token)
+        assert allowed(mask, size) == sorted(ends)
+        mask.accept(ends[-1])
+        assert allowed(mask, size) == sorted(ends), "as ignore_eos goes on"
+
+
+@pytest.mark.parametrize("wrong", ["[1]", '{"city": "Rome', '{"days"', '{"city": "Paris", "days": 31', "{" + " " * 70])
+def test_what_does_not_fit_is_not_allowed(vocabulary: Vocabulary, compiler: Compiler, wrong: str) -> None:
+    tokenizer, size, _ = vocabulary
+    assert not accepts(compiler.compile(grammar(SCHEMA)), encoded(tokenizer, wrong), size)
+
+
+def test_copies_go_their_own_ways(vocabulary: Vocabulary, compiler: Compiler) -> None:
+    tokenizer, size, _ = vocabulary
+    first = compiler.compile(grammar(SCHEMA))
+    fresh = allowed(first, size)
+    assert accepts(first, encoded(tokenizer, '{"city": "'), size)
+    second = deepcopy(first)
+    assert accepts(first, encoded(tokenizer, "Paris"), size)
+    assert accepts(second, encoded(tokenizer, "日本"), size)
+    assert allowed(compiler.compile(grammar(SCHEMA)), size) == fresh, "what is kept has not moved"
+
+
+def test_a_token_that_was_not_allowed_is_an_error(vocabulary: Vocabulary, compiler: Compiler) -> None:
+    mask = compiler.compile(grammar(SCHEMA))
+    with pytest.raises(ValueError, match="grammar") as raised:
+        mask.accept(encoded(vocabulary[0], "x")[0])
+    assert "<state>" not in str(raised.value)
+    with pytest.raises(ValueError, match="grammar"):
+        allowed(mask, vocabulary[1])
+
+
+@pytest.mark.parametrize("difference", [-3, 0, 1, 100])
+def test_a_tokenizer_and_its_model_may_differ_in_size(vocabulary: Vocabulary, difference: int) -> None:
+    tokenizer, _, ends = vocabulary
+    size = len(tokenizer.hf) + difference
+    mask = Compiler(tokenizer, size, ends).compile(Grammar('start: %json {"type": "object"} "\\n"'))
+    assert "{" in {tokenizer.decode([token]) for token in allowed(mask, size)}
+    assert max(allowed(mask, size)) < len(tokenizer.hf)
+
+
+# ------------------------------------------------------------------------------------------------- compiling
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "objekt"}, "Invalid type: objekt"),
+        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+        ({"type": "string", "pattern": "(a"}, "unclosed group"),
+        ({"properties": {"a": {"$ref": "#/nowhere"}}}, "'/nowhere' does not exist"),
+        ({"$ref": "https://example.com/a.json"}, "example.com"),
+        ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength"),
+        ({"type": "object", "properties": 5}, "properties"),
+        ({"not": {"type": "string"}}, '"not"'),
+        ({"type": "string", "format": "secret"}, "Unknown format: secret"),
+    ],
+)
+def test_a_bad_schema_is_told_with_its_reason(compiler: Compiler, schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=r"^(?!at )") as raised:
+        compiler.compile(grammar(schema))
+    assert reason in str(raised.value)
+    assert "%json" not in str(raised.value)
+
+
+@pytest.mark.parametrize("extra", [{"not": {"type": "null"}}, {"unevaluatedProperties": 5}, {"format": "secret"}])
+@pytest.mark.parametrize("strict", [False, None])
+def test_what_can_not_be_enforced_is_left_out_unless_strict(
+    vocabulary: Vocabulary, compiler: Compiler, extra: dict[str, Any], strict: bool | None
+) -> None:
+    ids = encoded(vocabulary[0], json.dumps(RIGHT, ensure_ascii=False))
+    assert accepts(compiler.compile(grammar({**SCHEMA, **extra, "x-guidance": 5}, strict)), ids, vocabulary[1])
+
+
+def test_the_same_grammar_is_compiled_once(vocabulary: Vocabulary) -> None:
+    compiler = Compiler(*vocabulary)
+    with ThreadPoolExecutor(4) as pool:
+        masks = list(pool.map(compiler.compile, [grammar(SCHEMA), grammar(None)] * 4))
+    again = compiler._compiled.cache_info().misses
+    assert compiler.compile(grammar(SCHEMA)) is not masks[0]
+    assert compiler._compiled.cache_info().misses == again
+    assert len({tuple(allowed(mask, vocabulary[1])) for mask in masks}) == 1
+
+
+def test_a_model_without_an_end_can_not_follow_a_grammar(vocabulary: Vocabulary) -> None:
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        Compiler(vocabulary[0], vocabulary[1], [])
+
+
+# ------------------------------------------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize("text", [None, {"type": "text"}])
+def test_text_has_no_rule(text: dict[str, Any] | None) -> None:
+    assert answer_rule(text) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"type": "xml"}, "response_format.type"),
+        ({"type": "json_schema"}, "json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"schema": [1]}}, "json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"schema": {"maximum": float("nan")}}}, "not JSON"),
+    ],
+)
+def test_a_wrong_response_format_is_named(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        answer_rule(wrong)
+
+
+def test_a_generator_answers_in_json(gen: Generator) -> None:
+    kept: dict[Any, Any] = {}
+    sent: Grammar = pickle.loads(pickle.dumps(grammar(SCHEMA)))
+    mask = sent.compile(gen, kept)
+    assert isinstance(mask, GrammarMask)
+    assert sent.compile(gen, kept) is not mask
+    assert list(kept) == [Compiler]
+    (out,) = gen.generate("hello", SamplingParams(n=4, max_tokens=400, seed=1, temperature=1, mask=mask))
+    assert out.error is None
+    ended = [completion for completion in out.completions if completion.finish_reason == "stop"]
+    assert len(ended) >= 2
+    for completion in ended:
+        assert completion.token_ids[-1] == EOS
+        check(json.loads(completion.text))
+    assert len({completion.text for completion in ended}) > 1
+    assert "{" in gen.generate("hello", SamplingParams(max_tokens=3, temperature=0, mask=mask))[0].text
+
+
+def test_without_a_tokenizer_there_are_no_grammars(llama: Path) -> None:
+    with Generator(llama, seed=0) as gen, pytest.raises(ValueError, match="no tokenizer"):
+        grammar(None).compile(gen, {})

@@ -1,0 +1,122 @@
+"""The options of fgserve: where they come from, and which goes first."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastgen import Generator
+from fastgen.cli.serve.options import MODEL, SERVER, TABLE, Options, ServerOptions, make_parser, read_options
+
+
+def read(*argv: str, file: str | None = None, folder: Path | None = None, **environment: str) -> Options:
+    if file is not None:
+        assert folder is not None
+        (folder / "serve.yaml").write_text(file)
+        argv = (*argv, "--config", str(folder / "serve.yaml"))
+    return read_options(argv, environment)
+
+
+def test_the_table_is_what_there_is_to_set() -> None:
+    assert [option.name for option in SERVER] == list(asdict(ServerOptions()))
+    arguments = set(inspect.signature(Generator).parameters) - {"model", "tp_group"}
+    assert {option.name for option in MODEL} == arguments
+
+
+def test_the_defaults_that_the_help_shows_hold() -> None:
+    for option in SERVER:
+        value = getattr(ServerOptions(), option.name)
+        assert (option.read(option.default) == value) if value is not None else " " in option.default
+    options = read()
+    assert options.server == ServerOptions()
+    assert [(model.name, model.model, model.generator) for model in options.models] == [("fastgen-tiny", None, {})]
+
+
+def test_the_help_shows_all_three() -> None:
+    help = "".join(make_parser().format_help().split())
+    for option in TABLE.values():
+        for name in (option.flag, option.variable, option.name):
+            assert name in help
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_flags_go_before_variables_before_the_file(name: str, tmp_path: Path) -> None:
+    texts = {int: ("3", "4", "5"), float: ("0.25", "0.5", "0.75"), bool: ("false", "true", "false")}
+    first, second, third = texts.get(TABLE[name].kind, ("a", "b", "c"))  # type: ignore[call-overload]
+    option = TABLE[name]
+
+    def value(options: Options) -> Any:
+        return getattr(options.server, name) if option in SERVER else options.models[0].generator[name]
+
+    file, variable = f"{name}: {first}", {option.variable: second}
+    flag = (option.flag, third) if option.kind is not bool else (option.flag.replace("--", "--no-"),)
+    assert value(read(file=file, folder=tmp_path)) == option.read(first)
+    assert value(read(file=file, folder=tmp_path, **variable)) == option.read(second)
+    assert value(read(*flag, file=file, folder=tmp_path, **variable)) == option.read(third)
+
+
+def test_models_of_the_file_have_their_own_settings(tmp_path: Path) -> None:
+    file = "dtype: float16\nmodels: [a/b, {model: c, name: d, dtype: bfloat16, device: 'cuda:1'}]"
+    first, second = read(file=file, folder=tmp_path).models
+    assert (first.name, first.model, dict(first.generator)) == ("a/b", "a/b", {"dtype": "float16"})
+    assert (second.name, second.model) == ("d", "c")
+    assert dict(second.generator) == {"dtype": "bfloat16", "device": "cuda:1"}
+    flagged = read("--dtype", "float32", file=file, folder=tmp_path).models
+    assert [model.generator["dtype"] for model in flagged] == ["float32"] * 2
+    assert [model.name for model in read("e", file=file, folder=tmp_path).models] == ["e"]
+    assert [model.name for model in read(FASTGEN_MODELS="x y").models] == ["x", "y"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_models_on_one_gpu_get_equal_parts_of_it(count: int) -> None:
+    free, parts = 1.0, []
+    for model in read(*map(str, range(count))).models:
+        parts.append(free * model.generator.get("memory_fraction", 0.9))
+        free -= parts[-1]
+    assert parts == pytest.approx([0.9 / count] * count)
+
+
+def test_models_on_other_gpus_or_with_a_share_of_their_own_are_left_alone(tmp_path: Path) -> None:
+    file = "models: [{name: a, device: 'cuda:0'}, {name: b, device: 'cuda:1'}, {name: c, device: cpu}]"
+    assert not any("memory_fraction" in model.generator for model in read(file=file, folder=tmp_path).models)
+    file = "models: [{name: a, memory_fraction: 0.2}, {name: b, num_pages: 9}]"
+    first, second = read(file=file, folder=tmp_path).models
+    assert first.generator == {"memory_fraction": 0.2}
+    assert second.generator == {"num_pages": 9}
+
+
+@pytest.mark.parametrize(
+    ("argv", "file", "environment", "said"),
+    [
+        (["--port", "70000"], None, {}, "argument --port: is 70000; it must be at least 0 and at most 65535"),
+        (["--port", "x"], None, {}, "argument --port: is 'x'; it must be a whole number"),
+        ([], None, {"FASTGEN_MAX_BODY_MB": "nan"}, "FASTGEN_MAX_BODY_MB is nan; it must be above 0"),
+        ([], None, {"FASTGEN_RESTART": "maybe"}, "FASTGEN_RESTART is 'maybe'; it must be true or false"),
+        ([], "prot: 3", {}, "the file: 'prot' is no option"),
+        ([], "api_key: 123", {}, "the file: api_key is 123; it must be a string, so put it in quotes"),
+        ([], "port: [1]", {}, "the file: port is [1]; it must be a single value"),
+        ([], "models: x", {}, "models of the file must be a list"),
+        ([], "models: [3]", {}, "models of the file must be names"),
+        ([], "models: [{model: a, port: 3}]", {}, "models[0]: 'port' is no option"),
+        ([], "- a", {}, "must be a mapping"),
+        ([], "a: [", {}, "is not YAML"),
+        (["a", "a"], None, {}, "two models are called 'a'"),
+        (["--config", "/nowhere"], None, {}, "No such file"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told(
+    argv: list[str],
+    file: str | None,
+    environment: dict[str, str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read(*argv, file=file, folder=tmp_path, **environment)
+    assert ended.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,301 @@
+"""protocol.py and fields.py: what is taken, what it means to the engine, and that what is not taken is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
+
+from fastgen import Generator
+from fastgen.cli.serve.fields import Strict
+from fastgen.cli.serve.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    check_params,
+    check_prompt,
+    choose_model,
+    read_request,
+)
+from fastgen.request import SamplingParams
+
+HELLO = [{"role": "user", "content": "Hello"}]
+NEEDED: dict[type[Strict], dict[str, Any]] = {
+    ChatRequest: {"messages": HELLO},
+    CompletionRequest: {"prompt": "Hello"},
+    TokenizeRequest: {"prompt": "Hello"},
+    DetokenizeRequest: {"tokens": [1, 2]},
+}
+KINDS = pytest.mark.parametrize("kind", NEEDED)
+VALUES: list[Any] = ["x", "", 5, -5, 5.5, True, False, [], ["x"], [5], [[5]], [None], {}, {"x": 5}, [{}], 10**30, 1e308]
+
+
+def read(kind: Any, **fields: Any) -> Any:
+    return read_request(kind, json.dumps({**NEEDED[kind], **fields}).encode())
+
+
+def error_of(kind: Any, **fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        read(kind, **fields)
+    error = raised.value
+    assert error.status == 400
+    assert set(error.body["error"]) == {"message", "type", "param", "code"}
+    assert error.body["error"]["type"] == "invalid_request_error"
+    return error
+
+
+def refusal(check: Callable[[], Any]) -> ApiError | None:
+    """Why something is not taken; None where it is."""
+    try:
+        check()
+    except ApiError as error:
+        return error
+    return None
+
+
+def params_of(kind: Any, defaults: SamplingParams | None = None, **fields: Any) -> SamplingParams:
+    params: SamplingParams = read(kind, **fields).sampling_params(defaults or SamplingParams())
+    check_params(params, vocab_size=1000)
+    return params
+
+
+# ------------------------------------------------------------------------------------------------- what is taken
+
+
+@pytest.mark.parametrize(
+    ("kind", "documented"),
+    [
+        (ChatRequest, chat_params.CompletionCreateParamsBase),
+        (CompletionRequest, text_params.CompletionCreateParamsBase),
+    ],
+)
+def test_a_field_of_openai_is_taken_or_named(kind: Any, documented: Any) -> None:
+    others = {*documented.__annotations__, "best_of", "suffix", "nonsense"} - set(kind.model_fields)
+    assert {"nonsense", "best_of"} < others
+    for name in others:
+        error = error_of(kind, **{name: 1})
+        assert (error.param, error.code) == (name, "unsupported_parameter")
+        assert name in error.message
+        assert read(kind, **{name: None}) == read(kind), "null is the default, which is nothing"
+
+
+@KINDS
+def test_null_is_what_is_left_out(kind: Any) -> None:
+    optional = {name: None for name in kind.model_fields if name not in NEEDED[kind]}
+    assert read(kind, **optional) == read(kind)
+    for name in NEEDED[kind]:
+        assert error_of(kind, **{name: None}).status == 400
+
+
+@KINDS
+def test_each_value_of_a_field_is_taken_or_the_field_is_named(kind: Any) -> None:
+    refused = 0
+    for name in kind.model_fields:
+        for value in VALUES:
+            error = refusal(partial(read, kind, **{name: value}))
+            if error is not None:
+                refused += 1
+                assert error.status == 400
+                assert error.param is not None
+                assert error.param in error.message
+                field = error.param.partition("[")[0].partition(".")[0]
+                assert field in {name} | ({"prompt"} if kind is TokenizeRequest else set())  # it has prompt or messages
+    assert refused > 10 * len(kind.model_fields) / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "param"),
+    [
+        (ChatRequest, "messages", [{"role": "user", "content": 5}], "messages[0].content"),
+        (ChatRequest, "messages", [*HELLO, {"role": "king", "content": "x"}], "messages[1].role"),
+        (
+            ChatRequest,
+            "messages",
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0].content[0].type",
+        ),
+        (ChatRequest, "messages", [{"role": "user", "content": []}], "messages[0].content"),
+        (ChatRequest, "messages", [{"role": "user", "content": "x", "age": 5}], "messages[0].age"),
+        (ChatRequest, "messages", [{"role": "user"}], "messages[0].content"),
+        (ChatRequest, "messages", [{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
+        (ChatRequest, "messages", [], "messages"),
+        (ChatRequest, "n", 129, "n"),
+        (ChatRequest, "max_tokens", 0, "max_tokens"),
+        (ChatRequest, "top_logprobs", 3, "top_logprobs"),
+        (ChatRequest, "logprobs", 3, "logprobs"),
+        (ChatRequest, "stream_options", {"include_usage": True}, "stream_options"),
+        (ChatRequest, "tools", [{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
+        (ChatRequest, "tool_choice", {"type": "function", "function": {"name": "f"}}, "tool_choice"),
+        (ChatRequest, "tool_choice", "required", "tool_choice"),
+        (ChatRequest, "response_format", {"type": "json_schema"}, "response_format.json_schema"),
+        (ChatRequest, "response_format", {"type": "xml"}, "response_format.type"),
+        (ChatRequest, "logit_bias", {"x": 1}, "logit_bias"),
+        (ChatRequest, "logit_bias", {str(token): "x" for token in range(4097)}, "logit_bias"),
+        (ChatRequest, "response_format", {"type": "text", "strict": True}, "response_format.strict"),
+        (ChatRequest, "logit_bias", {"5": 101}, "logit_bias.5"),
+        (ChatRequest, "stop", ["a", ""], "stop"),
+        (ChatRequest, "stop", ["a", 5], "stop[1]"),
+        (CompletionRequest, "prompt", [1, "a"], "prompt[1]"),
+        (CompletionRequest, "prompt", ["a", 1], "prompt[1]"),
+        (CompletionRequest, "prompt", [[1], [2, "a"]], "prompt[1][1]"),
+        (CompletionRequest, "prompt", [[1], []], "prompt[1]"),
+        (CompletionRequest, "prompt", [], "prompt"),
+        (CompletionRequest, "prompt", [-1], "prompt[0]"),
+        (CompletionRequest, "max_tokens", 0, "max_tokens"),
+        (CompletionRequest, "logprobs", True, "logprobs"),
+        (TokenizeRequest, "messages", HELLO, "prompt"),
+        (DetokenizeRequest, "tokens", ["a"], "tokens[0]"),
+    ],
+)
+def test_the_place_of_an_error_is_told(kind: Any, field: str, value: Any, param: str) -> None:
+    error = error_of(kind, **{field: value})
+    assert error.param == param
+    assert param in error.message
+
+
+def test_two_limits_that_differ_are_an_error() -> None:
+    assert error_of(ChatRequest, max_tokens=5, max_completion_tokens=6).param == "max_tokens"
+    assert params_of(ChatRequest, max_tokens=5, max_completion_tokens=5).max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"5", b"null", b"\xff", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 10**6,
+     b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}"],
+)  # fmt: skip
+def test_what_is_no_request_is_an_error(body: bytes) -> None:
+    with pytest.raises(ApiError) as raised:
+        read_request(CompletionRequest, body)
+    assert raised.value.status == 400
+
+
+@KINDS
+def test_the_schema_says_that_other_fields_are_null(kind: Any) -> None:
+    schema = kind.model_json_schema()
+    objects = [schema, *(part for part in schema.get("$defs", {}).values() if part["type"] == "object")]
+    assert all(part["additionalProperties"] == {"type": "null"} for part in objects)
+
+
+# ------------------------------------------------------------------------------------------------- what it means
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_sampling_fields_reach_the_engine(kind: Any) -> None:
+    fields: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "n": 3, "stop": ["a", "b"],
+        "stop_token_ids": [5], "seed": -3, "presence_penalty": 1.5, "frequency_penalty": -1.5,
+        "repetition_penalty": 1.25, "min_tokens": 2, "ignore_eos": True, "max_tokens": 9,
+    }  # fmt: skip
+    params = params_of(kind, logit_bias={"17": -2.5}, **fields)
+    assert {name: getattr(params, name) for name in fields} == fields
+    assert params.logit_bias == {17: -2.5}
+
+
+def test_what_is_left_out_is_the_default() -> None:
+    assert params_of(ChatRequest) == SamplingParams()
+    assert params_of(CompletionRequest) == SamplingParams(max_tokens=16), "as OpenAI has it"
+    own = SamplingParams(temperature=0.2, top_p=0.8, top_k=3)
+    assert params_of(ChatRequest, own, top_p=None) == own
+    assert params_of(ChatRequest, own, top_p=0, top_k=0) == SamplingParams(temperature=0.2)
+    assert params_of(ChatRequest, own, top_p=1, temperature=0).top_p == 1
+
+
+def test_logprobs_in_both_shapes() -> None:
+    assert params_of(ChatRequest, logprobs=False, top_logprobs=0).logprobs is None
+    assert params_of(ChatRequest, logprobs=True).logprobs == 0
+    assert params_of(ChatRequest, logprobs=True, top_logprobs=20).logprobs == 20
+    for echo, scored in ((True, 4), (False, None)):
+        params = params_of(CompletionRequest, logprobs=4, echo=echo)
+        assert (params.logprobs, params.prompt_logprobs) == (4, scored)
+    assert params_of(CompletionRequest, echo=True).prompt_logprobs is None, "an echo needs no scores"
+    assert params_of(CompletionRequest, echo=True, max_tokens=0).prompt_logprobs == 0
+    assert error_of(CompletionRequest, echo=True, max_tokens=0, n=2).param == "n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ("", [""])],
+)
+def test_prompts_of_all_kinds(prompt: Any, prompts: list[Any]) -> None:
+    assert read(CompletionRequest, prompt=prompt).prompts == prompts
+
+
+def test_messages_as_templates_know_them() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]},
+        {"role": "tool", "content": "5", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None},
+    ]
+    assert read(ChatRequest, messages=messages).template_messages() == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one\ntwo"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "5", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "x"},
+    ]
+
+
+def test_tools_and_formats_are_as_they_were_sent() -> None:
+    function = {"name": "f", "description": "does", "parameters": {"type": "object", "properties": {"a": {"x": None}}}}
+    tools = [{"type": "function", "function": function}]
+    request = read(ChatRequest, tools=tools, tool_choice={"type": "function", "function": {"name": "f"}})
+    assert request.template_tools() == tools
+    assert request.tool_choice.function.name == "f"
+    schema = {"type": "object", "properties": {"a": {"const": None}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    assert read(ChatRequest, response_format=wanted).response_format.json_schema.schema_ == schema
+
+
+# ------------------------------------------------------------------------------------------------- checks
+
+
+def test_a_request_that_has_no_room_is_one_that_the_engine_refuses_or_cuts(gen: Generator) -> None:
+    context, vocab = gen.max_model_len, gen.model_config.vocab_size
+    for limit, echo in ((None, False), (0, True), (1, True), (1, False), (5, False)):
+        for length in range(context - 6, context + 2):
+            request = read(CompletionRequest, prompt=[5] * length, max_tokens=limit, echo=echo)
+            wanted = 1 if limit is None else limit
+            error = refusal(partial(check_prompt, request.prompts[0], request, context, vocab))
+            assert (error is not None) == (length + wanted > context)
+            if error is None:
+                gen.abort(gen.add(request.prompts[0], request.sampling_params(SamplingParams())))
+            else:
+                assert (error.code, error.param) == ("context_length_exceeded", "prompt")
+                assert str(context) in error.message
+    with pytest.raises(ApiError) as raised:
+        check_prompt([5] * 10, read(ChatRequest, max_completion_tokens=10**30), context, vocab)
+    assert (raised.value.param, raised.value.code) == ("messages", "context_length_exceeded")
+
+
+def test_ids_outside_the_vocabulary_are_named() -> None:
+    for ids in ([], [5, 1000]):
+        with pytest.raises(ApiError) as raised:
+            check_prompt(ids, read(CompletionRequest), 100, 1000)
+        assert (raised.value.status, raised.value.param) == (400, "prompt")
+    for fields, param in (({"logit_bias": {"1000": 1}}, "logit_bias"), ({"stop_token_ids": [1000]}, "stop_token_ids")):
+        with pytest.raises(ApiError) as raised:
+            params_of(ChatRequest, **fields)
+        assert (raised.value.status, raised.value.param) == (400, param)
+    with pytest.raises(ApiError, match="above max_tokens") as raised:
+        params_of(CompletionRequest, min_tokens=17)
+    assert raised.value.param == "min_tokens"
+
+
+def test_a_model_by_name() -> None:
+    assert choose_model("gpt-4o-mini", ["own"]) == choose_model(None, ["own"]) == "own"
+    assert choose_model("b", ["a", "b"]) == "b"
+    for wanted, status in (("c", 404), (None, 400)):
+        with pytest.raises(ApiError) as raised:
+            choose_model(wanted, ["a", "b"])
+        assert (raised.value.status, raised.value.param) == (status, "model")
+        assert raised.value.body["error"]["type"] == "invalid_request_error"
