@@ -19,23 +19,12 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from terminal import BANNER, ROOT, STATS, ask, at_prompt, leave, said, spawn
 
 import fastgen
 from fastgen.cli import chat
+from fastgen.cli.speakers import Local, Reply
 from fastgen.request import Completion, Event, RequestOutput, SamplingParams
-
-ROOT = Path(__file__).parents[1]
-BANNER = """\
-Ready to chat!
-  Available commands:
-    /r <N> -- reset conversation before round N
-    /m     -- input a multiline message, end your input
-              with a single line containing '.'
-    /q     -- quit
-
----
-"""
-STATS = r"--- \[(\d+) tokens, (\d+\.\d{3})toks/s\]"
 
 
 class FakeGenerator:
@@ -115,44 +104,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., pexpect.spawn]]:
     """start(*command) runs a Python command in a pseudo-terminal; without one, fgchat over FakeGenerator."""
     children = []
 
-    def spawn(*command: str, **environment: str) -> pexpect.spawn:
-        env = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-        env |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | environment
-        child = pexpect.spawn(
-            sys.executable, [*(command or [__file__])], env=env, encoding="utf-8", timeout=60, dimensions=(50, 200)
-        )
-        child.delaybeforesend, child.delayafterclose, child.delayafterterminate = None, 0, 0
-        children.append(child)
-        return child
+    def run(*command: str, **environment: str) -> pexpect.spawn:
+        children.append(spawn(tmp_path / "state", *(command or [__file__]), **environment))
+        return children[-1]
 
-    yield spawn
+    yield run
     for child in children:
         child.close(force=True)
-
-
-def said(child: pexpect.spawn) -> str:
-    """What came before the match, as text: without the escape sequences of line editing."""
-    return re.sub(r"\x1b(\[[0-9;?]*[a-zA-Z]|[=>])", "", child.before).replace("\r", "")
-
-
-def at_prompt(child: pexpect.spawn, number: int) -> str:
-    """Wait until the editor takes input for this round; what was shown before."""
-    child.expect(rf"\x1b\[\?2004h[^\n]*?{number}> ")  # each prompt is drawn more than once: this begins a new one
-    return said(child)
-
-
-def ask(child: pexpect.spawn, line: str, number: int) -> str:
-    """Type a line; what is shown until the prompt of this round."""
-    child.sendline(line)
-    return at_prompt(child, number)
-
-
-def leave(child: pexpect.spawn, line: str | None = None) -> int:
-    """Type /q or such, or else Ctrl-D; the exit status."""
-    child.sendline(line) if line else child.sendeof()
-    child.expect(pexpect.EOF)
-    child.wait()
-    return child.exitstatus
 
 
 def test_banner_rounds_and_quit(start):
@@ -289,7 +247,7 @@ def pipe(monkeypatch, capsys):
     def run(lines: str, system: str | None = None, **params: int) -> tuple[int, str, str, FakeGenerator]:
         gen = FakeGenerator()
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        status = chat.run(gen, SamplingParams(**params), system)
+        status = chat.run(Local(gen, SamplingParams(**params)), system)
         return status, *capsys.readouterr(), gen
 
     return run
@@ -320,7 +278,7 @@ def test_a_cut_answer_says_what_cut_it(pipe, capsys):
     _, out, err, _ = pipe("count", max_tokens=3)
     assert out == "1 2 3 \n"
     assert err.endswith("\n(cut at --max-tokens 3)\n")
-    chat.Chat(FakeGenerator(), SamplingParams(), chat.Console()).report(chat.Reply("text", 3, "length"), 1.0)
+    chat.Chat(Local(FakeGenerator(), SamplingParams()), chat.Console()).report(Reply("text", 3, "length"), 1.0)
     assert capsys.readouterr().err.endswith("\n(cut: the context of 200 tokens is full; /r N goes back)\n")
 
 
@@ -346,7 +304,7 @@ def test_ctrl_c_in_a_pipe_ends_it_after_the_step(monkeypatch, capsys):
     gen = interrupting(at=3)
     monkeypatch.setattr(sys, "stdin", io.StringIO("count\nnever\n"))
     with pytest.raises(KeyboardInterrupt):
-        chat.run(gen, SamplingParams())
+        chat.run(Local(gen, SamplingParams()))
     assert capsys.readouterr().out == "1 2 3 4 held\n"
     assert len(gen.prompts) == 1
     assert signal.getsignal(signal.SIGINT) is before
@@ -363,7 +321,7 @@ def test_a_second_ctrl_c_breaks_the_step_and_further_ones_do_nothing(monkeypatch
     gen = interrupting(at=3, times=2)
     abort = gen.abort
     monkeypatch.setattr(gen, "abort", lambda ids: signal.raise_signal(signal.SIGINT) or abort(ids))
-    conversation = chat.Chat(gen, SamplingParams(), Typist())
+    conversation = chat.Chat(Local(gen, SamplingParams()), Typist())
     conversation.ask("count")
     assert conversation.rounds == [("count", "1 2 3 held")]
     assert capsys.readouterr().out == "1 2 3 held\n"
@@ -373,7 +331,7 @@ def test_a_second_ctrl_c_breaks_the_step_and_further_ones_do_nothing(monkeypatch
 
 
 def test_ctrl_c_before_the_first_word_takes_the_round_back(capsys):
-    conversation = chat.Chat(interrupting(at=0, times=2), SamplingParams(), Typist())
+    conversation = chat.Chat(Local(interrupting(at=0, times=2), SamplingParams()), Typist())
     conversation.ask("count")
     assert conversation.rounds == []
     assert re.search(STATS, capsys.readouterr().err)[1] == "0"
@@ -398,7 +356,7 @@ def test_help_and_version_tell_the_truth(capsys):
         chat.main(["--help"])
     out = " ".join(capsys.readouterr().out.split())
     names = set(re.findall(r"--[a-z-]+", out)) - {"--help", "--version"}
-    assert len(names) == 9
+    assert len(names) == 12
     for name in (*names, "MODEL"):
         assert re.search(rf" {name} [^()]*\(default: ", out.split("positional arguments:")[1]), name
     with pytest.raises(SystemExit, match="0"):
@@ -409,7 +367,11 @@ def test_help_and_version_tell_the_truth(capsys):
 @pytest.mark.parametrize(
     "options",
     ["--top-p 0", "--temperature -1", "--temperature nan", "--max-tokens 0", "--dtype int8", "--seed x", "--temp 1"]
-    + ["--tensor-parallel 0", "--tensor-parallel two"],
+    + ["--tensor-parallel 0", "--tensor-parallel two", "--api-key x", "--model x"]
+    + [
+        f"--url http://localhost {local}"
+        for local in ("a/model", "--device cpu", "--dtype auto", "--tensor-parallel 1")
+    ],
 )
 def test_bad_options_exit_2(options, capsys):
     with pytest.raises(SystemExit, match="2"):

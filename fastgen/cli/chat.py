@@ -19,14 +19,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fastgen import __version__
+from fastgen.cli.remote import Remote
 from fastgen.cli.signals import trace_on_signal
+from fastgen.cli.speakers import Interrupt, Local, RefusedError, Reply, Speaker
 from fastgen.request import SamplingParams
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
-
-    from fastgen.generator import Generator
-    from fastgen.request import Event
 
 BANNER = """\
 Ready to chat!
@@ -161,50 +160,9 @@ def _history_file() -> str:
     return os.path.join(state, "fastgen", "chat_history") if os.path.isabs(state) else os.devnull
 
 
-class Interrupt:
-    """Ctrl-C while an answer is made: the engine finishes its step, then the answer stops.
-
-    An exception could hit the engine halfway through a step, with tokens read and not yet accounted for. So the first
-    Ctrl-C only sets `asked`, which is looked at between steps. A second one, for a step that takes too long, raises
-    KeyboardInterrupt, once, and only inside `step`: impatience must not break the abort or the conversation either.
-    """
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._stepping = False
-
-    def __enter__(self) -> Interrupt:
-        self._previous = signal.signal(signal.SIGINT, self._on_sigint)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
-
-    def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
-        if self.asked and self._stepping:
-            self._stepping = False
-            raise KeyboardInterrupt
-        self.asked = True
-
-    def step(self, gen: Generator) -> list[Event]:
-        self._stepping = True
-        try:
-            return gen.step()
-        finally:
-            self._stepping = False
-
-
-@dataclass
-class Reply:
-    text: str = ""
-    num_tokens: int = 0
-    finish_reason: str | None = None
-
-
 @dataclass
 class Chat:
-    gen: Generator
-    params: SamplingParams
+    speaker: Speaker
     console: Console
     system: str | None = None
     rounds: list[tuple[str, str]] = field(default_factory=list)  # (message, answer)
@@ -261,37 +219,16 @@ class Chat:
         with Interrupt() as interrupt:
             started = time.perf_counter()
             try:
-                rid = self.gen.add(self.messages(message), self.params)
-            except ValueError as error:
-                wrong = _one_line(error).split(";")[0]  # then comes a remedy for programmers
+                reply = self.speaker.answer(self.messages(message), self.console.say, interrupt)
+            except RefusedError as error:
+                wrong = _one_line(error).rstrip(".")
                 self.refuse(wrong + ("; /r N goes back before round N, /r to the start" if self.rounds else ""))
                 return
-            answer = self.answer(rid, interrupt)
-            if answer.text:
-                self.rounds.append((message, answer.text))
-            self.report(answer, time.perf_counter() - started)
+            if reply.text:
+                self.rounds.append((message, reply.text))
+            self.report(reply, time.perf_counter() - started)
         if interrupt.asked and not self.console.interactive:
             raise KeyboardInterrupt  # nobody is there to go on with the conversation
-
-    def answer(self, rid: str | int, interrupt: Interrupt) -> Reply:
-        """Show the answer while it is made, to its end or to Ctrl-C."""
-        answer = Reply()
-        try:
-            while answer.finish_reason is None and not interrupt.asked:
-                for event in interrupt.step(self.gen):
-                    if event.id != rid:
-                        continue  # left over from a round that Ctrl-C ended
-                    answer.text += event.text
-                    answer.num_tokens += len(event.token_ids)
-                    answer.finish_reason = event.finish_reason
-                    self.console.say(event.text)
-                    if event.error is not None:
-                        self.refuse(f"error: {event.error}")
-        except KeyboardInterrupt:
-            pass
-        if answer.finish_reason is None:
-            self.stop(rid, answer)
-        return answer
 
     def messages(self, message: str) -> list[dict[str, str]]:
         """The conversation with one more message."""
@@ -300,46 +237,38 @@ class Chat:
             turns += [("user", asked), ("assistant", answered)]
         return [{"role": role, "content": content} for role, content in [*turns, ("user", message)]]
 
-    def stop(self, rid: str | int, answer: Reply) -> None:
-        """Abort, and show what the engine had and had not yet told."""
-        outputs = self.gen.abort([rid])
-        for output in outputs:
-            completion = output.completions[0]
-            self.console.say(completion.text[len(answer.text) :])
-            answer.text, answer.num_tokens = completion.text, len(completion.token_ids)
-        if not outputs:  # it ended by itself just before; the end is still to be told
-            for event in self.gen.step():
-                if event.id == rid:
-                    self.console.say(event.text)
-                    answer.text += event.text
-                    answer.num_tokens += len(event.token_ids)
-        answer.finish_reason = "abort"
-
-    def report(self, answer: Reply, seconds: float) -> None:
-        if not answer.text.endswith("\n"):
+    def report(self, reply: Reply, seconds: float) -> None:
+        if (reply.text or reply.error is None) and not reply.text.endswith("\n"):
             self.console.say("\n")
-        rate = answer.num_tokens / max(seconds, 1e-9)
+        if reply.error is not None:
+            self.refuse(f"error: {_one_line(reply.error)}")
+            if not reply.text:
+                return
+        rate = reply.num_tokens / max(seconds, 1e-9)
         if not sys.stdout.isatty():
             self.console.note("")  # `| tee` may show this before the end of the answer
-        self.console.note(f"--- [{answer.num_tokens} tokens, {rate:.3f}toks/s]")
-        if answer.finish_reason == "length" and answer.num_tokens == self.params.max_tokens:
-            self.console.note(f"(cut at --max-tokens {self.params.max_tokens})")
-        elif answer.finish_reason == "length":
-            self.console.note(f"(cut: the context of {self.gen.max_model_len} tokens is full; /r N goes back)")
+        self.console.note(f"--- [{reply.num_tokens} tokens, {rate:.3f}toks/s]")
+        if reply.finish_reason == "length" and reply.num_tokens == self.speaker.max_tokens:
+            self.console.note(f"(cut at --max-tokens {self.speaker.max_tokens})")
+        elif reply.finish_reason == "length":
+            context = self.speaker.max_model_len
+            full = "the server's limit" if context is None else f"the context of {context} tokens is full"
+            self.console.note(f"(cut: {full}; /r N goes back)")
 
     def refuse(self, why: str) -> None:
         self.refused = True
         self.console.note(why)
 
 
-def run(gen: Generator, params: SamplingParams, system: str | None = None) -> int:
+def run(speaker: Speaker, system: str | None = None) -> int:
     """Chat on stdin, stdout and stderr. Returns the exit status: in a pipe, 1 if anything was refused.
 
-    Raises ValueError if no message can be answered: there is no chat template, or it takes no system prompt.
+    Raises ValueError or OSError if no message can be answered: there is no chat template, or it takes no system prompt,
+    or there is no server.
     """
     console = Console()
-    chat = Chat(gen, params, console, system)
-    gen.abort([gen.add(chat.messages("hello"), params)])  # better told now than after the first message
+    chat = Chat(speaker, console, system)
+    speaker.check(chat.messages("hello"))  # better told now than after the first message
     if console.interactive:
         _write(console.screen, BANNER)
     chat.loop()
@@ -353,6 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     given = {name: value for name, value in options.items() if value is not None}
     try:
+        _check_place(args)
         SamplingParams(**given, seed=args.seed).validate(vocab_size=1)
     except ValueError as error:
         parser.error(str(error))
@@ -362,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a stray byte or a narrow locale must not end a chat
     try:
-        return _load_and_run(args, given)
+        return _load_and_run(args, given) if args.url is None else _connect_and_run(args, given)
     except KeyboardInterrupt:
         _write(sys.stderr, "\n")
         return 130
@@ -383,17 +313,34 @@ def _load_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
         from fastgen import Generator  # seconds of importing torch: only when there is something to run
         from fastgen.arch import sampling_defaults
 
-        options = {"dtype": args.dtype, "device": args.device, "seed": args.seed}
-        gen = Generator(args.model, tensor_parallel=args.tensor_parallel, **options)
+        options = {"dtype": args.dtype or "auto", "device": args.device, "seed": args.seed}
+        gen = Generator(args.model, tensor_parallel=args.tensor_parallel or 1, **options)
         params = SamplingParams(**{**sampling_defaults(gen.folder), **given})
     finally:
         signal.signal(signal.SIGINT, interruptible)
     trace_on_signal(gen, Path())
     with gen:
-        status = run(gen, params, args.system and _encodable(args.system))
+        status = run(Local(gen, params), args.system and _encodable(args.system))
         if args.verbose:
             print(gen.stats, file=sys.stderr)
     return status
+
+
+def _connect_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
+    key = args.api_key or os.environ.get("FASTGEN_API_KEY") or None
+    fields = given if args.seed is None else {**given, "seed": args.seed}
+    return run(Remote(args.url, key, args.name, fields), args.system and _encodable(args.system))
+
+
+def _check_place(args: argparse.Namespace) -> None:
+    """Raises ValueError for an option of a local model where there is a server, and the other way round."""
+    local = ("model", "dtype", "device", "tensor_parallel")
+    served = ("api_key", "name")
+    for name in served if args.url is None else local:
+        if getattr(args, name) is not None:
+            option = {"model": "MODEL", "name": "--model"}.get(name, "--" + name.replace("_", "-"))
+            needed = "a server; give its --url" if args.url is None else "a local model; leave it or --url out"
+            raise ValueError(f"{option} needs {needed}")
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
@@ -403,7 +350,7 @@ def _leave(signum: int, frame: FrameType | None) -> None:
     os._exit(130)
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line(error: object) -> str:
     return " ".join(str(error).split())
 
 
@@ -430,10 +377,13 @@ def _parser() -> argparse.ArgumentParser:
     option("--seed", type=int, help="the same messages then get the same answers (default: other ones every time)")
     dtypes = ("auto", "bfloat16", "float16", "float32")
     dtype_help = "of weights and KV cache (default: auto, the checkpoint's on a GPU and float32 on the CPU)"
-    option("--dtype", choices=dtypes, default="auto", help=dtype_help)
+    option("--dtype", choices=dtypes, help=dtype_help)
     option("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one, else the CPU)")
     ranks_help = "GPUs that hold the model together, the first ones that there are (default: 1)"
-    option("--tensor-parallel", type=_positive, default=1, metavar="N", help=ranks_help)
+    option("--tensor-parallel", type=_positive, metavar="N", help=ranks_help)
+    option("--url", help="of an OpenAI-style server that has the model, such as fgserve (default: a model loaded here)")
+    option("--api-key", metavar="KEY", help="for the server (default: FASTGEN_API_KEY of the environment)")
+    option("--model", dest="name", metavar="NAME", help="of the server's models (default: the one that there is)")
     verbose_help = "log what happens, show tracebacks, and the engine's statistics at the end (default: no)"
     option("-v", "--verbose", action="store_true", help=verbose_help)
     option("--version", action="version", version=f"fgchat {__version__}")

@@ -1,0 +1,135 @@
+"""Who answers in fgchat: a model in this process. remote.py has one behind a server."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from fastgen.request import Message, SamplingParams
+
+if TYPE_CHECKING:
+    from fastgen.generator import Generator
+
+Result = TypeVar("Result")
+
+
+class RefusedError(ValueError):
+    """These messages can not be answered; others may be."""
+
+
+class Interrupt:
+    """Ctrl-C while an answer is made: it sets `asked`, and raises KeyboardInterrupt only where that breaks nothing.
+
+    That is inside `call`, and once: impatience must not break what follows, nor the conversation.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._breaking = 0  # so many of them break what runs; 0: none does
+
+    def __enter__(self) -> Interrupt:
+        self._previous = signal.signal(signal.SIGINT, self._on_sigint)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
+        self._count += 1
+        self._break()
+
+    def _break(self) -> None:
+        if 0 < self._breaking <= self._count:
+            self._breaking = 0
+            raise KeyboardInterrupt
+
+    @property
+    def asked(self) -> bool:
+        return self._count > 0
+
+    def call(self, function: Callable[[], Result], breaking: int) -> Result:
+        """function(), in which the Ctrl-C of this number, counted from the start of the answer, is an exception."""
+        self._breaking = breaking
+        try:
+            self._break()
+            return function()
+        finally:
+            self._breaking = 0
+
+
+@dataclass
+class Reply:
+    """An answer. finish_reason: as in Completion; error: why it ends where it does, if that is an error."""
+
+    text: str = ""
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+class Speaker(Protocol):
+    """max_tokens: of an answer, None for no limit; max_model_len: the context, None where it is not known."""
+
+    max_tokens: int | None
+    max_model_len: int | None
+
+    def check(self, messages: Sequence[Message]) -> None:
+        """Raises ValueError or OSError where no message can be answered, as far as these ones show it."""
+
+    def answer(self, messages: Sequence[Message], say: Callable[[str], None], interrupt: Interrupt) -> Reply:
+        """Answer the last message; `say` shows pieces of the text as they come. Raises RefusedError."""
+
+
+class Local:
+    """A Generator in this process. The engine finishes its step before an answer is stopped.
+
+    An exception could hit it halfway through a step, with tokens read and not yet accounted for; so only a second
+    Ctrl-C, for a step that takes too long, is one.
+    """
+
+    def __init__(self, gen: Generator, params: SamplingParams) -> None:
+        self.max_tokens: int | None = params.max_tokens
+        self.max_model_len: int | None = gen.max_model_len
+        self._gen, self._params = gen, params
+
+    def check(self, messages: Sequence[Message]) -> None:
+        self._gen.abort([self._gen.add(messages, self._params)])
+
+    def answer(self, messages: Sequence[Message], say: Callable[[str], None], interrupt: Interrupt) -> Reply:
+        try:
+            rid = self._gen.add(messages, self._params)
+        except ValueError as error:
+            raise RefusedError(str(error).split(";")[0]) from error  # then comes a remedy for programmers
+        reply = Reply()
+        try:
+            while reply.finish_reason is None and not interrupt.asked:
+                for event in interrupt.call(self._gen.step, 2):
+                    if event.id != rid:
+                        continue  # left over from a round that Ctrl-C ended
+                    reply.text += event.text
+                    reply.num_tokens += len(event.token_ids)
+                    reply.finish_reason, reply.error = event.finish_reason, event.error
+                    say(event.text)
+        except KeyboardInterrupt:
+            pass
+        if reply.finish_reason is None:
+            self._stop(rid, reply, say)
+        return reply
+
+    def _stop(self, rid: str | int, reply: Reply, say: Callable[[str], None]) -> None:
+        """Abort, and show what the engine had and had not yet told."""
+        outputs = self._gen.abort([rid])
+        for output in outputs:
+            completion = output.completions[0]
+            say(completion.text[len(reply.text) :])
+            reply.text, reply.num_tokens = completion.text, len(completion.token_ids)
+        if not outputs:  # it ended by itself just before; the end is still to be told
+            for event in self._gen.step():
+                if event.id == rid:
+                    say(event.text)
+                    reply.text += event.text
+                    reply.num_tokens += len(event.token_ids)
+        reply.finish_reason = "abort"

@@ -1,0 +1,285 @@
+"""fgchat with a server: a real one in a pseudo-terminal, and one that does whatever the test wants."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import fgserve
+from terminal import BANNER, STATS, ask, at_prompt, leave, said, spawn
+
+from fastgen.cli import chat
+from fastgen.cli.remote import Remote, ServerError
+from fastgen.cli.speakers import Interrupt, RefusedError
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def stat(url: str, name: str) -> float:
+    found = re.search(rf"^fastgen_{name}\{{[^}}]*\}} (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    assert found, name
+    return float(found[1])
+
+
+def wait_for_abort(url: str) -> None:
+    deadline = time.monotonic() + 10
+    while (stat(url, "running"), stat(url, "aborted_total")) != (0, 1):
+        assert time.monotonic() < deadline, "the request goes on"
+        time.sleep(0.02)
+
+
+def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
+    """It streams; Ctrl-C ends the answer and the server's request; what it refuses is a line, and its end too."""
+    program = ("-m", "fastgen.cli.chat", "--temperature", "0", "--url")
+    with fgserve("--api-key", "secret") as (url, server):
+        with spawn(tmp_path, *program, url, FASTGEN_API_KEY="secret") as child:
+            assert at_prompt(child, 1) == BANNER
+            assert re.search(rf"\n[^\n]*\b42\b[^\n]*\n{STATS}\n$", ask(child, "what is 12 + 30?", 2))
+            child.sendline("please count from 1 to 100")
+            child.expect("2, 3, ")
+            child.sendintr()
+            child.expect(STATS)
+            assert int(child.match[1]) > 8, "the server's count so far"
+            assert "98, 99" not in said(child)
+            wait_for_abort(url)
+            at_prompt(child, 3)
+            refused = ask(child, f"\x1b[200~{'far too long ' * 1000}\x1b[201~", 3)
+            hint = "; /r N goes back before round N, /r to the start"
+            assert re.search(rf"\nThis model's maximum context [^\n]*{hint}\n", refused)
+            ask(child, "/r", 1)
+            server.kill()
+            server.wait()
+            assert re.search(rf"\nerror: no connection to {url}/v1: [^\n]*refused\n$", ask(child, "hello", 1))
+            assert leave(child, "/q") == 0
+        with spawn(tmp_path, *program, url) as child:
+            child.expect(r"fgchat: error: no connection to [^\n]*refused\r\n$")
+
+
+# A server that does as it is told
+
+
+class Fake:
+    """An OpenAI-style server. models: of /models, or a body; answer: writes the response to a chat request; asked: the
+    requests, and closed: set when the client of one has left it."""
+
+    def __init__(self) -> None:
+        self.models: Any = [{"id": "some-model", "owned_by": "somebody"}]
+        self.answer: Callable[[BaseHTTPRequestHandler], None] = stream()
+        self.asked: list[tuple[dict[str, str], dict[str, Any]]] = []
+        self.closed = threading.Event()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                assert self.path == "/v1/models"
+                if isinstance(fake.models, list):
+                    reply(200, {"object": "list", "data": fake.models})(self)
+                else:
+                    reply(*fake.models)(self)
+
+            def do_POST(self) -> None:
+                assert self.path == "/v1/chat/completions"
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                fake.asked.append((dict(self.headers), body))
+                fake.answer(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def wait_until_left(self, request: BaseHTTPRequestHandler) -> None:
+        """Answer nothing until the client has gone."""
+        if request.connection.recv(1) == b"":
+            self.closed.set()
+
+
+def reply(status: int, body: Any) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(status)
+        request.end_headers()
+        request.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+    return answer
+
+
+def stream(
+    *texts: str, end: str = "stop", tail: bytes = b"data: [DONE]\n\n"
+) -> Callable[[BaseHTTPRequestHandler], None]:
+    """An answer in such pieces, a byte at a time."""
+    chunks: list[dict[str, Any]] = [{"choices": [{"delta": {"role": "assistant"}, "finish_reason": None}]}]
+    chunks += [{"choices": [{"delta": {"content": text}}], "usage": None} for text in texts]
+    chunks += [{"choices": [{"delta": {}, "finish_reason": end}]}] if end else []
+    lines = (f"data: {json.dumps(chunk, ensure_ascii=False)}\r\n\r\n" for chunk in chunks)
+    data = b": a comment\n\n" + "".join(lines).encode() + tail
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(200)
+        request.end_headers()
+        for at in range(len(data)):
+            request.wfile.write(data[at : at + 1])
+
+    return answer
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    server = Fake()
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
+
+
+@pytest.fixture
+def pipe(fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """pipe(lines, *options) -> (exit status, stdout, stderr) of fgchat with the fake server."""
+    monkeypatch.delenv("FASTGEN_API_KEY", raising=False)
+
+    def run(lines: str, *options: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        status = chat.main(["--url", fake.url, *options])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_what_is_sent(fake: Fake, pipe: Callable[..., Any]) -> None:
+    fake.answer = stream("so ", "it is")
+    options = ["--temperature", "0.5", "--top-p", "0.9", "--max-tokens", "7", "--seed", "3", "--system", "be short"]
+    status, out, err = pipe("one\ntwo\n", *options, "--api-key", "secret")
+    assert (status, out) == (0, "so it is\nso it is\n")
+    assert re.search(STATS, err)[1] == "2", "pieces, where the server does not count"  # type: ignore[index]
+    headers, body = fake.asked[1]
+    assert headers["Authorization"] == "Bearer secret"
+    assert [message["content"] for message in body.pop("messages")] == ["be short", "one", "so it is", "two"]
+    assert body == {
+        "model": "some-model", "temperature": 0.5, "top_p": 0.9, "max_tokens": 7, "seed": 3, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+
+
+def test_what_is_not_given_is_not_sent(fake: Fake, pipe: Callable[..., Any]) -> None:
+    fake.models = [{"id": "one", "owned_by": "fastgen", "max_model_len": 99}, {"id": "two", "owned_by": "fastgen"}]
+    fake.answer = stream("text", end="length")
+    _, _, err = pipe("hello\n", "--model", "one")
+    headers, body = fake.asked[0]
+    assert "Authorization" not in headers
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    assert body == {"model": "one", "messages": HELLO, "stream": True, "stream_options": options}
+    assert err.endswith("\n(cut: the context of 99 tokens is full; /r N goes back)\n")
+    fake.models = [{"id": "some-model"}]
+    assert pipe("hello\n")[2].endswith("\n(cut: the server's limit; /r N goes back)\n")
+    assert pipe("hello\n", "--max-tokens", "1")[2].endswith("\n(cut at --max-tokens 1)\n")
+
+
+def test_text_may_hold_any_line_ends_and_the_servers_count_holds(fake: Fake, pipe: Callable[..., Any]) -> None:
+    usage = b'data: {"choices": [], "usage": {"completion_tokens": 12}}\n\ndata: [DONE]\n\n'
+    fake.answer = stream("a\u2028b\x85", "c\nd\u00e9", tail=usage)
+    status, out, err = pipe("hello\n")
+    assert (status, out) == (0, "a\u2028b\x85c\nd\u00e9\n")
+    assert re.search(STATS, err)[1] == "12"  # type: ignore[index]
+
+
+ERROR = {"error": {"message": "the engine died", "type": "server_error", "param": None, "code": None}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "out", "line"),
+    [
+        (reply(503, ERROR), "", "error: the engine died"),
+        (reply(502, b"<html>bad\ngateway"), "", r"error: the server says 502: '<html>bad\ngateway'"),
+        (reply(400, ERROR), "", "the engine died"),
+        (reply(404, {"detail": "Not Found"}), "", 'error: {"detail": "Not Found"}'),
+        (
+            stream("begun ", end="", tail=f"data: {json.dumps(ERROR)}\n\n".encode()),
+            "begun \n",
+            "error: the engine died",
+        ),
+        (stream("begun", end="", tail=b""), "begun\n", "error: the server has ended the answer early"),
+        (stream(end="", tail=b"data: <html>\n\n"), "", "error: the server has sent what is no answer: b'<html>'"),
+        (lambda request: None, "", "error: no connection to URL/v1: Server disconnected without sending a response."),
+    ],
+)
+def test_an_error_is_a_line_and_the_chat_goes_on(
+    answer: Callable[[BaseHTTPRequestHandler], None], out: str, line: str, fake: Fake, pipe: Callable[..., Any]
+) -> None:
+    answers = iter([answer, stream("again")])
+    fake.answer = lambda request: next(answers)(request)
+    status, shown, err = pipe("one\ntwo\n")
+    assert (status, shown) == (1, f"{out}again\n")
+    assert err.splitlines()[0] == line.replace("URL", fake.url)
+    kept = ["one", out.strip("\n"), "two"] if out else ["two"]
+    assert [message["content"] for message in fake.asked[1][1]["messages"]] == kept
+
+
+@pytest.mark.parametrize(
+    ("models", "line"),
+    [
+        ([], "the server has no model yet; try again when it has loaded one"),
+        ([{"id": "a"}, {"id": "b"}], "the server has several models; choose one by --model: a, b"),
+        ((401, ERROR), "the server wants another key; give it by --api-key"),
+        ((500, ERROR), "the engine died"),
+        ((200, b"<html>"), "URL/v1 is no OpenAI-style API: '<html>'"),
+        ((200, {"data": [1]}), """URL/v1 is no OpenAI-style API: '{"data": [1]}'"""),
+    ],
+)
+def test_a_server_that_can_not_answer_is_a_line(models: Any, line: str, fake: Fake, pipe: Callable[..., Any]) -> None:
+    fake.models = models
+    assert pipe("hello\n") == (1, "", f"fgchat: error: {line.replace('URL', fake.url)}\n")
+
+
+@pytest.mark.parametrize("url", ["localhost:5678", "ftp://localhost", "http://", "http://localhost:port"])
+def test_a_bad_url_is_a_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat.main(["--url", url]) == 1
+    assert re.fullmatch(rf"fgchat: error: --url (is )?{re.escape(repr(url))}[^\n]*\n", capsys.readouterr().err)
+
+
+def test_without_httpx_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    assert chat.main(["--url", "http://localhost"]) == 1
+    assert capsys.readouterr().err == "fgchat: error: --url needs httpx; pip install 'fastgen[serve]'\n"
+
+
+def test_an_error_of_the_terminal_is_none_of_the_server(fake: Fake) -> None:
+    def say(text: str) -> None:
+        raise BrokenPipeError
+
+    fake.answer = stream("text")
+    with pytest.raises(BrokenPipeError):
+        Remote(fake.url + "/v1/", None, "some-model", {}).answer(HELLO, say, Interrupt())
+    fake.answer = reply(422, ERROR)
+    with pytest.raises(RefusedError, match="the engine died"):
+        Remote(fake.url, None, "some-model", {}).answer(HELLO, print, Interrupt())
+    fake.models = (429, b"")
+    with pytest.raises(ValueError, match="the server says 429: ''"):
+        Remote(fake.url, None, None, {}).check(HELLO)
+    with pytest.raises(ServerError):
+        Remote("http://127.0.0.1:9", None, None, {}).check(HELLO)
+
+
+def test_one_ctrl_c_is_enough_while_nothing_has_come(fake: Fake) -> None:
+    fake.answer = fake.wait_until_left
+    said: list[str] = []
+    with Interrupt() as interrupt:
+        press = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        press.start()
+        answer = Remote(fake.url, None, "some-model", {}).answer(HELLO, said.append, interrupt)
+        press.join()
+    assert (answer.text, answer.finish_reason, answer.error, said) == ("", "abort", None, [])
+    assert fake.closed.wait(5)
