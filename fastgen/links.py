@@ -33,6 +33,7 @@ import numpy as np
 from fastgen.arch import ModelConfig
 from fastgen.config import EngineConfig
 from fastgen.parallel import DepartedError
+from fastgen.processes import portable
 from fastgen.request import Batch, SamplingParams, StepResult
 
 NOTED = 256  # the latest launches whose receipt a rank remembers
@@ -152,15 +153,6 @@ class Failed(Message):
     def is_consequence(self) -> bool:
         """Whether it comes of what another rank did."""
         return isinstance(self.error, DepartedError)
-
-
-def portable(error: BaseException) -> Exception:
-    """An error as it can be sent; a RuntimeError with its text where it can not, or would end the receiver."""
-    with suppress(Exception):  # pickling runs the error's own code, which may raise anything
-        copy = pickle.loads(pickle.dumps(error))  # whose frames nobody holds while it waits to be sent
-        if isinstance(copy, Exception) and type(copy) is type(error):
-            return copy
-    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _reduce_params(params: SamplingParams) -> tuple[Callable[..., SamplingParams], tuple[dict[str, Any]]]:

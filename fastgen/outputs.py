@@ -135,6 +135,7 @@ class Answer:
             prompt_logprobs=sequence.prompt_logprobs if scored else None,
             prompt_top_logprobs=(sequence.prompt_top_logprobs or None) if scored else None,
             cached_tokens=cached_tokens,
+            started=None if any(self.told) else sequence.started,
         )
         told = (sequence.output_len, len(text))
         events.append(event)

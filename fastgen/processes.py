@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 GRACE = 3.0  # seconds that a process has to end before it is sent the next stronger signal
@@ -81,6 +83,15 @@ def ending(status: int | None) -> str:
         return f"exited with status {status}"
     name = signal.Signals(-status).name
     return f"was killed by {name}{' (has the memory run out?)' if name == 'SIGKILL' else ''}"
+
+
+def portable(error: BaseException) -> Exception:
+    """An error as it can be sent; a RuntimeError with its text where it can not, or would end the receiver."""
+    with suppress(Exception):  # pickling runs the error's own code, which may raise anything
+        copy = pickle.loads(pickle.dumps(error))  # whose frames nobody holds while it waits to be sent
+        if isinstance(copy, Exception) and type(copy) is type(error):
+            return copy
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def end_with_caller() -> None:

@@ -205,6 +205,7 @@ class Sequence:
     computed: int = 0
     pending: int = 0
     preemptions: int = 0
+    started: float | None = None  # time.monotonic() when it first took a lane
     cached_tokens: int = 0  # of the prompt, that were there when it first took a lane: cached, or just computed
 
     logprobs: list[float] = field(default_factory=list)
@@ -351,6 +352,7 @@ class Event:
     prompt_logprobs: list[float] | None = None  # with the last event of sample 0
     prompt_top_logprobs: list[dict[int, float]] | None = None
     cached_tokens: int = 0  # see RequestOutput
+    started: float | None = None  # with the sample's first event: time.monotonic() when it began to run
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ may go before it is looked at again.
 from __future__ import annotations
 
 import heapq
+import time
 from collections import OrderedDict
 
 import numpy as np
@@ -260,6 +261,8 @@ class Scheduler:
         self._tips[lane] = tip
         sequence.lane = lane
         sequence.status = Status.RUNNING
+        if sequence.started is None:
+            sequence.started = time.monotonic()
         self.lanes[lane] = sequence
         del self.waiting[sequence]
         self.running.append(sequence)

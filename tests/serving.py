@@ -1,52 +1,135 @@
-"""A server of HTTP in a process of its own, for tests that are its clients."""
+"""A process of fgserve, as the tests of it start, ask and end it."""
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import re
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
+from openai import OpenAI
 
 ROOT = Path(__file__).parents[1]
+FGSERVE = ("-m", "fastgen.cli.serve.main", "--page-size", "16", "--num-pages", "300")
+STUB = (str(Path(__file__).parent / "serve_stub.py"),)
 
 
-@contextmanager
-def serving(*command: str, listening: str = r"listening at (\S+)") -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run a Python command in the repository, until it says where it listens; its URL, and the process."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-    )
+class Server:
+    """fgserve, the stub, or another program that says where it is `listening`, at a port of its own."""
+
+    def __init__(self, program: Sequence[str], *arguments: str, listening: str = r"listening at (\S+)") -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTGEN_PORT": "0"}
+        command = [sys.executable, *program, *arguments]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+        self.said = ""
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = ""
+        while not self.url:
+            found = re.search(listening, self._lines.get(timeout=30))
+            self.url = found[1] if found else ""
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said += line
+            self._lines.put(line)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, **options)
+
+    def post(self, path: str, data: Any, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=data, timeout=30, **options)
+
+    def send(self, data: bytes) -> socket.socket:
+        """A connection on which these bytes have been sent."""
+        connection = socket.create_connection(self.address, timeout=10)
+        connection.sendall(data)
+        return connection
+
+    def client(self, key: str = "foo") -> OpenAI:
+        return OpenAI(base_url=self.url, api_key=key, max_retries=0)
+
+    def await_ready(self) -> Server:
+        until(lambda: self.get("/ready").status_code == 200, 60)
+        return self
+
+    def stats(self, model: str = '[^"]*') -> dict[str, float]:
+        """The numbers of /metrics, of one model or the first."""
+        found: dict[str, float] = {}
+        lines = re.findall(rf'^fastgen_(\w+)\{{model="{model}"\}} (\S+)$', self.get("/metrics").text, re.M)
+        for name, value in lines:
+            found.setdefault(name, float(value))
+        return found
+
+    def idle(self) -> bool:
+        """Whether the engine holds nothing."""
+        stats = self.stats()
+        return stats["requests_total"] == stats["finished_total"] + stats["aborted_total"] and not stats["pages_used"]
+
+    def engines(self) -> list[int]:
+        """The processes of its engines, as they were started."""
+        return children(self.process.pid)
+
+    def signal_engines(self, number: signal.Signals) -> None:
+        for engine in self.engines():
+            os.kill(engine, number)
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end: its status, and what it has said."""
+        status = self.process.wait(30)
+        self._reader.join(10)
+        return status, self.said
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def children(process: int) -> list[int]:
+    path = Path(f"/proc/{process}/task/{process}/children")
+    return [int(child) for child in path.read_text().split()]
+
+
+def alive(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
     try:
-        assert process.stderr is not None
-        said = ""
-        while (found := re.search(listening, said)) is None:
-            line = process.stderr.readline()
-            assert line, said
-            said += line
-        yield found[1], process
-    finally:
-        process.terminate()
-        process.communicate(timeout=20)
+        return " Z " not in stat.read_text()
+    except FileNotFoundError:
+        return False
 
 
-@contextmanager
-def fgserve(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The bundled model behind HTTP, ready."""
-    with serving("-m", "fastgen.cli.serve.main", "--port", "0", "--num-pages", "100", *arguments) as (url, process):
-        deadline = time.monotonic() + 120
-        while httpx.get(f"{url}/ready").status_code != 200:
-            assert time.monotonic() < deadline, "it does not get ready"
-            time.sleep(0.05)
-        yield url, process
+def until(condition: Callable[[], Any], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come to that"
+        time.sleep(0.02)
+
+
+def request_bytes(path: str, data: Any) -> bytes:
+    """A POST as it goes over a socket."""
+    body = json.dumps(data).encode()
+    return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), len(body), body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import httpx
-from serving import ROOT, serving
+from serving import ROOT, Server
 
 
 def test_the_readme_shows_the_app() -> None:
@@ -13,7 +13,8 @@ def test_the_readme_shows_the_app() -> None:
 
 def test_the_app_counts_answers_and_tells_what_is_wrong() -> None:
     command = ("-m", "uvicorn", "examples.app:app", "--port", "0")
-    with serving(*command, listening=r"running on (\S+)") as (url, _):
+    with Server(command, listening=r"running on (\S+)") as server:
+        url = server.url
         found = httpx.get(f"{url}/vote", params={"question": "what is 12 + 30?"}, timeout=30).json()
         assert sum(found.values()) == 16
         assert "42" in max(found, key=found.__getitem__)

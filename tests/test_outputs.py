@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -252,3 +253,19 @@ def test_timings_are_in_order(gen: Generator) -> None:
     assert aborted.timings is not None
     assert aborted.timings.first_token is None
     gen.abort(list(gen._active))
+
+
+def test_the_first_event_of_a_sample_says_when_it_began_to_run(gen: Generator) -> None:
+    """8 lanes: the last two of ten samples wait for others to end."""
+    before = time.monotonic()
+    gen.add(random_ids(9), SamplingParams(n=10, max_tokens=6, ignore_eos=True))
+    told: dict[int, list[float | None]] = defaultdict(list)
+    while gen.unfinished:
+        for event in gen.step():
+            told[event.index].append(event.started)
+    first = [started[0] for started in told.values() if started[0] is not None]
+    assert len(first) == 10
+    assert not any(later for _, *rest in told.values() for later in rest)
+    assert before < min(first)
+    assert max(first[:8]) < min(first[8:])
+    assert max(first) < time.monotonic()

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import fgserve
+from serving import FGSERVE, Server
 from terminal import BANNER, STATS, ask, at_prompt, leave, said, spawn
 
 from fastgen.cli import chat
@@ -43,7 +43,8 @@ def wait_for_abort(url: str) -> None:
 def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
     """It streams; Ctrl-C ends the answer and the server's request; what it refuses is a line, and its end too."""
     program = ("-m", "fastgen.cli.chat", "--temperature", "0", "--url")
-    with fgserve("--api-key", "secret") as (url, server):
+    with Server(FGSERVE, "--api-key", "secret").await_ready() as server:
+        url = server.url
         with spawn(tmp_path, *program, url, FASTGEN_API_KEY="secret") as child:
             assert at_prompt(child, 1) == BANNER
             assert re.search(rf"\n[^\n]*\b42\b[^\n]*\n{STATS}\n$", ask(child, "what is 12 + 30?", 2))
@@ -60,7 +61,6 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
             assert re.search(rf"\nThis model's maximum context [^\n]*{hint}\n", refused)
             ask(child, "/r", 1)
             server.kill()
-            server.wait()
             assert re.search(rf"\nerror: no connection to {url}/v1: [^\n]*refused\n$", ask(child, "hello", 1))
             assert leave(child, "/q") == 0
         with spawn(tmp_path, *program, url) as child:

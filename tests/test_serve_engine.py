@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import serve_stub
 from serve_masks import Say, Spell, Unreadable
 
 from fastgen import Generator, processes
@@ -33,11 +34,14 @@ Result = TypeVar("Result")
 
 
 class Client:
-    """An engine, and the event loop that it is used from."""
+    """An engine, the event loop that it is used from, and a Generator of this process that says the same."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
         self.engine = Engine(**OPTIONS)
+
+    async def start(self) -> None:
+        _, self.reference = await asyncio.gather(self.engine.start(), asyncio.to_thread(Generator, **OPTIONS))
 
     def run(self, main: Coroutine[Any, Any, Result]) -> Result:
         return self.runner.run(main)
@@ -50,8 +54,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where the masks are
         with client.runner:
-            client.run(client.engine.start())
-            yield client
+            client.run(client.start())
+            with client.reference:
+                yield client
             client.run(client.engine.close())
 
 
@@ -61,12 +66,6 @@ def client(shared: Client) -> Iterator[Client]:
     assert shared.engine.ready
     yield shared
     shared.run(until_idle(shared.engine))
-
-
-@pytest.fixture(scope="module")
-def reference() -> Iterator[Generator]:
-    with Generator(**OPTIONS) as gen:
-        yield gen
 
 
 async def until_idle(engine: Engine, seconds: float = 10.0) -> None:
@@ -125,23 +124,22 @@ LONG = SamplingParams(ignore_eos=True, max_tokens=1500)
         (20, SamplingParams(temperature=0, max_tokens=30)),
         (5, SamplingParams(n=3, seed=4, max_tokens=25, logprobs=3, top_k=50, return_sampling_mask=True)),
         (40, SamplingParams(seed=1, max_tokens=60, ignore_eos=True, stop=["e", "a "], min_tokens=4)),
-        (1500, SamplingParams(n=2, seed=2, max_tokens=4, prompt_logprobs=2)),
-        (2 * PIECE - 1, SamplingParams(max_tokens=0, prompt_logprobs=0)),
+        (PIECE + 10, SamplingParams(n=2, seed=2, max_tokens=4, prompt_logprobs=2)),
+        (PIECE, SamplingParams(max_tokens=0, prompt_logprobs=0)),
         (3, SamplingParams(seed=5, max_tokens=20, logit_bias={100: 4.0, 101: 3.0}, stop_token_ids=[101])),
     ],
 )  # fmt: skip
-def test_a_stream_is_what_a_generator_says(
-    client: Client, reference: Generator, length: int, params: SamplingParams
-) -> None:
+def test_a_stream_is_what_a_generator_says(client: Client, length: int, params: SamplingParams) -> None:
     async def main() -> list[Event]:
         with client.engine.submit("a", prompt, params) as stream:
             return await collect(stream)
 
     prompt = ids(length)
-    wanted = [replace(event, id="a") for event in expected(reference, prompt, params)]
+    wanted = [replace(event, id="a") for event in expected(client.reference, prompt, params)]
     found = client.run(main())
     for event in (*found, *wanted):
         event.cached_tokens = 0  # the engines have had other requests before
+        event.started = None
         assert event.prompt_logprobs is None or math.isnan(event.prompt_logprobs.pop(0))
     assert [asdict(event) for event in found] == [asdict(event) for event in wanted]
 
@@ -163,7 +161,7 @@ async def consume(engine: Engine, stream: Stream, way: str) -> list[Event]:
         return first
 
 
-def test_hundreds_of_requests_at_once(client: Client, reference: Generator) -> None:
+def test_many_requests_at_once(client: Client) -> None:
     """Each gets its own events, in order, whatever runs beside it and whoever goes; the counts at the end are right."""
 
     async def main() -> list[list[Event]]:
@@ -177,15 +175,15 @@ def test_hundreds_of_requests_at_once(client: Client, reference: Generator) -> N
     rng = random.Random(3)
     requests = [
         (ids(rng.randrange(1, 40), i), SamplingParams(seed=i, n=1 + (i % 7 == 0), max_tokens=rng.randrange(1, 9)))
-        for i in range(200)
+        for i in range(60)
     ]
     ways = rng.choices(["reads", "aborts", "is cancelled", "leaves"], weights=[6, 1, 1, 1], k=len(requests))
     before = client.engine.stats
     found = client.run(main())
     done = client.engine.stats.since(before)
-    assert done.requests == 200
+    assert done.requests == 60
     assert done.finished >= ways.count("reads")
-    outputs = reference.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+    outputs = client.reference.generate([prompt for prompt, _ in requests], [params for _, params in requests])
     for events, output, way in zip(found, outputs, ways, strict=True):
         if way == "reads":
             assert [event.token_ids for event in events] == [completion.token_ids for completion in output.completions]
@@ -313,53 +311,64 @@ def test_masks_are_sent_or_made_over_there(client: Client) -> None:
 # ------------------------------------------------------------------------------------------------ processes
 
 
-def test_a_stall_is_seen_and_a_death_is_told_and_another_is_started(client: Client) -> None:
-    engine = client.engine
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that start from now on have a Generator that computes nothing."""
+    monkeypatch.setattr(processes, "spawn", serve_stub.spawn)
 
-    async def stall() -> None:
-        stream = engine.submit("stalled", ids(4), LONG)
+
+async def stall(engine: Engine) -> None:
+    with engine.submit("stalled", [5], LONG) as stream:
         await anext(stream)
         os.kill(pid(engine), signal.SIGINT)  # is none of its business
         os.kill(pid(engine), signal.SIGSTOP)
-        await asyncio.sleep(0.5)
-        assert engine.stalled > 0.3
+        await asyncio.sleep(0.4)
+        assert engine.stalled > 0.2
         os.kill(pid(engine), signal.SIGCONT)
         await anext(stream)
         await anext(stream)
-        assert engine.stalled < 0.3
+        assert engine.stalled < 0.2
         assert engine.ready
+    assert engine.stalled == 0
 
-    async def die(number: signal.Signals) -> None:
-        streams = [engine.submit(f"r{i}", ids(4), replace(LONG, n=2)) for i in range(3)]
-        await anext(streams[0])
-        started = time.monotonic()
-        os.kill(pid(engine), number)
-        said = [[event async for events in stream for event in events] for stream in streams]
-        assert time.monotonic() - started < 1
-        assert await engine.died() == engine.dead
-        assert engine.dead is not None
-        assert engine.dead.startswith(f"the engine of the bundled model was killed by {number.name}")
-        assert [(e.index, e.finish_reason, e.error) for events in said for e in events[-2:]] == [
-            (index, "error", engine.dead) for _ in streams for index in range(2)
-        ]
-        assert not engine.ready
-        assert engine.idle
-        with pytest.raises(RuntimeError, match=number.name):
-            engine.submit("late", ids(4), LONG)
 
+async def die(engine: Engine, how: str, kill: Callable[[], Any]) -> None:
+    streams = [engine.submit(f"r{i}", [5], replace(LONG, n=2)) for i in range(3)]
+    await anext(streams[0])
+    started = time.monotonic()
+    cause = kill()  # a stream, perhaps, which would be aborted if nobody held it
+    said = [[event async for events in stream for event in events] for stream in streams]
+    assert time.monotonic() - started < 1
+    assert await engine.died() == engine.dead
+    assert engine.dead is not None
+    assert engine.dead.startswith(f"the engine of the bundled model {how}")
+    assert [(e.index, e.finish_reason, e.error) for events in said for e in events[-2:]] == [
+        (index, "error", engine.dead) for _ in streams for index in range(2)
+    ]
+    del cause
+    assert not engine.ready
+    assert engine.idle
+    with pytest.raises(RuntimeError, match=how):
+        engine.submit("late", [5], LONG)
+
+
+@pytest.mark.usefixtures("stubs")
+def test_a_stall_is_seen_and_a_death_is_told_and_another_is_started() -> None:
     async def main() -> None:
-        await stall()
-        await until_idle(engine)
-        await die(signal.SIGKILL)
-        restart = asyncio.create_task(engine.restart())
-        await asyncio.sleep(0.3)
-        assert engine.dead is None
-        with pytest.raises(RuntimeError, match="not ready"):
-            engine.submit("early", ids(4), LONG)
-        await restart
-        assert (await collect(engine.submit("r0", ids(4), SamplingParams(max_tokens=3))))[0].error is None
+        async with Engine() as engine:
+            await stall(engine)
+            await die(engine, "was killed by SIGKILL", lambda: os.kill(pid(engine), signal.SIGKILL))
+            restart = asyncio.create_task(engine.restart(max_seqs=9))
+            while engine.dead is not None:
+                await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="not ready"):
+                engine.submit("early", [5], LONG)
+            await restart
+            assert engine.info.max_seqs == 9
+            assert (await collect(engine.submit("r0", [5], SamplingParams(max_tokens=3))))[0].error is None
+            await die(engine, "failed with RuntimeError: bad luck", lambda: engine.submit("x", [serve_stub.BAD], LONG))
 
-    client.run(main())
+    asyncio.run(main())
 
 
 def pid(engine: Engine) -> int:
@@ -379,7 +388,8 @@ from fastgen.cli.serve.engine import Engine
 async def main():
     engine = Engine()
     starting = asyncio.create_task(engine.start())
-    await asyncio.sleep(0.3)
+    while engine._process is None:
+        await asyncio.sleep(0.001)
     print(engine._process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -397,12 +407,13 @@ def test_an_engine_ends_with_its_parent() -> None:
         time.sleep(0.02)
 
 
-def test_a_generator_that_can_not_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("stubs")
+def test_a_generator_that_can_not_be_made_says_why() -> None:
     async def main() -> None:
-        engine = Engine(tmp_path, name="mine")
+        engine = Engine("broken", name="mine")
         with pytest.raises(RuntimeError, match="the engine of mine is not ready"):
             engine.submit("a", [1], SamplingParams())
-        with pytest.raises(ValueError, match=r"config\.json"):
+        with pytest.raises(ValueError, match="broken is broken; mend it"):
             await engine.start()
         assert engine.dead is not None
         assert engine.dead.startswith("the engine of mine ")

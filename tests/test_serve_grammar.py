@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -17,6 +18,7 @@ from grammars import MARKS, accepts, allowed, byte_level, walk
 import fastgen
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.grammar import Compiler, Grammar, GrammarMask, answer_rule
+from fastgen.cli.serve.tokens import Vocabulary as Words
 from fastgen.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -104,10 +106,28 @@ def test_what_fits_the_schema_is_allowed_and_may_end_only_when_whole(
         assert allowed(mask, size) == sorted(ends), "as ignore_eos goes on"
 
 
-@pytest.mark.parametrize("wrong", ["[1]", '{"city": "Rome', '{"days"', '{"city": "Paris", "days": 31', "{" + " " * 70])
+@pytest.mark.parametrize(
+    "wrong", ["[1]", '{"city": "Rome', '{"days"', '{"city": "Paris", "days": 31', "{  ", "{\n\n", "{\n" + " " * 21]
+)
 def test_what_does_not_fit_is_not_allowed(vocabulary: Vocabulary, compiler: Compiler, wrong: str) -> None:
     tokenizer, size, _ = vocabulary
     assert not accepts(compiler.compile(grammar(SCHEMA)), encoded(tokenizer, wrong), size)
+
+
+def test_a_model_that_is_lost_in_blanks_comes_to_an_end(vocabulary: Vocabulary, compiler: Compiler) -> None:
+    """It says blanks wherever they are allowed."""
+    tokenizer, size, ends = vocabulary
+    words = Words(tokenizer)
+    blanks = {token for token in range(size) if words.raw(token).isspace()}
+    rng, mask, ids = random.Random(0), compiler.compile(grammar(SCHEMA)), list[int]()
+    while not ids or ids[-1] not in ends:
+        now = allowed(mask, size)
+        ids.append(rng.choice(sorted(blanks & set(now)) or now))
+        mask.accept(ids[-1])
+        assert len(ids) < 1000
+    text = tokenizer.decode(ids[:-1])
+    check(json.loads(text))
+    assert re.search(r"\n\s", text)
 
 
 def test_copies_go_their_own_ways(vocabulary: Vocabulary, compiler: Compiler) -> None:

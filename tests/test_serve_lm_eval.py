@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import hf_logits, hf_model
-from serving import ROOT, fgserve
+from serving import FGSERVE, ROOT, Server
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.long
@@ -99,8 +99,8 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with fgserve() as (url, _):
-        yield url
+    with Server(FGSERVE).await_ready() as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")

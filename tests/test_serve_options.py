@@ -74,15 +74,20 @@ def test_models_of_the_file_have_their_own_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_models_on_one_gpu_get_equal_parts_of_it(count: int) -> None:
     free, parts = 1.0, []
-    for model in read(*map(str, range(count))).models:
+    models = read(*map(str, range(count))).models
+    for model in models:
         parts.append(free * model.generator.get("memory_fraction", 0.9))
         free -= parts[-1]
     assert parts == pytest.approx([0.9 / count] * count)
+    for model in models:  # it gets as much when it is started again
+        share = {**model.generator, **model.again}.get("memory_fraction", 0.9)
+        assert (free + parts[0]) * share == pytest.approx(parts[0])
 
 
 def test_models_on_other_gpus_or_with_a_share_of_their_own_are_left_alone(tmp_path: Path) -> None:
     file = "models: [{name: a, device: 'cuda:0'}, {name: b, device: 'cuda:1'}, {name: c, device: cpu}]"
-    assert not any("memory_fraction" in model.generator for model in read(file=file, folder=tmp_path).models)
+    models = read(file=file, folder=tmp_path).models
+    assert not any("memory_fraction" in {**model.generator, **model.again} for model in models)
     file = "models: [{name: a, memory_fraction: 0.2}, {name: b, num_pages: 9}]"
     first, second = read(file=file, folder=tmp_path).models
     assert first.generator == {"memory_fraction": 0.2}

@@ -19,6 +19,7 @@ from fastgen.cli.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    check_echo,
     check_params,
     check_prompt,
     choose_model,
@@ -147,7 +148,8 @@ def test_each_value_of_a_field_is_taken_or_the_field_is_named(kind: Any) -> None
         (CompletionRequest, "prompt", [[1], [2, "a"]], "prompt[1][1]"),
         (CompletionRequest, "prompt", [[1], []], "prompt[1]"),
         (CompletionRequest, "prompt", [], "prompt"),
-        (CompletionRequest, "prompt", [-1], "prompt[0]"),
+        (CompletionRequest, "prompt", [1, True], "prompt[1]"),
+        (CompletionRequest, "prompt", [2.0], "prompt[0]"),
         (CompletionRequest, "max_tokens", 0, "max_tokens"),
         (CompletionRequest, "logprobs", True, "logprobs"),
         (TokenizeRequest, "messages", HELLO, "prompt"),
@@ -278,7 +280,7 @@ def test_a_request_that_has_no_room_is_one_that_the_engine_refuses_or_cuts(gen: 
 
 
 def test_ids_outside_the_vocabulary_are_named() -> None:
-    for ids in ([], [5, 1000]):
+    for ids in ([], [5, 1000], [5, -1], [10**30]):
         with pytest.raises(ApiError) as raised:
             check_prompt(ids, read(CompletionRequest), 100, 1000)
         assert (raised.value.status, raised.value.param) == (400, "prompt")
@@ -289,6 +291,17 @@ def test_ids_outside_the_vocabulary_are_named() -> None:
     with pytest.raises(ApiError, match="above max_tokens") as raised:
         params_of(CompletionRequest, min_tokens=17)
     assert raised.value.param == "min_tokens"
+
+
+def test_an_echo_that_would_fill_the_memory_is_refused() -> None:
+    whole = {"echo": True, "logprobs": 19, "max_tokens": 1}
+    check_echo(read(CompletionRequest, **whole), [150_000, 50_000])
+    check_echo(read(CompletionRequest, n=128, echo=True), [200_000])
+    check_echo(read(CompletionRequest, n=128, logprobs=20), [200_000])
+    for fields, lengths in (({}, [200_001]), ({"n": 2}, [150_000])):
+        with pytest.raises(ApiError, match="lower n or logprobs") as raised:
+            check_echo(read(CompletionRequest, **whole, **fields), lengths)
+        assert (raised.value.status, raised.value.param) == (400, "echo")
 
 
 def test_a_model_by_name() -> None:

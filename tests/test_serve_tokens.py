@@ -94,9 +94,10 @@ def test_tokens_go_out_and_come_back(tokenizer: Tokenizer) -> None:
         assert text in detokenize(ids, tokenizer, size)["prompt"].replace("> ", ">")
     end = tokenizer.hf.eos_token
     assert detokenize([tokenizer.hf.eos_token_id], tokenizer, size) == {"prompt": end}
-    with pytest.raises(ApiError) as raised:
-        detokenize([1, size], tokenizer, size)
-    assert raised.value.param == "tokens[1]"
+    for wrong in (size, -1):
+        with pytest.raises(ApiError) as raised:
+            detokenize([1, wrong], tokenizer, size)
+        assert raised.value.param == "tokens[1]"
 
 
 def test_an_echo_is_the_text_that_was_given(chatty: Tokenizer) -> None:

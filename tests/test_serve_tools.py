@@ -12,7 +12,11 @@ import pytest
 from grammars import MARKS, accepts, add, allowed, byte_level, walk
 
 from fastgen import Generator, SamplingParams
+from fastgen.cli.serve.answers import _prepare
 from fastgen.cli.serve.grammar import Compiler, Grammar, answer_rule
+from fastgen.cli.serve.models import Queue, Served
+from fastgen.cli.serve.options import ModelOptions
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, read_request
 from fastgen.cli.serve.toolcalls import HELD_ARGUMENTS, Syntax, ToolParser, new_call_id
 from fastgen.cli.serve.tools import HERMES, LLAMA, MISTRAL, Calling, find_syntax
 from fastgen.tokenizer import Tokenizer
@@ -468,3 +472,11 @@ def test_a_model_that_knows_no_tools_says_so(talker: Path) -> None:
     assert calling.template_messages(CONVERSATION[:1]) == CONVERSATION[:1]
     with pytest.raises(ValueError, match="messages of tools are not supported"):
         calling.template_messages(CONVERSATION)
+    model = Served(ModelOptions("x", None, {}), Queue(1, 1))
+    model.tokenizer = tokenizer
+    for param, fields in (("tools", {"tools": STRICT}), ("messages", {})):
+        messages = CONVERSATION if param == "messages" else CONVERSATION[:1]
+        request = read_request(ChatRequest, json.dumps({"messages": messages, **fields}).encode())
+        with pytest.raises(ApiError, match="not supported") as refused:
+            _prepare(model, request)
+        assert refused.value.param == param

@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack, aclosing, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -21,6 +22,7 @@ from fastgen.cli.serve.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
+    check_echo,
     check_params,
     check_prompt,
     refused,
@@ -38,6 +40,7 @@ CHARS = 4  # of a text, a token, as long as it is not counted
 
 Request = ChatRequest | CompletionRequest
 Reply = ChatReply | CompletionReply
+Result = TypeVar("Result")
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -64,8 +67,8 @@ class Answer(Response):
 
         async def tell(message: Message) -> None:
             nonlocal begun
-            begun = True
             await send(message)
+            begun = True
 
         error = await self._watch(asyncio.ensure_future(self._work(tell)), receive)
         if error is None:
@@ -80,22 +83,34 @@ class Answer(Response):
 
     async def _watch(self, work: asyncio.Future[None], receive: Receive) -> ApiError | None:
         """Wait for the work, as long as that makes sense; returns what is to be told of its end, if anything is."""
-        gone = asyncio.ensure_future(_gone(receive))
-        expired = asyncio.ensure_future(self._service.expired.wait())
-        timeout = self._service.options.request_timeout
         try:
-            await asyncio.wait((work, gone, expired), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                if gone.done():
-                    return None
-                if expired.done():
-                    return ApiError(503, "the server is shutting down", code="shutting_down")
-                return ApiError(504, f"the request took more than {timeout:g} seconds", code="timeout")
-            return _told(work.exception())
-        finally:
-            for task in (work, gone, expired):
-                task.cancel()
-            await asyncio.wait((work, gone, expired))
+            await limited(self._service, work, asyncio.ensure_future(_gone(receive)))
+        except ClientDisconnect:
+            return None
+        except Exception as error:
+            return _told(error)
+        return None
+
+
+async def limited(service: Service, work: asyncio.Future[Result], gone: asyncio.Future[None] | None = None) -> Result:
+    """The result of `work`, which is cancelled when the client is `gone`, the time of a request is over, or the server
+    ends. Raises what it raises, and ClientDisconnect or ApiError in these cases."""
+    expired = asyncio.ensure_future(service.expired.wait())
+    timeout = service.options.request_timeout
+    tasks: list[asyncio.Future[Any]] = [work, expired] if gone is None else [work, expired, gone]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            if gone is not None and gone.done():
+                raise ClientDisconnect
+            if expired.done():
+                raise ApiError(503, "the server is shutting down", code="shutting_down")
+            raise ApiError(504, f"the request took more than {timeout:g} seconds", code="timeout")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return work.result()
 
 
 async def _gone(receive: Receive) -> None:
@@ -103,9 +118,9 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _told(error: BaseException | None) -> ApiError | None:
+def _told(error: Exception) -> ApiError:
     """An exception as the client learns of it. What nobody has foreseen goes to the log as well."""
-    if error is None or isinstance(error, ApiError):
+    if isinstance(error, ApiError):
         return error
     log.error("a request failed", exc_info=error)
     return ApiError(500, f"an internal error: {type(error).__name__}", code="internal_error")
@@ -127,7 +142,6 @@ async def answer(service: Service, request: Request, send: Send) -> None:
         streams = []
         for number, prompt in enumerate(reply.prompts):
             streams.append(stack.enter_context(model.engine.submit(f"{reply.id}-{number}", prompt.ids, params)))
-        meter.submitted()
         async with aclosing(_turns(streams, place, meter)) as turns:
             if request.stream:
                 await _send_stream(reply, turns, send)
@@ -138,14 +152,21 @@ async def answer(service: Service, request: Request, send: Send) -> None:
 async def _send_stream(reply: Reply, turns: AsyncIterator[tuple[int, list[Event]]], send: Send) -> None:
     begun = False
     async for number, events in turns:
-        chunks = reply.push(events) if isinstance(reply, ChatReply) else reply.push(events, number)
+        if any(event.prompt_logprobs for event in events):  # very many, perhaps
+            data = await asyncio.to_thread(_chunks, reply, events, number)
+        else:
+            data = _chunks(reply, events, number)
         if not begun:  # not before it is known that the engine has taken it
             begun = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-        if chunks:
-            await send({"type": "http.response.body", "body": _frames(chunks), "more_body": True})
+        if data:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
     await send({"type": "http.response.body", "body": _frames(reply.end()) + b"data: [DONE]\n\n"})
+
+
+def _chunks(reply: Reply, events: list[Event], number: int) -> bytes:
+    return _frames(reply.push(events) if isinstance(reply, ChatReply) else reply.push(events, number))
 
 
 def _frames(chunks: Iterable[Any]) -> bytes:
@@ -231,6 +252,7 @@ def _prepare(model: Served, request: Request) -> tuple[Reply, SamplingParams]:
         prompts = [encode_text(prompt, model.tokenizer, echo) for prompt in request.prompts]
         reply = CompletionReply(request, model.name, prompts, model.vocabulary)
         params = request.sampling_params(model.defaults)
+        check_echo(request, [len(prompt.ids) for prompt in prompts])
     info = model.engine.info
     check_params(params, info.vocab_size)
     for prompt in reply.prompts:

@@ -12,12 +12,12 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastgen import __version__
-from fastgen.cli.serve.answers import Answer, answer, error_response, json_response
+from fastgen.cli.serve.answers import Answer, answer, error_response, json_response, limited
 from fastgen.cli.serve.fields import Strict
 from fastgen.cli.serve.models import Service
 from fastgen.cli.serve.protocol import (
@@ -71,6 +71,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_middleware(_Guard, key=service.options.api_key)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unforeseen)
     app.openapi = partial(_describe, app)  # type: ignore[method-assign]
     return app
@@ -111,6 +112,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = told.get(error.status_code, str(error.detail))
     return error_response(ApiError(error.status_code, message, code=code), dict(error.headers or {}))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """The client went away before it had sent all of its request; nobody reads this."""
+    return Response(status_code=400)
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
@@ -199,7 +205,8 @@ class _Routes:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _read(self, kind: type[RequestT], request: Request) -> RequestT:
-        body = await _read_body(request, int(self._service.options.max_body_mb * 1e6))
+        reading = _read_body(request, int(self._service.options.max_body_mb * 1e6))
+        body = await limited(self._service, asyncio.ensure_future(reading))
         if len(body) > LARGE:
             return await asyncio.to_thread(read_request, kind, body)
         return read_request(kind, body)

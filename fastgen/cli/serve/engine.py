@@ -195,9 +195,10 @@ class Engine:
             await self.close()
             raise
 
-    async def restart(self) -> None:
-        """End the process, if it lives, and start another; requests that run end with an error."""
+    async def restart(self, **changes: Any) -> None:
+        """End the process, if it lives, and start another; requests that run end with an error. changes: of options."""
         await self.close()
+        self._options.update(changes)
         await self.start()
 
     async def died(self) -> str:

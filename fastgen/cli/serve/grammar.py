@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from fastgen.generator import Generator
 
 CACHED_GRAMMARS = 64
-WHITESPACE = r"[ \t\r\n]{1,64}"  # JSON itself has no bound, and a model that has lost its way would go on forever
+# A space, or a line and its indentation. JSON has no bound, and small models lose their way in blanks.
+WHITESPACE = r" |\n[ \t]{0,20}"
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,35 @@ import asyncio
 import contextlib
 import logging
 import math
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 
 import uvicorn
+from pydantic_core import to_json
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from fastgen.cli.serve.answers import FAREWELL_SECONDS
 from fastgen.cli.serve.app import make_app
+from fastgen.cli.serve.lean import import_tokenizers
 from fastgen.cli.serve.models import Service
 from fastgen.cli.serve.options import Options, read_options
+from fastgen.cli.serve.protocol import ApiError
+
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep a connection that they do not use, so that it is theirs to close
+
+
+class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # which one depends on what is installed
+    """One whose own errors have the shape of all others."""
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            body = to_json(ApiError(400, msg, code="invalid_http").body)
+            head = "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -33,17 +51,27 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
+def _allow_connections() -> None:
+    """As many as the system lets this process have: each is a file, of which 1024 is a common soft limit."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 async def serve(options: Options) -> None:
     """Serve until a SIGINT or SIGTERM. Raises what keeps it from that, such as OSError, ValueError, RuntimeError."""
     server_options = options.server
     listener = listen(server_options.host, server_options.port)
+    _allow_connections()
     service = Service(options)
     farewell = math.ceil(server_options.shutdown_timeout + 2 * FAREWELL_SECONDS)
     config = uvicorn.Config(
         make_app(service),
+        http=_Protocol,
+        ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=farewell,
     )
     server, stopping, loop = _Server(config), asyncio.Event(), asyncio.get_running_loop()
@@ -53,6 +81,7 @@ async def serve(options: Options) -> None:
             service.expired.set()
         stopping.set()
 
+    loop.run_in_executor(None, import_tokenizers)  # while the first engine loads
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     _say(f"listening at {_url(listener)}")

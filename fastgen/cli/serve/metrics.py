@@ -59,7 +59,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_Stats(engines))
         label = ["model"]
-        queue_help = "seconds from a request's arrival until the engine has its prompt"
+        queue_help = "seconds from a request's arrival until it begins to run"
         self.queue = Histogram("fastgen_queue_seconds", queue_help, label, buckets=SECONDS, registry=self._registry)
         first_help = "seconds from a request's arrival to its first token"
         self.first = Histogram("fastgen_first_token_seconds", first_help, label, buckets=SECONDS,
@@ -78,15 +78,16 @@ class Meter:
         self._queue, self._first = metrics.queue.labels(model), metrics.first.labels(model)
         self._gap = metrics.gap.labels(model)
         self._arrival = time.monotonic()
+        self._waits = True
         self._last: dict[tuple[int, int], float] = {}  # by prompt and sample: when its last tokens came
-
-    def submitted(self) -> None:
-        self._queue.observe(time.monotonic() - self._arrival)
 
     def take(self, prompt: int, events: Iterable[Event]) -> None:
         """New events of a prompt have come."""
         now = time.monotonic()
         for event in events:
+            if self._waits and event.started is not None:
+                self._waits = False
+                self._queue.observe(event.started - self._arrival)
             if not event.token_ids:
                 continue
             key = (prompt, event.index)

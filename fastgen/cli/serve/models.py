@@ -76,7 +76,7 @@ class Served:
     """One model. trouble: why it does not work, until it does again. What `start` reads is there once it is `ready`."""
 
     def __init__(self, options: ModelOptions, queue: Queue) -> None:
-        self.name, self.queue = options.name, queue
+        self.name, self.queue, self._options = options.name, queue, options
         self.engine = Engine(options.model, name=options.name, **options.generator)
         self.tokenizer: Tokenizer | None = None
         self.vocabulary: Vocabulary | None = None
@@ -123,7 +123,7 @@ class Served:
         self.trouble = await self.engine.died()
         if restart:
             log.error("%s; it is started again", self.trouble)
-            await self.engine.restart()
+            await self.engine.restart(**self._options.again)
             self.trouble = None
             self.trouble = await self.engine.died()
         raise RuntimeError(self.trouble)

@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,15 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """One model: what clients call it, and the arguments of its Generator; model: None for the bundled one."""
+    """One model: what clients call it, and the arguments of its Generator; model: None for the bundled one.
+
+    again: those that are others where it is started again, beside all models.
+    """
 
     name: str
     model: str | None
     generator: Mapping[str, Any]
+    again: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -260,15 +264,18 @@ def _resolve(given: Mapping[str, Value], file: Mapping[str, Any], entries: Seque
 
 def _share_memory(models: Sequence[ModelOptions]) -> list[ModelOptions]:
     """Split what is free of a GPU among its models. They start one after another, so a later one's part is a larger
-    share of what it finds."""
+    share of what it finds, and one that is started again has the last one's."""
     shared = []
     for place, model in enumerate(models):
         beside = [other for other, options in enumerate(models) if _gpus(options) & _gpus(model)]
-        settings = dict(model.generator)
-        if len(beside) > 1 and not settings.keys() & {"memory_fraction", "num_pages", "kv_cache_gb"}:
-            before = beside.index(place)
-            settings["memory_fraction"] = 0.9 / (len(beside) - 0.9 * before)
-        shared.append(ModelOptions(model.name, model.model, settings))
+        if len(beside) > 1 and not model.generator.keys() & {"memory_fraction", "num_pages", "kv_cache_gb"}:
+            now, again = (0.9 / (len(beside) - 0.9 * before) for before in (beside.index(place), len(beside) - 1))
+            model = replace(
+                model,
+                generator={**model.generator, "memory_fraction": now},
+                again={"memory_fraction": again},
+            )
+        shared.append(model)
     return shared
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from fastgen.cli.serve.lean import import_tokenizers
 from fastgen.cli.serve.messages import (
     HEAD,
     Abort,
@@ -41,8 +42,7 @@ from fastgen.cli.serve.messages import (
     messages_of,
 )
 from fastgen.cli.signals import trace_on_signal
-from fastgen.links import portable
-from fastgen.processes import end_with_caller
+from fastgen.processes import end_with_caller, portable
 from fastgen.request import Event, TokenMask
 
 if TYPE_CHECKING:
@@ -232,6 +232,7 @@ def serve(connection: socket.socket) -> None:
         assert isinstance(start, Start), start
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         logging.getLogger("fastgen").setLevel(start.log_level)
+        import_tokenizers()
         from fastgen.generator import Generator  # seconds of importing torch, which the other end can do without
 
         gen = Generator(**start.options)

@@ -19,6 +19,7 @@ from fastgen.request import MAX_BIASES, MAX_LOGPROBS, Message, SamplingParams, T
 COMPLETION_TOKENS = 16  # of /completions without max_tokens, as OpenAI has it
 MAX_CHOICES = 128
 MAX_STOPS = 64
+MAX_ECHOED = 4_000_000  # logprobs of prompts and their alternatives in a reply, which are 1 GB while it is made
 INT32 = 2**31 - 1
 
 
@@ -178,7 +179,9 @@ def _kind_of_prompt(prompt: Any) -> str:
     return "texts" if isinstance(prompt[0], str) else "many ids" if isinstance(prompt[0], list) else "ids"
 
 
-_Ids = Annotated[list[Annotated[int, Field(ge=0, le=INT32)]], Field(min_length=1, fail_fast=True)]
+# A prompt may hold very many ids: what they may be is checked at once, where the vocabulary is known.
+_Id = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": INT32})]
+_Ids = Annotated[list[_Id], Field(min_length=1, fail_fast=True)]
 _Prompts = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("texts")]
@@ -252,7 +255,7 @@ class DetokenizeRequest(Strict):
     """Of /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, le=INT32)]], Field(fail_fast=True)]
+    tokens: Annotated[list[_Id], Field(fail_fast=True)]
 
 
 # ------------------------------------------------------------------------------------------------- checks
@@ -341,8 +344,9 @@ def check_prompt(ids: Sequence[int], request: ChatRequest | CompletionRequest, c
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     if not ids:
         raise ApiError(400, f"{param} is empty; give at least one token", param, "invalid_value")
-    if max(ids) >= vocab_size:
-        message = f"{param} holds the id {max(ids)}, outside the vocabulary of {vocab_size} tokens"
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = next(id for id in ids if not 0 <= id < vocab_size)
+        message = f"{param} holds the id {wrong}, outside the vocabulary of {vocab_size} tokens"
         raise ApiError(400, message, param, "invalid_value")
     limit = request.limit if isinstance(request, ChatRequest) else request.max_tokens
     answer = 1 if limit is None else limit
@@ -353,6 +357,21 @@ def check_prompt(ids: Sequence[int], request: ChatRequest | CompletionRequest, c
             f"tokens ({wanted}). Shorten one of them."
         )
         raise ApiError(400, message, param, "context_length_exceeded")
+
+
+def check_echo(request: CompletionRequest, lengths: Sequence[int]) -> None:
+    """Whether a reply can hold the logprobs of all prompts, of so many tokens, once a choice. Raises ApiError."""
+    if not request.echo or request.logprobs is None:
+        return
+    count = sum(lengths) * request.choices * (1 + request.logprobs)
+    if count > MAX_ECHOED:
+        raise ApiError(
+            400,
+            f"echo repeats the prompt's logprobs for each choice: {count} numbers, of which a reply may have "
+            f"{MAX_ECHOED}. Send fewer prompts, or lower n or logprobs.",
+            "echo",
+            "invalid_value",
+        )
 
 
 def refused(error: ValueError | TypeError, param: str | None = None) -> ApiError:

@@ -148,7 +148,7 @@ def tokenize(request: TokenizeRequest, tokenizer: Tokenizer, vocabulary: Vocabul
 def detokenize(tokens: SequenceOf[int], tokenizer: Tokenizer, vocab_size: int) -> DetokenizeReply:
     """The text of ids, with special tokens by their names."""
     for place, id in enumerate(tokens):
-        if id >= vocab_size:
+        if not 0 <= id < vocab_size:
             message = f"tokens[{place}] is {id}, outside the vocabulary of {vocab_size} tokens"
             raise ApiError(400, message, f"tokens[{place}]", "invalid_value")
     return {"prompt": tokenizer.decode(tokens, special=True)}

@@ -1,0 +1,119 @@
+"""fgserve whose engines are real processes around a Generator that computes nothing, so that they start in no time.
+
+As a program: `serve_stub.py [arguments of fgserve]`. What a model does is in its name: one with "slow" in it takes 0.3
+seconds to load, one with "broken" can not be loaded. A prompt that begins with BAD makes the step fail that runs it.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from fastgen import processes
+from fastgen.outputs import Stats
+from fastgen.request import Event, SamplingParams
+
+STEP_SECONDS = 0.01
+BAD = 13
+
+
+class StubGenerator:
+    """Says an "x" a step to each of the first max_seqs requests, which hold a page each."""
+
+    tokenizer = None
+    max_model_len = 4096
+
+    def __init__(self, model: str | None = None, max_seqs: int = 256, **_: Any) -> None:
+        if model is not None and "slow" in model:
+            time.sleep(0.3)
+        if model is not None and "broken" in model:
+            raise ValueError(f"{model} is broken; mend it")
+        self.folder = Path(__file__).parent
+        self.config = SimpleNamespace(max_seqs=max_seqs, page_size=16, num_pages=100)
+        self.model_config = SimpleNamespace(vocab_size=1000, eos_ids=(2,))
+        self._requests: dict[int, tuple[Sequence[int], SamplingParams]] = {}
+        self._started: dict[int, float] = {}
+        self._said: dict[int, int] = {}
+        self._stats = Stats(pages=100)
+
+    def add(self, prompt: Sequence[int], params: SamplingParams, number: int) -> None:
+        self._requests[number] = (prompt, params)
+        self._said[number] = 0
+        self._stats.requests += 1
+        self._stats.prompt_tokens += len(prompt)
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if self._requests.pop(number, None) is not None:
+                self._stats.aborted += 1
+
+    def step(self) -> list[Event]:
+        events = []
+        running = self._running()
+        for number in running:
+            self._started.setdefault(number, time.monotonic())
+        if running:
+            time.sleep(STEP_SECONDS)
+        for number in running:
+            prompt, params = self._requests[number]
+            if prompt[0] == BAD:
+                raise RuntimeError("bad luck")
+            self._said[number] += 1
+            self._stats.generated_tokens += 1
+            reason = "length" if self._said[number] == params.max_tokens else None
+            started = self._started[number] if self._said[number] == 1 else None
+            events.append(Event(number, 0, [7], [0.0], [0.0], "x", reason, started=started))
+            if reason is not None:
+                del self._requests[number]
+                self._stats.finished += 1
+        self._stats.steps += 1
+        return events
+
+    def _running(self) -> list[int]:
+        return list(self._requests)[: self.config.max_seqs]
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._requests)
+
+    @property
+    def stats(self) -> Stats:
+        self._stats.running = self._stats.pages_used = len(self._running())
+        self._stats.waiting = len(self._requests) - self._stats.running
+        return self._stats
+
+
+def be_an_engine() -> None:
+    from fastgen.cli.serve import process
+
+    stub = ModuleType("fastgen.generator")
+    stub.Generator = StubGenerator  # type: ignore[attr-defined]
+    sys.modules["fastgen.generator"] = stub
+    process.import_tokenizers = lambda: None
+    process.main()
+
+
+def spawn(program: Sequence[str], started: list[subprocess.Popen[bytes]]) -> socket.socket:
+    """Stands for `processes.spawn`: starts a stub, whatever the program is."""
+    return _spawn((__file__, "engine"), started)
+
+
+_spawn = processes.spawn
+
+
+def serve() -> int:
+    from fastgen.cli.serve import main
+
+    processes.spawn = spawn
+    main.import_tokenizers = lambda: None  # type: ignore[attr-defined]
+    return main.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(be_an_engine() if sys.argv[1:2] == ["engine"] else serve())

@@ -1,0 +1,316 @@
+"""fgserve under load and at its ends: limits, clients that go, engines that hang or die, signals. Engines are stubs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import serve_stub
+from serve_stub import BAD, STEP_SECONDS
+from serving import STUB, Server, alive, request_bytes, until
+
+from fastgen import processes
+from fastgen.cli.serve.app import make_app
+from fastgen.cli.serve.main import main
+from fastgen.cli.serve.models import Service
+from fastgen.cli.serve.options import read_options
+
+pytestmark = pytest.mark.timeout(60)
+
+LONG: dict[str, Any] = {"model": "x", "prompt": [5], "max_tokens": 4000}
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts servers, which end with the test and leave nothing behind."""
+    servers: list[Server] = []
+    engines: set[int] = set()
+
+    def start(*arguments: str) -> Server:
+        servers.append(Server(STUB, *arguments))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        engines.update(server.engines() if server.process.poll() is None else ())
+        server.kill()
+    until(lambda: not any(map(alive, engines)), 5)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Server]:
+    limits = "--max-queued-tokens=100 --max-queued-requests=3 --max-body-mb=0.001 --request-timeout=1.5"
+    server = Server(STUB, *limits.split(), "--stall-timeout=0.3", "--max-seqs=1")
+    yield server.await_ready()
+    server.kill()
+
+
+@pytest.fixture
+def server(shared: Server) -> Iterator[Server]:
+    """One lane and small limits; a test has to leave it idle and unmoved."""
+    said = shared.said
+    yield shared
+    until(shared.idle, 5)
+    assert shared.get("/health").status_code == 200
+    assert "Traceback" not in shared.said[len(said) :]
+    assert shared.post("/completions", {"prompt": [5] * 100, "max_tokens": 1}).status_code == 200, "all has its room"
+
+
+def reply(connection: socket.socket) -> bytes:
+    """All that comes until the other end closes."""
+    with connection:
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+# ------------------------------------------------------------------------------------------------ limits
+
+
+def test_where_there_is_no_room_a_client_is_told_to_come_again(server: Server) -> None:
+    def post(prompt: Any) -> httpx.Response:
+        return server.post("/completions", {"prompt": prompt, "max_tokens": 1})
+
+    with server.client().completions.create(stream=True, **LONG) as running:
+        next(iter(running))
+        waiting = server.send(request_bytes("/completions", {"prompt": [5] * 60}))
+        until(lambda: server.stats()["waiting"] == 1)
+        refused = post([5] * 41)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert refused.headers["Retry-After"] == "1"
+        assert "1 prompts of 60 tokens are waiting" in refused.json()["error"]["message"]
+        assert post([[5], [5], [5]]).status_code == 503, "it would be four"
+        never = post([[5]] * 4)
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "prompt")
+        waiting.close()
+        until(lambda: server.stats()["aborted_total"] >= 1)
+
+
+def test_requests_have_an_end(server: Server) -> None:
+    """One that runs, one that waits, and one whose body does not come."""
+    late: list[httpx.Response] = []
+    stream = server.client().completions.create(stream=True, **LONG)
+    next(iter(stream))
+    waiting = threading.Thread(target=lambda: late.append(server.post("/completions", {"prompt": [5]})))
+    waiting.start()
+    half = server.send(request_bytes("/completions", LONG)[:-5])
+    with pytest.raises(openai.APIError, match=r"more than 1\.5 seconds"):
+        list(stream)
+    waiting.join()
+    assert (late[0].status_code, late[0].json()["error"]["code"]) == (504, "timeout")
+    half.settimeout(5)
+    assert b"504" in half.recv(65536).split(b"\r\n")[0]
+    half.close()
+
+
+def test_the_key_and_the_model_are_checked() -> None:
+    """Before any model is loaded."""
+
+    async def main() -> None:
+        service = Service(read_options(["one", "two", "--api-key", "secret"], {}))
+        transport = httpx.ASGITransport(app=make_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            for path, status in (("/health", 200), ("/v1/ready", 503), ("/metrics", 200), ("/models", 401)):
+                assert (await client.get(path)).status_code == status
+            for given in (None, "Bearer wrong", "secret"):
+                headers = {} if given is None else {"Authorization": given}
+                refused = await client.get("/v1/openapi.json", headers=headers)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+            client.headers["Authorization"] = "Bearer secret"
+            assert (await client.get("/v1/models")).json()["data"] == []
+            for name, status in (("one", 503), ("three", 404), (None, 400)):
+                told = await client.post("/completions", json={"model": name, "prompt": "a"})
+                assert told.status_code == status
+                assert told.json()["error"]["param"] == (None if name == "one" else "model")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [1001, 20_000])
+def test_a_body_that_is_too_large_is_refused(server: Server, size: int) -> None:
+    data = b"POST /completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % size
+    told = reply(server.send(data + b" " * min(size, 9000)))
+    assert told.startswith(b"HTTP/1.1 413 ")
+    assert b'"code":"request_too_large"' in told
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"])
+def test_what_is_no_http_is_told_as_all_errors_are(server: Server, begun: bytes) -> None:
+    told = reply(server.send(begun + b"no such thing\r\n\r\n"))
+    assert told.startswith(b"HTTP/1.1 400 ")
+    assert told.endswith(b'"type":"invalid_request_error","param":null,"code":"invalid_http"}}')
+
+
+# ------------------------------------------------------------------------------------------------ clients that go
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_aborts_its_request(server: Server, stream: bool) -> None:
+    before = server.stats()
+    connection = server.send(request_bytes("/completions", {**LONG, "stream": stream}))
+    until(lambda: server.stats()["running"] == 1)
+    if stream:
+        assert b"data: " in connection.recv(65536)
+    said = server.stats()["generated_tokens_total"]
+    connection.close()
+    until(server.idle, 3)
+    after = server.stats()
+    assert after["aborted_total"] - before["aborted_total"] == 1
+    assert after["generated_tokens_total"] - said < 1 / STEP_SECONDS, "the count before is 0.25 s old at most"
+
+
+def test_a_client_that_goes_while_it_waits_or_sends_leaves_nothing(server: Server) -> None:
+    before = server.stats()
+    running = server.send(request_bytes("/completions", {**LONG, "stream": True}))
+    until(lambda: server.stats()["running"] == 1)
+    waits = server.send(request_bytes("/completions", {"prompt": [5] * 90}))
+    until(lambda: server.stats()["waiting"] == 1)
+    server.send(request_bytes("/completions", LONG)[:-5]).close()
+    server.send(b"POST /comp").close()
+    waits.close()
+    running.close()
+    until(server.idle, 3)
+    assert server.stats()["aborted_total"] - before["aborted_total"] == 2
+
+
+def test_the_time_in_the_queue_is_measured(server: Server) -> None:
+    """Of the second until the first has ended, and not until its own first token."""
+    before = server.stats()
+    with server.client().completions.create(stream=True, **{**LONG, "max_tokens": 40}) as first:
+        next(iter(first))
+        assert server.post("/completions", {"prompt": [5], "max_tokens": 1}).status_code == 200
+    after = server.stats()
+    found = {name: after[name] - before[name] for name in after}
+    assert found["queue_seconds_count"] == found["first_token_seconds_count"] == 2
+    assert 10 * STEP_SECONDS < found["queue_seconds_sum"] < found["first_token_seconds_sum"] - STEP_SECONDS
+
+
+# ------------------------------------------------------------------------------------------------ engines
+
+
+def test_a_stall_is_unhealthy_until_it_is_over(server: Server) -> None:
+    with server.client().completions.create(stream=True, **LONG) as stream:
+        next(iter(stream))
+        server.signal_engines(signal.SIGSTOP)
+        until(lambda: server.get("/health").status_code == 503, 1.5)
+        told = server.get("/health").json()["error"]
+        assert told["code"] == "unhealthy"
+        assert told["message"].startswith("the engine of fastgen-tiny has finished no step for ")
+        server.signal_engines(signal.SIGCONT)
+        next(iter(stream))
+        assert server.get("/health").status_code == 200
+
+
+def test_models_start_one_after_another_and_one_that_dies_is_started_again_once(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("models: [{name: one, model: slow}, {name: two, model: slow}]\nport: 0\n")
+    server = start("--config", str(file))
+    assert server.get("/ready").status_code == 503
+    assert server.get("/health").status_code == 200
+    two = {"model": "two", "prompt": [5], "max_tokens": 1}
+    while server.get("/ready").status_code == 503:
+        running, loaded = len(server.engines()), len(server.get("/models").json()["data"])
+        assert running <= loaded + 1
+    first, second = server.engines()
+    client = server.client()
+    for dying in (first, None):
+        with client.completions.create(stream=True, **{**LONG, "model": "one"}) as stream:
+            next(iter(stream))
+            os.kill(dying or max(server.engines()), signal.SIGKILL)
+            with pytest.raises(openai.APIError, match="the engine of one was killed by SIGKILL"):
+                list(stream)
+        if dying:
+            assert server.get("/health").status_code == 503
+            assert server.get("/ready").status_code == 503
+            assert "one was killed" in server.post("/completions", {**LONG, "model": "one"}).json()["error"]["message"]
+            assert server.post("/completions", two).status_code == 200, "the other goes on"
+            server.await_ready()
+            assert server.get("/health").status_code == 200
+    status, said = server.end()
+    assert status == 1
+    assert said.endswith("fgserve: error: the engine of one was killed by SIGKILL (has the memory run out?)\n")
+    assert not alive(second)
+
+
+def test_without_a_restart_the_first_death_is_the_end(start: Start) -> None:
+    server = start("--no-restart").await_ready()
+    told = server.post("/completions", {"prompt": [BAD]})
+    assert (told.status_code, told.json()["error"]["code"]) == (500, "engine_error")
+    assert "the engine of fastgen-tiny failed with RuntimeError: bad luck" in told.json()["error"]["message"]
+    status, said = server.end()
+    assert status == 1
+    assert said.endswith("fgserve: error: the engine of fastgen-tiny failed with RuntimeError: bad luck\n")
+
+
+def test_what_can_not_start_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(processes, "spawn", serve_stub.spawn)
+    assert main(["a-broken-one", "--port", "0"]) == 1
+    assert capsys.readouterr().err.endswith("fgserve: error: a-broken-one is broken; mend it\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["--port", str(taken.getsockname()[1])]) == 1
+    assert capsys.readouterr().err.startswith("fgserve: error: [Errno 98] Address already in use")
+
+
+# ------------------------------------------------------------------------------------------------ signals
+
+
+def test_a_sigterm_lets_requests_finish_or_tells_them(start: Start) -> None:
+    server = start("--shutdown-timeout=1").await_ready()
+    engines, client = server.engines(), server.client()
+    with client.completions.create(stream=True, **LONG) as long:
+        next(iter(long))
+        short = client.completions.create(stream=True, **{**LONG, "max_tokens": 20})
+        next(iter(short))
+        half = server.send(request_bytes("/completions", LONG)[:-5])
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: refuses(server), 2)
+        assert list(short)[-1].choices[0].finish_reason == "length"
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(long)
+    assert b'"code":"shutting_down"' in reply(half)
+    status, said = server.end()
+    assert status == 0
+    assert "error" not in said.lower()
+    assert not any(map(alive, engines))
+    socket.create_server(server.address).close()
+
+
+def refuses(server: Server) -> bool:
+    try:
+        server.get("/health")
+    except httpx.TransportError:
+        return True
+    return False
+
+
+def test_a_second_signal_does_not_wait(start: Start) -> None:
+    server = start("--shutdown-timeout=60").await_ready()
+    with server.client().completions.create(stream=True, **LONG) as stream:
+        next(iter(stream))
+        server.signal_engines(signal.SIGSTOP)
+        server.process.send_signal(signal.SIGINT)
+        until(lambda: refuses(server), 5)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+        server.signal_engines(signal.SIGCONT)
+    assert server.end()[0] == 0
+
+
+def test_a_signal_while_a_model_loads_ends_that(start: Start) -> None:
+    server = start("a-slow-one")
+    until(server.engines)
+    engines = server.engines()
+    server.process.send_signal(signal.SIGTERM)
+    status, said = server.end()
+    assert (status, said.count("\n")) == (0, 1), said
+    assert not any(map(alive, engines))
