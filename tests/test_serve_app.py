@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import shutil
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 from serving import FGSERVE, Server, alive, request_bytes, until
 
-import fastgen
+from fastgen.cli.serve.main import listen
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -25,15 +24,9 @@ SUM: list[Any] = [{"role": "user", "content": "what is 12 + 30?"}]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """It serves the bundled model, whose chat template has got tools."""
-    folder = tmp_path_factory.mktemp("serve") / "fastgen-tiny"
-    shutil.copytree(Path(fastgen.__file__).parent / "tiny", folder)
-    template = folder / "chat_template.jinja"
-    template.write_text("{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}" + template.read_text())
-    file = folder.parent / "serve.yaml"
-    file.write_text(f"models: [{{name: fastgen-tiny, model: {folder}}}]\nseed: 1\n")
-    server = Server(FGSERVE, "--config", str(file))
+def server() -> Iterator[Server]:
+    """It serves the bundled model."""
+    server = Server(FGSERVE, "--seed", "1")
     assert server.get("/ready").status_code == 503, "the port opens before the model is there"
     server.await_ready()
     (engine,) = server.engines()
@@ -64,78 +57,20 @@ def test_the_program_of_the_documentation(client: OpenAI) -> None:
     assert completion.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("prefix", ["", "/v1"])
-def test_sync_async_and_streams_say_the_same(server: Server, prefix: str) -> None:
-    wanted: dict[str, Any] = {"model": "any", "messages": SUM, "temperature": 0.7, "seed": 3, "n": 2, "logprobs": True}
-
-    async def asynchronous() -> Any:
-        async with AsyncOpenAI(base_url=server.url + prefix, api_key="foo") as client:
-            return await client.chat.completions.create(**wanted)
-
-    whole = OpenAI(base_url=server.url + prefix, api_key="foo").chat.completions.create(**wanted)
-    other = asyncio.run(asynchronous())
-    said, counted, usage = ["", ""], [0, 0], None
-    stream = server.client().chat.completions.create(**wanted, stream=True, stream_options={"include_usage": True})
-    for chunk in stream:
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            said[choice.index] += choice.delta.content or ""
-            counted[choice.index] += len(choice.logprobs.content) if choice.logprobs else 0
-    assert said == [choice.message.content for choice in whole.choices]
-    assert said == [choice.message.content for choice in other.choices]
-    assert counted == [len(choice.logprobs.content) for choice in whole.choices]
-    assert usage is not None
-    assert usage.completion_tokens == whole.usage.completion_tokens == sum(counted)
-    assert usage.prompt_tokens == whole.usage.prompt_tokens
+def test_a_model_without_a_format_for_tools_says_so(client: OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(openai.BadRequestError, match="tools are not supported") as caught:
+        client.chat.completions.create(model="x", messages=SUM, tools=tools)
+    assert caught.value.param == "tools"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_completions_of_several_prompts(client: OpenAI, stream: bool) -> None:
-    wanted: dict[str, Any] = {"model": "x", "prompt": ["one two", "three"], "n": 2, "max_tokens": 3, "seed": 1,
-                              "echo": True, "logprobs": 2, "extra_body": {"ignore_eos": True}}  # fmt: skip
-    whole = client.completions.create(**wanted)
-    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
-    assert whole.usage is not None
-    assert whole.usage.completion_tokens == 12
-    for choice in whole.choices:
-        assert choice.text.startswith(["one two", "three"][choice.index // 2])
-        assert choice.logprobs.token_logprobs[0] is None
-    if stream:
-        said = [""] * 4
-        for chunk in client.completions.create(**wanted, stream=True):
-            said[chunk.choices[0].index] += chunk.choices[0].text
-        assert said == [choice.text for choice in whole.choices]
-
-
-def test_an_answer_that_follows_a_schema(client: OpenAI) -> None:
-    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"],
-              "additionalProperties": False}  # fmt: skip
-    wanted: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
-    answer = client.chat.completions.create(model="x", messages=SUM, response_format=wanted, max_tokens=200, seed=1)
-    assert isinstance(json.loads(answer.choices[0].message.content or "")["sum"], int)
-    wanted["json_schema"]["schema"] = {"type": "no such type"}
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="x", messages=SUM, response_format=wanted)
-    assert caught.value.param == "response_format"
-
-
-def test_tools_are_called(client: OpenAI) -> None:
-    color = {"type": "object", "properties": {"color": {"enum": ["red", "blue"]}}, "required": ["color"],
-             "additionalProperties": False}  # fmt: skip
-    tools: list[Any] = [{"type": "function", "function": {"name": name, "parameters": color}} for name in ("f", "g")]
-    wanted: dict[str, Any] = {"model": "x", "messages": SUM, "tools": tools, "seed": 1, "parallel_tool_calls": False,
-                              "tool_choice": {"type": "function", "function": {"name": "g"}}}  # fmt: skip
-    choice = client.chat.completions.create(**wanted).choices[0]
-    assert choice.finish_reason == "tool_calls"
-    (call,) = choice.message.tool_calls
-    assert call.function.name == "g"
-    assert json.loads(call.function.arguments)["color"] in ("red", "blue")
-    name = arguments = ""
-    for chunk in client.chat.completions.create(**wanted, stream=True):
-        for piece in chunk.choices[0].delta.tool_calls or ():
-            name += piece.function.name or ""
-            arguments += piece.function.arguments or ""
-    assert (name, arguments) == ("g", call.function.arguments)
+def test_connections_send_small_pieces_at_once() -> None:
+    with (
+        listen("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_tokens_and_models(server: Server, client: OpenAI) -> None:

@@ -126,6 +126,11 @@ def test_each_value_of_a_field_is_taken_or_the_field_is_named(kind: Any) -> None
         (ChatRequest, "messages", [{"role": "user", "content": "x", "age": 5}], "messages[0].age"),
         (ChatRequest, "messages", [{"role": "user"}], "messages[0].content"),
         (ChatRequest, "messages", [{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
+        (ChatRequest, "messages", [{"role": "assistant"}], "messages[0].content"),
+        (ChatRequest, "messages", [{"role": "user", "content": "x", "tool_calls": []}], "messages[0].tool_calls"),
+        (ChatRequest, "messages", [{"role": None, "content": "x"}], "messages[0].role"),
+        (ChatRequest, "messages", [{"content": "x"}], "messages[0].role"),
+        (ChatRequest, "messages", [5], "messages[0]"),
         (ChatRequest, "messages", [], "messages"),
         (ChatRequest, "n", 129, "n"),
         (ChatRequest, "max_tokens", 0, "max_tokens"),
@@ -137,11 +142,18 @@ def test_each_value_of_a_field_is_taken_or_the_field_is_named(kind: Any) -> None
         (ChatRequest, "tool_choice", "required", "tool_choice"),
         (ChatRequest, "response_format", {"type": "json_schema"}, "response_format.json_schema"),
         (ChatRequest, "response_format", {"type": "xml"}, "response_format.type"),
+        (ChatRequest, "response_format", {"json_schema": {}}, "response_format.type"),
+        (
+            ChatRequest,
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "x"}},
+            "response_format.json_schema.schema",
+        ),
         (ChatRequest, "logit_bias", {"x": 1}, "logit_bias"),
         (ChatRequest, "logit_bias", {str(token): "x" for token in range(4097)}, "logit_bias"),
         (ChatRequest, "response_format", {"type": "text", "strict": True}, "response_format.strict"),
         (ChatRequest, "logit_bias", {"5": 101}, "logit_bias.5"),
-        (ChatRequest, "stop", ["a", ""], "stop"),
+        (ChatRequest, "stop", ["a", ""], "stop[1]"),
         (ChatRequest, "stop", ["a", 5], "stop[1]"),
         (CompletionRequest, "prompt", [1, "a"], "prompt[1]"),
         (CompletionRequest, "prompt", ["a", 1], "prompt[1]"),
@@ -230,11 +242,12 @@ def test_prompts_of_all_kinds(prompt: Any, prompts: list[Any]) -> None:
 
 
 def test_messages_as_templates_know_them() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    call: dict[str, Any] = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    read_by_clients = {**call, "index": 0, "function": {**call["function"], "parsed_arguments": {}}}
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
-        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]},
+        {"role": "assistant", "content": None, "refusal": None, "parsed": {}, "tool_calls": [read_by_clients]},
         {"role": "tool", "content": "5", "tool_call_id": "c1"},
         {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None},
     ]

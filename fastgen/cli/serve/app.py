@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -20,6 +19,7 @@ from fastgen import __version__
 from fastgen.cli.serve.answers import Answer, answer, error_response, json_response, limited
 from fastgen.cli.serve.fields import Strict
 from fastgen.cli.serve.models import Service
+from fastgen.cli.serve.openapi import ERRORS, body, describe, stream
 from fastgen.cli.serve.protocol import (
     ApiError,
     ChatRequest,
@@ -30,33 +30,20 @@ from fastgen.cli.serve.protocol import (
     read_request,
 )
 from fastgen.cli.serve.replies import model_list
-from fastgen.cli.serve.shapes import ChatCompletion, Completion, DetokenizeReply, ModelList, TokenizeReply
+from fastgen.cli.serve.shapes import (
+    ChatCompletion,
+    Completion,
+    DetokenizeReply,
+    ModelList,
+    Status,
+    TokenizeReply,
+    TokenizerInfo,
+)
 from fastgen.cli.serve.tokens import detokenize, needed, tokenize, tokenizer_info
 
 OPEN = ("/health", "/ready", "/metrics")  # that need no key
 LARGE = 65536  # bytes of a body that is read in a thread
 DISCARDED = 8  # times the limit of a body: so much is taken of one that is too large, that its client reads the answer
-
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "default": {"description": "An error", "content": {"application/json": {"schema": ERROR}}}
-}
-STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
 def make_app(service: Service) -> FastAPI:
@@ -73,7 +60,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unforeseen)
-    app.openapi = partial(_describe, app)  # type: ignore[method-assign]
+    app.openapi = partial(describe, app)  # type: ignore[method-assign]
     return app
 
 
@@ -134,28 +121,29 @@ class _Routes:
 
     def router(self) -> APIRouter:
         router = APIRouter()
-        posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[Strict], Any]] = [
-            ("/chat/completions", self.chat, ChatRequest, ChatCompletion),
-            ("/completions", self.completions, CompletionRequest, Completion),
-            ("/tokenize", self.tokenize, TokenizeRequest, TokenizeReply),
-            ("/detokenize", self.detokenize, DetokenizeRequest, DetokenizeReply),
+        posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[Strict], Any, dict[str, Any]]] = [
+            ("/chat/completions", self.chat, ChatRequest, ChatCompletion, stream("ChatChunk")),
+            ("/completions", self.completions, CompletionRequest, Completion, stream("Completion")),
+            ("/tokenize", self.tokenize, TokenizeRequest, TokenizeReply, {}),
+            ("/detokenize", self.detokenize, DetokenizeRequest, DetokenizeReply, {}),
         ]
-        for path, handler, wanted, told in posts:
-            content = STREAM if wanted in (ChatRequest, CompletionRequest) else {}
-            reference = {"$ref": f"#/components/schemas/{wanted.__name__}"}
-            body = {"required": True, "content": {"application/json": {"schema": reference}}}
+        for path, handler, wanted, told, content in posts:
             router.add_api_route(
                 path,
                 handler,
                 methods=["POST"],
                 response_model=None,
                 responses={200: {"model": told, "content": content}},
-                openapi_extra={"requestBody": body},
+                openapi_extra=body(wanted),
             )
-        router.add_api_route("/models", self.models, response_model=None, responses={200: {"model": ModelList}})
-        router.add_api_route("/tokenizer_info", self.tokenizer_info, response_model=None)
-        router.add_api_route("/health", self.health, response_model=None)
-        router.add_api_route("/ready", self.ready, response_model=None)
+        gets: list[tuple[str, Callable[..., Awaitable[Response]], Any]] = [
+            ("/models", self.models, ModelList),
+            ("/tokenizer_info", self.tokenizer_info, TokenizerInfo),
+            ("/health", self.health, Status),
+            ("/ready", self.ready, Status),
+        ]
+        for path, handler, told in gets:
+            router.add_api_route(path, handler, response_model=None, responses={200: {"model": told}})
         text = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
         router.add_api_route("/metrics", self.metrics, response_class=Response, responses=text)  # type: ignore[arg-type]
         return router
@@ -224,16 +212,3 @@ async def _read_body(request: Request, limit: int) -> bytes:
     if size > limit:
         raise ApiError(413, f"the body is larger than {limit} bytes; send less", code="request_too_large")
     return bytes(body)
-
-
-def _describe(app: FastAPI) -> dict[str, Any]:
-    """What /openapi.json says."""
-    if app.openapi_schema is None:
-        described = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        schemas = described.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
-            schema = kind.model_json_schema(ref_template="#/components/schemas/Request{model}")
-            parts = schema.pop("$defs", {})
-            schemas.update({f"Request{name}": part for name, part in parts.items()}, **{kind.__name__: schema})
-        app.openapi_schema = described
-    return app.openapi_schema

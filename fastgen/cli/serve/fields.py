@@ -49,34 +49,29 @@ class TextPart(Strict):
 
 
 class CalledFunction(Strict):
-    """arguments: a JSON object as text."""
+    """arguments: a JSON object as text. parsed_arguments: what a client has read in it, and sends along."""
 
     name: str
     arguments: str
+    parsed_arguments: Any = Field(None, exclude=True)
 
 
 class ToolCall(Strict):
+    """index: its place among the calls, which a client that has put it together of chunks sends along."""
+
     id: str
     type: Literal["function"]
     function: CalledFunction
+    index: int | None = Field(None, ge=0, exclude=True)
 
 
-class ChatMessage(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)] | None = None
+Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+
+
+class _Message(Strict):
+    role: str
+    content: Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="after")
-    def _check_role(self) -> ChatMessage:
-        if self.content is None and not self.tool_calls:
-            raise wrong("content", "is required, except of an assistant's message with tool_calls")
-        if self.tool_calls and self.role != "assistant":
-            raise wrong("tool_calls", f"belong in a message of the assistant, not of {self.role!r}")
-        if (self.role == "tool") != (self.tool_call_id is not None):
-            raise wrong("tool_call_id", "belongs in a message of a tool, and is required there")
-        return self
 
     @property
     def text(self) -> str | None:
@@ -88,6 +83,34 @@ class ChatMessage(Strict):
         role = "system" if self.role == "developer" else self.role
         rest = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
         return {"role": role, "content": self.text or "", **rest}
+
+
+class GivenMessage(_Message):
+    role: Literal["system", "developer", "user"]
+    content: Content
+
+
+class AssistantMessage(_Message):
+    """parsed: what a client has read in the content, and sends along."""
+
+    role: Literal["assistant"]
+    parsed: Any = Field(None, exclude=True)
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> AssistantMessage:
+        if self.content is None and not self.tool_calls:
+            raise wrong("content", "is required, except in a message with tool_calls")
+        return self
+
+
+class ToolMessage(_Message):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+
+ChatMessage = Annotated[GivenMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 class ToolFunction(Strict):
@@ -116,16 +139,17 @@ class NamedTool(Strict):
 class JsonSchema(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+class FreeFormat(Strict):
+    type: Literal["text", "json_object"]
 
-    @model_validator(mode="after")
-    def _check_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise wrong("json_schema", "belongs with the type 'json_schema', and is required there")
-        return self
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[FreeFormat | SchemaFormat, Field(discriminator="type")]

@@ -23,7 +23,7 @@ from fastgen.cli.serve.models import Service
 from fastgen.cli.serve.options import Options, read_options
 from fastgen.cli.serve.protocol import ApiError
 
-KEEP_ALIVE_SECONDS = 75  # longer than clients keep a connection that they do not use, so that it is theirs to close
+KEEP_ALIVE_SECONDS = 120  # longer than clients keep a connection that they do not use, so that it is theirs to close
 
 
 class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # which one depends on what is installed
@@ -48,7 +48,11 @@ class _Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """Raises OSError where that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
+    listener = socket.create_server((host, port), family=family, backlog=2048)
+    # Connections inherit it. asyncio would set it, but not where the listener's protocol is 0, which means TCP as well;
+    # without it each small write waits for the acknowledgement of the one before, often 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def _allow_connections() -> None:

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import Discriminator, Field, FiniteFloat, Tag, ValidationError, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Discriminator,
+    Field,
+    FiniteFloat,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, from_json
 
 from fastgen.cli.serve.fields import ChatMessage, NamedTool, ResponseFormat, StreamOptions, Strict, Tool, wrong
@@ -21,6 +30,10 @@ MAX_CHOICES = 128
 MAX_STOPS = 64
 MAX_ECHOED = 4_000_000  # logprobs of prompts and their alternatives in a reply, which are 1 GB while it is made
 INT32 = 2**31 - 1
+BIASED = "^[0-9]{1,10}$"  # the keys of logit_bias
+
+_StopId = Annotated[int, Field(ge=0, le=INT32)]
+_Stop = Annotated[str, Field(min_length=1)]  # an empty one would end every answer at once
 
 
 class ApiError(Exception):
@@ -51,13 +64,15 @@ class Sampled(Strict):
     top_k: int | None = Field(None, ge=0, le=INT32)
     min_p: FiniteFloat | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_BIASES, fail_fast=True)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[_StopId], Field(max_length=MAX_BIASES, fail_fast=True)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: FiniteFloat | None = Field(None, ge=-2, le=2)
     frequency_penalty: FiniteFloat | None = Field(None, ge=-2, le=2)
     repetition_penalty: FiniteFloat | None = Field(None, gt=0)
-    logit_bias: dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_BIASES)
+    logit_bias: dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=MAX_BIASES, json_schema_extra={"propertyNames": {"pattern": BIASED}}
+    )
     min_tokens: int | None = Field(None, ge=0, le=INT32)
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -70,13 +85,6 @@ class Sampled(Strict):
         "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos",
     )  # fmt: skip
 
-    @field_validator("stop")
-    @classmethod
-    def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        if stop is not None and "" in ([stop] if isinstance(stop, str) else stop):
-            raise wrong("stop", "holds an empty string, which would end every answer at once; remove it")
-        return stop
-
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _check_size(cls, bias: Any) -> Any:
@@ -88,7 +96,7 @@ class Sampled(Strict):
     @classmethod
     def _check_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for token in bias or ():
-            if not re.fullmatch(r"[0-9]{1,10}", token):
+            if not re.fullmatch(BIASED, token):
                 raise wrong("logit_bias", f"holds {token[:40]!r}; its keys must be token ids")
         return bias
 
@@ -231,6 +239,16 @@ class CompletionRequest(Sampled):
 class TokenizeRequest(Strict):
     """Of /tokenize: a prompt, or messages as the chat template writes them. return_token_strs: the tokens as text."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "additionalProperties": {"type": "null"},
+            "anyOf": [
+                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+                {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+            ],
+        }
+    )
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
@@ -282,12 +300,14 @@ def _api_error(error: ValidationError, data: Any) -> ApiError:
     path, details = max(found, key=lambda pair: len(pair[0]))  # the first of them
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
     kind = details["type"]
-    if kind == "missing":
+    if kind in ("missing", "union_tag_not_found"):
         return ApiError(400, f"{param} is required", param, "missing_required_parameter")
     if kind in ("invalid_value", "unsupported_parameter"):
         field = details["ctx"]["field"]
         inside = param if path[-1:] == (field,) else f"{param}.{field}".removeprefix(".")
         return ApiError(400, f"{inside} {details['ctx']['message']}", inside, kind)
+    if kind == "union_tag_invalid":
+        return ApiError(400, f"{param} should be one of {details['ctx']['expected_tags']}", param, "invalid_value")
     messages = dict.fromkeys(other["msg"] for at, other in found if at == path)
     said = ", or ".join(_plain(message) for message in messages)
     said = f"{param or 'the body'} {said}"
@@ -296,7 +316,7 @@ def _api_error(error: ValidationError, data: Any) -> ApiError:
 
 def _plain(message: str) -> str:
     """What pydantic says of a value, without its words for values and types of Python."""
-    message = re.sub(r"dictionary or instance of \w+|dictionary", "object", message)
+    message = re.sub(r"dictionary or (instance of \w+|object to extract fields from)|dictionary", "object", message)
     return re.sub(r"^(Input|String|List|Dictionary|Value) ", "", message)
 
 
@@ -310,6 +330,8 @@ def _path(details: ErrorDetails, data: Any) -> tuple[str | int, ...]:
         elif isinstance(data, list) and isinstance(step, int):
             path.append(step)
             data = data[step] if step < len(data) else None
+    if details["type"].startswith("union_tag"):  # the field that tells the type
+        path.append(details["ctx"]["discriminator"].strip("'"))
     return tuple(path)
 
 

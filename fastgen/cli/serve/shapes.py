@@ -162,3 +162,19 @@ class TokenizeReply(TypedDict):
 
 class DetokenizeReply(TypedDict):
     prompt: str
+
+
+class TokenizerInfo(TypedDict):
+    """chat_template: several by their names, where the tokenizer has several."""
+
+    tokenizer_class: str
+    vocab_size: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | dict[str, str] | None
+
+
+class Status(TypedDict):
+    status: str

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, TokenizeRequest, refused
-from fastgen.cli.serve.shapes import DetokenizeReply, TokenizeReply
+from fastgen.cli.serve.shapes import DetokenizeReply, TokenizeReply, TokenizerInfo
+from fastgen.cli.serve.tools import Calling
 from fastgen.request import Message
 from fastgen.tokenizer import Tokenizer
 
@@ -138,7 +139,12 @@ def needed(tokenizer: Tokenizer | None) -> Tokenizer:
 
 def tokenize(request: TokenizeRequest, tokenizer: Tokenizer, vocabulary: Vocabulary, context: int) -> TokenizeReply:
     if request.prompt is None:
-        ids = encode_chat(request, tokenizer).ids
+        messages = [message.for_template() for message in request.messages or ()]
+        try:
+            messages = Calling(tokenizer, []).template_messages(messages)
+        except ValueError as error:
+            raise refused(error, "messages") from None
+        ids = encode_chat(request, tokenizer, messages).ids
     else:
         ids = tokenizer.encode(request.prompt, special=request.add_special_tokens is not False)
     names = [vocabulary.name(id) for id in ids] if request.return_token_strs else None
@@ -154,13 +160,17 @@ def detokenize(tokens: SequenceOf[int], tokenizer: Tokenizer, vocab_size: int) -
     return {"prompt": tokenizer.decode(tokens, special=True)}
 
 
-def tokenizer_info(tokenizer: Tokenizer) -> dict[str, Any]:
+def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
     """What clients need that write chats or count tokens themselves; null for a special token that there is not."""
     hf = tokenizer.hf
-    special = {name: getattr(hf, name, None) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    bos, eos, pad, unk = (None if (token := getattr(hf, name, None)) is None else str(token) for name in names)
     return {
         "tokenizer_class": type(hf).__name__,
         "vocab_size": len(hf),
-        **{name: None if token is None else str(token) for name, token in special.items()},
+        "bos_token": bos,
+        "eos_token": eos,
+        "pad_token": pad,
+        "unk_token": unk,
         "chat_template": hf.chat_template,
     }

@@ -1,0 +1,236 @@
+"""The openai client in all its ways, and models that know how to call: what tests of fgserve's answers share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
+from serving import Server
+
+import fastgen
+from fastgen import Generator, SamplingParams
+from fastgen.arch import sampling_defaults
+from fastgen.request import RequestOutput
+
+TINY = Path(fastgen.__file__).parent / "tiny"
+OURS = (
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+)  # fields that OpenAI's lack
+
+# By syntax: tokens that the models have for calls (the ones of Mistral and Llama are special), and what their chat
+# templates write of tools and calls.
+CALLS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "hermes": (
+        ("<tool_call>", "</tool_call>"),
+        "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}",
+        "{% for call in m.tool_calls or [] %}<tool_call>\n"
+        '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+        "\n</tool_call>{% endfor %}",
+    ),
+    "mistral": (
+        ("[TOOL_CALLS]",),
+        "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}",
+        "{% for call in m.tool_calls or [] %}{{ '[TOOL_CALLS] [' if loop.first else ', ' }}"
+        "{{ {'name': call.function.name, 'arguments': call.function.arguments, 'id': call.id} | tojson }}"
+        "{{ ']' if loop.last }}{% endfor %}",
+    ),
+    "llama": (
+        ("<|python_tag|>",),
+        "{% if tools %}<|system|>Environment: ipython {{ tools | tojson }}<|end|>{% endif %}",
+        "{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
+        "{{ '{\"name\": \"' + call.name + '\", ' }}{{ '\"parameters\": ' }}{{ call.arguments | tojson }}}{% endif %}",
+    ),
+}
+TEMPLATE = (
+    "{{ bos_token }}%s{% for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>{{ m.content }}%s<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}{{ begun }}"
+)
+
+
+def save_caller(syntax: str, folder: Path) -> Path:
+    """The bundled model's tokenizer, whose last words are marks of calls instead, and a template that knows tools."""
+    folder.mkdir()
+    marks, tools, calls = CALLS[syntax]
+    shutil.copy(TINY / "tokenizer_config.json", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("%s", tools, 1).replace("%s", calls))
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+    vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    for mark, word in zip(marks, list(vocabulary)[-len(marks) :], strict=True):
+        vocabulary[mark] = vocabulary.pop(word)
+        merges.pop()
+        special = {"content": mark, "id": vocabulary[mark], "special": syntax != "hermes"}
+        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], **special})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@dataclass
+class Choice:
+    text: str = ""
+    reason: str | None = None
+    ids: list[int] = field(default_factory=list)
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    calls: list[list[str]] = field(default_factory=list)  # name and arguments
+
+
+@dataclass
+class Answer:
+    """What an answer comes to, whole or streamed. usage: of prompt and answer, and both."""
+
+    choices: list[Choice]
+    usage: tuple[int, int, int]
+    prompts: list[list[int]]
+
+
+def add_up(replies: Sequence[BaseModel]) -> Answer:
+    """One whole answer, or all chunks of a stream."""
+    choices: dict[int, Choice] = {}
+    usage, prompts = None, []
+    for reply in (reply.model_dump() for reply in replies):
+        usage = reply.get("usage") or usage
+        for choice in reply["choices"]:
+            own = choices.setdefault(choice["index"], Choice())
+            assert own.reason is None, "nothing comes after the reason"
+            said = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
+            own.text += said.get("content") or ""
+            own.ids += choice.get("token_ids") or []
+            own.reason = choice["finish_reason"]
+            for name, values in (choice["logprobs"] or {}).items():
+                own.logprobs.setdefault(name, []).extend(values or [])
+            for place, piece in enumerate(said.get("tool_calls") or ()):
+                if piece.get("id"):
+                    assert piece["type"] == "function"
+                    assert piece.get("index", place) == len(own.calls)
+                    own.calls.append(["", ""])
+                call = own.calls[piece.get("index", place)]
+                call[0] += piece["function"].get("name") or ""
+                call[1] += piece["function"].get("arguments") or ""
+            if choice.get("prompt_token_ids"):
+                prompts.append(choice["prompt_token_ids"])
+        if reply.get("prompt_token_ids"):
+            prompts.append(reply["prompt_token_ids"])
+    assert usage is not None
+    assert 0 <= usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+    counts = usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]
+    return Answer([choices[index] for index in sorted(choices)], counts, prompts)
+
+
+def to(prompt: Any) -> dict[str, Any]:
+    return {"messages" if is_chat(prompt) else "prompt": prompt}
+
+
+def is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and isinstance(prompt[0], dict)
+
+
+def endpoint_of(client: OpenAI | AsyncOpenAI, prompt: Any) -> Any:
+    """Where a prompt is sent to."""
+    return client.chat.completions if is_chat(prompt) else client.completions
+
+
+def sent(fields: dict[str, Any]) -> dict[str, Any]:
+    """As arguments of the client, which knows OpenAI's own fields alone; asks for ids."""
+    extra = {name: value for name, value in fields.items() if name in OURS}
+    theirs = {name: value for name, value in fields.items() if name not in OURS}
+    return {**theirs, "extra_body": {**extra, "return_token_ids": True}}
+
+
+class Asker:
+    """The clients of a server."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.client = server.client()
+        self._other = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="foo", max_retries=0)
+        self._runner = asyncio.Runner()
+
+    def close(self) -> None:
+        self.client.close()
+        self._runner.run(self._other.close())
+        self._runner.close()
+
+    def ask(self, **fields: Any) -> Answer:
+        """What the clients get to hear in each of four ways, which has to be one thing."""
+        return self.ask_all([fields])[0]
+
+    def ask_all(self, requests: Sequence[dict[str, Any]]) -> list[Answer]:
+        """The same of several requests at once."""
+        return [_agreed(said) for said in self._send(requests)]
+
+    def error(self, **fields: Any) -> openai.APIStatusError:
+        """What is raised in each of the four ways."""
+        (errors,) = self._send([fields])
+        assert len({(type(error), error.status_code, error.param, error.code, error.message) for error in errors}) == 1
+        found: openai.APIStatusError = errors[0]
+        return found
+
+    def _send(self, requests: Sequence[dict[str, Any]]) -> list[list[Any]]:
+        """Of each request what each way brings: replies, or an error."""
+
+        async def send() -> list[list[Any]]:
+            return await asyncio.gather(*(self._in_all_ways({"model": "hermes", **fields}) for fields in requests))
+
+        return self._runner.run(send())
+
+    async def _in_all_ways(self, fields: dict[str, Any]) -> list[Any]:
+        streamed = {**fields, "stream": True, "stream_options": {"include_usage": True}}
+        prompt = fields.get("messages", fields.get("prompt"))
+        create, create_async = endpoint_of(self.client, prompt).create, endpoint_of(self._other, prompt).create
+
+        async def whole() -> list[Any]:
+            return [await create_async(**fields)]
+
+        async def stream() -> list[Any]:
+            return [chunk async for chunk in await create_async(**streamed)]
+
+        replies: list[Any] = await asyncio.gather(
+            asyncio.to_thread(lambda: [create(**fields)]),
+            asyncio.to_thread(lambda: list(create(**streamed))),
+            whole(),
+            stream(),
+            return_exceptions=True,
+        )
+        return replies
+
+
+def _agreed(said: Sequence[Any]) -> Answer:
+    for error in (replies for replies in said if isinstance(replies, Exception)):
+        raise error
+    answers = [add_up(replies) for replies in said]
+    for answer in answers[1:]:
+        answer.prompts = answer.prompts[: len(answers[0].prompts)]  # a stream of a chat tells it with each choice
+        assert answer == answers[0]
+    return answers[0]
+
+
+def expected(gen: Generator, prompt: Any, **params: Any) -> RequestOutput:
+    """What the Generator says to it."""
+    return gen.generate([prompt], params_of(**params))[0]
+
+
+def params_of(**given: Any) -> SamplingParams:
+    """With the defaults that the model brings."""
+    return SamplingParams(**{**sampling_defaults(TINY), **given})
+
+
+def check(answer: Answer, outputs: Sequence[RequestOutput]) -> None:
+    """Texts, ids, reasons and counts are those of the Generator, prompt after prompt."""
+    completions = [completion for output in outputs for completion in output.completions]
+    said = [(completion.text, completion.token_ids, completion.finish_reason) for completion in completions]
+    assert [(choice.text, choice.ids, choice.reason) for choice in answer.choices] == said
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    generated = sum(len(completion.token_ids) for completion in completions)
+    assert answer.usage == (prompt_tokens, generated, prompt_tokens + generated)

@@ -1,0 +1,50 @@
+"""Requests that schemathesis makes of what /openapi.json says: no failure of the server, and answers as it promises."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import FGSERVE, Server, until
+
+pytestmark = pytest.mark.timeout(120)
+
+EXAMPLES = 5  # random requests a route, beside those that try each field's limits
+
+
+@pytest.fixture(scope="module")
+def server(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Of a small model that knows tools, and whose answers are a few tokens."""
+    folder = shutil.copytree(talker, tmp_path_factory.mktemp("schema") / "caller")
+    template = "{{ bos_token }}{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    server = Server(FGSERVE, str(folder), "--max-model-len", "4")
+    until(lambda: server.get("/ready").status_code == 200, 60)
+    yield server
+    server.kill()
+
+
+def test_answers_are_what_the_schema_says(server: Server, tmp_path: Path) -> None:
+    """Of valid requests some are refused all the same: not all that is checked can be said in a schema."""
+    command = [
+        *(sys.executable, "-m", "schemathesis.cli", "--no-color", "run", f"{server.url}/openapi.json"),
+        *("--phases", "coverage,fuzzing", "--max-examples", str(EXAMPLES), "--generation-deterministic"),
+        *("--exclude-checks", "positive_data_acceptance", "--report-har-path", "run.har"),
+    ]
+    run = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert run.returncode == 0, run.stdout
+    seen = defaultdict(set)
+    for entry in json.loads((tmp_path / "run.har").read_text())["log"]["entries"]:
+        reply = entry["response"]
+        seen[entry["request"]["url"].removeprefix(server.url).partition("?")[0]].add(reply["status"])
+        assert "server_error" not in reply["content"].get("text", ""), entry  # in a stream, after its 200
+    posted = {"/v1/chat/completions", "/v1/completions", "/v1/tokenize", "/v1/detokenize"}
+    assert {path for path, statuses in seen.items() if {200, 400, 405} <= statuses} == posted
+    assert all(statuses == {200, 405} for path, statuses in seen.items() if path not in posted)
+    assert len(seen) == 9
