@@ -32,6 +32,7 @@ whatever is waited for comes before the wait. This holds even where the GPU puts
 from __future__ import annotations
 
 import ctypes
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ from fastgen.kernels.sumnorm import sum_norm
 
 HALVES = 2
 STAGED, GATHERED = 0, 1  # kinds of flags
+LETTING_GO = 5.0  # seconds in which waits that are interrupted end
 ALIGNMENT = 256
 
 
@@ -100,8 +102,8 @@ class Exchange(ABC):
         return self._add(half, xs, y, own, norm)
 
     def interrupt(self) -> None:  # noqa: B027
-        """From any thread: end this rank's waits for others, now and later; what they waited for is wrong. Nothing
-        where a wait ends with the rank that is waited for."""
+        """From any thread: end this rank's waits for others, where they do not end with these; what they waited for is
+        wrong."""
 
     @abstractmethod
     def _add(self, half: int, xs: Tensor, y: Tensor, own: slice, norm: RMSNorm | None) -> Gathering: ...
@@ -179,6 +181,9 @@ class Side(Protocol):
     def end(self) -> Event:
         """That all this is done."""
 
+    def is_idle(self) -> bool:
+        """Whether all is done."""
+
 
 class CopyExchange(Exchange):
     """By copies into memory that all ranks can write: `shared`, of Layout.end bytes. sides: a stream a half."""
@@ -205,8 +210,10 @@ class CopyExchange(Exchange):
         return cls(rank, shared, sides, tokens, hidden, dtype)
 
     def interrupt(self) -> None:
-        beyond = (max(self._phases) + 2**30) % 2**32
-        self._flags.fill_(beyond if beyond < 2**31 else beyond - 2**32)
+        beyond, deadline = (max(self._phases) + 2**30) % 2**32, time.monotonic() + LETTING_GO
+        while not all(side.is_idle() for side in self._sides) and time.monotonic() < deadline:
+            self._flags.fill_(beyond if beyond < 2**31 else beyond - 2**32)  # again, as others may still write theirs
+            time.sleep(0.001)
 
     def _add(self, half: int, xs: Tensor, y: Tensor, own: slice, norm: RMSNorm | None) -> Gathering:
         side, at, count = self._sides[half], self._layout, len(y)
@@ -275,6 +282,10 @@ class _Stream:
     def end(self) -> Event:
         event: torch.cuda.Event = self._stream.record_event()
         return event
+
+    def is_idle(self) -> bool:
+        idle: bool = self._stream.query()
+        return idle
 
 
 @cache

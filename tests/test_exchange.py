@@ -88,6 +88,9 @@ class Side:
         self.own.add(event.happen)
         return event
 
+    def is_idle(self) -> bool:
+        return not self.own.operations
+
 
 @dataclass
 class Ranks:
@@ -210,6 +213,32 @@ def test_what_is_not_waited_for_is_noticed(forgets: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(CopyExchange, "_wait", forgetful)
     assert not all(right(Ranks.make(3, forgets=forgets), rng, [(12, 12)] * 2) for _ in range(5))
+
+
+def test_an_interrupt_ends_the_waits_for_a_rank_that_is_gone() -> None:
+    """Also where another one, which is gone a little later, writes its flag after the interrupt."""
+    ranks = Ranks.make(3)
+    for phase in range(4):
+        for half in (0, 1):
+            for rank, made in enumerate(ranks.exchanges):
+                if phase < 4 - rank:
+                    y = draw(phase, half, rank, TOKENS)
+                    made.add(half, torch.zeros_like(y[made.rows(TOKENS)]), y, None)
+
+    def run() -> None:
+        while heads := [queue for queue in ranks.queues if queue.operations and queue.operations[0][0]()]:
+            heads[0].operations.popleft()[1]()
+
+    run()
+    stuck = [made for made, current in zip(ranks.exchanges, ranks.currents, strict=True) if current.operations]
+    assert not all(side.is_idle() for side in ranks.exchanges[0]._sides)
+    assert not stuck, "the current streams have nothing to do but what the sides wait for"
+    threads = [threading.Thread(target=made.interrupt) for made in ranks.exchanges]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        run()
+    assert all(side.is_idle() for made in ranks.exchanges for side in made._sides)
 
 
 def test_the_rows_of_all_ranks_are_those_of_the_half() -> None:
