@@ -51,6 +51,10 @@ LETTING_GO = 5.0  # seconds in which waits that are interrupted end
 ALIGNMENT = 256
 
 
+class DepartedError(RuntimeError):
+    """Another rank has left the group, or does not answer."""
+
+
 class Event(Protocol):
     """What torch.cuda.Event is here."""
 
@@ -82,6 +86,7 @@ class Exchange(ABC):
     def __init__(self, rank: int, size: int, tokens: int) -> None:
         assert size > 1
         self.rank, self.size, self.tokens = rank, size, tokens
+        self._adding = self._interrupted = False  # whether `add` runs, and whether it may not
 
     def rows(self, count: int, rank: int | None = None) -> slice:
         """Those of a half of `count` tokens that a rank (None: this one) holds; may be none."""
@@ -99,11 +104,18 @@ class Exchange(ABC):
         assert 0 < len(y) <= self.tokens
         assert y.is_contiguous()
         assert xs.shape == y[own].shape
-        return self._add(half, xs, y, own, norm)
+        self._adding = True
+        try:
+            if self._interrupted:
+                raise DepartedError("another rank is gone")
+            return self._add(half, xs, y, own, norm)
+        finally:
+            self._adding = False
 
-    def interrupt(self) -> None:  # noqa: B027
+    def interrupt(self) -> None:
         """From any thread: end this rank's waits for others, where they do not end with these; what they waited for is
-        wrong."""
+        wrong. `add` raises DepartedError from now on."""
+        self._interrupted = True
 
     @abstractmethod
     def _add(self, half: int, xs: Tensor, y: Tensor, own: slice, norm: RMSNorm | None) -> Gathering: ...
@@ -210,8 +222,9 @@ class CopyExchange(Exchange):
         return cls(rank, shared, sides, tokens, hidden, dtype)
 
     def interrupt(self) -> None:
+        super().interrupt()
         beyond, deadline = (max(self._phases) + 2**30) % 2**32, time.monotonic() + LETTING_GO
-        while not all(side.is_idle() for side in self._sides) and time.monotonic() < deadline:
+        while (self._adding or not all(side.is_idle() for side in self._sides)) and time.monotonic() < deadline:
             self._flags.fill_(beyond if beyond < 2**31 else beyond - 2**32)  # again, as others may still write theirs
             time.sleep(0.001)
 

@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from fastgen.exchange import CollectiveExchange, CopyExchange, Exchange, Layout, Shared
+from fastgen.exchange import DepartedError as DepartedError
 from fastgen.kernels import allreduce
 from fastgen.kernels.launch import triton
 
@@ -42,10 +43,6 @@ class Captured(Protocol):
     """CUDA graphs."""
 
     def reset(self) -> None: ...
-
-
-class DepartedError(RuntimeError):
-    """Another rank has left the group, or does not answer."""
 
 
 def host() -> tuple[str, str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastgen import exchange
-from fastgen.exchange import CollectiveExchange, CopyExchange, Exchange, Layout, Shared
+from fastgen.exchange import CollectiveExchange, CopyExchange, DepartedError, Exchange, Layout, Shared
 from fastgen.kernels.allreduce import add_in_order
 from fastgen.kernels.norm import RMSNorm, rms_norm
 
@@ -239,6 +239,8 @@ def test_an_interrupt_ends_the_waits_for_a_rank_that_is_gone() -> None:
     while any(thread.is_alive() for thread in threads):
         run()
     assert all(side.is_idle() for made in ranks.exchanges for side in made._sides)
+    with pytest.raises(DepartedError):
+        ranks.exchanges[0].add(0, y[:1], y[:1], None)
 
 
 def test_the_rows_of_all_ranks_are_those_of_the_half() -> None:
