@@ -7,27 +7,28 @@ import logging
 import time
 import weakref
 from collections.abc import Generator as PyGenerator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from tqdm import tqdm
+from torch import Tensor
 
 from fastgen.arch import read_config
 from fastgen.intake import Intake, paired, scored
 from fastgen.loader import resolve
-from fastgen.outputs import Active, Answer, Sink, Stats
-from fastgen.placement import Placement, agreeing, on_all_ranks
+from fastgen.model import checkpoint_parts
+from fastgen.outputs import Active, Answer, Sink, Stats, shown
+from fastgen.placement import Placement, agreeing, log_start, on_all_ranks
 from fastgen.profiling import LocalTracer, Recorder, span
 from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
 from fastgen.scheduler import Scheduler
 from fastgen.spmd import Follower, Leader
 from fastgen.startup import release_memory
 from fastgen.tokenizer import Tokenizer
+from fastgen.updating import Weights
+from fastgen.weights import Update
 from fastgen.workers import Ranks
 
 log = logging.getLogger(__name__)
@@ -94,18 +95,10 @@ class Generator:
         if load not in ("auto", "dummy"):
             raise ValueError(f"load is {load!r}; it must be 'auto' or 'dummy'")
         options = {
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "max_seqs": max_seqs,
-            "max_step_tokens": max_step_tokens,
-            "page_size": page_size,
-            "num_pages": num_pages,
-            "kv_cache_gb": kv_cache_gb,
-            "memory_fraction": memory_fraction,
-            "prefix_cache": prefix_cache,
-            "host_cache_gb": host_cache_gb,
-            "attention": attention,
-        }
+            "dtype": dtype, "max_model_len": max_model_len, "max_seqs": max_seqs, "max_step_tokens": max_step_tokens,
+            "page_size": page_size, "num_pages": num_pages, "kv_cache_gb": kv_cache_gb, "prefix_cache": prefix_cache,
+            "memory_fraction": memory_fraction, "host_cache_gb": host_cache_gb, "attention": attention,
+        }  # fmt: skip
         with agreeing(tp_group):
             self.folder = resolve(model, revision, weights=False)  # the weights follow when all else is right
             self.model_config = read_config(self.folder)
@@ -121,9 +114,10 @@ class Generator:
         self._team = self._runner if isinstance(self._runner, Leader | Follower) else None
         self.config = self._runner.config  # only now is it known how large the KV pool is
         self.max_model_len = self.config.max_model_len
-        self._log_start(time.perf_counter() - start)
+        log_start(self.folder.name, time.perf_counter() - start, self.config, self.model_config)
         self.recorder = Recorder(self._runner if isinstance(self._runner, Ranks) else LocalTracer(self.config.device))
         self._intake = Intake(self.model_config, self.tokenizer, self.max_model_len, seed)
+        self._weights = Weights()
         self._scheduler = Scheduler(self.config)
         self._in_flight: Any = None  # what the runner's launch has returned
         self._recovering = False
@@ -136,15 +130,6 @@ class Generator:
         self._stats = Stats(pages=self.config.num_pages)
         self._logged = Stats()  # the counts at the last line in the log
         self._ids = itertools.count()
-
-    def _log_start(self, seconds: float) -> None:
-        log.info("%s in %.1f s: %s", self.folder.name, seconds, self.config)
-        if not self.config.context_given and self.max_model_len < self.model_config.max_position:
-            log.warning(
-                "the KV pool holds a context of %d tokens, and the model's is %d; raise kv_cache_gb or memory_fraction",
-                self.max_model_len,
-                self.model_config.max_position,
-            )
 
     # --------------------------------------------------------------------------------------- whole answers
 
@@ -162,15 +147,8 @@ class Generator:
         prompt. A bad prompt comes back as an output with an error. progress: show a bar of requests and tokens/s.
         """
         requests = [Request(prompt, p, self._new_id()) for prompt, p in paired(prompts, params)]
-        outputs: dict[str | int, RequestOutput] = {}
-        start, generated = time.perf_counter(), 0
-        bar = tqdm(total=len(requests), unit="req", disable=not progress)
-        with bar, closing(self._serve(requests, ahead=AHEAD)) as outputs_as_done:
-            for output in outputs_as_done:
-                outputs[output.id] = output
-                generated += sum(len(completion.token_ids) for completion in output.completions)
-                bar.set_postfix_str(f"{generated / (time.perf_counter() - start):.1f} tok/s", refresh=False)
-                bar.update()
+        with closing(self._serve(requests, ahead=AHEAD)) as done:
+            outputs = {output.id: output for output in shown(done, len(requests), progress)}
         return [outputs[request.id] for request in requests if request.id is not None]
 
     def stream(self, requests: Iterable[Request]) -> PyGenerator[RequestOutput, None, None]:
@@ -246,6 +224,37 @@ class Generator:
         found = {output.id: output.prompt_logprobs or [] for output in sink.done}
         return [found[id][first:] for id, first in zip(ids, starts, strict=True)]
 
+    # --------------------------------------------------------------------------------------- new weights
+
+    def update_weights(
+        self,
+        named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        version: int | None = None,
+        partial: bool = False,
+        in_flight: str = "error",
+    ) -> int:
+        """Replace the weights, in place; returns their version, by default the one before plus 1 (the first is 0).
+
+        named: whole tensors by their Hugging Face names, such as `model.state_dict()`, in any float dtype, on the CPU
+            or a GPU; at most one of them is there a second time. The `lm_head.weight` of a tied model may be left out.
+            In a tp_group each rank gives the same tensors, from an iterable of its own.
+        version: a number of your own, other than the current one. partial: what is not given stays as it is.
+        in_flight: what becomes of requests that are in the engine: "error": the update is refused; "keep": they go on
+            with the KV that the old weights made; "recompute": it is computed again with the new ones.
+            `Completion.weight_versions` tells which tokens came from which. No later request finds KV of old weights.
+
+        Raises ValueError with all that is wrong with names, shapes and dtypes. A mapping, its items and a sequence are
+        checked before anything is written, and the old weights stay. With any other iterable, or where reading one
+        fails midway, nothing can be generated (RuntimeError) until an update that is not partial is complete.
+        """
+        update = Update(named, checkpoint_parts(self.model_config), partial)
+        return self._weights.replace(self, self._team, update, version, in_flight)
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights, as `update_weights` returned it; 0 before the first."""
+        return self._weights.version
+
     # --------------------------------------------------------------------------------------- step by step
 
     @on_all_ranks
@@ -302,16 +311,7 @@ class Generator:
         """Counts since the start, and what is held now; of a tp_group, ranks above 0 know the end of the last call."""
         if isinstance(self._team, Follower):
             return self._team.told or Stats()
-        self._stats.running = len(self._scheduler.running)
-        self._stats.waiting = len(self._scheduler.waiting)
-        self._stats.pages_used = self._scheduler.pages.num_pages - self._scheduler.pages.available
-        self._stats.pages_saved = self._scheduler.saved_pages
-        self._stats.pages_loaded = self._scheduler.loaded_pages
-        self._stats.prefilled_tokens = self._scheduler.prefilled_tokens
-        self._stats.cached_tokens = self._scheduler.cached_tokens
-        self._stats.generated_tokens = self._scheduler.generated_tokens
-        self._stats.preemptions = self._scheduler.preemptions
-        return replace(self._stats)
+        return self._stats.now(self._scheduler)
 
     def profile(self, path: str | Path, steps: int = 8) -> AbstractContextManager[None]:
         """Write a Chrome trace of the next `steps` steps that run inside the block (`with`), or of all if fewer do.
@@ -345,15 +345,14 @@ class Generator:
     def __enter__(self) -> Generator:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --------------------------------------------------------------------------------------- the loop
 
     def _advance(self) -> None:
         """One turn of the loop: launch a step, then read the one before it."""
+        self._weights.check()
         start = time.perf_counter()
         self.recorder.before_step()
         self._stepping = True
@@ -387,12 +386,9 @@ class Generator:
         if batch is not None:
             self.recorder.after_step()
         if self._stats.step_seconds - self._logged.step_seconds >= LOG_SECONDS:
-            self._log_progress()
-
-    def _log_progress(self) -> None:
-        stats = self.stats
-        log.info("%s", stats.since(self._logged))
-        self._logged = stats
+            stats = self.stats
+            log.info("%s", stats.since(self._logged))
+            self._logged = stats
 
     def _read(self) -> None:
         """Collect the step in flight, and see what has come of it."""
@@ -478,6 +474,7 @@ class Generator:
         """Check a request and hand its sequences to the scheduler. score: (first position, temperature)."""
         if self._closed:
             raise RuntimeError("this Generator is closed; make a new one")
+        self._weights.check()
         self._intake.check_params(params)
         id = self._new_id() if id is None else id
         if not isinstance(id, str | int):
@@ -491,6 +488,7 @@ class Generator:
         for answer in active.answers:
             self._owners[answer.sequence] = (active, answer)
             self._watched.add(answer.sequence)
+            answer.sequence.begin_version(self._weights.version)
             self._scheduler.add(answer.sequence)
         self._stats.requests += 1
         self._stats.prompt_tokens += len(active.prompt_ids)

@@ -79,7 +79,7 @@ def load_weights(targets: Mapping[str, Part], tensors: Iterable[tuple[str, Tenso
     unexpected, doubled or missing, for a shape that differs, and for a dtype that is not a plain float; what came
     before it has been copied.
     """
-    places = _Places(targets)
+    places = Places(targets)
     with torch.no_grad():
         for name, tensor in tensors:
             part = places.find(name, tensor.shape, tensor.dtype)
@@ -117,7 +117,7 @@ def _pieces(targets: Mapping[str, Part], folder: Path) -> list[Piece]:
     """Where in the files the slices are that `targets` want, and where they belong; all of `targets`."""
     shards = _shards(folder)
     _check_present(shards, folder)
-    places, pieces = _Places(targets), []
+    places, pieces = Places(targets), []
     for path, names in shards.items():
         with _opened(path, names) as (_, wanted):  # holds the header to the format and to the file's size
             header, start = _read_header(path)
@@ -160,7 +160,7 @@ def fill_random(targets: Mapping[str, Part], seed: int = 0) -> None:
             view.normal_(0.0, 0.02, generator=own)
 
 
-class _Places:
+class Places:
     """Where tensors belong: each name of `targets` once, and what else a checkpoint may hold."""
 
     def __init__(self, targets: Mapping[str, Part]) -> None:
@@ -176,18 +176,20 @@ class _Places:
             raise ValueError(f"unexpected tensor {name!r}; the model of this config.json has no such parameter")
         if name in self._seen:
             raise ValueError(f"tensor {name!r} is given twice")
+        self._seen.add(name)
         if list(shape) != list(part.shape):
             raise ValueError(f"tensor {name!r} has shape {list(shape)}; the model needs {list(part.shape)}")
         if dtype not in _FLOATS.values():
             raise ValueError(f"tensor {name!r} is {dtype}; bfloat16, float16 and float32 weights are supported")
-        self._seen.add(name)
         return part
 
-    def check_complete(self) -> None:
+    def check_complete(self, listed: int = 5) -> None:
+        """Raise ValueError where tensors are missing, with the names of so many of them."""
         missing = [name for name in self._targets if name not in self._seen]
         if missing:
-            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-            raise ValueError(f"missing {len(missing)} of {len(self._targets)} tensors: {', '.join(missing[:5])}{more}")
+            more = f" and {len(missing) - listed} more" if len(missing) > listed else ""
+            names = ", ".join(missing[:listed])
+            raise ValueError(f"missing {len(missing)} of {len(self._targets)} tensors: {names}{more}")
 
 
 def _shards(folder: Path) -> dict[Path, list[str] | None]:

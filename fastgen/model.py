@@ -10,7 +10,7 @@ head size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,7 +58,13 @@ class Linear:
 
     def packed(self) -> Linear:
         """The same with its weight laid out for the CPU's product, which otherwise lays it out anew in each call."""
+        if self.weight.is_mkldnn:
+            return self
         return Linear(torch.ops.mkldnn._reorder_linear_weight(self.weight, None), self.bias)
+
+    def unpacked(self) -> Linear:
+        """The same with a plain weight."""
+        return Linear(self.weight.to_dense(), self.bias) if self.weight.is_mkldnn else self
 
 
 def apply(
@@ -236,12 +242,19 @@ class Transformer:
 
         One at a time, so that no more than one weight is there twice. The head stays, as the embedding may share it.
         """
-        if not ONEDNN or self._device.type != "cpu" or self._dtype != torch.float32:
-            return
+        if ONEDNN and self._device.type == "cpu" and self._dtype == torch.float32:
+            self._lay_out(Linear.packed)
+
+    def unpack(self) -> None:
+        """Undo `pack`, as far as it came, so that there are `targets` again. One weight at a time, too."""
+        self._lay_out(Linear.unpacked)
+
+    def _lay_out(self, anew: Callable[[Linear], Linear]) -> None:
         for number in range(len(self.layers)):
             for name in ("qkv", "o", "gate_up", "down"):
                 layer = self.layers[number]
-                self.layers[number] = replace(layer, **{name: getattr(layer, name).packed()})
+                changed: dict[str, Any] = {name: anew(getattr(layer, name))}
+                self.layers[number] = replace(layer, **changed)
 
     def forward(self, steps: Sequence[StepInput], pool: KVPool, attention: Attention) -> Tensor:
         """The residual stream behind the last layer: [T, hidden], or with `ends` [R, hidden].
@@ -338,6 +351,11 @@ class Transformer:
         else:
             own = apply(self.lm_head, x, self.work, norm=self.norm, out_dtype=torch.float32)
         return self.group.gather(own, out)
+
+
+def checkpoint_parts(config: ModelConfig) -> dict[str, Part]:
+    """Hugging Face parameter name -> the whole tensor that a checkpoint of this model has, without any memory."""
+    return Transformer(config, torch.float32, torch.device("meta"), context=1).targets()
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
 
 from fastgen.request import Completion, Event, RequestOutput, Sequence, Status, Timings
 from fastgen.tokenizer import AnswerText, Tokenizer
+
+if TYPE_CHECKING:  # it imports NumPy, which those who only hand numbers on do without
+    from fastgen.scheduler import Scheduler
 
 
 @dataclass
@@ -62,12 +69,39 @@ class Stats:
             f"preemptions {self.preemptions}"
         )
 
+    def now(self, scheduler: Scheduler) -> Stats:
+        """A copy, with what a scheduler counts itself."""
+        pages = scheduler.pages
+        return replace(
+            self,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_used=pages.num_pages - pages.available,
+            pages_saved=scheduler.saved_pages,
+            pages_loaded=scheduler.loaded_pages,
+            prefilled_tokens=scheduler.prefilled_tokens,
+            cached_tokens=scheduler.cached_tokens,
+            generated_tokens=scheduler.generated_tokens,
+            preemptions=scheduler.preemptions,
+        )
+
     def since(self, before: Stats) -> Stats:
         """What was done since then, and what is held now."""
         done = ("requests", "finished", "aborted", "prompt_tokens", "prefilled_tokens", "cached_tokens",
                 "generated_tokens", "steps", "step_seconds", "pages_saved", "pages_loaded",
                 "preemptions")  # fmt: skip
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in done})
+
+
+def shown(outputs: Iterable[RequestOutput], total: int, progress: bool) -> Iterator[RequestOutput]:
+    """The same outputs; with `progress`, a bar of requests and tokens/s goes along."""
+    start, generated = time.perf_counter(), 0
+    with tqdm(total=total, unit="req", disable=not progress) as bar:
+        for output in outputs:
+            generated += sum(len(completion.token_ids) for completion in output.completions)
+            bar.set_postfix_str(f"{generated / (time.perf_counter() - start):.1f} tok/s", refresh=False)
+            bar.update()
+            yield output
 
 
 @dataclass(eq=False)
@@ -136,6 +170,7 @@ class Answer:
             prompt_top_logprobs=(sequence.prompt_top_logprobs or None) if scored else None,
             cached_tokens=cached_tokens,
             started=None if any(self.told) else sequence.started,
+            weight_versions=sequence.weight_versions if sequence.finish_reason is not None else None,
         )
         told = (sequence.output_len, len(text))
         events.append(event)
@@ -155,6 +190,7 @@ class Answer:
             error=sequence.error,
             top_logprobs=sequence.top_logprobs if sequence.params.logprobs else None,
             sampling_mask=sequence.sampling_mask if sequence.params.return_sampling_mask else None,
+            weight_versions=sequence.weight_versions,
         )
 
 

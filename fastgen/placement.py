@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from fastgen.runner import Runner
 from fastgen.spmd import Follower, Leader, connect
 from fastgen.startup import build_rank, find_device, find_devices
 from fastgen.workers import Ranks
+
+log = logging.getLogger(__name__)
 
 Engine = Runner | Ranks | Leader | Follower
 
@@ -72,6 +75,16 @@ class Placement:
             except BaseException:
                 group.leave()
                 raise
+
+
+def log_start(name: str, seconds: float, config: EngineConfig, model_config: ModelConfig) -> None:
+    log.info("%s in %.1f s: %s", name, seconds, config)
+    if not config.context_given and config.max_model_len < model_config.max_position:
+        log.warning(
+            "the KV pool holds a context of %d tokens, and the model's is %d; raise kv_cache_gb or memory_fraction",
+            config.max_model_len,
+            model_config.max_position,
+        )
 
 
 def agreeing(tp_group: Any) -> AbstractContextManager[None]:

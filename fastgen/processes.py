@@ -17,8 +17,9 @@ from pathlib import Path
 GRACE = 3.0  # seconds that a process has to end before it is sent the next stronger signal
 
 
-def spawn(program: Sequence[str], processes: list[subprocess.Popen[bytes]]) -> socket.socket:
+def spawn(program: Sequence[str], processes: list[subprocess.Popen[bytes]], *files: int) -> socket.socket:
     """Start Python on a program, whose last argument is the number of its socket; returns the caller's end of it.
+    files: open ones that it inherits, at the same numbers.
 
     The process is appended to `processes` before anything can interrupt, so that it can be ended.
     """
@@ -30,7 +31,7 @@ def spawn(program: Sequence[str], processes: list[subprocess.Popen[bytes]]) -> s
                     [sys.executable, "-P", *program, str(its.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what NCCL logs, for one, is not to come between a program's results
-                    pass_fds=(its.fileno(),),
+                    pass_fds=(its.fileno(), *files),
                     start_new_session=True,  # else a Ctrl-C at the terminal would come to it too
                     env=_environment(),
                 )

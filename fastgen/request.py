@@ -217,6 +217,20 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    versions: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # of the weights, each with the output_len it began at
+
+    def begin_version(self, version: int) -> None:
+        """Tokens that come from now on are of weights of this version."""
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, self.output_len))
+
+    @property
+    def weight_versions(self) -> list[tuple[int, int, int]]:
+        """See Completion."""
+        ends = [start for _, start in self.versions[1:]] + [self.output_len]
+        return [(version, start, end) for (version, start), end in zip(self.versions, ends, strict=True) if start < end]
 
     @property
     def ends_at_length(self) -> bool:
@@ -353,6 +367,7 @@ class Event:
     prompt_top_logprobs: list[dict[int, float]] | None = None
     cached_tokens: int = 0  # see RequestOutput
     started: float | None = None  # with the sample's first event: time.monotonic() when it began to run
+    weight_versions: list[tuple[int, int, int]] | None = None  # of the whole answer, with its last event
 
 
 @dataclass(slots=True)
@@ -363,7 +378,8 @@ class Completion:
         logprobs: float32 of the distribution sampled from (0.0 at temperature 0), raw_logprobs: of the untouched
         logits; both as long as token_ids. finish_reason: "stop", "length", "abort" or "error"; stop_reason: the stop
         id or string that ended it. top_logprobs: the raw alternatives where `SamplingParams.logprobs` asks for them,
-        and sampling_mask the ids that truncation kept, a list a token.
+        and sampling_mask the ids that truncation kept, a list a token. weight_versions: (version, start, end) in order:
+        the weights that token_ids[start:end] were drawn with, as `Generator.update_weights` numbers them.
     """
 
     index: int
@@ -376,6 +392,7 @@ class Completion:
     error: str | None = None
     top_logprobs: list[dict[int, float]] | None = None
     sampling_mask: list[list[int]] | None = None
+    weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

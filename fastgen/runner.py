@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,7 @@ from fastgen.model import ROW_TILE, Ends, StepInput, Transformer
 from fastgen.parallel import DepartedError
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
 from fastgen.sampler import LARGE, LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
+from fastgen.weights import Update, write
 
 CUT_TOKENS = 2048
 """From so many tokens on, ranks cut a step in two, so that one part's sums are made while the other computes."""
@@ -133,6 +135,22 @@ class Runner:
         self._tables.fill(self.pool.spare)
         nobody = np.zeros(0, dtype=np.int64)
         self._looked_at, self._sharing = (), self.attention.share(nobody, nobody, self._tables)
+
+    def update_weights(self, update: Update, begin: Callable[[], None]) -> None:
+        """Check an update as far as can be, call `begin`, and write it; raises what `Update` does. Nothing may be on
+        its way."""
+        update.check()
+        begin()
+        self.write_weights(update.tensors())
+
+    def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy whole tensors, by Hugging Face name, over the model's, in place, so that graphs read the new ones."""
+        self.model.unpack()
+        try:
+            write(self.model.targets(), tensors)
+        finally:
+            self.model.pack()
+        self.settle()
 
     def settle(self) -> None:
         """Wait until nothing is on its way: needed before the next launch where steps will not be collected."""

@@ -99,6 +99,12 @@ class Scheduler:
         self._tips = [None] * self.config.max_seqs
         self.pages.forget()
 
+    def compute_again(self) -> None:
+        """What runs computes all its tokens again that are not cached. The step in flight must have been read."""
+        assert not self.in_flight
+        for sequence in reversed(self.running.copy()):
+            self._preempt(sequence)
+
     # ------------------------------------------------------------------------------------------ what runs next
 
     def schedule(self) -> Batch | None:

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeVar
 
@@ -27,6 +27,8 @@ from fastgen.parallel import DepartedError, Group, host
 from fastgen.processes import portable
 from fastgen.request import Batch, StepResult
 from fastgen.runner import Launched, Runner
+from fastgen.transfer import TakePart, TookPart, check_agreement, take_part
+from fastgen.weights import Update
 from fastgen.workers import CONSEQUENCES, Replay
 
 T = TypeVar("T")
@@ -75,6 +77,9 @@ class Raise(Message):
 @dataclass(frozen=True, slots=True)
 class Closing(Message):
     """From a follower: it closes, and waits until all do: what a rank sends last, others may still read."""
+
+
+Answer = TypeVar("Answer", Call, Settled, TookPart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +179,19 @@ class Leader:
         self._check()  # where a rank has failed, NCCL was made to end, with anything
         return result
 
+    def update_weights(self, update: Update, begin: Callable[[], None]) -> None:
+        """See Runner. Each rank checks and writes what its own program has given; what one raises is raised."""
+        self._take_part(update, write=False)
+        begin()
+        self._take_part(update, write=True)
+
+    def _take_part(self, update: Update, write: bool) -> None:
+        self._check()
+        asked = TakePart(next(self._numbers), write, update.partial)
+        self._links.send(asked)
+        mine = take_part(asked, update, self._runner)
+        check_agreement({0: mine, **self._answers(TookPart, asked.number)}, wrote=write)
+
     def settle(self) -> None:
         """Wait until nothing is on its way on any rank. Does nothing where the ranks no longer agree."""
         if self._broken is not None:
@@ -181,11 +199,7 @@ class Leader:
         number = next(self._numbers)
         self._links.send(Settle(number))
         self._runner.settle()
-        waited = set(self._followers)
-        while waited:
-            rank, message = self._receive()
-            if isinstance(message, Settled) and message.number == number:
-                waited.discard(rank)
+        self._answers(Settled, number)
 
     def close(self) -> None:
         """End the connections and the group, when all ranks close, or after MEETING. More calls do nothing."""
@@ -194,14 +208,10 @@ class Leader:
     def _meet(self, name: str) -> None:
         """Wait until all ranks have called this."""
         self._check()
-        names: dict[int, str] = {}
-        while len(names) < len(self._followers):
-            rank, message = self._receive()
-            if isinstance(message, Call) and message.number == self._calls:
-                names[rank] = message.name
-        for rank in sorted(names):
-            if names[rank] != name:
-                raise RuntimeError(f"rank {rank} called {names[rank]} where rank 0 called {name}")
+        called = self._answers(Call, self._calls)
+        for rank in sorted(called):
+            if called[rank].name != name:
+                raise RuntimeError(f"rank {rank} called {called[rank].name} where rank 0 called {name}")
 
     @contextmanager
     def _agreeing(self) -> Iterator[None]:
@@ -226,6 +236,15 @@ class Leader:
         self._links.send(Failed(0, portable(error)))
         self._group.leave()
         return error
+
+    def _answers(self, kind: type[Answer], number: int) -> dict[int, Answer]:
+        """Each follower's answer to the message of a number."""
+        found: dict[int, Answer] = {}
+        while len(found) < len(self._followers):
+            rank, message = self._receive()
+            if isinstance(message, kind) and message.number == number:
+                found[rank] = message
+        return found
 
     def _receive(self) -> tuple[int, Message]:
         while not self._links.failures:
@@ -262,11 +281,12 @@ class Follower:
             link.close()
             raise
         self.config = runner.config
+        self._runner = runner
         self._replay = Replay(runner, link)
         self._end = weakref.finalize(self, _end_follower, runner, link, group, os.getpid())
 
-    def call(self, name: str, function: object = None) -> Any:
-        """What the leader's function returns or raises."""
+    def call(self, name: str, function: object = None, update: Update | None = None) -> Any:
+        """What the leader's function returns or raises. update: this rank's, where it updates weights."""
         if self._broken is not None:
             raise RuntimeError(_disagree(self._broken)) from self._broken
         if not self._end.alive:
@@ -275,7 +295,7 @@ class Follower:
         with self._agreeing():
             with suppress(OSError):  # rank 0 is gone, or has sent why it ends
                 self._link.send(Call(self._calls, name))
-            outcome = self._follow()
+            outcome = self._follow(update)
         if isinstance(outcome, Raise):
             raise outcome.error
         value, self.told = pickle.loads(outcome.data)
@@ -295,10 +315,14 @@ class Follower:
         """End the connection and the group, when rank 0 closes, or after MEETING. More calls do nothing."""
         self._end()
 
-    def _follow(self) -> Return | Raise:
+    def _follow(self, update: Update | None) -> Return | Raise:
         """Replay until a call has ended."""
         while not isinstance(message := self._link.receive(), Failed | None):
-            if not isinstance(message, Return | Raise):
+            if isinstance(message, TakePart):
+                assert update is not None
+                took = take_part(message, update, self._runner)
+                self._link.send(replace(took, error=None if took.error is None else portable(took.error)))
+            elif not isinstance(message, Return | Raise):
                 self._replay.take(message)
             elif message.number == self._calls:
                 return message

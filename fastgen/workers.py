@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -59,7 +59,10 @@ from fastgen.profiling import LocalTracer
 from fastgen.request import Batch, StepResult
 from fastgen.runner import Launched, Runner
 from fastgen.startup import build_rank
+from fastgen.transfer import Arriving, SharedMemory, Taken, Weight, packed
+from fastgen.weights import Update
 
+Answer = TypeVar("Answer", Settled, Taken)
 Build = Callable[[Start, Link], Runner]
 
 CONSEQUENCES = 3.0  # seconds, from a failure that comes of another rank's, in which that one's is heard of
@@ -102,7 +105,8 @@ class Ranks:
         self.size = size
         self._links = Links()
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._end = weakref.finalize(self, _end, self._links, self._processes, os.getpid())
+        self._shared = SharedMemory.make()
+        self._end = weakref.finalize(self, _end, self._links, self._processes, self._shared, os.getpid())
         self._numbers = itertools.count()
         self._settled = -1  # steps up to this number are not collected
         self._early: dict[int, StepResult] = {}  # that came while something else was waited for
@@ -111,7 +115,8 @@ class Ranks:
         level = logging.getLogger("fastgen").getEffectiveLevel()
         try:
             for rank in range(size):
-                self._links.add(rank, Connection(spawn(program, self._processes).detach()))
+                connection = spawn(program, self._processes, self._shared.file)
+                self._links.add(rank, Connection(connection.detach()))
             start = Start(0, size, model_config, dict(options), folder, load, device, level)
             self._links.send({rank: replace(start, rank=rank) for rank in range(size)})
             self.config = self._wait_until_ready()
@@ -144,6 +149,19 @@ class Ranks:
             _, message = self._receive()
             if isinstance(message, Result) and message.number == launched.number:  # others are of lost steps
                 return message.result
+
+    def update_weights(self, update: Update, begin: Callable[[], None]) -> None:
+        """See Runner. One tensor is on its way at a time, until all ranks have taken their parts of it."""
+        update.check()
+        self._check()
+        begin()
+        for name, tensor in update.tensors():
+            number = next(self._numbers)
+            self._links.send(packed(number, name, tensor, self._shared))
+            self._wait_for_all(Taken, number)
+            del tensor
+        self._settle()
+        self._shared.clear()
 
     def start_trace(self) -> None:
         """Record what rank 0 does from the next step on."""
@@ -186,10 +204,14 @@ class Ranks:
         self._links.send(Settle(number))
         self._settled = number
         self._early.clear()
-        answers: dict[int, Settled] = {}
+        return self._wait_for_all(Settled, number)
+
+    def _wait_for_all(self, kind: type[Answer], number: int) -> list[Answer]:
+        """Each rank's answer to the message of a number."""
+        answers: dict[int, Answer] = {}
         while len(answers) < self.size:
             rank, message = self._receive()
-            if isinstance(message, Settled) and message.number == number:
+            if isinstance(message, kind) and message.number == number:
                 answers[rank] = message
         return list(answers.values())
 
@@ -241,12 +263,13 @@ class Ranks:
         return RuntimeError(f"rank {rank} of {self.size} {ending(process.returncode)}; make a new Generator")
 
 
-def _end(links: Links, processes: list[subprocess.Popen[bytes]], owner: int) -> None:
+def _end(links: Links, processes: list[subprocess.Popen[bytes]], shared: SharedMemory, owner: int) -> None:
     """End ranks and wait for them. A rank ends with its connection; those that do not are sent signals."""
     if os.getpid() != owner:  # a fork, which has no say in this
         return
     try:
         links.close()
+        shared.close()
     except BaseException:  # the second Ctrl-C
         for process in processes:
             process.kill()
@@ -292,6 +315,11 @@ class Replay:
             with self._tracer.span("sample"):
                 self._runner.sample(launched, message.masks)
             self._collect_later(number, launched)
+        elif isinstance(message, Weight):
+            arriving = Arriving(message, self._link)
+            self._runner.write_weights(arriving)
+            if arriving.following is not None:
+                self.take(arriving.following)
         elif isinstance(message, StartTrace):
             self._tracer.start_trace()
         elif isinstance(message, WriteTrace):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -158,6 +159,13 @@ def check_idle(gen: Generator) -> None:
     stats = gen.stats
     assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
     assert not gen._owners
+
+
+def new_weights(folder: Path, seed: int = 1) -> dict[str, Tensor]:
+    """Other weights of a checkpoint's shapes, by name: a state dict in float32."""
+    draw = torch.Generator().manual_seed(seed)
+    old = load_file(folder / "model.safetensors")
+    return {name: t + 0.1 * torch.randn(t.shape, generator=draw) for name, t in old.items()}
 
 
 def hf_logits(folder: Path, ids: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -113,14 +113,16 @@ class Outcome:
         return cls(**{name: getattr(sequence, name) for name in cls.__dataclass_fields__})
 
 
-def expected(sequence: Sequence, version: int = 0) -> Outcome:
+def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
     """What must become of a sequence that nobody aborts: tokens one after the other, with the whole context at hand.
 
-    version: of the weights.
+    version: of the weights. known: so many tokens of its answer are there already, drawn with whatever weights.
     """
-    prompt_len, tokens = sequence.prompt_len, sequence.token_ids[: sequence.prompt_len]
-    mask = replace(sequence.mask, said=[], trip=lambda: None) if isinstance(sequence.mask, HashMask) else None
-    out, values = Outcome(tokens, finish_reason="length"), kv_values(tokens, version)
+    prompt_len, tokens = sequence.prompt_len, sequence.token_ids[: sequence.prompt_len + known]
+    said = tokens[prompt_len:]
+    mask = replace(sequence.mask, said=said, trip=lambda: None) if isinstance(sequence.mask, HashMask) else None
+    out = Outcome(tokens, sequence.logprobs[:known], sequence.raw_logprobs[:known], finish_reason="length")
+    values = kv_values(tokens, version)
     if sequence.score_start is not None:
         out.prompt_logprobs = [
             prompt_logprob(values[:at], tokens[at], sequence.score_temperature)

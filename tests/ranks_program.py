@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from conftest import Turns, random_ids
+from conftest import Turns, new_weights, random_ids
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from fastgen import Generator, Request, SamplingParams, runner
@@ -112,6 +113,7 @@ def main() -> None:
     ranks.found["closed"] = ranks.raised(lambda: other.generate([5], SHORT))
     ranks.found["nowhere"] = ranks.raised(lambda: Generator(ranks.mine(folder, "/nowhere"), tp_group=mesh, **OPTIONS))
     call_wrongly(ranks, gen)
+    update(ranks, gen, Path(folder))
     ranks.die(gen, 0)
 
 
@@ -172,6 +174,31 @@ def call_wrongly(ranks: Ranks, gen: Generator) -> None:
     found["iterable"] = raised(lambda: list(gen.stream(ranks.mine(broken()))))
     found["bad"] = gen.generate([[5, 6], [5, 6]], [SHORT, bad])
     found["again"] = gen.generate(*(list(x) for x in zip(*FEW[:3], strict=True)))
+
+
+def update(ranks: Ranks, gen: Generator, folder: Path) -> None:
+    """Each rank gives weights of its own; rank 0's other arguments count."""
+    found, raised, mine = ranks.found, ranks.raised, ranks.mine
+    old, new = load_file(folder / "model.safetensors"), new_weights(folder)
+    few, other = dict(list(new.items())[:3]), dict(list(new.items())[1:4])
+    found["torn"] = [
+        raised(lambda: gen.update_weights(mine(new, few))),
+        raised(lambda: gen.update_weights(mine(new, None))),
+        raised(lambda: gen.update_weights(mine(few, other), partial=mine(True))),
+        raised(lambda: gen.generate([5, 6], SHORT)),  # nothing has changed yet
+        raised(lambda: gen.update_weights(iter(mine(few, other).items()), partial=mine(True))),
+        raised(lambda: gen.generate([5, 6], SHORT)),
+        raised(lambda: gen.update_weights(mine(new, iter(few.items())))),
+        raised(lambda: gen.add([5, 6], SHORT)),
+    ]
+    found["versions"] = [gen.update_weights(mine(iter(new.items()), new), version=mine(7))]
+    found["new"] = gen.generate(*(list(x) for x in zip(*FEW[:3], strict=True)))
+    gen.add([5, 6, 7], LONG)
+    found["in flight"] = [raised(lambda: gen.update_weights(old)), [gen.step() for _ in range(9)]]
+    found["versions"] += [gen.update_weights(old.items(), in_flight=mine("recompute")), gen.weight_version]
+    while gen.unfinished:
+        found["in flight"][1].append(gen.step())
+    found["old"] = gen.generate(*(list(x) for x in zip(*FEW[:3], strict=True)))
 
 
 def broken() -> Iterator[Request]:

@@ -166,19 +166,19 @@ class Simulation:
             self._close(sequence)
 
     def update_weights(self) -> None:
-        """New weights, between two steps. Who has begun goes on, with KV of both."""
+        """New weights, between two steps. Who runs goes on with KV of both, or computes it again."""
         self.settle()
+        recompute = self.rng.random() < 0.5
         self.scheduler.forget_prefixes()
+        if recompute:
+            self.seen["computed again"] += len(self.scheduler.running)
+            self.scheduler.compute_again()
         self._check()
         self.runner.version += 1
         self.seen["updates"] += 1
-        waiting = [sequence for _, sequence in self.arrivals]
-        for sequence in self.open:
-            if sequence.lane >= 0 or sequence.output_len:
-                self.mixed.add(sequence)
-            else:
-                waiting.append(sequence)
-        self.expected |= {sequence: expected(sequence, self.runner.version) for sequence in waiting}
+        self.mixed = set() if recompute else {sequence for sequence in self.open if sequence.lane >= 0}
+        for sequence in [*self.open, *(sequence for _, sequence in self.arrivals)]:
+            self.expected[sequence] = expected(sequence, self.runner.version, sequence.output_len)
 
     # Below: the parts of the loop, and what must hold of each.
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, Checkpoint, check_idle, random_ids
+from conftest import FAMILIES, Checkpoint, check_idle, new_weights, random_ids
 from hash_model import hopeful
 from ranks_program import FEW, OPTIONS, REQUESTS, SCORED, SHORT, STARTS
+from safetensors.torch import load_file
 from test_workers_processes import wait_until_gone
 
 from fastgen import Generator, Request, RequestOutput, SamplingParams, workers
@@ -176,6 +177,22 @@ def test_two_generators_of_ranks_and_one_that_loses_a_rank(split: Generator, lla
         assert one.generate([5, 6, 7], SHORT)[0].completions[0].token_ids == said[0]
 
 
+def test_ranks_take_new_weights(split: Generator, whole: Generator, folder: Path) -> None:
+    """From a mapping, and as they come; the prefix cache and the host tier hold what the old ones computed."""
+    old, new = load_file(folder / "model.safetensors"), new_weights(folder)
+    some = REQUESTS[1:4] + REQUESTS[8:9]
+    before = answers(split, some)
+    with pytest.raises(ValueError, match="missing 1 of"):
+        split.update_weights(dict(list(new.items())[1:]))
+    for gen in (split, whole):
+        assert gen.update_weights(new.items()) == 1
+    check_close(answers(split, some), answers(whole, some))
+    for gen in (split, whole):
+        gen.update_weights(iter(old.items()), version=0)
+    assert list(map(contents, answers(split, some))) == list(map(contents, before))
+    check_idle(split)
+
+
 def endless() -> Iterator[Request]:
     while True:
         yield Request([5, 6, 7], SHORT)
@@ -263,6 +280,7 @@ def test_a_program_of_two_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
         check_answers(program[0], alone)
     check_steps_and_aborts(program[0])
     check_errors(program)
+    check_updates(program[0], folder)
     assert "death" not in program[0]
     check_death(program[1], "rank 0 is gone; make new Generators")
 
@@ -322,6 +340,36 @@ def check_errors(program: list[dict[str, Any]]) -> None:
         good, bad = found["bad"]
         assert good.error is None
         assert bad.error == "top_p is 7.0; it must be above 0 and at most 1"
+
+
+def check_updates(found: dict[str, Any], folder: Path) -> None:
+    """What any rank's weights are wrong in is everybody's error, and only what was written in part is of no use."""
+    kinds, texts = zip(*found["torn"], strict=True)
+    assert list(kinds) == ["ValueError", "TypeError", "ValueError", "", *["ValueError", "RuntimeError"] * 2]
+    assert "missing" in texts[0]
+    assert "not NoneType" in texts[1]
+    for text in (texts[2], texts[4]):
+        assert text.startswith("rank 1 gives other tensors than rank 0: model.")
+    for text in (texts[5], texts[7]):
+        assert "call update_weights with all of them" in text
+    assert found["versions"] == [7, 8, 8]
+    assert list(map(answer, found["old"])) == list(map(answer, found["generate"][:3]))
+    with Generator(folder, **OPTIONS) as alone:
+        alone.update_weights(new_weights(folder))
+        check_close(found["new"], answers(alone, FEW[:3]))
+    refused, steps = found["in flight"]
+    assert refused[0] == "ValueError"
+    assert "1 requests are in flight" in refused[1]
+    said = sum(len(event.token_ids) for events in steps[:9] for event in events)
+    spans = [event.weight_versions for events in steps for event in events if event.weight_versions]
+    assert len(spans) == 1
+    assert [version for version, _, _ in spans[0]] == [7, 8]
+    assert said <= spans[0][0][2] <= said + 1
+
+
+def answer(output: RequestOutput) -> list[Any]:
+    """Whichever weights they are of."""
+    return [(completion.token_ids, completion.logprobs, completion.raw_logprobs) for completion in output.completions]
 
 
 def check_death(found: dict[str, Any], text: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 import random
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -18,12 +19,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from fastgen import links, workers
 from fastgen.config import EngineConfig
 from fastgen.links import Failed, Launch, Link, Links, Message, Port, Settle, Start
-from fastgen.parallel import DepartedError
+from fastgen.parallel import DepartedError, Part
 from fastgen.request import Batch, LaneStart, SamplingParams, StepResult
+from fastgen.weights import Update
 from fastgen.workers import Ranks, serve
 
 pytestmark = pytest.mark.timeout(60)
@@ -62,6 +66,12 @@ class FakeRunner:
         self._maybe_fail("collect")
         return StepResult([launched.batch.decodes[0] + launched.added], [], [])
 
+    def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.log.append((name, (tensor.dtype, tensor.tolist())))
+            self._maybe_fail(name)
+        self.log.append(("written", None))
+
     def settle(self) -> None:
         self.log.append(("settle", None))
         self._maybe_fail("settle")
@@ -84,7 +94,15 @@ class Threads:
     def ranks(self, size: int = 2, **options: Any) -> Ranks:
         return Ranks(size, MODEL, options, Path("model"), "dummy", "cpu")
 
-    def _spawn(self, program: Any, processes: Any) -> socket.socket:
+    def check_logs(self, expected: list[Any]) -> None:
+        """What every rank has done; only rank 0 is waited for by others."""
+        deadline = time.monotonic() + 10
+        while any(runner.log != expected for runner in self.runners.values()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for runner in self.runners.values():
+            assert runner.log == expected
+
+    def _spawn(self, program: Any, processes: Any, shared: int) -> socket.socket:
         ours, its = socket.socketpair()
         connection = Connection(its.detach())
         threading.Thread(target=serve, args=(connection, self._build, self.left.append), daemon=True).start()
@@ -228,6 +246,57 @@ def test_a_storm_of_interrupts_loses_no_message_and_doubles_none(threads: Thread
     assert set(launched) <= set(replayed)
     assert ranks.collect(ranks.launch(batch(-5))).tokens == [-5]
     ranks.close()
+
+
+WEIGHTS = {
+    "small": torch.arange(3.0),
+    "large": torch.arange(5000.0).view(50, 100).double(),
+    "cut": torch.arange(12.0).view(3, 4).bfloat16()[:, 1:3],
+}
+PARTS = {name: Part.whole(torch.empty(tensor.shape, device="meta")) for name, tensor in WEIGHTS.items()}
+ARRIVED: list[tuple[str, Any]] = [(name, (tensor.dtype, tensor.tolist())) for name, tensor in WEIGHTS.items()]
+
+
+def test_weights_come_to_all_ranks_and_steps_go_on(threads: Threads) -> None:
+    ranks, begun = threads.ranks(3), []
+    for _ in range(2):
+        ranks.collect(ranks.launch(batch(1)))
+        ranks.update_weights(Update(WEIGHTS, PARTS), lambda: begun.append(True))
+        assert os.fstat(ranks._shared.file).st_size == 0, "the memory is given back"
+    ranks.collect(ranks.launch(batch(2)))
+    threads.check_logs([("launch", 1), *ARRIVED, ("written", None), ("settle", None)] * 2 + [("launch", 2)])
+    with pytest.raises(ValueError, match="missing 1 of 3 tensors: small"):
+        ranks.update_weights(Update(dict(list(WEIGHTS.items())[1:]), PARTS), lambda: begun.append(False))
+    assert begun == [True, True]
+    assert ranks.collect(ranks.launch(batch(3))).tokens == [3]
+    ranks.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        ranks.update_weights(Update(WEIGHTS, PARTS), lambda: begun.append(False))
+    assert begun == [True, True]
+
+
+def test_an_update_that_is_cut_short_leaves_the_ranks_in_step(threads: Threads) -> None:
+    def cut() -> Iterator[tuple[str, Tensor]]:
+        yield from list(WEIGHTS.items())[:2]
+        raise KeyboardInterrupt
+
+    ranks = threads.ranks(2)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.update_weights(Update(cut(), PARTS), lambda: None)
+    ranks.settle()
+    ranks.update_weights(Update(iter(WEIGHTS.items()), PARTS), lambda: None)
+    assert ranks.collect(ranks.launch(batch(3))).tokens == [3]
+    first, settled = [*ARRIVED[:2], ("written", None)], ("settle", None)
+    threads.check_logs([*first, settled, *ARRIVED, ("written", None), settled, ("launch", 3)])
+    ranks.close()
+
+
+def test_a_rank_that_can_not_take_a_weight_ends_all(threads: Threads) -> None:
+    ranks = threads.ranks(2, fails=(1, "large", MemoryError("full")))
+    with pytest.raises(MemoryError, match="full"):
+        ranks.update_weights(Update(WEIGHTS, PARTS), lambda: None)
+    with pytest.raises(RuntimeError, match=r"Generator is broken.*full"):
+        ranks.launch(batch(1))
 
 
 class Odd(Exception):  # noqa: N818

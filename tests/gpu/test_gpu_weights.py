@@ -1,0 +1,66 @@
+"""New weights on a GPU: in place, under graphs that were captured with the old ones, and with little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_gpu import CHATS
+from torch import Tensor
+
+from fastgen import Generator, SamplingParams
+from fastgen.loader import BUNDLED
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
+OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_seqs": 4, "num_pages": 64, "seed": 0}
+PARAMS = SamplingParams(n=2, temperature=0.8, seed=3, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def old() -> dict[str, Tensor]:
+    return load_file(BUNDLED / "model.safetensors", device="cuda")
+
+
+def answers(gen: Generator) -> list[tuple[list[int], list[float]]]:
+    outputs = gen.generate(CHATS, PARAMS)
+    return [(c.token_ids, c.raw_logprobs) for output in outputs for c in output.completions]
+
+
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_graphs_go_on_with_the_new_weights(where: str, dtype: torch.dtype, old: dict[str, Tensor]) -> None:
+    with Generator(load="dummy", **OPTIONS) as gen, Generator(**OPTIONS) as other:
+        assert gen._runner.graphs
+        views = {name: part.view.data_ptr() for name, part in gen._runner.model.targets().items()}
+        before, expected = answers(gen), answers(other)
+        gen.update_weights({name: tensor.to(where, dtype) for name, tensor in old.items()})
+        assert {name: part.view.data_ptr() for name, part in gen._runner.model.targets().items()} == views
+        assert answers(gen) == expected != before
+
+
+def test_one_tensor_of_extra_memory(old: dict[str, Tensor]) -> None:
+    def made() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in old.items():
+            yield name, tensor.double()
+
+    with Generator(**OPTIONS) as gen:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gen.update_weights(made())
+        largest = max(tensor.nbytes for tensor in old.values())
+        assert torch.cuda.max_memory_allocated() - before < 3.5 * largest  # twice that, and half for a copy
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than 2 GPUs that torch can use")
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_ranks_take_tensors_of_a_gpu(where: str, old: dict[str, Tensor]) -> None:
+    with (
+        Generator(load="dummy", tensor_parallel=2, **OPTIONS) as gen,
+        Generator(tensor_parallel=2, **OPTIONS) as other,
+    ):
+        gen.update_weights((name, tensor.to(where)) for name, tensor in old.items())
+        assert answers(gen) == answers(other)
