@@ -1,0 +1,247 @@
+"""Requests to a server in OpenAI's manner, as many at a time or as often as is wanted, and what they had to wait.
+
+Several processes share a load where one client's Python falls behind the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import httpx
+import numpy as np
+from tqdm import tqdm
+
+QUANTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of the server at `url`, where its routes are with or without /v1.
+
+    requests: prompts of `prompt` random ids from `low` up to `high`, each to be answered with `tokens` tokens. Either
+    `concurrency` are kept in flight, or `rate` a second arrive, at the times of a Poisson process.
+    """
+
+    url: str
+    model: str
+    requests: int
+    prompt: int
+    tokens: int
+    concurrency: int | None = None
+    rate: float | None = None
+    stream: bool = True
+    key: str = "none"
+    low: int = 1000
+    high: int = 4000
+    seed: int = 0
+
+    def shares(self, clients: int) -> list[Load]:
+        """What each of several processes has to do, of which none has nothing."""
+        clients = min(clients, self.requests, self.concurrency or self.requests)
+        found = []
+        for client in range(clients):
+            own = replace(self, requests=_share(self.requests, client, clients), seed=self.seed * 1000 + client)
+            if self.concurrency is not None:
+                own = replace(own, concurrency=_share(self.concurrency, client, clients))
+            if self.rate is not None:
+                own = replace(own, rate=self.rate / clients)
+            found.append(own)
+        return found
+
+    def body(self, draw: random.Random) -> bytes:
+        wanted: dict[str, Any] = {
+            "model": self.model,
+            "prompt": [draw.randrange(self.low, self.high) for _ in range(self.prompt)],
+            "max_tokens": self.tokens,
+            "ignore_eos": True,
+            "temperature": 1,
+            "stream": self.stream,
+        }
+        if self.stream:
+            wanted["stream_options"] = {"include_usage": True}
+        return json.dumps(wanted).encode()
+
+
+def _share(whole: int, place: int, parts: int) -> int:
+    return whole * (place + 1) // parts - whole * place // parts
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer; times on the clock of time.monotonic, which is one for all processes. chunks: when its pieces came,
+    of which a stream has several."""
+
+    sent: float
+    chunks: list[float]
+    tokens: int
+    error: str | None = None
+
+
+# ------------------------------------------------------------------------------------------------- one process
+
+
+async def _ask(client: httpx.AsyncClient, load: Load, body: bytes) -> Answer:
+    sent, chunks = time.monotonic(), list[float]()
+    try:
+        async with client.stream("POST", f"{load.url}/completions", content=body) as reply:
+            if reply.status_code != 200:
+                return Answer(sent, [], 0, f"{reply.status_code}: {(await reply.aread())[:300]!r}")
+            told = await _read_stream(reply, chunks) if load.stream else await reply.aread()
+    except httpx.HTTPError as error:
+        return Answer(sent, chunks, 0, f"{type(error).__name__}: {error}")
+    if not load.stream:
+        chunks.append(time.monotonic())
+    return _finished(sent, chunks, told)
+
+
+async def _read_stream(reply: httpx.Response, chunks: list[float]) -> bytes:
+    """The JSON of the last frame, which has the usage, or of one that tells an error; `chunks` gets the times of those
+    with something new."""
+    buffer, last = b"", b""
+    async for piece in reply.aiter_raw():
+        now = time.monotonic()
+        *frames, buffer = (buffer + piece).split(b"\n\n")
+        for frame in frames:
+            data = frame.removeprefix(b"data: ")
+            if data == b"[DONE]":
+                return last
+            if data.startswith(b'{"error"'):
+                return data
+            if b'"choices":[]' not in data:
+                chunks.append(now)
+            last = data
+    return b'{"error": {"message": "the stream ended without [DONE]"}}'
+
+
+def _finished(sent: float, chunks: list[float], told: bytes) -> Answer:
+    data = json.loads(told)
+    if "error" in data:
+        return Answer(sent, chunks, 0, str(data["error"]))
+    return Answer(sent, chunks, data["usage"]["completion_tokens"])
+
+
+def _starts(load: Load, draw: random.Random) -> Iterator[float]:
+    """Seconds from the start to each arrival."""
+    if load.rate is None:
+        return itertools.repeat(0.0, load.requests)
+    gaps = (draw.expovariate(load.rate) for _ in range(load.requests))
+    return itertools.accumulate(gaps)
+
+
+async def _ask_all(load: Load, answered: Callable[[], None]) -> list[Answer]:
+    draw = random.Random(load.seed)
+    room = asyncio.Semaphore(load.concurrency or load.requests)
+    timeout = httpx.Timeout(None, connect=60)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    headers = {"Authorization": f"Bearer {load.key}", "Content-Type": "application/json"}
+
+    async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=headers) as client:
+
+        async def one(start: float, body: bytes) -> Answer:
+            await asyncio.sleep(start - time.monotonic())
+            async with room:
+                answer = await _ask(client, load, body)
+            answered()
+            return answer
+
+        bodies = [load.body(draw) for _ in range(load.requests)]
+        begun = time.monotonic()
+        asked = [one(begun + start, body) for start, body in zip(_starts(load, draw), bodies, strict=True)]
+        return await asyncio.gather(*asked)
+
+
+def _serve(end: Connection) -> None:
+    """Be a client's process: for each load that comes, send None for each answer, then all of them."""
+    end.send(None)
+    while (load := end.recv()) is not None:
+        end.send(asyncio.run(_ask_all(load, lambda: end.send(None))))
+
+
+# ------------------------------------------------------------------------------------------------- all of them
+
+
+class Clients:
+    """So many processes that ask, which are ready from the first line of a `with` block on."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ends: list[Connection] = []
+        for _ in range(count):
+            ours, its = context.Pipe()
+            context.Process(target=_serve, args=(its,), daemon=True).start()
+            its.close()
+            self._ends.append(ours)
+
+    def __enter__(self) -> Clients:
+        for end in self._ends:
+            end.recv()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
+        for end in self._ends:
+            if e is None:
+                end.send(None)
+            end.close()
+
+    def run(self, load: Load, progress: bool = True) -> list[Answer]:
+        """Ask all of a load; returns the answers in no order."""
+        answers: list[Answer] = []
+        shares = load.shares(len(self._ends))
+        working = self._ends[: len(shares)]
+        for end, share in zip(working, shares, strict=True):
+            end.send(share)
+        with tqdm(total=load.requests, unit="request", disable=not progress) as bar:
+            while working:
+                for ready in connection.wait(working):
+                    assert isinstance(ready, Connection)
+                    told = ready.recv()
+                    if told is None:
+                        bar.update()
+                        continue
+                    answers += told
+                    working.remove(ready)
+        return answers
+
+
+def figures(answers: list[Answer]) -> dict[str, Any]:
+    """Rates over the time from the first request to the last answer, and how long things took, in seconds; of those
+    that succeeded. ttft and inter_token: of streams, the former to the first piece, the latter between two.
+
+    Raises RuntimeError where all failed.
+    """
+    good = [answer for answer in answers if answer.error is None]
+    errors = [answer.error for answer in answers if answer.error is not None]
+    if not good:
+        raise RuntimeError(f"all {len(answers)} requests failed, the first with {errors[0]}")
+    seconds = max(answer.chunks[-1] for answer in good) - min(answer.sent for answer in answers)
+    tokens = sum(answer.tokens for answer in good)
+    return {
+        "requests": len(good),
+        "errors": len(errors),
+        "first_error": errors[0] if errors else None,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "requests_per_second": len(good) / seconds,
+        "ttft": quantiles(answer.chunks[0] - answer.sent for answer in good),
+        "inter_token": quantiles(gap for answer in good for gap in np.diff(answer.chunks)),
+        "end_to_end": quantiles(answer.chunks[-1] - answer.sent for answer in good),
+    }
+
+
+def quantiles(values: Iterable[float]) -> dict[str, float] | None:
+    """None where there are no values."""
+    found = np.fromiter(values, float)
+    if not len(found):
+        return None
+    return {f"p{of}": float(np.percentile(found, of)) for of in QUANTILES} | {"mean": float(found.mean())}
