@@ -19,7 +19,7 @@ from fastgen.arch import read_config
 from fastgen.intake import Intake, paired, scored
 from fastgen.loader import resolve
 from fastgen.model import checkpoint_parts
-from fastgen.outputs import Active, Answer, Sink, Stats, shown
+from fastgen.outputs import Active, Answer, Sink, Stats, failed, shown
 from fastgen.placement import Placement, agreeing, log_start, on_all_ranks
 from fastgen.profiling import LocalTracer, Recorder, span
 from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
@@ -193,11 +193,10 @@ class Generator:
         try:
             if not isinstance(request, Request):
                 raise TypeError(f"stream takes Requests, not {type(request).__name__}")
-            self._begin(request.prompt, request.params, request.id, sink)
+            self._begin(request, sink)
         except (ValueError, TypeError) as error:
-            completion = Completion(0, [], "", [], [], "error", error=str(error))
             id = getattr(request, "id", None)
-            sink.done.append(RequestOutput(self._new_id() if id is None else id, [], [completion]))
+            sink.done.append(failed(self._new_id() if id is None else id, error))
         return source
 
     @on_all_ranks
@@ -214,7 +213,7 @@ class Generator:
         sink = Sink()
         try:
             ids = [
-                self._begin(sequence, params, None, sink, (first, float(temperature))).id
+                self._begin(Request(sequence, params), sink, (first, float(temperature))).id
                 for sequence, first in zip(sequences, starts, strict=True)
             ]
             while sink.running:
@@ -258,9 +257,16 @@ class Generator:
     # --------------------------------------------------------------------------------------- step by step
 
     @on_all_ranks
-    def add(self, prompt: Prompt, params: SamplingParams | None = None, id: str | int | None = None) -> str | int:
-        """Begin a request, whose events `step` returns; returns its id. A bad one raises ValueError or TypeError."""
-        return self._begin(prompt, SamplingParams() if params is None else params, id, sink=None).id
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        id: str | int | None = None,
+        resume: Completion | None = None,
+    ) -> str | int:
+        """Begin a request, whose events `step` returns; returns its id. A bad one raises ValueError or TypeError.
+        resume: a completion of this prompt to go on with, as `Request` says."""
+        return self._begin(Request(prompt, SamplingParams() if params is None else params, id, resume), sink=None).id
 
     @on_all_ranks
     def step(self) -> list[Event]:
@@ -434,7 +440,7 @@ class Generator:
     def _see(self, sequence: Sequence) -> None:
         """Text, events and the end of a sequence that has something new."""
         active, answer = self._owners[sequence]
-        if active.first_token is None and sequence.output_len:
+        if active.first_token is None and sequence.output_len > answer.told[0]:
             active.first_token = time.perf_counter()
         if answer.text is not None or sequence.status is Status.FINISHED:
             stop = answer.read(self.tokenizer)
@@ -463,25 +469,18 @@ class Generator:
         if active.sink is not None:
             active.sink.running.pop(active.id, None)
 
-    def _begin(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        id: str | int | None,
-        sink: Sink | None,
-        score: tuple[int, float] | None = None,
-    ) -> Active:
+    def _begin(self, request: Request, sink: Sink | None, score: tuple[int, float] | None = None) -> Active:
         """Check a request and hand its sequences to the scheduler. score: (first position, temperature)."""
         if self._closed:
             raise RuntimeError("this Generator is closed; make a new one")
         self._weights.check()
-        self._intake.check_params(params)
-        id = self._new_id() if id is None else id
+        self._intake.check_params(request.params)
+        id = self._new_id() if request.id is None else request.id
         if not isinstance(id, str | int):
             raise TypeError(f"id must be a string or an integer, not {id!r}")
         if id in self._active:
             raise ValueError(f"a request with the id {id!r} is running; give another id")
-        active = self._intake.take(id, prompt, params, sink, score)
+        active = self._intake.take(id, request, sink, score)
         self._active[id] = active
         if sink is not None:
             sink.running[id] = None

@@ -14,7 +14,7 @@ from numbers import Integral, Real
 
 from fastgen.arch import ModelConfig
 from fastgen.outputs import Active, Answer, Sink
-from fastgen.request import MAX_BIASES, Prompt, SamplingParams, Sequence, TokenMask
+from fastgen.request import MAX_BIASES, Completion, Prompt, Request, SamplingParams, Sequence, TokenMask
 from fastgen.tokenizer import AnswerText, Tokenizer, encode_prompt
 
 
@@ -44,21 +44,58 @@ class Intake:
         eos_ids = () if params.ignore_eos else self.model.eos_ids
         return frozenset(id for id in (*params.stop_token_ids, *eos_ids) if 0 <= id < self.model.vocab_size)
 
-    def take(
-        self, id: str | int, prompt: Prompt, params: SamplingParams, sink: Sink | None, score: tuple[int, float] | None
-    ) -> Active:
+    def take(self, id: str | int, request: Request, sink: Sink | None, score: tuple[int, float] | None) -> Active:
         """The sequences of a request, whose parameters are known to be right. score: (first position, temperature).
 
-        Raises ValueError or TypeError for a prompt that can not be served.
+        Raises ValueError or TypeError for a prompt that can not be served, or a completion that can not be resumed.
         """
-        ids = self._prompt_ids(prompt, params)
+        params, resume = request.params, request.resume
+        ids = self._prompt_ids(request.prompt, params)
         if score is None and params.prompt_logprobs is not None:
             score = (0, 1.0)
         if score is not None and not 0 <= score[0] <= len(ids):
             raise ValueError(f"start is {score[0]}; it must be from 0 to the sequence's length, {len(ids)}")
-        seed = self._next_seed() if params.seed is None else int(params.seed)
-        answers = [self._answer(id, index, ids, params, seed, sink, score) for index in range(params.n)]
+        if resume is not None:
+            check_resumed(resume, params, self.model.vocab_size)
+        seed = self._seed_of(request)
+        indices = range(params.n) if resume is None else (resume.index,)
+        answers = [
+            self._answer(id, index, ids, params, seed, sink, None if place else score)
+            for place, index in enumerate(indices)
+        ]
+        if resume is not None:
+            self._resume(answers[0], resume)
         return Active(id, ids, answers, sink, added=time.perf_counter())
+
+    def _seed_of(self, request: Request) -> int:
+        if request.params.seed is not None:
+            return int(request.params.seed)
+        if request.resume is None:
+            return self._next_seed()
+        if request.resume.seed is None:
+            raise ValueError("the completion has no seed that its draws could go on with; give params one")
+        return request.resume.seed
+
+    def _resume(self, answer: Answer, completion: Completion) -> None:
+        """Give a new answer what a completion has, whose parts are known to fit. Raises ValueError where that would
+        have ended, or left no room."""
+        sequence, token_ids = answer.sequence, completion.token_ids
+        if sequence.prompt_len + len(token_ids) >= sequence.max_len:
+            limit = f"the context of {self.context} tokens is full"
+            if sequence.max_len < self.context:
+                limit = f"max_tokens is {sequence.params.max_tokens}; raise it"
+            raise ValueError(f"the completion has {len(token_ids)} tokens already, and {limit}")
+        if len(token_ids) > sequence.params.min_tokens and token_ids[-1] in sequence.stop_ids:
+            raise ValueError(f"the completion ends with {token_ids[-1]}, which is a stop id; it can not go on")
+        if sequence.mask is not None:
+            try:
+                for token in token_ids:
+                    sequence.mask.accept(token)
+            except Exception as error:  # the user's code
+                raise ValueError(f"the mask does not accept the completion: it raised {error!r}") from error
+        stop = answer.resume(completion, self.tokenizer)
+        if stop is not None:
+            raise ValueError(f"the completion has the stop string {stop!r} already; it can not go on")
 
     def _prompt_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         ids = encode_prompt(prompt, self.tokenizer)
@@ -100,7 +137,7 @@ class Intake:
             stop_ids=self._stop_ids(params),
             mask=_own(params.mask),
         )
-        if score is not None and index == 0:
+        if score is not None:
             sequence.score_start, sequence.score_temperature = score
             sequence.prompt_logprobs = [math.nan] * len(ids)
             if params.prompt_logprobs:
@@ -113,6 +150,24 @@ class Intake:
     def _next_seed(self) -> int:
         digest = hashlib.blake2b(self._seed + b":%d" % next(self._seeds), digest_size=8).digest()
         return int.from_bytes(digest, "little")
+
+
+def check_resumed(completion: Completion, params: SamplingParams, vocab_size: int) -> None:
+    """Raise ValueError or TypeError where a completion can not be resumed with these parameters."""
+    if not isinstance(completion, Completion):
+        raise TypeError(f"resume must be a Completion, not {type(completion).__name__}")
+    if completion.finish_reason not in ("length", "abort"):
+        raise ValueError(f"the completion ended with {completion.finish_reason!r}; 'length' and 'abort' can be resumed")
+    if params.n != 1:
+        raise ValueError(f"n is {params.n}; a request resumes one completion, so give n=1 and one request each")
+    kept = {name: getattr(completion, name) for name in ("logprobs", "untruncated_logprobs", "raw_logprobs")}
+    kept |= {"top_logprobs": completion.top_logprobs} if params.logprobs else {}
+    kept |= {"sampling_mask": completion.sampling_mask} if params.return_sampling_mask else {}
+    for name, values in kept.items():
+        if values is None or len(values) != len(completion.token_ids):
+            raise ValueError(f"the completion has not one entry of {name} for each token, which params ask for")
+    if completion.token_ids and not 0 <= min(completion.token_ids) <= max(completion.token_ids) < vocab_size:
+        raise ValueError(f"the completion holds an id outside the vocabulary of {vocab_size} tokens")
 
 
 def _own(mask: TokenMask | None) -> TokenMask | None:

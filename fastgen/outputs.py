@@ -140,6 +140,23 @@ class Answer:
                 return stop
         return None
 
+    def resume(self, completion: Completion, tokenizer: Tokenizer | None) -> str | None:
+        """Go on where a completion of the same prompt ended, all of which counts as told; returns the stop string that
+        is in it."""
+        sequence = self.sequence
+        sequence.token_ids += completion.token_ids
+        sequence.logprobs += completion.logprobs
+        sequence.untruncated_logprobs += completion.untruncated_logprobs
+        sequence.raw_logprobs += completion.raw_logprobs
+        sequence.versions = [(version, start) for version, start, _ in completion.weight_versions]
+        if sequence.params.logprobs:
+            sequence.top_logprobs += completion.top_logprobs or []
+        if sequence.params.return_sampling_mask:
+            sequence.sampling_mask += completion.sampling_mask or []
+        stop = None if self.text is None else self.read(tokenizer)
+        self.told = (sequence.output_len, 0 if self.text is None else len(self.text.text))
+        return stop
+
     def forget_text(self, tokenizer: Tokenizer | None) -> None:
         """Begin the text anew, after an interrupt that may have torn it."""
         if self.text is not None and tokenizer is not None:
@@ -159,6 +176,7 @@ class Answer:
             index=sequence.index,
             token_ids=sequence.token_ids[sequence.prompt_len + ids :],
             logprobs=sequence.logprobs[ids:],
+            untruncated_logprobs=sequence.untruncated_logprobs[ids:],
             raw_logprobs=sequence.raw_logprobs[ids:],
             text=text[chars:],
             finish_reason=sequence.finish_reason,
@@ -184,6 +202,7 @@ class Answer:
             token_ids=sequence.output_ids,
             text=self.text.text if self.text is not None else "",
             logprobs=sequence.logprobs,
+            untruncated_logprobs=sequence.untruncated_logprobs,
             raw_logprobs=sequence.raw_logprobs,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
@@ -191,7 +210,14 @@ class Answer:
             top_logprobs=sequence.top_logprobs if sequence.params.logprobs else None,
             sampling_mask=sequence.sampling_mask if sequence.params.return_sampling_mask else None,
             weight_versions=sequence.weight_versions,
+            seed=sequence.seed,
         )
+
+
+def failed(id: str | int, error: Exception) -> RequestOutput:
+    """The output of a request that did not begin."""
+    completion = Completion(0, [], "", [], [], [], "error", error=str(error))
+    return RequestOutput(id, [], [completion])
 
 
 @dataclass(eq=False)

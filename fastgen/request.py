@@ -165,11 +165,18 @@ def _token_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and how to continue it; `id` comes back on the output (None: one is made)."""
+    """One prompt and how to continue it; `id` comes back on the output (None: one is made).
+
+    resume: a completion of this prompt that ended by "length" or "abort", to go on with. With the params it was begun
+        with, but for n=1 and perhaps a larger max_tokens (which counts from the prompt's end, as ever), the tokens are
+        those that would have come if it had not ended; its seed is taken where params have none. The output has all of
+        it, under its old index; events tell what is new, and text that was held back.
+    """
 
     prompt: Prompt
     params: SamplingParams = field(default_factory=SamplingParams)
     id: str | int | None = None
+    resume: Completion | None = None
 
 
 class Status(Enum):
@@ -209,6 +216,7 @@ class Sequence:
     cached_tokens: int = 0  # of the prompt, that were there when it first took a lane: cached, or just computed
 
     logprobs: list[float] = field(default_factory=list)
+    untruncated_logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     sampling_mask: list[list[int]] = field(default_factory=list)
@@ -342,6 +350,7 @@ class StepResult:
 
     tokens: list[int]
     logprobs: list[float]
+    untruncated_logprobs: list[float]
     raw_logprobs: list[float]
     top_logprobs: list[dict[int, float] | None] | None = None
     sampling_masks: list[list[int] | None] | None = None
@@ -363,29 +372,36 @@ class Event:
     error: str | None = None
     top_logprobs: list[dict[int, float]] | None = None
     sampling_mask: list[list[int]] | None = None
-    prompt_logprobs: list[float] | None = None  # with the last event of sample 0
+    prompt_logprobs: list[float] | None = None  # with the last event of the first sample
     prompt_top_logprobs: list[dict[int, float]] | None = None
     cached_tokens: int = 0  # see RequestOutput
     started: float | None = None  # with the sample's first event: time.monotonic() when it began to run
     weight_versions: list[tuple[int, int, int]] | None = None  # of the whole answer, with its last event
+    untruncated_logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Completion:
     """One finished sample.
 
-    token_ids: what was generated, the stop token included; text: their view, cut before a stop string or stop id;
-        logprobs: float32 of the distribution sampled from (0.0 at temperature 0), raw_logprobs: of the untouched
-        logits; both as long as token_ids. finish_reason: "stop", "length", "abort" or "error"; stop_reason: the stop
-        id or string that ended it. top_logprobs: the raw alternatives where `SamplingParams.logprobs` asks for them,
-        and sampling_mask the ids that truncation kept, a list a token. weight_versions: (version, start, end) in order:
-        the weights that token_ids[start:end] were drawn with, as `Generator.update_weights` numbers them.
+    token_ids: what was generated, the stop token included; text: their view, cut before a stop string or stop id.
+    logprobs: of the distribution sampled from (0.0 at temperature 0); untruncated_logprobs: the same but for top_k,
+        top_p and min_p, so over all of the vocabulary that penalties, biases and masks leave (equal to logprobs where
+        nothing is truncated); raw_logprobs: of the untouched logits at temperature 1. All are float32 and as long as
+        token_ids.
+    finish_reason: "stop", "length", "abort" or "error"; stop_reason: the stop id or string that ended it.
+    top_logprobs: the raw alternatives where `SamplingParams.logprobs` asks for them, and sampling_mask the ids that
+        truncation kept, a list a token.
+    seed: what it was drawn with, together with its index; see `Request.resume`.
+    weight_versions: (version, start, end) in order: the weights that token_ids[start:end] were drawn with, as
+        `Generator.update_weights` numbers them.
     """
 
     index: int
     token_ids: list[int]
     text: str
     logprobs: list[float]
+    untruncated_logprobs: list[float]
     raw_logprobs: list[float]
     finish_reason: str
     stop_reason: int | str | None = None
@@ -393,6 +409,7 @@ class Completion:
     top_logprobs: list[dict[int, float]] | None = None
     sampling_mask: list[list[int]] | None = None
     weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
+    seed: int | None = field(default=None, compare=False)  # another seed may have come to the same
 
 
 @dataclass(slots=True)
@@ -408,8 +425,8 @@ class RequestOutput:
     """A finished request: its completions, by index, and its prompt's logprobs where they were asked for
     (float32, as long as the prompt, NaN at position 0 and before the start of a score).
 
-    cached_tokens: of the prompt, that were there when its first sample began: in the prefix cache, or computed by
-        another request in the same step.
+    cached_tokens: of the prompt (and what was resumed), that were there when its first sample began: in the prefix
+        cache, or computed by another request in the same step.
     """
 
     id: str | int

@@ -68,6 +68,7 @@ def keep_token(sequence: Sequence, result: StepResult, row: int) -> bool:
             sequence.error = f"the mask raised {error!r}"
             return False
     sequence.logprobs.append(result.logprobs[row])
+    sequence.untruncated_logprobs.append(result.untruncated_logprobs[row])
     sequence.raw_logprobs.append(result.raw_logprobs[row])
     if result.top_logprobs is not None and (top := result.top_logprobs[row]) is not None:
         sequence.top_logprobs.append(top)
@@ -82,7 +83,8 @@ def back_to_the_queue(sequence: Sequence) -> None:
     sequence.pages.clear()
     sequence.lane = -1
     sequence.computed = sequence.pending = 0
-    for kept in (sequence.logprobs, sequence.raw_logprobs, sequence.top_logprobs, sequence.sampling_mask):
+    logprobs = (sequence.logprobs, sequence.untruncated_logprobs, sequence.raw_logprobs)
+    for kept in (*logprobs, sequence.top_logprobs, sequence.sampling_mask):
         del kept[sequence.output_len :]
     if sequence.status is not Status.FINISHED:
         sequence.preemptions += sequence.status is Status.RUNNING

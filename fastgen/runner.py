@@ -216,13 +216,13 @@ class Runner:
             launched.arrived.synchronize()
         if launched.expired is not None and int(launched.expired):
             raise DepartedError("a rank has not taken part in a step for too long; make a new Generator")
-        result = StepResult([], [], [], scored=[_read(scores) for scores in launched.scored])
+        result = StepResult([], [], [], [], scored=[_read(scores) for scores in launched.scored])
         output = launched.sampled
         if output is None:
             return result
         packed = output.packed.numpy()
         result.tokens = packed[0].tolist()
-        result.logprobs, result.raw_logprobs = packed[1:].view(np.float32).tolist()
+        result.logprobs, result.untruncated_logprobs, result.raw_logprobs = packed[1:].view(np.float32).tolist()
         if output.top_ids is not None and output.top_logprobs is not None:
             ids, logprobs = output.top_ids.tolist(), output.top_logprobs.tolist()
             wanted = [self._params[lane].logprobs for lane in launched.batch.sampling]

@@ -125,9 +125,10 @@ def _plan(flags: int, top_logprobs: int, widest: int) -> SamplePlan:
 class SampleOutput:
     """What R rows drew; all on the device.
 
-    packed: [3, R] int32, so that one copy brings it to the host: the tokens, NO_TOKEN where nothing could be drawn;
+    packed: [4, R] int32, so that one copy brings it to the host: the tokens, NO_TOKEN where nothing could be drawn;
     then, as the bits of float32, the logprobs, of the distribution drawn from, 0 for a greedy row, NaN at NO_TOKEN;
-    then the raw logprobs, log-softmax of the untouched logits, which mean nothing at NO_TOKEN.
+    then the untruncated logprobs, the same but for top-k, top-p and min-p; then the raw logprobs, log-softmax of the
+    untouched logits, which mean nothing at NO_TOKEN.
     top_ids, top_logprobs: [R, k] int64 and float32, the raw alternatives, best first, equals by id; None for k = 0.
     kept: [R, V] bool, the tokens that could be drawn (a greedy row's one); None unless a row asked for it.
     """
@@ -148,9 +149,14 @@ class SampleOutput:
         return self.packed[1].view(torch.float32)
 
     @property
-    def raw_logprobs(self) -> Tensor:
+    def untruncated_logprobs(self) -> Tensor:
         """[R] float32."""
         return self.packed[2].view(torch.float32)
+
+    @property
+    def raw_logprobs(self) -> Tensor:
+        """[R] float32."""
+        return self.packed[3].view(torch.float32)
 
 
 class _Rows(NamedTuple):
@@ -311,9 +317,9 @@ def _launch_draw(
     full = plan.full or mask is not None
     work = state.workspace(len(lanes))
     out, kept = sampling.draw(logits, state, lanes, positions, work, full, plan.edits, mask, plan.keep_mask)
-    output = SampleOutput(out[:3], kept=kept)
+    output = SampleOutput(out[:4], kept=kept)
     if plan.top_logprobs:
-        totals = out[3:].view(torch.float32)
+        totals = out[4:].view(torch.float32)
         output.top_ids, output.top_logprobs = scoring.alternatives.launch(logits, plan.top_logprobs, totals)
     return output
 
@@ -327,7 +333,7 @@ def _draw_twin(
     if not plan.draws:
         tokens = edited.argmax(1, keepdim=True)
         best = edited.gather(1, tokens)
-        logprobs = torch.zeros_like(best)
+        logprobs = torch.zeros_like(best).repeat(1, 2)
         kept = None
     else:
         best = edited.amax(1, keepdim=True)
@@ -397,8 +403,8 @@ def _edit(
 def _draw(
     edited: Tensor, best: Tensor, rows: _Rows, positions: Tensor, plan: SamplePlan
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw from edited logits [R, V] with maxima best [R, 1]: tokens and logprobs [R, 1], and what truncation kept
-    [R, V] (None: all). A greedy row gets a draw at temperature 1, for the caller to replace."""
+    """Draw from edited logits [R, V], maxima best [R, 1]: tokens [R, 1], logprobs and untruncated ones [R, 2], and what
+    truncation kept [R, V] (None: all). A greedy row gets a draw at temperature 1, for the caller to replace."""
     temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
     weights = edited.sub(best).div_(temperature).exp_()
     kept = weights >= rows.min_p if plan.min_p else None
@@ -406,13 +412,15 @@ def _draw(
     if plan.top_k_or_p:
         likeliest = _likeliest(edited, tickets, rows, plan.widest)
         kept = likeliest if kept is None else likeliest.logical_and_(kept)
+    whole = None if kept is None else tickets.sum(1, keepdim=True)
     if kept is not None:
         tickets.mul_(kept)
     ends = tickets.cumsum_(1)  # token i holds the tickets from ends[i - 1] up to ends[i]
     total = ends[:, -1:]
     winner = (_uniform(rows.seed, rows.sample_index, positions) * total).long()  # below total, however it rounds
     tokens = torch.searchsorted(ends, winner, right=True).clamp_(max=edited.shape[1] - 1)  # a row of NaN may find V
-    logprobs = (edited.gather(1, tokens) - best).div_(temperature) - (total.double() / TICKETS).log()
+    totals = torch.cat((total, total if whole is None else whole), dim=1)
+    logprobs = (edited.gather(1, tokens) - best).div_(temperature) - (totals.double() / TICKETS).log()
     return tokens, logprobs.float(), kept
 
 

@@ -315,8 +315,9 @@ class Scheduler:
         changed = []
         lanes, running = self.lanes, Status.RUNNING
         plain = result.top_logprobs is None and result.sampling_masks is None and not batch.masked
-        rows = zip(batch.sampling, result.tokens, result.logprobs, result.raw_logprobs, strict=True)
-        for row, (lane, token, logprob, raw_logprob) in enumerate(rows):
+        logprobs = result.logprobs, result.untruncated_logprobs, result.raw_logprobs
+        rows = zip(batch.sampling, result.tokens, *logprobs, strict=True)
+        for row, (lane, token, logprob, untruncated, raw_logprob) in enumerate(rows):
             sequence = lanes[lane]
             assert sequence is not None, "a lane is empty"
             sequence.pending -= 1
@@ -328,6 +329,7 @@ class Scheduler:
             changed.append(sequence)
             if plain and token >= 0:  # the loop that each token goes through: what _append does, without the calls
                 sequence.logprobs.append(logprob)
+                sequence.untruncated_logprobs.append(untruncated)
                 sequence.raw_logprobs.append(raw_logprob)
                 sequence.token_ids.append(token)
                 self.generated_tokens += 1

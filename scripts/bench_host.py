@@ -29,7 +29,7 @@ from fastgen import Generator, SamplingParams
 from fastgen.arch import ModelConfig
 from fastgen.config import EngineConfig
 from fastgen.outputs import Sink
-from fastgen.request import Batch, StepResult
+from fastgen.request import Batch, Request, StepResult
 
 DATA = Path(__file__).parent / "data"
 LANES = (1, 64, 256, 1024)
@@ -63,7 +63,7 @@ class StubRunner:
         if rows not in self._columns:
             self._columns[rows] = [7] * rows, [-0.5] * rows
         tokens, logprobs = self._columns[rows]
-        return StepResult(tokens, logprobs, logprobs)
+        return StepResult(tokens, logprobs, logprobs, logprobs)
 
 
 def stub_generator(lanes: int, context: int, model: Path | None = None) -> Generator:
@@ -83,7 +83,7 @@ def decoding(lanes: int, prompt: int, answer: int, read: bool = False, model: Pa
     params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0)
     ids, sink = [5] * prompt, None if read else Sink()
     for _ in range(lanes):
-        gen._begin(ids, params, None, sink)
+        gen._begin(Request(ids, params), sink)
     for _ in range(2 + lanes * prompt // gen.config.max_step_tokens + 1):  # the prompts, and a step to read the last
         gen._advance()
     assert len(gen._scheduler.running) == lanes

@@ -25,7 +25,7 @@ PARAMS = [  # of lanes 0, 1 and 2
     SamplingParams(temperature=0.7, min_p=0.01, presence_penalty=0.5, logprobs=1),
 ]
 Said = dict[int, tuple[Any, ...]]
-"""What each lane drew in a step: (token, logprob, raw logprob, alternatives)."""
+"""What each lane drew in a step: (token, logprob, untruncated and raw logprob, alternatives)."""
 
 
 def make_runner(folder: Path, **options: Any) -> Runner:
@@ -54,7 +54,8 @@ def run(runner: Runner, batch: Batch, masks: Mapping[int, np.ndarray] | None = N
     result = runner.collect(launched)
     assert runner.kv_lens.tolist() == runner._kv_lens.tolist(), "the host knows the lengths"
     tops = result.top_logprobs or [None] * len(result.tokens)
-    rows = zip(result.tokens, result.logprobs, result.raw_logprobs, tops, strict=True)
+    logprobs = result.logprobs, result.untruncated_logprobs, result.raw_logprobs
+    rows = zip(result.tokens, *logprobs, tops, strict=True)
     return dict(zip(batch.sampling, rows, strict=True)), result
 
 

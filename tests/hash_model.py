@@ -43,9 +43,10 @@ def kv_values(tokens: list[int], version: int = 0) -> list[int]:
     return values
 
 
-def draw(state: int, allowed: list[int]) -> tuple[int, float, float]:
-    """The token, its logprob and its raw logprob."""
-    return allowed[state % len(allowed)] if allowed else -1, -(state % 997) / 997, -(state % 991) / 991
+def draw(state: int, allowed: list[int]) -> tuple[int, float, float, float]:
+    """The token, its logprob, its untruncated and its raw logprob."""
+    logprobs = -(state % 997) / 997, -(state % 977) / 977, -(state % 991) / 991
+    return allowed[state % len(allowed)] if allowed else -1, *logprobs
 
 
 def prompt_logprob(values: list[int], target: int, temperature: float) -> float:
@@ -102,6 +103,7 @@ class Outcome:
 
     token_ids: list[int]
     logprobs: list[float] = field(default_factory=list)
+    untruncated_logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -121,7 +123,8 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
     prompt_len, tokens = sequence.prompt_len, sequence.token_ids[: sequence.prompt_len + known]
     said = tokens[prompt_len:]
     mask = replace(sequence.mask, said=said, trip=lambda: None) if isinstance(sequence.mask, HashMask) else None
-    out = Outcome(tokens, sequence.logprobs[:known], sequence.raw_logprobs[:known], finish_reason="length")
+    kept = sequence.logprobs, sequence.untruncated_logprobs, sequence.raw_logprobs
+    out = Outcome(tokens, *(logprobs[:known] for logprobs in kept), finish_reason="length")
     values = kv_values(tokens, version)
     if sequence.score_start is not None:
         out.prompt_logprobs = [
@@ -135,7 +138,7 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
         state = hash((sequence.seed, sequence.index, *values, *counted))
         try:
             allowed = list(range(VOCAB)) if mask is None else mask.allowed()
-            token, logprob, raw = draw(state, allowed)
+            token, logprob, untruncated, raw = draw(state, allowed)
             if mask is not None and token >= 0:
                 mask.accept(token)
         except RuntimeError as error:
@@ -147,6 +150,7 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
         values.append(kv_value(values[-1], token, len(tokens), version))
         tokens.append(token)
         out.logprobs.append(logprob)
+        out.untruncated_logprobs.append(untruncated)
         out.raw_logprobs.append(raw)
         output = tokens[prompt_len:]
         stopped = token in sequence.stop_ids and len(output) > sequence.params.min_tokens
@@ -200,7 +204,7 @@ class HashRunner:
         for chunk in batch.prefills:
             if chunk.sample:
                 states += [self._state(lane, chunk.lane) for lane in (chunk.lane, *chunk.forks)]
-        launched = Launched(batch, states, StepResult([], [], []))
+        launched = Launched(batch, states, StepResult([], [], [], []))
         self._score(launched)
         if not batch.masked:
             self.sample(launched)
@@ -226,11 +230,12 @@ class HashRunner:
         for row, (lane, state) in enumerate(zip(launched.batch.sampling, launched.states, strict=True)):
             words = [] if masks is None else masks[row].view(np.uint32).tolist()
             allowed = [t for t in every if words[t // 32] >> t % 32 & 1] if words else every
-            token, logprob, raw = draw(state, allowed)
+            token, logprob, untruncated, raw = draw(state, allowed)
             self.last_token[lane] = token
             self.counted[lane].append(token)
             result.tokens.append(token)
             result.logprobs.append(logprob)
+            result.untruncated_logprobs.append(untruncated)
             result.raw_logprobs.append(raw)
 
     def _row(self, lane: int, position: int) -> int:

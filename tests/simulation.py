@@ -118,7 +118,8 @@ class Simulation:
 
     def add(self, sequence: Sequence) -> None:
         self.order[sequence] = len(self.order)
-        self.open[sequence] = 0
+        self.seen["resumed"] += sequence.output_len > 0
+        self.open[sequence] = sequence.output_len
         if isinstance(sequence.mask, HashMask):
             sequence.mask.trip = self._trip
         self.scheduler.add(sequence)
@@ -274,14 +275,14 @@ class Simulation:
         if sequence.error is not None:
             self.seen[sequence.error.partition("(")[2] or sequence.error] += 1
         if sequence in self.mixed:
-            assert len(sequence.logprobs) == len(sequence.raw_logprobs) == sequence.output_len
+            kept = (sequence.logprobs, sequence.untruncated_logprobs, sequence.raw_logprobs)
+            assert {*map(len, kept)} == {sequence.output_len}
             return
         got, right = Outcome.of(sequence), self.expected[sequence]
         if got.finish_reason == "abort":  # an answer that was cut short: as far as it has come, it is right
             length, known = len(got.token_ids), len(got.token_ids) - sequence.prompt_len
-            right = Outcome(
-                right.token_ids[:length], right.logprobs[:known], right.raw_logprobs[:known], finish_reason="abort"
-            )
+            logprobs = right.logprobs, right.untruncated_logprobs, right.raw_logprobs
+            right = Outcome(right.token_ids[:length], *(each[:known] for each in logprobs), finish_reason="abort")
             got.prompt_logprobs = []
         if got != right:
             raise WrongAnswerError(f"request {self.order[sequence]}: {got} instead of {right}")

@@ -92,7 +92,7 @@ class FakeGenerator:
         if not self.said:
             del self.prompts[-1]  # it never began
         self.said += ["held"] if self.said else []
-        completion = Completion(0, [1] * len(self.said), "".join(self.said), [], [], "abort")
+        completion = Completion(0, [1] * len(self.said), "".join(self.said), [], [], [], "abort")
         return [RequestOutput(ids[0], [], [completion])]
 
 

@@ -76,7 +76,9 @@ class Draw:
         same = out.tokens == twin.tokens
         for row in (~same).nonzero().flatten().tolist():
             self.check_near(row, int(out.tokens[row]))
-        torch.testing.assert_close(out.logprobs[same], twin.logprobs[same], atol=4e-6, rtol=2e-6, equal_nan=True)
+        for name in ("logprobs", "untruncated_logprobs"):
+            ours, its = getattr(out, name)[same], getattr(twin, name)[same]
+            torch.testing.assert_close(ours, its, atol=4e-6, rtol=2e-6, equal_nan=True)
         drawn = same & (twin.tokens >= 0)
         torch.testing.assert_close(
             out.raw_logprobs[drawn], twin.raw_logprobs[drawn], atol=4e-6, rtol=2e-6, equal_nan=True
@@ -279,6 +281,15 @@ def expected(x: Tensor, p: SamplingParams) -> set[int]:
         kept.add(token)
     low = np.float32(p.min_p)
     return {token for token in kept if tickets[token] and weights[token] >= low}
+
+
+def test_min_p_cuts_among_few_tokens_too() -> None:
+    """Three tokens hold all tickets, so top-k of 30 cuts none."""
+    logits = torch.full((1, 40), -50.0, device=DEVICE)
+    logits[:, 3], logits[:, 5], logits[:, 1] = 1.0, 0.9, 0.85
+    for fields in ({"top_k": 30}, {"top_k": 30, "min_p": 0.3}, {"min_p": 0.3}, {"top_p": 0.9, "min_p": 0.5}):
+        params = SamplingParams(**fields, temperature=0.1)
+        assert kept_by(logits, params) == [expected(logits[0], params)], fields
 
 
 ODD_ROWS: dict[str, Tensor] = {

@@ -24,14 +24,17 @@ class Told:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    untruncated_logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     finish_reasons: list[str | None] = field(default_factory=list)
 
     def hear(self, event: Event) -> None:
-        assert len(event.token_ids) == len(event.logprobs) == len(event.raw_logprobs)
+        logprobs = event.logprobs, event.untruncated_logprobs, event.raw_logprobs
+        assert {*map(len, logprobs)} == {len(event.token_ids)}
         self.token_ids += event.token_ids
         self.logprobs += event.logprobs
+        self.untruncated_logprobs += event.untruncated_logprobs
         self.raw_logprobs += event.raw_logprobs
         self.texts.append(event.text)
         self.finish_reasons.append(event.finish_reason)
@@ -78,6 +81,7 @@ def test_events_add_up_to_the_outputs(gen: Generator) -> None:
         for completion, said in zip(output.completions, samples, strict=True):
             assert said.token_ids == completion.token_ids
             assert said.logprobs == completion.logprobs
+            assert said.untruncated_logprobs == completion.untruncated_logprobs
             assert said.raw_logprobs == completion.raw_logprobs
             assert said.text == completion.text
             assert said.finish_reasons == [None] * (len(said.texts) - 1) + [completion.finish_reason]

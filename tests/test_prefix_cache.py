@@ -302,6 +302,7 @@ def test_an_interrupt_between_the_last_token_and_the_end_ends_the_sequence() -> 
     assert lane is first
     first.token_ids += [1, 2]  # as if read, and then torn
     first.logprobs += [0.0, 0.0]
+    first.untruncated_logprobs += [0.0, 0.0]
     first.raw_logprobs += [0.0, 0.0]
     simulation.scheduler.rewind()
     simulation.scheduler.check()
@@ -322,7 +323,7 @@ def drive(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> int:
         batch = scheduler.schedule()
         if before is not None:
             count = len(before.sampling)
-            scheduler.update(before, StepResult([1] * count, [0.0] * count, [0.0] * count))
+            scheduler.update(before, StepResult([1] * count, *([0.0] * count for _ in range(3))))
         before, most = batch, max(most, len(scheduler.running))
     scheduler.check()
     return most

@@ -71,10 +71,26 @@ def random_request(rng: random.Random, config: EngineConfig, before: list[Sequen
     scored = scored_only or rng.random() < 0.15
     score = (rng.choice((0, rng.randint(0, len(prompt)))), rng.choice((1.0, 0.7))) if scored else None
     seed = rng.getrandbits(63)
-    return [
+    sequences = [
         make_sequence(prompt, params, config, index=index, seed=seed, stop_ids=stop_ids, score=score)
         for index in range(params.n)
     ]
+    for sequence in sequences:
+        if rng.random() < 0.1:
+            resume(sequence, rng)
+    return sequences
+
+
+def resume(sequence: Sequence, rng: random.Random) -> None:
+    """Let a sequence begin with a part of its answer, as one that was aborted."""
+    right = expected(sequence)
+    count = rng.randrange(max(len(right.logprobs), 1))
+    sequence.token_ids = right.token_ids[: sequence.prompt_len + count]
+    for name in ("logprobs", "untruncated_logprobs", "raw_logprobs"):
+        setattr(sequence, name, getattr(right, name)[:count])
+    if sequence.mask is not None:
+        for token in sequence.output_ids:
+            sequence.mask.accept(token)
 
 
 def random_expectation(rng: random.Random, crowd: bool) -> Expectation:
@@ -134,7 +150,7 @@ def test_the_random_schedules_reach_every_corner() -> None:
     for seed in range(SEEDS, SEEDS + 150):
         seen += random_simulation(seed).run().seen
     corners = ("mixed", "chunked", "masked", "preempted", "dropped", "stopped late", "interrupted", "torn", "updates")
-    corners += ("computed again",)
+    corners += ("computed again", "resumed")
     corners += ("cached", "forks", "copies", "_evict", "saves", "loads", "_preempt")
     reasons = ("stop", "length", "abort", "error")
     errors = ("the mask allowed no token", "'no rows today')", "'not that token')")

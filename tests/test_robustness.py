@@ -178,7 +178,7 @@ def test_events_tell_all_that_outputs_tell(gen: Generator) -> None:
     while gen.unfinished:
         events += gen.step()
     completion = output.completions[0]
-    for name in ("token_ids", "logprobs", "raw_logprobs", "top_logprobs", "sampling_mask"):
+    for name in ("token_ids", "logprobs", "untruncated_logprobs", "raw_logprobs", "top_logprobs", "sampling_mask"):
         assert [each for event in events for each in getattr(event, name)] == getattr(completion, name), name
     assert str(events[-1].prompt_logprobs) == str(output.prompt_logprobs)  # NaN is not equal to itself
     assert events[-1].prompt_top_logprobs == output.prompt_top_logprobs

@@ -134,6 +134,10 @@ def test_draws_follow_the_exact_distribution(name: str) -> None:
     assert not counts[probs == 0].any()
     assert chi_square(counts, probs) < LIMIT
     np.testing.assert_allclose(out.logprobs.numpy(), np.log(probs[out.tokens.numpy()]), atol=2e-6)
+    whole = exact(logits, replace(params, top_k=0, top_p=1.0, min_p=0.0), allowed)
+    np.testing.assert_allclose(out.untruncated_logprobs.numpy(), np.log(whole[out.tokens.numpy()]), atol=2e-6)
+    truncates = bool(params.top_k or params.top_p < 1 or params.min_p)
+    assert torch.equal(out.untruncated_logprobs, out.logprobs) == (not truncates)
     raw = logits.double().log_softmax(0)[out.tokens]
     np.testing.assert_allclose(out.raw_logprobs.numpy(), raw.numpy(), atol=2e-6)
     assert out.kept is not None
@@ -266,7 +270,7 @@ def mixed_params(count: int, rng: np.random.Generator) -> list[SamplingParams]:
 
 def row_bits(out: SampleOutput, row: int, params: SamplingParams) -> list[int | float]:
     """What this row asked for of the output, floats as bits."""
-    bits = [x[row].item() for x in (out.tokens, out.logprobs.view(torch.int32), out.raw_logprobs.view(torch.int32))]
+    bits = out.packed[:, row].tolist()
     if params.logprobs:
         assert out.top_ids is not None
         assert out.top_logprobs is not None
@@ -353,6 +357,7 @@ def test_greedy_takes_the_lowest_of_equal_ids() -> None:
         out = draw(logits, params, rows=3)
         assert out.tokens.tolist() == [5] * 3
         assert out.logprobs.tolist() == [0.0] * 3
+    assert draw(logits, SamplingParams(temperature=0, top_k=2), rows=3).untruncated_logprobs.tolist() == [0.0] * 3
     zeros = torch.zeros(VOCAB)
     zeros[0] = -0.0  # equal to the others
     for params in (SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(top_p=1e-9)):
@@ -433,6 +438,7 @@ def test_where_nothing_can_be_drawn_only_that_row_has_no_token(
     out = sample(state, torch.arange(2), torch.tensor([9, 9]), logits, SamplePlan.of([params]), mask)
     assert out.tokens[0] == sampler.NO_TOKEN
     assert out.logprobs[0].isnan()
+    assert out.untruncated_logprobs[0].isnan()
     assert state.last_token[0] == 0
     assert out.tokens[1] >= 0
     assert out.logprobs[1].isfinite()

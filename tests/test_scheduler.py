@@ -228,7 +228,7 @@ class Torn(list[Any]):
         super().append(value)
 
 
-@pytest.mark.parametrize("torn", ["logprobs", "raw_logprobs", "token_ids"])
+@pytest.mark.parametrize("torn", ["logprobs", "untruncated_logprobs", "raw_logprobs", "token_ids"])
 def test_an_interrupt_within_update_leaves_no_token_without_its_logprobs(torn: str) -> None:
     config = make_config()
     sequences = [request(config, 3, 4, seed=seed) for seed in range(2)]
@@ -243,7 +243,8 @@ def test_an_interrupt_within_update_leaves_no_token_without_its_logprobs(torn: s
     simulation.settle()
     assert simulation.seen["interrupted"] == 1
     for sequence, length in zip(sequences, (2, 1), strict=True):
-        assert len(sequence.logprobs) == len(sequence.raw_logprobs) == sequence.output_len == length
+        kept = (sequence.logprobs, sequence.untruncated_logprobs, sequence.raw_logprobs)
+        assert {sequence.output_len, *map(len, kept)} == {length}
     simulation.run()
 
 

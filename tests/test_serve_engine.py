@@ -93,7 +93,7 @@ async def collect(stream: Stream) -> list[Event]:
 
 def joined(first: Event, then: Event) -> Event:
     assert first.finish_reason is None, "an event after the last"
-    growing = {"token_ids", "logprobs", "raw_logprobs", "text", "top_logprobs", "sampling_mask"}
+    growing = {"token_ids", "logprobs", "untruncated_logprobs", "raw_logprobs", "text", "top_logprobs", "sampling_mask"}
     changes = {name: getattr(first, name) + getattr(then, name) for name in growing if getattr(then, name) is not None}
     return replace(then, **changes)
 

@@ -100,6 +100,7 @@ def check_completion(found: Completion, expected: Completion) -> None:
         assert found.sampling_mask == expected.sampling_mask
     assert found.raw_logprobs[:same] == pytest.approx(expected.raw_logprobs[:same], abs=CLOSE)
     assert found.logprobs[:same] == pytest.approx(expected.logprobs[:same], abs=CLOSE)
+    assert found.untruncated_logprobs[:same] == pytest.approx(expected.untruncated_logprobs[:same], abs=CLOSE)
     check_top(found.top_logprobs[:same], expected.top_logprobs[:same])
 
 

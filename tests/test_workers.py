@@ -64,7 +64,7 @@ class FakeRunner:
     def collect(self, launched: Any) -> StepResult:
         assert self.rank == 0
         self._maybe_fail("collect")
-        return StepResult([launched.batch.decodes[0] + launched.added], [], [])
+        return StepResult([launched.batch.decodes[0] + launched.added], [], [], [])
 
     def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:

@@ -50,7 +50,7 @@ class Runner:
         return SimpleNamespace(step=step)
 
     def collect(self, launched):
-        return StepResult([launched.step, os.getpid()], [], [])
+        return StepResult([launched.step, os.getpid()], [], [], [])
 
     def settle(self):
         pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor
 
 from fastgen.kernels.launch import Kernel, jit, tl, triton
@@ -46,8 +48,8 @@ def _twin(source: Tensor, target: Tensor, sources: Tensor, targets: Tensor) -> N
     source, target: [2, layers, pages, E], keys then values, a page's E numbers contiguous. sources, targets: int64 [n];
     where source and target are one, no page is in both.
     """
-    for layer in range(source.shape[1]):  # so that what is held between is of one layer
-        target[:, layer].index_copy_(1, targets, source[:, layer].index_select(1, sources))
+    for kv, layer in itertools.product(range(2), range(source.shape[1])):  # index_select copies what is not contiguous
+        target[kv, layer].index_copy_(0, targets, source[kv, layer].index_select(0, sources))
 
 
 copy_pages = Kernel(_launch, _twin)

@@ -139,11 +139,11 @@ def log_sum(tops, totals, high, low):
 
 @jit()
 def pick(
-    logits_ptr, edited_ptr, edited, row, sums, entry, position, best, least_key,
+    logits_ptr, edited_ptr, edited, row, sums, record, entry, position, best, least_key,
     V: tl.constexpr, SUB: tl.constexpr, SUBS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Draw from what has a rank key of at least `least_key` and min_p of the best weight, and whose tickets are summed
-    in `sums`: the token and its logprob."""
+    in `sums`: the token, its logprob, and what that is without truncation."""
     last: tl.constexpr = (V + SUB - 1) // SUB - 1
     sub = tl.arange(0, SUBS)
     held = tl.load(sums + sub, mask=sub <= last, other=0, cache_modifier=".cg")  # other programs wrote them
@@ -162,18 +162,21 @@ def pick(
     ends = before + tl.cumsum(tl.where(kept, as_tickets(weights), 0))
     token = tl.minimum(chosen * SUB + tl.sum((ends <= winner).to(tl.int32)), V - 1)
     chosen_x = tl.sum(tl.where(ids == token, x, 0.0))
-    logprob = tl.div_rn(chosen_x - best, temperature).to(tl.float64)
-    logprob -= tl.log(total.to(tl.float64) * 5.684341886080802e-14)  # 2**-44
-    return token.to(tl.int64), logprob.to(tl.float32)
+    weight = tl.div_rn(chosen_x - best, temperature).to(tl.float64)
+    whole = tl.load(record + columns.TOTAL, cache_modifier=".cg")
+    whole = tl.where(whole > 0, whole, total)
+    logprob = weight - tl.log(total.to(tl.float64) * 5.684341886080802e-14)  # 2**-44
+    untruncated = weight - tl.log(whole.to(tl.float64) * 5.684341886080802e-14)
+    return token.to(tl.int64), logprob.to(tl.float32), untruncated.to(tl.float32)
 
 
 @jit()
 def finish(
-    logits_ptr, chunks, out_ptr, last_token_ptr, counts_ptr, row, rows, lane, entry, token, logprob,
+    logits_ptr, chunks, out_ptr, last_token_ptr, counts_ptr, row, rows, lane, entry, token, logprob, untruncated,
     V: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Note what a row drew, -1 for nothing: in `out`, int32 [5, rows] (token, the bits of logprob and raw logprob, and
-    of the row's largest logit and its log-sum), as its lane's last token, and in its counts."""
+    """Note what a row drew, -1 for nothing: in `out`, int32 [6, rows] (token, the bits of logprob, untruncated and raw
+    logprob, and of the row's largest logit and its log-sum), as its lane's last token, and in its counts."""
     chunk = tl.arange(0, CHUNKS)
     tops = tl.load(chunks + chunk, mask=chunk < C, other=float("-inf"))
     top, log_total = log_sum(tops, tl.load(chunks + C + chunk, mask=chunk < C, other=0.0), columns.HIGH, columns.LOW)
@@ -182,9 +185,10 @@ def finish(
     raw = tl.where((token >= 0) & (top < float("inf")), raw, float("nan"))
     tl.store(out_ptr + row, token.to(tl.int32))
     tl.store(out_ptr + rows + row, logprob.to(tl.int32, bitcast=True))
-    tl.store(out_ptr + 2 * rows + row, raw.to(tl.int32, bitcast=True))
-    tl.store(out_ptr + 3 * rows + row, top.to(tl.int32, bitcast=True))
-    tl.store(out_ptr + 4 * rows + row, log_total.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 2 * rows + row, untruncated.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 3 * rows + row, raw.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 4 * rows + row, top.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 5 * rows + row, log_total.to(tl.int32, bitcast=True))
     tl.store(last_token_ptr + lane, known)
     if FULL and tl.load(entry + columns.PENALIZED) != 0:
         tl.atomic_add(counts_ptr + lane * V + known, 1, sem="relaxed")

@@ -104,6 +104,7 @@ def _scan_kernel(
     tl.store(chunks + C, fixed_sum(weigh(x, base, columns.HIGH, columns.LOW)).to(tl.float32))
     if chunk == 0:
         tl.store(record + columns.DONE, 0)
+        tl.store(record + columns.TOTAL, 0)
         tl.store(record + columns.KEPT, columns.NO_KEY)
     if FULL:
         lane = tl.load(lanes_ptr + row)
@@ -195,24 +196,28 @@ def _draw_kernel(
     temperature = parameter(entry, columns.TEMPERATURE)
     edited = is_edited(entry, position, edits, FULL)
     mine = chunk == 0  # whether this program settles the row
-    token = position * 0 - 1
-    logprob = best * 0 + float("nan")
+    token, logprob = position * 0 - 1, best * 0 + float("nan")
+    untruncated = logprob
     if (best > float("-inf")) & (best < float("inf")):
         ids = ids_of(chunk, CHUNK, SUB)
         x = read(logits_ptr, edited_ptr, edited, row, ids, V, FULL)
         if temperature == 0:
             mine = chunk == tl.min(tl.where(tops == best, number, CHUNKS))
             token = tl.min(tl.where(x == best, ids, V - 1)).to(tl.int64)
-            logprob = best - best
+            logprob, untruncated = best - best, best - best
         else:
             high, low = scales(temperature)
             weights = weigh(x, best, high, low)
-            possible = weights >= parameter(entry, columns.MIN_P)
+            min_p = parameter(entry, columns.MIN_P)
+            possible = weights >= min_p
             truncated = False
             if FULL:
                 truncated = (tl.load(entry + columns.TOP_K) < V) | (top_p_of(entry) < 1)
                 possible |= truncated  # min_p comes after top-k and top-p
-            tickets = tl.where(possible, as_tickets(weights), 0)
+            tickets = as_tickets(weights)
+            if min_p > 0:
+                tl.atomic_add(record + columns.TOTAL, tl.sum(tickets), sem="relaxed")
+            tickets = tl.where(possible, tickets, 0)
             store_subs(sums, chunk, tl.sum(tickets, 1), N, CHUNK, SUB)
             if FULL and truncated:
                 least = tl.min(tl.load(chunks + 3 * C + number, mask=number < C, other=float("inf")))
@@ -226,14 +231,14 @@ def _draw_kernel(
                 if FULL and truncated:
                     mine = find_windows(entry, sums, bins_ptr + row * 2 * BINS, record, V, N, SUBS, BINS)
                 if mine:
-                    token, logprob = pick(
-                        logits_ptr, edited_ptr, edited, row, sums, entry, position, best, columns.NO_KEY, V, SUB, SUBS,
-                        FULL,
+                    token, logprob, untruncated = pick(
+                        logits_ptr, edited_ptr, edited, row, sums, record, entry, position, best, columns.NO_KEY, V,
+                        SUB, SUBS, FULL,
                     )  # fmt: skip
     if mine:
         finish(
-            logits_ptr, chunks, out_ptr, last_token_ptr, counts_ptr, row, rows, lane, entry, token, logprob, V, C,
-            CHUNKS, FULL,
+            logits_ptr, chunks, out_ptr, last_token_ptr, counts_ptr, row, rows, lane, entry, token, logprob,
+            untruncated, V, C, CHUNKS, FULL,
         )  # fmt: skip
 
 
@@ -254,8 +259,8 @@ def draw(
     top-k or top-p, or is asked what was kept. edited: a row has a penalty, biases or min_tokens. mask: int32
     [R, ceil(V / 32)]. keep: tell what could be drawn.
 
-    Returns int32 [5, R]: the tokens, -1 for none, and, as the bits of float32, logprobs, raw logprobs, each row's
-    largest logit and the logarithm of its sum of exp(logit - largest); and bool [R, V] or None.
+    Returns int32 [6, R]: the tokens, -1 for none, and, as the bits of float32, logprobs, untruncated logprobs, raw
+    logprobs, each row's largest logit and the logarithm of its sum of exp(logit - largest); and bool [R, V] or None.
     """
     count, vocab = logits.shape
     edits = 2 if mask is not None else int(edited)
@@ -263,7 +268,7 @@ def draw(
     assert len(rows) == len(positions) == count <= work.rows
     assert full or not (edits or keep)
     device = logits.device
-    out = torch.empty(5, count, dtype=torch.int32, device=device)
+    out = torch.empty(6, count, dtype=torch.int32, device=device)
     chunks, *sizes = _sizes(vocab, columns.CHUNK, columns.SUB)
     grid = (chunks, count)
     options = _options(device, columns.WARPS)

@@ -107,7 +107,7 @@ def find_windows(entry, sums, bins, record, V: tl.constexpr, N: tl.constexpr, SU
     tl.store(record + columns.P_FIRST, first)
     tl.store(record + columns.P_LAST, last)
     tl.store(record + columns.P_HELD, tl.sum(tl.where(number < first, held, 0)))
-    uncut = (k_bin == BINS) & (top_p >= 1)
+    uncut = (k_bin == BINS) & (top_p >= 1) & (parameter(entry, columns.MIN_P) == 0)
     tl.store(record + columns.TRUNCATED, tl.where(uncut, 0, 1))
     return uncut
 
@@ -164,7 +164,7 @@ def find_key(
     k_bin = tl.load(record + columns.K_BIN)
     top_k, top_p = tl.load(entry + columns.TOP_K), top_p_of(entry)
     held = tl.load(record + columns.TOTAL)
-    threshold = held * 0
+    threshold = held * 0 + columns.NO_KEY
     stage = tl.where(k_bin < BINS, 0, 1)
     while stage < tl.where(top_p < 1, 2, 1):  # first top-k, then top-p
         counted = stage == 0
@@ -260,12 +260,12 @@ def truncate_kernel(
                 key, record, listed, sums, logits_ptr, edited_ptr, edited, row, best, floor, high, low, min_p, V,
                 CHUNK, SUB, LISTED,
             )  # fmt: skip
-            token, logprob = pick(
-                logits_ptr, edited_ptr, edited, row, sums, entry, position, best, key, V, SUB, SUBS, True
+            token, logprob, untruncated = pick(
+                logits_ptr, edited_ptr, edited, row, sums, record, entry, position, best, key, V, SUB, SUBS, True
             )
             finish(
-                logits_ptr, chunks, out_ptr, last_token_ptr, counts_ptr, row, rows, lane, entry, token, logprob, V, C,
-                CHUNKS, True,
+                logits_ptr, chunks, out_ptr, last_token_ptr, counts_ptr, row, rows, lane, entry, token, logprob,
+                untruncated, V, C, CHUNKS, True,
             )  # fmt: skip
 
 

@@ -74,6 +74,7 @@ def check_frequencies(gen: Generator, raw: np.ndarray, case: dict[str, Any]) -> 
     first = distribution(raw[0], **case)
     second = np.array([distribution(row, **case) for row in raw[1:]])
     joint = first[:, None] * second
+    whole = np.array([distribution(row, case.get("temperature", 1.0)) for row in raw])
     params = SamplingParams(n=SAMPLES, max_tokens=2, ignore_eos=True, seed=11, **case)
     (output,) = gen.generate([PROMPT], params)
     counts = np.zeros_like(joint)
@@ -86,6 +87,7 @@ def check_frequencies(gen: Generator, raw: np.ndarray, case: dict[str, Any]) -> 
         a, b = completion.token_ids
         assert completion.raw_logprobs == pytest.approx([raw[0, a], raw[1 + a, b]], abs=1e-3)
         assert completion.logprobs == pytest.approx(np.log([first[a], second[a, b]]), abs=1e-3)
+        assert completion.untruncated_logprobs == pytest.approx(np.log([whole[0, a], whole[1 + a, b]]), abs=1e-3)
 
 
 @pytest.fixture(scope="module")
