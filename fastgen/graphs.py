@@ -1,4 +1,5 @@
-"""Capture and replay of decode steps: a CUDA graph a batch size, and for some sizes another where rows share keys."""
+"""Capture and replay of CUDA graphs, and the sizes of decode steps: a graph each, and for some another where rows share
+keys. (Those of steps with prefills: `pieces.py`.)"""
 
 from __future__ import annotations
 
@@ -31,14 +32,15 @@ def shared_sizes(sizes: list[int]) -> list[int]:
     return [size for size in sizes[:-1] if size >= 256 or size in (4, 8, 16, 24, 32, 48, 64, 96, 128, 192)] + sizes[-1:]
 
 
-class DecodeGraphs:
-    """Replays decode steps of up to so many lanes without the host's work for each launch.
+class Graphs:
+    """Replays steps, or pieces of them, without the host's work for each launch. They go by numbers, `sizes`: a decode
+    step of up to so many lanes by that.
 
     The graphs share one memory pool (`beside`: with those too): what a step leaves in temporary tensors is gone with
     the next replay, so that it must keep its results in tensors of its own.
     """
 
-    def __init__(self, sizes: list[int], device: torch.device, beside: DecodeGraphs | None = None) -> None:
+    def __init__(self, sizes: list[int], device: torch.device, beside: Graphs | None = None) -> None:
         self.sizes = sizes  # ascending
         self._device = device
         self._pool: Any = None if beside is None else beside._pool  # torch's handle of it
@@ -46,7 +48,7 @@ class DecodeGraphs:
         self._lock = threading.Lock()
 
     def capture(self, step: Callable[[int], None]) -> None:
-        """Run `step(size)`, the launches of a decode step of `size` lanes, once for each size, so that all kernels are
+        """Run `step(size)`, the launches of the graph of that number, once for each of `sizes`, so that all kernels are
         compiled, and capture it; the largest first, whose memory the others then share.
 
         It reads and writes memory at fixed addresses only. Kept is what it launched, and not `step` itself.
@@ -79,7 +81,7 @@ class DecodeGraphs:
         return self.sizes[bisect.bisect_left(self.sizes, lanes)]
 
     def run(self, size: int) -> None:
-        """Replay the step of one of `sizes`, on the current stream. Raises DepartedError after `reset`."""
+        """Replay the graph of one of `sizes`, on the current stream. Raises DepartedError after `reset`."""
         with self._lock:
             if not self._graphs:
                 raise DepartedError("the ranks have left their group")

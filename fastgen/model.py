@@ -142,13 +142,17 @@ class StepInput:
         """How many rows there are behind the last layer, without the padding of ends."""
         return len(self.token_ids if self.ends is None else self.ends.rows)
 
+    def wait(self, number: int) -> None:
+        """Let what is launched from now on wait until what is loaded of a layer is in the pool."""
+        if self.arrivals is not None:
+            self.arrivals.wait(number)
+
 
 @dataclass(eq=False)
-class _Stream:
-    """Some tokens of a step on their way through the layers. plan: for the next layer's attention."""
+class Stream:
+    """Some tokens of a step on their way through the layers."""
 
     step: StepInput
-    plan: Any
     residual: Residual
 
 
@@ -265,17 +269,19 @@ class Transformer:
         steps: one, or a step cut in two, the later tokens last: they go through each layer in turn, so that one's sums
         over the ranks are made while the other computes. Both have `ends`, or neither.
         """
-        residuals = self._embed([step.token_ids for step in steps])
-        streams = [_Stream(step, step.plan, residual) for step, residual in zip(steps, residuals, strict=True)]
+        residuals = self.embed([step.token_ids for step in steps])
+        streams = [Stream(step, residual) for step, residual in zip(steps, residuals, strict=True)]
         for number in range(len(self.layers)):
             for stream in streams:
-                self._attend(stream, number, pool, attention)
+                stream.step.wait(number)
+                q = self.queries(stream, number, pool)
+                self.add_attended(stream, number, self.attend(stream, number, q, attention))
             for stream in streams:
-                self._mlp(stream, number)
+                self.add_mlp(stream, number)
         found = [stream.residual.whole()[: stream.step.wanted] for stream in streams]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _embed(self, parts: Sequence[Tensor]) -> list[Residual]:
+    def embed(self, parts: Sequence[Tensor]) -> list[Residual]:
         """The residual streams of ids [T] each."""
         if self.group.size == 1:
             return [Whole(self.group, F.embedding(ids, self.embedding)) for ids in parts]
@@ -292,26 +298,31 @@ class Transformer:
         here = (own >= 0) & (own < self._vocab)
         return F.embedding(own.masked_fill_(~here, 0), self.embedding).masked_fill_(~here[:, None], 0)
 
-    def _attend(self, stream: _Stream, number: int, pool: KVPool, attention: Attention) -> None:
-        layer, step = self.layers[number], stream.step
-        if step.arrivals is not None:
-            step.arrivals.wait(number)
-        with span("qkv"):
-            q = self._queries(layer, stream, pool.keys[number], pool.values[number])
-        plan = stream.plan
+    def attend(self, stream: Stream, number: int, q: Tensor, attention: Attention) -> Tensor:
+        """What attention gives for a layer's queries q [T, H, D], without those of padding: [real, H * D].
+
+        Of the last layer, what is not wanted ends here: in the stream too.
+        """
+        step, plan = stream.step, stream.step.plan
         if step.ends is not None and number == len(self.layers) - 1:
             stream.residual, q = Whole(self.group, _padded(stream.residual.rows(step.ends.rows))), q[step.ends.rows]
             if not len(q):
-                return
+                return q.flatten(1)
             plan = attention.plan(step.ends.layout)
         with span("attention"):
-            out = attention.attend(plan, number, q[: step.places.real], layer.window).flatten(1)
-            if len(out) < len(stream.residual):  # padding is not attended
-                out = F.pad(out, (0, 0, 0, len(stream.residual) - len(out)))
-        with span("o"):
-            self._add(stream, layer.o, out, layer.post_norm)
+            return attention.attend(plan, number, q[: step.places.real], self.layers[number].window).flatten(1)
 
-    def _mlp(self, stream: _Stream, number: int) -> None:
+    def add_attended(self, stream: Stream, number: int, attended: Tensor) -> None:
+        """Add o's product with what `attend` gave; there may be rows of padding behind it, or not."""
+        if not len(stream.residual):
+            return
+        layer = self.layers[number]
+        with span("o"):
+            if len(attended) < len(stream.residual):
+                attended = F.pad(attended, (0, 0, 0, len(stream.residual) - len(attended)))
+            self._add(stream, layer.o, attended, layer.post_norm)
+
+    def add_mlp(self, stream: Stream, number: int) -> None:
         if not len(stream.residual):
             return
         layer, behind = self.layers[number], self.layers[number + 1 : number + 2]
@@ -320,7 +331,7 @@ class Transformer:
             hidden = apply(layer.gate_up, x, self.work, norm=norm, delta=delta, gated=True)
             self._add(stream, layer.down, hidden, behind[0].input_norm if behind else None)
 
-    def _add(self, stream: _Stream, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:
+    def _add(self, stream: Stream, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:
         """Add the product with a weight whose columns are shared out to the residual stream. following: the norm that
         comes next, if it is within the layers."""
         if self.group.size == 1:
@@ -328,20 +339,27 @@ class Transformer:
         else:
             stream.residual.add(apply(linear, x, self.work), following)
 
-    def _queries(self, layer: Layer, stream: _Stream, keys: Tensor, values: Tensor) -> Tensor:
-        """The queries [T, H, D] of the residual stream; its keys and values go into the pool."""
-        places = stream.step.places
-        x, norm, delta = stream.residual.input(layer.input_norm)
-        if layer.head_norm is None and _few(x, layer.qkv):
-            if delta is not None:
-                x.add_(delta)
-            scaled = None if norm is None else (norm.weight, norm.eps)
-            fused = product.Fused(scaled, rope=product.RopeWrite(places, keys, values))
-            q: Tensor = product.product(x, layer.qkv.weight, layer.qkv.bias, self.work, fused)
-            return q
-        qkv = apply(layer.qkv, x, self.work, norm=norm, delta=delta)
-        turned: Tensor = rope_write(qkv, places, keys, values, layer.head_norm)
-        return turned
+    def queries(self, stream: Stream, number: int, pool: KVPool) -> Tensor:
+        """A layer's queries [T, H, D]; its keys and values go into the pool. All that was added to the stream is then
+        in it."""
+        layer, places, keys, values = self.layers[number], stream.step.places, pool.keys[number], pool.values[number]
+        with span("qkv"):
+            x, norm, delta = stream.residual.input(layer.input_norm)
+            if layer.head_norm is None and _few(x, layer.qkv):
+                if delta is not None:
+                    x.add_(delta)
+                scaled = None if norm is None else (norm.weight, norm.eps)
+                fused = product.Fused(scaled, rope=product.RopeWrite(places, keys, values))
+                q: Tensor = product.product(x, layer.qkv.weight, layer.qkv.bias, self.work, fused)
+                return q
+            qkv = apply(layer.qkv, x, self.work, norm=norm, delta=delta)
+            turned: Tensor = rope_write(qkv, places, keys, values, layer.head_norm)
+            return turned
+
+    def places(self, pool: KVPool, positions: Tensor, slots: Tensor, real: int) -> Places:
+        """See Places; of tokens whose keys and values go into `pool`."""
+        num_kv, page_size = pool.keys.shape[2:4]
+        return Places(positions, slots, self.cos, self.sin, real, num_kv, page_size)
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """float32 [R, V] of rows x [R, hidden] of what `forward` gives, in `out` where it is given; None on all ranks

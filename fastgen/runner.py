@@ -14,12 +14,12 @@ from fastgen.attention import Attention, StepLayout
 from fastgen.cache.host import Arrivals, HostTier
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
-from fastgen.graphs import DecodeGraphs, batch_sizes, shared_sizes
+from fastgen.graphs import Graphs, batch_sizes, shared_sizes
 from fastgen.kernels.lanes import DecodeInput, advance
 from fastgen.kernels.launch import current
-from fastgen.kernels.rope import Places
 from fastgen.model import ROW_TILE, Ends, StepInput, Transformer
 from fastgen.parallel import DepartedError
+from fastgen.pieces import Pieces, piece_sizes
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
 from fastgen.sampler import LARGE, LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
 from fastgen.weights import Update, write
@@ -70,7 +70,8 @@ class Runner:
 
     The last lane of all is padding: the rows that a CUDA graph has too many run there, on a page of its own. A step of
     decodes alone replays a graph, which takes tokens, positions and pages from the lanes, so that the host sends
-    nothing but what changed. Steps with prefills are launched kernel by kernel.
+    nothing but what changed. A step with prefills is sent whole, and launched kernel by kernel; if it has few tokens,
+    all but its attention is graphs too.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class Runner:
         self._kv_lens = np.zeros(lanes, dtype=np.int64)  # the host's mirrors
         self._flags = np.zeros(lanes, dtype=np.int64)  # plan_flags of each lane's parameters
         self._params = [SamplingParams()] * lanes
-        self.graphs: dict[bool, DecodeGraphs] = {}  # by whether rows share keys
+        self.graphs: dict[bool, Graphs] = {}  # of decodes, by whether rows share keys
+        self.pieces: Pieces | None = None  # of steps with prefills
         self.share_prefixes = attention.shares  # whether decodes read the keys once that they share
         self._tables = np.full((lanes, slots), pool.spare, dtype=np.int32)
         self._looked_at: tuple[int, ...] = ()  # the decodes that `_sharing` holds for
@@ -104,10 +106,12 @@ class Runner:
         self._decode_lanes = np.zeros(0, dtype=np.int64)
 
     @torch.inference_mode()
-    def capture(self, sizes: list[int] | None = None) -> None:
-        """Capture decode steps of these many lanes (None: of all that are of use) as CUDA graphs."""
+    def capture(self, sizes: list[int] | None = None, pieces: list[int] | None = None) -> None:
+        """Capture decode steps of these many lanes, and the pieces of steps of these many tokens (None: of all that are
+        of use), as CUDA graphs."""
         most = self.config.max_seqs
         sizes = sizes or batch_sizes(most)
+        pieces = piece_sizes(self.config.max_step_tokens) if pieces is None else pieces
         self._step = DecodeInput.empty(most, self.device)
         self._step.lanes.fill_(most)
         rows = most if self.group.rank == 0 else 0  # elsewhere there are no logits
@@ -118,14 +122,17 @@ class Runner:
                 self.decode(size, shared)
             self.share_prefixes = self.share_prefixes and self.attention.shares
             if self.attention.capturable:
-                plain = DecodeGraphs(sizes, self.device)
+                plain = Graphs(sizes, self.device)
                 plain.capture(self.decode)
                 self.graphs = {False: plain}
                 if self.share_prefixes:
-                    self.graphs[True] = DecodeGraphs(shared_sizes(sizes), self.device, beside=plain)
+                    self.graphs[True] = Graphs(shared_sizes(sizes), self.device, beside=plain)
                     self.graphs[True].capture(lambda size: self.decode(size, shared=True))
                 for graphs in self.graphs.values():
                     self.group.hold(graphs)
+                if pieces:
+                    self.pieces = Pieces(self.model, self.pool, pieces, beside=plain)
+                    self.group.hold(self.pieces.graphs)
 
     def forget(self) -> None:
         """All lanes are empty again."""
@@ -167,7 +174,7 @@ class Runner:
         step = self._step.first(size)
         advance(self.state.last_token, self.kv_lens, self.page_table, step, self.pool.page_size)
         plan = self.attention.plan_decode(step.lanes, step.kv_lens, self.page_table, shared)
-        places = self._places(step.positions, step.slots, size)
+        places = self.model.places(self.pool, step.positions, step.slots, size)
         x = self.model.forward([StepInput(step.token_ids, places, plan)], self.pool, self.attention)
         self.model.logits(x, self._logits[:size])
 
@@ -296,10 +303,14 @@ class Runner:
         return Launched(batch, self._step.lanes[:count], self._step.kv_lens[:count], logits)
 
     def _launch(self, batch: Batch, shared: bool, arrivals: Arrivals | None) -> Launched:
-        """Any step, kernel by kernel."""
-        step = _Lengths.of(batch, self._kv_lens)
+        """Any step, kernel by kernel, or in pieces."""
+        step, decodes = _Lengths.of(batch, self._kv_lens), len(batch.decodes)
+        parts = step.parts(decodes) if self.group.size > 1 else [step]
         total = int(step.query_lens.sum())
+        pieces = self.pieces if self.pieces and total <= self.pieces.sizes[-1] and len(parts) == 1 else None
         padding = -total % ROW_TILE if self.device.type == "cpu" else 0
+        if pieces:
+            padding = pieces.size_of(total) - total
         few = len(step.rows) < total and not any(chunk.score for chunk in batch.prefills)
         ids, positions, owners, lanes, kv_lens, rows, drawn_from, drawing, drawn_at = self._upload(
             step.token_ids(batch, padding),
@@ -312,7 +323,6 @@ class Runner:
             np.array(batch.sampling, dtype=np.int64),
             np.repeat(step.kv_lens, step.draws),
         )
-        decodes = len(batch.decodes)
         ids[:decodes] = self.state.last_token[lanes[:decodes]]
         self.kv_lens.index_put_((lanes,), kv_lens.int())
         page_size = self.pool.page_size
@@ -320,7 +330,7 @@ class Runner:
         slots = self.page_table[owners, at // page_size].long() * page_size + at % page_size
         slots = torch.nn.functional.pad(slots, (0, padding), value=-1)
         inputs, start, row = [], 0, 0
-        for part in step.parts(decodes) if self.group.size > 1 else [step]:
+        for part in parts:
             count = int(part.query_lens.sum())
             here = slice(start, total + padding if start + count == total else start + count)
             lone = start > 0  # the decodes, which may share keys, are all in the first part
@@ -329,18 +339,17 @@ class Runner:
             if few:
                 layout = part.ends.layout(self.page_table, len(part.rows), shared and not lone)
                 ends = Ends(rows[row : row + len(part.rows)] - start, layout)
-            places = self._places(positions[here], slots[here], count)
+            places = self.model.places(self.pool, positions[here], slots[here], count)
             inputs.append(StepInput(ids[here], places, plan, ends, arrivals))
             start, row = start + count, row + len(part.rows)
-        x = self.model.forward(inputs, self.pool, self.attention)
+        if pieces:
+            x = pieces.forward(inputs[0], self.attention)
+        else:
+            x = self.model.forward(inputs, self.pool, self.attention)
         # A fork draws from a copy of the row: copies of logits would take more memory than the largest step.
         wanted = x[: len(rows)] if few and not len(step.forks) else x[drawn_from]
         logits = self.model.logits(wanted) if len(rows) else None
         return Launched(batch, drawing, drawn_at.int(), logits, self._launch_scores(batch, x))
-
-    def _places(self, positions: Tensor, slots: Tensor, real: int) -> Places:
-        num_kv, page_size = self.pool.keys.shape[2:4]
-        return Places(positions, slots, self.model.cos, self.model.sin, real, num_kv, page_size)
 
     def _launch_scores(self, batch: Batch, x: Tensor) -> list[_Scores]:
         found = []

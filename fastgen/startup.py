@@ -30,12 +30,13 @@ from fastgen.loader import fill_random
 from fastgen.loader import load as load_checkpoint
 from fastgen.model import Transformer
 from fastgen.parallel import Group
+from fastgen.pieces import piece_sizes
 from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams, Score
 from fastgen.runner import SCORE_ROWS, Runner, largest_half
 
 log = logging.getLogger(__name__)
 
-GRAPH_BYTES = 4e6  # that a captured step takes beside its tensors
+GRAPH_BYTES = 4e6  # that a captured step, or the pieces of one, take beside their tensors
 
 
 def find_device(name: str | None) -> str:
@@ -154,12 +155,13 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     # One slot of the host tier takes as much of the GPU's memory as all of them.
     probe = _assemble(model, replace(config, num_pages=1, host_pages=min(config.host_pages, 1)))
     _rehearse(probe)
+    pieces = piece_sizes(config.max_step_tokens)
     if probe.attention.capturable:
-        probe.capture([config.max_seqs])
+        probe.capture([config.max_seqs], pieces[-1:])
         _rehearse(probe)  # whose memory the graph may have taken
     left = device_memory(config.device)  # torch keeps what the largest step took
     sizes = batch_sizes(config.max_seqs)
-    graphs = len(sizes) + len(shared_sizes(sizes)) * probe.attention.shares
+    graphs = len(sizes) + len(shared_sizes(sizes)) * probe.attention.shares + len(pieces)
     del probe
     gc.collect()
     release_memory(config.device)

@@ -14,7 +14,7 @@ from conftest import Script, check_idle, random_ids
 
 from fastgen import Generator, SamplingParams
 from fastgen.attention.reference import ReferenceAttention
-from fastgen.graphs import DecodeGraphs, batch_sizes, shared_sizes
+from fastgen.graphs import Graphs, batch_sizes, shared_sizes
 from fastgen.kernels.lanes import DecodeInput
 from fastgen.model import ROW_TILE
 
@@ -35,7 +35,7 @@ def test_batch_sizes_rise_to_the_largest_and_lie_close(most: int) -> None:
     assert all(large <= max(4, 2 * small) for small, large in pairwise(shared))
 
 
-class Called(DecodeGraphs):
+class Called(Graphs):
     """Calls the step in place of replaying it."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
@@ -50,11 +50,17 @@ class Called(DecodeGraphs):
         self._step(size)
 
 
+def capturable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a Runner captures from now on is `Called`."""
+    monkeypatch.setattr("fastgen.runner.Graphs", Called)
+    monkeypatch.setattr("fastgen.pieces.Graphs", Called)
+    monkeypatch.setattr(ReferenceAttention, "capturable", True)
+
+
 def with_graphs(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Decode through `Called` from now on; returns the sizes that ran."""
+    """Go through `Called` from now on; returns the sizes of decodes that ran."""
     runner = gen._runner
-    monkeypatch.setattr("fastgen.runner.DecodeGraphs", Called)
-    monkeypatch.setattr(type(runner.attention), "capturable", True)
+    capturable(monkeypatch)
     # A multiple of ROW_TILE rows, as without graphs, or the products of the CPU would round otherwise.
     runner.capture([ROW_TILE, 2 * ROW_TILE])
     graphs = runner.graphs[False]
@@ -112,8 +118,7 @@ def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, mon
     """Five lanes that share nothing run in a step of 5, and later, sharing keys, in one of 8, whose other rows must be
     padding: lanes that ended long ago would write into pages that others have."""
     shares = [False]
-    monkeypatch.setattr("fastgen.runner.DecodeGraphs", Called)
-    monkeypatch.setattr(ReferenceAttention, "capturable", True)
+    capturable(monkeypatch)
     monkeypatch.setattr(ReferenceAttention, "shares", True)
     monkeypatch.setattr(ReferenceAttention, "share", lambda *_: shares[0])
     with Generator(llama, max_seqs=8, max_model_len=128, page_size=16, seed=0, num_pages=30) as gen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,6 +93,13 @@ def test_rope_and_the_way_into_the_pool(
     close(pool, twin_pool)
     written = (pool != before).any(-1).any(2).any(0)
     assert written.flatten().nonzero().flatten().tolist() == [0, 3, 4, 11, 19]
+    # Where padding counts as real, as in a graph, the twin writes it to a place of the last page; the kernel nowhere.
+    places = replace(places, slots=slots.masked_fill(slots == 19, -1), real=tokens)
+    pool, twin_pool = before.clone(), before.clone()
+    close(rope_write.launch(qkv, places, *pool, norm), rope_write.twin(qkv, places, *twin_pool, norm))
+    close(pool[:, :-1], twin_pool[:, :-1])
+    for found, expected in ((pool, [0, 3, 4, 11]), (twin_pool, [0, 3, 4, 11, 19])):
+        assert (found != before).any(-1).any(2).any(0).flatten().nonzero().flatten().tolist() == expected
 
 
 def test_advance() -> None:

@@ -33,6 +33,7 @@ LEVELS = {
     "fastgen.attention": 2,
     "fastgen.cache.host": 3,
     "fastgen.graphs": 3,
+    "fastgen.pieces": 3,
     "fastgen.loader": 3,
     "fastgen.model": 3,
     "fastgen.sampler": 3,

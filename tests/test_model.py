@@ -30,7 +30,8 @@ def prefill_logits(gen: Generator, prompts: list[list[int]]) -> list[Tensor]:
     owner = torch.repeat_interleave(torch.arange(len(prompts)), lens)
     padding = -len(positions) % ROW_TILE
     slots = table[owner, positions // size] * size + positions % size
-    places = runner._places(
+    places = runner.model.places(
+        runner.pool,
         torch.nn.functional.pad(positions, (0, padding)),
         torch.nn.functional.pad(slots, (0, padding), value=-1),
         len(positions),

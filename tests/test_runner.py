@@ -16,7 +16,7 @@ import torch
 from conftest import VOCAB, Turns, allow, check_idle, hf_logits, random_ids
 from handmade import make_runner, siblings, start, table
 from handmade import run as run_batch
-from test_graphs import Called
+from test_graphs import Called, capturable
 
 from fastgen import Event, Generator, SamplingParams
 from fastgen import runner as module
@@ -344,8 +344,7 @@ def test_a_fork_says_what_a_lane_that_prefilled_says(family: Path, length: int) 
 def test_forks_go_on_in_graphs(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, prompt = make_runner(llama, max_seqs=ROW_TILE), random_ids(21)
     expected, _ = siblings(runner, prompt, forked=False)
-    monkeypatch.setattr("fastgen.runner.DecodeGraphs", Called)
-    monkeypatch.setattr(type(runner.attention), "capturable", True)
+    capturable(monkeypatch)
     runner.capture([ROW_TILE])
     runner.forget()
     assert siblings(runner, prompt, forked=True)[0] == expected

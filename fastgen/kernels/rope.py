@@ -50,7 +50,8 @@ class Places:
 
     @cached_property
     def rows(self) -> Tensor:
-        """Rows of a layer's keys.view(-1, D) that the real tokens' heads go to: int64 [real * K]; for the twin."""
+        """Rows of a layer's keys.view(-1, D) that the real tokens' heads go to: int64 [real * K]; for the twin. (In a
+        graph padding counts as real: its slots, -1, are then the last of the last page, which is spare.)"""
         slots = self.slots[: self.real]
         row = (slots // self.page_size * (self.num_kv * self.page_size) + slots % self.page_size)[:, None]
         return (row + torch.arange(self.num_kv, device=row.device) * self.page_size).flatten()

@@ -1,5 +1,5 @@
-"""A decode step replayed as a CUDA graph is, bit for bit, the same step launched kernel by kernel; and what steps need
-is compiled when they begin.
+"""A decode step replayed as a CUDA graph is, bit for bit, the same step launched kernel by kernel, and so are pieces of
+a step with prefills; and what steps need is compiled when they begin.
 
 (Named unlike tests/test_graphs.py, beside which pytest could not collect a second file of that name.)
 """
@@ -108,6 +108,50 @@ def test_decodes_are_replayed_and_prefills_are_not() -> None:
         assert len(ran) in (19, 20)  # and perhaps a step too many
         assert set(ran) == {graphs.size_of(5)}
         assert len({tuple(output.completions[0].token_ids) for output in outputs}) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_in_pieces_are_those_launched_kernel_by_kernel(
+    name: str | None, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replayed pieces are the same bits as called ones; without pieces, but for rounding: fewer rows may go through
+    another matrix product."""
+    options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "max_seqs": 16, "kv_cache_gb": 1.0, "seed": 0}
+    if name is not None:
+        (tmp_path / "config.json").write_text(json.dumps({**KNOWN[name][0], "num_hidden_layers": 2}))
+        options |= {"model": tmp_path, "load": "dummy", "max_model_len": 2048}
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=0, ignore_eos=True)
+    draw = np.random.default_rng(0)
+    with Generator(**options, prefix_cache=False) as gen:
+        runner, vocab = gen._runner, gen.model_config.vocab_size
+        pieces = runner.pieces
+        assert pieces is not None
+        prompts = [
+            draw.integers(0, vocab, length).tolist() for length in (1, 9, 16, 17, 32, 33, 64, 100, 160, 255, 256)
+        ]
+        replay, ran, found = pieces.graphs.run, [], []
+
+        def said() -> list[float]:
+            """Alone and scored, of the last token alone, and beside decodes."""
+            scores = [logprob for prompt in prompts for logprob in gen.score([prompt], start=1)[0]]
+            busy = gen.add(prompts[4], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+            for prompt in prompts:
+                gen.add(prompt, params)
+                while gen.unfinished > 1:
+                    scores += [event.raw_logprobs[0] for event in gen.step() if event.finish_reason]
+            gen.abort(busy)
+            return scores
+
+        for run in (lambda number: (ran.append(number), replay(number)), pieces._piece):
+            monkeypatch.setattr(pieces.graphs, "run", run)
+            found.append(said())
+        runner.pieces = None
+        found.append(said())
+    assert {number // len(runner.model.layers) for number in ran} == set(pieces.sizes)
+    assert found[0] == found[1]
+    error = np.abs(np.subtract(found[0], found[2]))
+    assert error.mean() < (0.02 if dtype == "bfloat16" else 1e-3)
 
 
 LATE = """

@@ -226,13 +226,13 @@ import json, os, sys
 import torch
 import torch.distributed as dist
 from fastgen import Generator, SamplingParams
-from fastgen.graphs import DecodeGraphs
+from fastgen.graphs import Graphs
 
-ran, replay = [], DecodeGraphs.run
+ran, replay = [], Graphs.run
 def counted(self, size):
     ran.append(size)
     replay(self, size)
-DecodeGraphs.run = counted
+Graphs.run = counted
 
 asked = json.loads(sys.argv[1])
 rank = int(os.environ["LOCAL_RANK"])
@@ -241,9 +241,10 @@ dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
 with Generator(tp_group=dist.group.WORLD, **asked["options"]) as gen:
     ran.clear()  # what its start replayed
     outputs = gen.generate(asked["prompts"], SamplingParams(**asked["params"]))
+    decodes = [size for size in ran if size <= gen.config.max_seqs]  # the pieces of prefills have larger numbers
     answers = [[completion.token_ids for completion in output.completions] for output in outputs]
 ranks = [None] * dist.get_world_size()
-dist.all_gather_object(ranks, {"answers": answers, "replayed": len(ran)})
+dist.all_gather_object(ranks, {"answers": answers, "replayed": len(decodes)})
 if rank == 0:
     print(json.dumps(ranks))
 dist.destroy_process_group()
