@@ -174,6 +174,7 @@ def test_a_tokenizer_and_its_model_may_differ_in_size(vocabulary: Vocabulary, di
         ({"type": "object", "properties": 5}, "properties"),
         ({"not": {"type": "string"}}, '"not"'),
         ({"type": "string", "format": "secret"}, "Unknown format: secret"),
+        ({"$ref": "#"}, "NoExtensionBias"),  # which only shows in the first mask
     ],
 )
 def test_a_bad_schema_is_told_with_its_reason(compiler: Compiler, schema: dict[str, Any], reason: str) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from serving import STUB, Server, alive, request_bytes, until
 
 from fastgen import processes
 from fastgen.cli.serve.app import make_app
+from fastgen.cli.serve.grammar import Grammar
 from fastgen.cli.serve.main import main
-from fastgen.cli.serve.models import Service
-from fastgen.cli.serve.options import read_options
+from fastgen.cli.serve.models import Queue, Served, Service
+from fastgen.cli.serve.options import ModelOptions, read_options
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -150,6 +152,27 @@ def test_what_is_no_http_is_told_as_all_errors_are(server: Server, begun: bytes)
     assert told.endswith(b'"type":"invalid_request_error","param":null,"code":"invalid_http"}}')
 
 
+@pytest.mark.parametrize(
+    "begun", [b"GET /health?", b"GET /health HTTP/1.1\r\nA: ", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /"]
+)
+def test_a_head_that_does_not_end_is_refused(server: Server, begun: bytes) -> None:
+    with server.send(begun) as connection:
+        for _ in range(1000):
+            try:
+                connection.sendall(b"a" * 1000)
+            except OSError:
+                return
+            time.sleep(0.0001)
+    raise AssertionError("the server takes all of it")
+
+
+def test_a_large_body_is_no_large_head(server: Server) -> None:
+    first = request_bytes("/completions", {"prompt": "a" * 800_000})
+    told = reply(server.send(first + b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"))
+    assert told.startswith(b"HTTP/1.1 413 ")
+    assert told.endswith(b'{"status":"ok"}')
+
+
 # ------------------------------------------------------------------------------------------------ clients that go
 
 
@@ -180,6 +203,24 @@ def test_a_client_that_goes_while_it_waits_or_sends_leaves_nothing(server: Serve
     running.close()
     until(server.idle, 3)
     assert server.stats()["aborted_total"] - before["aborted_total"] == 2
+
+
+def test_grammars_that_take_long_do_not_hold_up_the_prompts_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Event()
+    monkeypatch.setattr(Served, "_compile", lambda *_: done.wait())
+    model = Served(ModelOptions("x", None, {}), Queue(1, 1))
+
+    async def ask() -> None:
+        checks = [asyncio.ensure_future(model.check_grammar(Grammar("start: /a/"))) for _ in range(100)]
+        try:
+            await asyncio.sleep(0)
+            await asyncio.wait_for(asyncio.to_thread(int), 10)
+            assert not any(check.done() for check in checks)
+        finally:
+            done.set()
+        await asyncio.gather(*checks)
+
+    asyncio.run(ask())
 
 
 def test_the_time_in_the_queue_is_measured(server: Server) -> None:

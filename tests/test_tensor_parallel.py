@@ -417,7 +417,7 @@ def test_what_can_not_work_is_told_before_ranks_are_started(
     options: dict[str, Any], kind: type[Exception], text: str, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(workers, "_spawn", lambda *_: pytest.fail("a rank is started"))
+    monkeypatch.setattr(workers, "spawn", lambda *_: pytest.fail("a rank is started"))
     with pytest.raises(kind, match=re.escape(text)):
         Generator(llama, **{"device": "cpu", **options})
 

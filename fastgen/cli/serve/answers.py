@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from fastgen.cli.serve.engine import Stream
 from fastgen.cli.serve.fields import NamedTool
-from fastgen.cli.serve.grammar import answer_rule
+from fastgen.cli.serve.grammar import Grammar, answer_rule
 from fastgen.cli.serve.metrics import Meter
 from fastgen.cli.serve.models import Place, Served, Service
 from fastgen.cli.serve.protocol import (
@@ -138,6 +138,8 @@ async def answer(service: Service, request: Request, send: Send) -> None:
         reply, params = await asyncio.to_thread(_prepare, model, request)
         for number, prompt in enumerate(reply.prompts):
             place.count(number, len(prompt.ids))
+        if isinstance(request, ChatRequest) and isinstance(params.mask, Grammar):
+            await _check_grammar(model, request, params.mask)
         model.check_ready()  # it may have died meanwhile
         streams = []
         for number, prompt in enumerate(reply.prompts):
@@ -283,10 +285,21 @@ def _prepare_chat(model: Served, request: ChatRequest) -> tuple[ChatReply, Sampl
     try:
         rule = answer_rule(None if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True))
         grammar = calling.grammar(rule)
-        if grammar is not None:
-            model.check_grammar(grammar)
     except ValueError as error:
-        formatted = wanted is not None and wanted.type != "text"
-        raise refused(error, "response_format" if formatted else "tools") from None
+        raise refused(error, _ruled_by(request)) from None
     params = request.sampling_params(model.defaults, grammar)  # type: ignore[arg-type]  # a MaskFactory
     return ChatReply(request, model.name, prompt, model.vocabulary, lambda: calling.parser() or Plain()), params
+
+
+async def _check_grammar(model: Served, request: ChatRequest, grammar: Grammar) -> None:
+    """Raises ApiError where it can not be compiled."""
+    try:
+        await model.check_grammar(grammar)
+    except ValueError as error:
+        raise refused(error, _ruled_by(request)) from None
+
+
+def _ruled_by(request: ChatRequest) -> str:
+    """The field that a grammar comes of."""
+    wanted = request.response_format
+    return "tools" if wanted is None or wanted.type == "text" else "response_format"

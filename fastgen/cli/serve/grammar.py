@@ -94,17 +94,19 @@ class Compiler:
         matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(grammar.source), log_level=0)
         if matcher.is_error():
             raise ValueError(_reason(matcher.get_error()))
-        return GrammarMask(matcher, -(-self._size // 32))
+        mask = GrammarMask(matcher, -(-self._size // 32))
+        mask.fill(np.empty(mask.words, dtype=np.int32))  # some errors show here, after a second that no step may wait
+        return mask
 
 
 class GrammarMask:
     """A TokenMask that follows a grammar. words: of 32 tokens each, that the matcher writes."""
 
     def __init__(self, matcher: Any, words: int) -> None:
-        self._matcher, self._words = matcher, words
+        self._matcher, self.words = matcher, words
 
     def fill(self, row: np.ndarray) -> None:
-        bits = row if len(row) == self._words else np.empty(self._words, dtype=np.int32)
+        bits = row if len(row) == self.words else np.empty(self.words, dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._check()
         if bits is not row:
@@ -115,7 +117,7 @@ class GrammarMask:
         self._check()
 
     def copy(self) -> GrammarMask:
-        return GrammarMask(self._matcher.deep_copy(), self._words)
+        return GrammarMask(self._matcher.deep_copy(), self.words)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrammarMask:
         return self.copy()

@@ -23,11 +23,30 @@ from fastgen.cli.serve.models import Service
 from fastgen.cli.serve.options import Options, read_options
 from fastgen.cli.serve.protocol import ApiError
 
+MAX_HEAD = 65536  # bytes of a request's first line and headers
 KEEP_ALIVE_SECONDS = 120  # longer than clients keep a connection that they do not use, so that it is theirs to close
 
 
 class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # which one depends on what is installed
-    """One whose own errors have the shape of all others."""
+    """One whose own errors have the shape of all others, and that limits the head of a request, which httptools does
+    not (h11 does, and calls none of these)."""
+
+    _head = 0.0  # bytes of one, those that it began with aside; -inf behind it
+
+    def data_received(self, data: bytes) -> None:
+        self._head += len(data)
+        super().data_received(data)
+        if self._head > MAX_HEAD:
+            self._head = -math.inf
+            self.send_400_response(f"the head of the request is larger than {MAX_HEAD} bytes")
+
+    def on_message_begin(self) -> None:
+        self._head = 0.0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head = -math.inf
+        super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fastgen.arch import sampling_defaults
@@ -84,7 +84,7 @@ class Served:
         self.trouble: str | None = None
         self._read = False
         self._compiler: Compiler | None = None
-        self._compiling = threading.Lock()
+        self._compiling = ThreadPoolExecutor(1, "fgserve-compile")
 
     async def start(self) -> None:
         """Raises what Engine.start does."""
@@ -109,13 +109,16 @@ class Served:
         if not self.ready:
             raise ApiError(503, self.trouble or f"the model {self.name} is being loaded", code="not_ready")
 
-    def check_grammar(self, grammar: Grammar) -> None:
-        """Raises ValueError where it can not be compiled. May take a second: call it in a thread."""
-        with self._compiling:
-            if self._compiler is None:
-                assert self.tokenizer is not None, "a grammar comes of a chat"
-                info = self.engine.info
-                self._compiler = Compiler(self.tokenizer, info.vocab_size, info.eos_ids)
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Raises ValueError where it can not be compiled. That may take seconds, in a thread of its own: prompts of
+        others are tokenized meanwhile."""
+        await asyncio.get_running_loop().run_in_executor(self._compiling, self._compile, grammar)
+
+    def _compile(self, grammar: Grammar) -> None:
+        if self._compiler is None:
+            assert self.tokenizer is not None, "a grammar comes of a chat"
+            info = self.engine.info
+            self._compiler = Compiler(self.tokenizer, info.vocab_size, info.eos_ids)
         self._compiler.compile(grammar)
 
     async def keep(self, restart: bool) -> None:
