@@ -74,7 +74,9 @@ def test_connections_send_small_pieces_at_once() -> None:
 
 
 def test_tokens_and_models(server: Server, client: OpenAI) -> None:
-    assert client.models.list().data[0].id == "fastgen-tiny"
+    (model,) = client.models.list().data
+    assert model.id == "fastgen-tiny"
+    assert client.models.retrieve("any/name at all") == model
     told = server.post("/tokenize", {"prompt": "hello you"}).json()
     assert told["count"] == len(told["tokens"])
     assert "hello you" in server.post("/v1/detokenize", {"tokens": told["tokens"]}).json()["prompt"]

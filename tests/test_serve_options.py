@@ -98,6 +98,7 @@ def test_models_on_other_gpus_or_with_a_share_of_their_own_are_left_alone(tmp_pa
     ("argv", "file", "environment", "said"),
     [
         (["--port", "70000"], None, {}, "argument --port: is 70000; it must be at least 0 and at most 65535"),
+        (["--api-key", ""], None, {}, "argument --api-key: is empty; give it a value, or leave it out"),
         (["--port", "x"], None, {}, "argument --port: is 'x'; it must be a whole number"),
         ([], None, {"FASTGEN_MAX_BODY_MB": "nan"}, "FASTGEN_MAX_BODY_MB is nan; it must be above 0"),
         ([], None, {"FASTGEN_RESTART": "maybe"}, "FASTGEN_RESTART is 'maybe'; it must be true or false"),

@@ -34,6 +34,7 @@ from fastgen.cli.serve.shapes import (
     ChatCompletion,
     Completion,
     DetokenizeReply,
+    Model,
     ModelList,
     Status,
     TokenizeReply,
@@ -138,6 +139,7 @@ class _Routes:
             )
         gets: list[tuple[str, Callable[..., Awaitable[Response]], Any]] = [
             ("/models", self.models, ModelList),
+            ("/models/{name:path}", self.model, Model),
             ("/tokenizer_info", self.tokenizer_info, TokenizerInfo),
             ("/health", self.health, Status),
             ("/ready", self.ready, Status),
@@ -176,6 +178,11 @@ class _Routes:
         loaded = [model for model in self._service.models.values() if model.ready]
         contexts = [model.engine.info.max_model_len for model in loaded]
         return json_response(model_list([model.name for model in loaded], self._created, contexts))
+
+    async def model(self, name: str) -> Response:
+        """One of them, chosen as a request's `model` chooses."""
+        model = self._service.choose(name)
+        return json_response(model_list([model.name], self._created, [model.engine.info.max_model_len])["data"][0])
 
     async def health(self) -> Response:
         """Whether the engines are idle or getting on."""

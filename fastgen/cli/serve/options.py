@@ -80,6 +80,8 @@ class Option:
     def read(self, text: str) -> Value:
         """The value that a text says. Raises ValueError, whose message goes on where the option's name ends."""
         if self.kind is str:
+            if not text:
+                raise ValueError("is empty; give it a value, or leave it out")
             return text
         if self.kind is bool:
             if text.lower() in ("1", "true", "yes", "on"):
