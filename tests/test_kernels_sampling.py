@@ -320,7 +320,9 @@ CUTS = [
 
 @pytest.mark.parametrize("name", ODD_ROWS)
 def test_what_is_kept_is_what_a_sort_keeps(name: str) -> None:
-    for fields in CUTS:
+    """On a GPU for each way to truncate; the interpreter, which takes half a second for each, does three or four."""
+    turn = 1 if DEVICE.type == "cuda" else 3
+    for fields in CUTS[list(ODD_ROWS).index(name) % turn :: turn]:
         params = SamplingParams(**fields)
         assert kept_by(ODD_ROWS[name][None], params) == [expected(ODD_ROWS[name], params)], fields
 
