@@ -38,7 +38,10 @@ def answered(lengths: list[list[int]]) -> list[RequestOutput]:
         RequestOutput(
             number,
             [1, 2, 3],
-            [Completion(k, ids, "", [-0.1 * i for i in range(len(ids))], [], "stop") for k, ids in enumerate(group)],
+            [
+                Completion(k, ids, "", [-0.1 * i for i in range(len(ids))], [], [], "stop")
+                for k, ids in enumerate(group)
+            ],
         )
         for number, group in enumerate(said)
     ]
