@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastgen.parallel import DepartedError
+from fastgen.exchange import DepartedError
 
 
 def batch_sizes(most: int) -> list[int]:

@@ -32,7 +32,7 @@ import numpy as np
 
 from fastgen.arch import ModelConfig
 from fastgen.config import EngineConfig
-from fastgen.parallel import DepartedError
+from fastgen.exchange import DepartedError
 from fastgen.processes import portable
 from fastgen.request import Batch, SamplingParams, StepResult
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import secrets
 import socket
 from collections.abc import Callable, Iterator
@@ -24,10 +23,10 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from fastgen.exchange import CollectiveExchange, CopyExchange, Exchange, Layout, Shared
-from fastgen.exchange import DepartedError as DepartedError
+from fastgen.exchange import CollectiveExchange, CopyExchange, DepartedError, Exchange, Layout, Shared
 from fastgen.kernels import allreduce
 from fastgen.kernels.launch import triton
+from fastgen.processes import portable
 
 T = TypeVar("T")
 
@@ -304,7 +303,7 @@ class Group:
         errors: list[Exception | None] = [error]
         if self.size > 1:
             errors = [None] * self.size
-            self._together(dist.all_gather_object, errors, error and _portable(error))
+            self._together(dist.all_gather_object, errors, error and portable(error))
         if error is not None:
             raise error
         for rank, found in enumerate(errors):
@@ -319,11 +318,3 @@ class Group:
         numbers = torch.tensor([number], device=self._device)
         self._together(dist.all_reduce, numbers, dist.ReduceOp.MIN)
         return int(numbers)
-
-
-def _portable(error: Exception) -> Exception:
-    """An error that can be told to other ranks."""
-    with suppress(Exception):  # pickling runs the error's own code, which may raise anything
-        pickle.loads(pickle.dumps(error))
-        return error
-    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -225,9 +225,7 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    versions: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # of the weights, each with the output_len it began at
+    versions: list[tuple[int, int]] = field(default_factory=list)  # of the weights, and the output_len each began at
 
     def begin_version(self, version: int) -> None:
         """Tokens that come from now on are of weights of this version."""

@@ -22,8 +22,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch.distributed as dist
 
+from fastgen.exchange import DepartedError
 from fastgen.links import Draw, Failed, Launch, Link, Links, Message, Settle, Settled
-from fastgen.parallel import DepartedError, Group, host
+from fastgen.parallel import Group, host
 from fastgen.processes import portable
 from fastgen.request import Batch, StepResult
 from fastgen.runner import Launched, Runner

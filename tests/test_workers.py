@@ -24,8 +24,9 @@ from torch import Tensor
 
 from fastgen import links, workers
 from fastgen.config import EngineConfig
+from fastgen.exchange import DepartedError
 from fastgen.links import Failed, Launch, Link, Links, Message, Port, Settle, Start
-from fastgen.parallel import DepartedError, Part
+from fastgen.parallel import Part
 from fastgen.request import Batch, LaneStart, SamplingParams, StepResult
 from fastgen.weights import Update
 from fastgen.workers import Ranks, serve
