@@ -1,28 +1,28 @@
 """Messages between the process that schedules and the ranks.
 
-An interrupt (Ctrl-C) may come to the main thread at any point, and must not leave a message half sent, or sent to some
-ranks alone. So the main thread only puts messages into a queue, which no interrupt cuts in two; a thread sends them,
-and one thread a connection receives. No message is lost or doubled, and each connection keeps their order.
+A step must be told within 150 us, and to wake a thread takes 30 to 100. So the thread that schedules sends a step
+itself, and the thread of a rank that runs it receives it, which for a while does not even sleep (`Link.eager`).
 
-That thread runs when the main thread lets it: Python switches between busy threads every 5 ms. So the main thread waits
-until a message is sent, about 50 us, before it goes on.
+An interrupt (Ctrl-C) may come to the thread that schedules at any point, and must not leave a message half sent, or
+sent to some ranks alone. What is to be sent to all ranks is noted in one piece, and how much of it a connection has
+taken is noted in the same call that sends it (`_Part`), so what an interrupt cuts short goes on with the next message.
+No message is lost or doubled, and each connection keeps their order.
 """
 
 from __future__ import annotations
 
-import copyreg
-import io
-import os
 import pickle
+import select
 import socket
+import struct
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field, fields
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -34,10 +34,11 @@ from fastgen.arch import ModelConfig
 from fastgen.config import EngineConfig
 from fastgen.exchange import DepartedError
 from fastgen.processes import portable
-from fastgen.request import Batch, SamplingParams, StepResult
+from fastgen.request import Batch, LaneStart, Prefill, SamplingParams, Score, StepResult
 
 NOTED = 256  # the latest launches whose receipt a rank remembers
-SENDING = 1e-3  # seconds that a message's sending is waited for: a rank that is slow to read delays nobody for longer
+LENGTH = struct.Struct("<Q")  # of a message, which it begins with
+STUCK = 0.5  # seconds without a byte taken, after which a rank is cut off where others have failed, or all is closed
 
 
 class Message:
@@ -77,11 +78,10 @@ class Ready(Message):
 
 @dataclass(frozen=True, slots=True)
 class Launch(Message):
-    """To all ranks: run a step. Numbers only grow. again: its decodes are those of the launch before, and left out."""
+    """To all ranks: run a step. Numbers only grow."""
 
     number: int
     batch: Batch
-    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,38 +155,112 @@ class Failed(Message):
         return isinstance(self.error, DepartedError)
 
 
-def _reduce_params(params: SamplingParams) -> tuple[Callable[..., SamplingParams], tuple[dict[str, Any]]]:
-    """What a rank reads of them. The rest is the caller's business alone, and of types that need not pickle."""
-    values = {key: value for key, value in vars(params).items() if key not in ("mask", "stop", "stop_token_ids")}
-    if params.logit_bias is not None:
-        values["logit_bias"] = dict(params.logit_bias)
-    return _make_params, (values,)
+UNSENT = ("mask", "stop", "stop_token_ids", "logit_bias")
+SENT = tuple(each.name for each in fields(SamplingParams) if each.name not in UNSENT)
+"""What a rank reads of them, beside the biases. The rest is the caller's business alone, and may be of any type."""
+
+_params_fields = attrgetter(*SENT)
+_start_fields = attrgetter("lane", "seed", "index", "prompt_len", "stop_ids", "token_ids")
 
 
-def _make_params(values: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**values)
+def _dumps(message: Message, again: bool = False) -> bytes:
+    """What goes over a connection: a LENGTH, and so many bytes. again: the decodes are those of the launch before."""
+    data = pickle.dumps(_flat(message, again) if isinstance(message, Launch) else message, protocol=5)
+    return LENGTH.pack(len(data)) + data
 
 
-_batch_fields = attrgetter(*(each.name for each in fields(Batch)))
+def _loads(data: bytes, decodes: tuple[int, ...] = ()) -> Message:
+    """decodes: of the launch before."""
+    found = pickle.loads(data)
+    return found if isinstance(found, Message) else _launch(decodes, *found)
 
 
-def _reduce_launch(launch: Launch) -> tuple[Callable[..., Launch], tuple[Any, ...]]:
-    """In a quarter of the time that a dataclass takes by itself."""
-    return _make_launch, (launch.number, launch.again, *_batch_fields(launch.batch))
+def _flat(launch: Launch, again: bool) -> tuple[Any, ...]:
+    """A Launch as values of Python's own types, and the tokens of all chunks in one. Objects and arrays take 4 times as
+    long, most of all where the processor has done other things since the last step."""
+    batch = launch.batch
+    scores = [chunk.score and _flat_score(chunk.score) for chunk in batch.prefills]
+    chunks = [(x.lane, x.start, len(x.tokens), x.sample, x.forks) for x in batch.prefills]
+    groups = [[*group] for _, group in groupby(batch.starts, lambda start: id(start.params))]  # samples share them
+    starts = [(_flat_params(group[0].params), [*map(_start_fields, group)]) for group in groups]
+    tokens = b"".join([chunk.tokens.data for chunk in batch.prefills])
+    moves = batch.pages, batch.fresh, batch.saves, batch.loads, batch.copies
+    return launch.number, None if again else batch.decodes, batch.masked, tokens, chunks, scores, starts, *moves
 
 
-def _make_launch(number: int, again: bool, *values: Any) -> Launch:
-    return Launch(number, Batch(*values), again)
+def _launch(
+    before: tuple[int, ...],
+    number: int,
+    decodes: tuple[int, ...] | None,
+    masked: bool,
+    tokens: bytes,
+    chunks: list[tuple[Any, ...]],
+    scores: list[tuple[Any, ...] | None],
+    starts: list[tuple[tuple[Any, ...], list[tuple[Any, ...]]]],
+    pages: tuple[tuple[int, int, tuple[int, ...]], ...],
+    *moves: Any,
+) -> Launch:
+    ids, at, prefills, begun = np.frombuffer(tokens, np.int32), 0, [], []
+    for (lane, start, count, sample, forks), score in zip(chunks, scores, strict=True):
+        mine, at = ids[at : at + count], at + count
+        prefills.append(Prefill(lane, start, mine, sample, None if score is None else _score(*score), forks))
+    for values, group in starts:
+        params = _params(*values)
+        begun += [LaneStart(lane, params, *rest) for lane, *rest in group]
+    decodes = before if decodes is None else decodes
+    return Launch(number, Batch(decodes, tuple(prefills), tuple(begun), pages, masked, *moves))
 
 
-class _Pickler(pickle.Pickler):
-    dispatch_table = copyreg.dispatch_table | {SamplingParams: _reduce_params, Launch: _reduce_launch}
+def _flat_params(params: SamplingParams) -> tuple[Any, ...]:
+    return None if params.logit_bias is None else dict(params.logit_bias), *_params_fields(params)
 
 
-def _dumps(message: Message) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, protocol=5).dump(message)
-    return file.getvalue()
+def _params(bias: dict[int, float] | None, *values: Any) -> SamplingParams:
+    params = object.__new__(SamplingParams)  # what is not sent is as the class has it; `replace` takes 10 times as long
+    vars(params).update(zip(SENT, values, strict=True), logit_bias=bias)
+    return params
+
+
+def _flat_score(score: Score) -> tuple[int, bytes, int, float]:
+    return score.row, score.targets.tobytes(), score.top, score.temperature
+
+
+def _score(row: int, targets: bytes, top: int, temperature: float) -> Score:
+    return Score(row, np.frombuffer(targets, np.int32), top, temperature)
+
+
+def _read(connection: socket.socket) -> bytes:
+    """The next message, without its LENGTH; raises EOFError at the end."""
+    (length,) = LENGTH.unpack(_read_exactly(connection, LENGTH.size))
+    return _read_exactly(connection, length)
+
+
+def _read_exactly(connection: socket.socket, length: int) -> bytes:
+    data = connection.recv(length, socket.MSG_WAITALL)
+    while len(data) < length:  # at the end, and where a signal came
+        more = connection.recv(length - len(data), socket.MSG_WAITALL)
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+@dataclass(slots=True)
+class _Part:
+    """A message on its way to one rank; without data, the end of what is sent to it."""
+
+    connection: socket.socket
+    data: memoryview
+    taken: list[int] = field(default_factory=list)  # bytes, of each call
+
+    def send(self) -> bool:
+        """Send what the connection takes; whether that was all."""
+        if not self.data:
+            self.connection.shutdown(socket.SHUT_WR)
+            return True
+        # One call both sends and notes: an interrupt comes before it or behind it, or ends it before a byte is taken.
+        self.taken.extend(map(self.connection.send, [self.data[sum(self.taken) :]]))
+        return sum(self.taken) == len(self.data)
 
 
 class Links:
@@ -199,27 +273,40 @@ class Links:
     def __init__(self, failed: Callable[[], None] = lambda: None) -> None:
         self.failures: list[Failed] = []
         self._failed = failed
-        self._sending = threading.Lock()  # held by nobody: the thread releases it when all that is queued is sent
-        self._connections: dict[int, Connection] = {}
-        self._outgoing: SimpleQueue[Message | Mapping[int, Message] | None] = SimpleQueue()
+        self._connections: dict[int, socket.socket] = {}
+        self._unsent: deque[_Part] = deque()
+        self._decodes: tuple[int, ...] | None = None  # of the launch before
         self._incoming: SimpleQueue[tuple[int, Message]] = SimpleQueue()
         self._closing = False
-        self._threads: list[threading.Thread] = []
-        self._start(self._send_all)
+        self._threads: list[threading.Thread] = []  # that receive
 
-    def add(self, rank: int, connection: Connection) -> None:
+    def add(self, rank: int, connection: socket.socket) -> None:
         """Take over a connection to a rank."""
+        timeout = struct.pack("ll", int(STUCK), int(STUCK % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         self._connections[rank] = connection
-        self._start(self._receive_all, rank, connection)
+        thread = threading.Thread(target=self._receive_all, args=(rank, connection), name="fastgen-links", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def send(self, message: Message | Mapping[int, Message]) -> None:
-        """Send a message to all ranks, or to each its own; returns when it is sent, and after SENDING at the latest.
+        """Send a message to all ranks, or to each its own, and wait until the connections have taken it.
 
-        It must not be changed afterwards. An interrupt while this waits does not keep it from being sent.
+        What an interrupt keeps from being sent is sent with the next message. Behind a Failed nothing more is sent.
         """
-        self._sending.acquire(blocking=False)  # it is held now, by whomever
-        self._outgoing.put(message)
-        self._sending.acquire(timeout=SENDING)
+        decodes, self._decodes = self._decodes, None  # after an interrupt the next launch goes out whole
+        again = False
+        if isinstance(message, Launch):
+            again, decodes = message.batch.decodes is decodes, message.batch.decodes
+        each = dict.fromkeys(self._connections, message) if isinstance(message, Message) else message
+        distinct = {id(part): part for part in each.values()}
+        pickled = {key: memoryview(_dumps(part, again)) for key, part in distinct.items()}
+        parts = [_Part(self._connections[rank], pickled[id(part)]) for rank, part in each.items()]
+        if isinstance(message, Failed):
+            parts += [_Part(connection, memoryview(b"")) for connection in self._connections.values()]
+        self._unsent.extend(parts)
+        self._decodes = decodes
+        self._send_all()
 
     def receive(self, timeout: float | None = None) -> tuple[int, Message] | None:
         """The next message, after its sender's rank; None where none comes within so many seconds."""
@@ -244,52 +331,35 @@ class Links:
             threading.Thread(target=self.close, name="fastgen-close").start()
             return
         self._closing = True
-        self._outgoing.put(None)
-        self._threads[0].join(1.0)
+        self._send_all()
         for connection in self._connections.values():
-            with suppress(OSError):  # it is closed, or the other end is gone
-                _shut_down(connection)
+            with suppress(OSError):  # the other end is gone
+                connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(1.0)
         if not any(thread.is_alive() for thread in self._threads):  # else its number could become another file's
             for connection in self._connections.values():
                 connection.close()
 
-    def _start(self, target: Callable[..., None], *args: Any) -> None:
-        thread = threading.Thread(target=target, args=args, name="fastgen-links", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
     def _send_all(self) -> None:
-        decodes: tuple[int, ...] = ()  # of the launch before
-        while (message := self._outgoing.get()) is not None:
-            if isinstance(message, Launch):
-                again, decodes = message.batch.decodes is decodes, message.batch.decodes
-                if again:
-                    message = Launch(message.number, replace(message.batch, decodes=()), again)
-            parts = self._parts(message)
+        while self._unsent:
+            part = self._unsent[0]
             try:
-                distinct = {id(part): part for part in parts.values()}
-                pickled = {key: _dumps(part) for key, part in distinct.items()}
-            except Exception as error:
-                self._note(Failed.of(0, error))
-                continue
-            for rank, part in parts.items():
-                with suppress(OSError):  # it has ended, and the thread that receives from it says so
-                    self._connections[rank].send_bytes(pickled[id(part)])
-            if self._outgoing.empty() and self._sending.locked():
-                self._sending.release()
+                done = part.send()
+            except BlockingIOError:  # after STUCK seconds
+                done = self._closing or bool(self.failures)
+                if done:
+                    with suppress(OSError):
+                        part.connection.shutdown(socket.SHUT_RDWR)
+            except OSError:  # it has ended, and the thread that receives from it says so
+                done = True
+            if done:
+                self._unsent.popleft()
 
-    def _parts(self, message: Message | Mapping[int, Message]) -> Mapping[int, Message]:
-        """What each rank is sent."""
-        if isinstance(message, Message):
-            return dict.fromkeys(self._connections, message)
-        return message
-
-    def _receive_all(self, rank: int, connection: Connection) -> None:
+    def _receive_all(self, rank: int, connection: socket.socket) -> None:
         while True:
             try:
-                data = connection.recv_bytes()
+                data = _read(connection)
             except (EOFError, OSError):
                 if not self._closing and all(failed.rank != rank for failed in self.failures):
                     self._note(Failed(rank, None))
@@ -310,68 +380,64 @@ class Links:
 
 
 class Link:
-    """A rank's end of its connection. A thread receives; when the connection ends, or brings a Failed, it calls
-    `ended` at once."""
+    """A rank's end of its connection. When nothing more will come over it, a thread calls `ended` at once, whatever the
+    rank does and has not read.
 
-    def __init__(self, connection: Connection, ended: Callable[[], None]) -> None:
+    eager: seconds in which `receive` looks for a message again and again before it sleeps; who sleeps has it 100 us
+    later.
+    """
+
+    def __init__(self, connection: socket.socket, ended: Callable[[], None]) -> None:
         self._connection = connection
-        self._ended = ended
-        self._incoming: SimpleQueue[Message | Exception | None] = SimpleQueue()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
         self._sending = threading.Lock()
+        self._decodes: tuple[int, ...] = ()
+        self.eager = 0.0
         self._received: deque[tuple[int, float]] = deque(maxlen=NOTED)
-        threading.Thread(target=self._receive_all, name="fastgen-link", daemon=True).start()
+        self._watch = threading.Thread(target=_watch, args=(connection, ended), name="fastgen-link", daemon=True)
+        self._watch.start()
 
     @property
     def received(self) -> tuple[tuple[int, float], ...]:
-        """(number, time.monotonic()) of the latest launches, when they came."""
+        """(number, time.monotonic()) of the latest launches, when `receive` had them."""
         return tuple(self._received)
 
     def send(self, message: Message) -> None:
         """Send a message, from any thread; raises OSError where nobody is there."""
         data = _dumps(message)
         with self._sending:
-            self._connection.send_bytes(data)
+            self._connection.sendall(data)
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """The next message; None at the end. Raises what came up when it was read, and TimeoutError where nothing
-        comes within so many seconds."""
+        """The next message; None at the end. Raises TimeoutError where nothing comes within so many seconds. For one
+        thread, which can receive nothing more after an interrupt."""
+        deadline = time.monotonic() + self.eager
+        while not self._poll.poll(0) and time.monotonic() < deadline:
+            pass
+        if timeout is not None and not self._poll.poll(1e3 * timeout):
+            raise TimeoutError
         try:
-            message = self._incoming.get(timeout=timeout)
-        except Empty:
-            raise TimeoutError from None
-        if isinstance(message, Exception):
-            raise message
+            data = _read(self._connection)
+        except (EOFError, OSError):
+            return None
+        message = _loads(data, self._decodes)
+        if isinstance(message, Launch):
+            self._decodes = message.batch.decodes
+            self._received.append((message.number, time.monotonic()))
         return message
 
     def close(self) -> None:
-        """End the connection; the thread closes it."""
+        """End the connection."""
         with suppress(OSError):  # it has ended
-            _shut_down(self._connection)
-
-    def _receive_all(self) -> None:
-        decodes: tuple[int, ...] = ()
-        try:
-            while True:
-                message: Message = pickle.loads(self._connection.recv_bytes())
-                if isinstance(message, Launch):
-                    if message.again:
-                        message = Launch(message.number, replace(message.batch, decodes=decodes))
-                    decodes = message.batch.decodes
-                    self._received.append((message.number, time.monotonic()))
-                self._incoming.put(message)
-                if isinstance(message, Failed):
-                    self._ended()
-        except (EOFError, OSError):
-            self._ended()
-        except Exception as error:
-            self._incoming.put(error)
-        finally:
-            self._incoming.put(None)
-            with self._sending:
-                self._connection.close()
+            self._connection.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._watch:  # whose garbage collection closes this
+            self._watch.join(1.0)
+        self._connection.close()
 
 
-def _shut_down(connection: Connection) -> None:
-    """End a connection for all who hold it, forks of this process and threads that wait in it too."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as held:
-        held.shutdown(socket.SHUT_RDWR)
+def _watch(connection: socket.socket, ended: Callable[[], None]) -> None:
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    poll.poll()
+    ended()

@@ -14,10 +14,10 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from collections.abc import Generator as PyGenerator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -28,12 +28,12 @@ from fastgen.parallel import Group, host
 from fastgen.processes import portable
 from fastgen.request import Batch, StepResult
 from fastgen.runner import Launched, Runner
+from fastgen.sleeping import Rested, Sleep, SleepingRanks, Wake, rest
 from fastgen.transfer import TakePart, TookPart, check_agreement, take_part
 from fastgen.weights import Update
-from fastgen.workers import CONSEQUENCES, Replay
+from fastgen.workers import CONSEQUENCES, Replay, eagerness
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 HEARING = 5.0  # seconds in which who connects has to say who it is
 PATIENCE = 60.0  # seconds that the leader waits for the followers to connect
@@ -41,14 +41,6 @@ CLOSED = "this Generator is closed; make a new one"
 MEETING = 1.0  # seconds that a rank which closes waits for the others to
 LISTENING = 8.0  # seconds that a follower whom others have left waits for the leader to say why
 POLL = 50e-6  # seconds between two looks at a step that runs
-
-
-class Closable(Protocol[T_co]):
-    """A generator, as far as `iterate` knows it."""
-
-    def __next__(self) -> T_co: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +72,7 @@ class Closing(Message):
     """From a follower: it closes, and waits until all do: what a rank sends last, others may still read."""
 
 
-Answer = TypeVar("Answer", Call, Settled, TookPart)
+Answer = TypeVar("Answer", Call, Settled, TookPart, Rested)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +87,7 @@ class Step:
 # ------------------------------------------------------------------------------------------------ the ranks
 
 
-class Leader:
+class Leader(SleepingRanks):
     """Rank 0: used as a Runner is, within `call`. build: makes its runner, on all ranks at once; tell: what the others
     are told at the end of each call.
 
@@ -142,7 +134,7 @@ class Leader:
         finally:
             self._calling = False
 
-    def iterate(self, name: str, items: Closable[T]) -> Iterator[T]:
+    def iterate(self, name: str, items: PyGenerator[T, None, None]) -> Iterator[T]:
         """A generator's items, on all ranks; leaving early, which all must do at the same item, closes it."""
         try:
             while item := self.call(f"next of {name}", lambda: _next(items)):
@@ -192,6 +184,11 @@ class Leader:
         self._links.send(asked)
         mine = take_part(asked, update, self._runner)
         check_agreement({0: mine, **self._answers(TookPart, asked.number)}, wrote=write)
+
+    def _rest(self, asked: Sleep | Wake) -> dict[int, Rested]:
+        self._check()
+        self._links.send(asked)
+        return {0: rest(asked, self._runner), **self._answers(Rested, asked.number)}
 
     def settle(self) -> None:
         """Wait until nothing is on its way on any rank. Does nothing where the ranks no longer agree."""
@@ -282,6 +279,7 @@ class Follower:
             link.close()
             raise
         self.config = runner.config
+        link.eager = eagerness(runner.config.device, group.size)
         self._runner = runner
         self._replay = Replay(runner, link)
         self._end = weakref.finalize(self, _end_follower, runner, link, group, os.getpid())
@@ -365,7 +363,7 @@ def _gone(rank: int) -> RuntimeError:
     return RuntimeError(f"rank {rank} is gone; make new Generators")
 
 
-def _next(items: Closable[T]) -> list[T]:
+def _next(items: Iterator[T]) -> list[T]:
     try:
         return [next(items)]
     except StopIteration:
@@ -427,7 +425,7 @@ def connect(group: dist.ProcessGroup, failed: Callable[[], None] = lambda: None)
     key, addresses = _gather(None, group)[0]
     reached = _reach(addresses)
     reached.sendall(key + rank.to_bytes(4, "big"))
-    return Link(_connection(reached), failed)
+    return Link(_ready(reached), failed)
 
 
 def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -469,7 +467,7 @@ def _accept(server: socket.socket, key: bytes, size: int, failed: Callable[[], N
                 raise RuntimeError(f"ranks {sorted(missing)} have not connected in {PATIENCE:g} s") from error
             rank = _known(other, key)
             if rank in missing:
-                links.add(rank, _connection(other))
+                links.add(rank, _ready(other))
                 missing.discard(rank)
             else:
                 other.close()
@@ -492,7 +490,7 @@ def _known(other: socket.socket, key: bytes) -> int:
     return int.from_bytes(said[len(key) :], "big") if known else -1
 
 
-def _connection(of: socket.socket) -> Connection:
-    of.settimeout(None)
-    of.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(of.detach())
+def _ready(connection: socket.socket) -> socket.socket:
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection

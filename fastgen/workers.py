@@ -10,6 +10,7 @@ and with its connection each rank.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import itertools
 import logging
 import os
@@ -24,7 +25,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -58,14 +58,16 @@ from fastgen.processes import end, end_with_caller, ending, spawn
 from fastgen.profiling import LocalTracer
 from fastgen.request import Batch, StepResult
 from fastgen.runner import Launched, Runner
+from fastgen.sleeping import Rested, Sleep, SleepingRanks, Wake, rest
 from fastgen.startup import build_rank
 from fastgen.transfer import Arriving, SharedMemory, Taken, Weight, packed
 from fastgen.weights import Update
 
-Answer = TypeVar("Answer", Settled, Taken)
+Answer = TypeVar("Answer", Settled, Taken, Rested)
 Build = Callable[[Start, Link], Runner]
 
 CONSEQUENCES = 3.0  # seconds, from a failure that comes of another rank's, in which that one's is heard of
+EAGER = 0.1  # seconds, longer than most steps; see Link
 
 
 # ------------------------------------------------------------------------------------------------ the caller's side
@@ -79,7 +81,7 @@ class Handle:
     batch: Batch
 
 
-class Ranks:
+class Ranks(SleepingRanks):
     """Ranks in processes of their own, used as a Runner is.
 
     size: how many; options: of EngineConfig.make, without device and memory; device: "cpu" or "cuda" (rank i is on
@@ -115,8 +117,7 @@ class Ranks:
         level = logging.getLogger("fastgen").getEffectiveLevel()
         try:
             for rank in range(size):
-                connection = spawn(program, self._processes, self._shared.file)
-                self._links.add(rank, Connection(connection.detach()))
+                self._links.add(rank, spawn(program, self._processes, self._shared.file))
             start = Start(0, size, model_config, dict(options), folder, load, device, level)
             self._links.send({rank: replace(start, rank=rank) for rank in range(size)})
             self.config = self._wait_until_ready()
@@ -163,6 +164,11 @@ class Ranks:
         self._settle()
         self._shared.clear()
 
+    def _rest(self, asked: Sleep | Wake) -> dict[int, Rested]:
+        self._check()
+        self._links.send(asked)
+        return self._wait_for_all(Rested, asked.number)
+
     def start_trace(self) -> None:
         """Record what rank 0 does from the next step on."""
         self._check()
@@ -204,16 +210,16 @@ class Ranks:
         self._links.send(Settle(number))
         self._settled = number
         self._early.clear()
-        return self._wait_for_all(Settled, number)
+        return list(self._wait_for_all(Settled, number).values())
 
-    def _wait_for_all(self, kind: type[Answer], number: int) -> list[Answer]:
+    def _wait_for_all(self, kind: type[Answer], number: int) -> dict[int, Answer]:
         """Each rank's answer to the message of a number."""
         answers: dict[int, Answer] = {}
         while len(answers) < self.size:
             rank, message = self._receive()
             if isinstance(message, kind) and message.number == number:
                 answers[rank] = message
-        return list(answers.values())
+        return answers
 
     def _wait_until_ready(self) -> EngineConfig:
         configs: dict[int, EngineConfig] = {}
@@ -320,6 +326,8 @@ class Replay:
             self._runner.write_weights(arriving)
             if arriving.following is not None:
                 self.take(arriving.following)
+        elif isinstance(message, Sleep | Wake):
+            self._link.send(rest(message, self._runner))
         elif isinstance(message, StartTrace):
             self._tracer.start_trace()
         elif isinstance(message, WriteTrace):
@@ -356,7 +364,12 @@ class Replay:
             failed(error)
 
 
-def serve(connection: Connection, build: Build, leave: Callable[[int], Any] = os._exit) -> None:
+def eagerness(device: str, ranks: int) -> float:
+    """What `Link.eager` is to be: 0 where the cores are needed, for steps on the CPU or because they are few."""
+    return EAGER if device != "cpu" and len(os.sched_getaffinity(0)) > 2 * ranks else 0.0
+
+
+def serve(connection: socket.socket, build: Build, leave: Callable[[int], Any] = os._exit) -> None:
     """Be a rank, until its connection ends. build: makes its runner. leave: ends the process, with a status."""
     link = Link(connection, lambda: leave(1))
     start = link.receive()
@@ -372,27 +385,31 @@ def serve(connection: Connection, build: Build, leave: Callable[[int], Any] = os
     try:
         runner = build(start, link)
         link.send(Ready(runner.config))
+        link.eager = eagerness(start.device, start.size)
         replay = Replay(runner, link, fail if start.rank == 0 else None)
         while (message := link.receive()) is not None:
             replay.take(message)
     except BaseException as error:
         fail(error)
+    leave(1)  # as the link's thread does, whichever is first: nothing is to be taken apart in order
 
 
 def main(build: Build | None = None) -> None:
     """What a rank's process runs; its last argument is the number of its socket."""
     faulthandler.enable()
     end_with_caller()
-    serve(Connection(int(sys.argv[-1])), _build if build is None else build)
+    serve(socket.socket(fileno=int(sys.argv[-1])), _build if build is None else build)
 
 
 def _build(start: Start, link: Link) -> Runner:
-    torch.set_num_threads(max((os.cpu_count() or 1) // start.size, 1) if start.device == "cpu" else 1)
+    torch.set_num_threads(max(torch.get_num_threads() // start.size, 1) if start.device == "cpu" else 1)
     logging.basicConfig(format=f"rank {start.rank}: %(message)s")
     logging.getLogger("fastgen").setLevel(start.log_level if start.rank == 0 else logging.WARNING)
     device = torch.device("cuda", start.rank) if start.device == "cuda" else torch.device("cpu")
     group = Group(_join(start, link, device), device)
-    return build_rank(start.model_config, start.options, start.folder, start.load, str(device), group)
+    runner = build_rank(start.model_config, start.options, start.folder, start.load, str(device), group)
+    gc.freeze()  # or a collection of all that torch has brought along would hold up some step for 80 ms
+    return runner
 
 
 def _join(start: Start, link: Link, device: torch.device) -> dist.ProcessGroup:

@@ -89,8 +89,9 @@ def timed_launches(sender: Sender) -> Iterator[list[Launch]]:
 
 
 def bench_broadcast(arguments: argparse.Namespace) -> None:
-    """Microseconds that `launch` takes the caller, and from its beginning until the last rank has the Batch, while
-    steps run: of decodes of 512 lanes, and of prefills of as many tokens as a step has."""
+    """Microseconds that `launch` takes the caller, and from its beginning until the last rank has taken the Batch up,
+    while steps run: of decodes of 512 lanes, and of prefills of as many tokens as a step has. The thread of a rank that
+    takes it up is the one that launches, which in prefills is still at the step before: there the former counts."""
     decodes, prefills = Workload(512, 16, 200), Workload(64, 2048, 1)
     if arguments.smoke:
         decodes, prefills = Workload(4, 16, 40), Workload(6, 100, 1)

@@ -114,6 +114,7 @@ def main() -> None:
     ranks.found["nowhere"] = ranks.raised(lambda: Generator(ranks.mine(folder, "/nowhere"), tp_group=mesh, **OPTIONS))
     call_wrongly(ranks, gen)
     update(ranks, gen, Path(folder))
+    sleep(ranks, gen, Path(folder))
     ranks.die(gen, 0)
 
 
@@ -199,6 +200,21 @@ def update(ranks: Ranks, gen: Generator, folder: Path) -> None:
     while gen.unfinished:
         found["in flight"][1].append(gen.step())
     found["old"] = gen.generate(*(list(x) for x in zip(*FEW[:3], strict=True)))
+
+
+def sleep(ranks: Ranks, gen: Generator, folder: Path) -> None:
+    """Rank 0's arguments count."""
+    found, raised, mine = ranks.found, ranks.raised, ranks.mine
+    found["slept"] = [gen.sleep(mine(("weights", "kv_cache")), keep_weights=mine(False)), gen.sleep()]
+    found["asleep"] = [
+        raised(lambda: gen.wake(mine("kv"))),
+        raised(lambda: gen.generate([5, 6], SHORT)),
+        raised(lambda: gen.add([5, 6], SHORT)),
+    ]
+    gen.wake()
+    found["asleep"].append(raised(lambda: gen.generate([5, 6], SHORT)))
+    gen.update_weights(load_file(folder / "model.safetensors"))
+    found["awake"] = gen.generate(*(list(x) for x in zip(*FEW[:3], strict=True)))
 
 
 def broken() -> Iterator[Request]:

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.timeout(120)
 
 CLOSE = 1e-4  # of raw logprobs: what a sum in another order may change
 HERE = Path(__file__).parent
+PROGRAM = HERE / "ranks_program.py"
 MODELS = {  # fewer KV heads than ranks; a window; tied, with biases, a window in some layers; norms of heads
     "llama": {**FAMILIES["llama"][1], "num_key_value_heads": 1},
     "mistral": FAMILIES["mistral"][1],
@@ -126,6 +127,7 @@ def test_ranks_answer_as_one_process_whatever_comes_between(split: Generator, wh
     assert min(stats.preemptions, stats.pages_saved, stats.pages_loaded, stats.cached_tokens) > 0
 
 
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_what_ranks_answer_does_not_show_neighbours_that_are_aborted(split: Generator, whole: Generator) -> None:
     chosen = [REQUESTS[place] for place in (1, 4, 7, 8)]
     doomed = [split.add(random_ids(40, seed=seed), SamplingParams(n=2, ignore_eos=True)) for seed in range(3)]
@@ -194,6 +196,25 @@ def test_ranks_take_new_weights(split: Generator, whole: Generator, folder: Path
     check_idle(split)
 
 
+def test_ranks_sleep_and_wake(split: Generator, folder: Path) -> None:
+    """The host tier, which holds some of the pages, is awake."""
+    some = REQUESTS[1:4] + REQUESTS[8:9]
+    before = answers(split, some)
+    assert split.sleep() > 0
+    with pytest.raises(RuntimeError, match="call wake first"):
+        split.generate([5, 6, 7], SHORT)
+    split.wake()
+    assert list(map(contents, answers(split, some))) == list(map(contents, before))
+    split.sleep(keep_weights=False)
+    split.wake("weights")
+    weights = load_file(folder / "model.safetensors")
+    split.update_weights(weights)
+    split.wake()
+    split.update_weights(weights, version=0)  # as it was, for whatever test is next
+    assert list(map(contents, answers(split, some))) == list(map(contents, before))
+    check_idle(split)
+
+
 def endless() -> Iterator[Request]:
     while True:
         yield Request([5, 6, 7], SHORT)
@@ -232,16 +253,11 @@ def test_a_plain_script_and_ctrl_c(folder: Path, whole: Generator, tmp_path: Pat
 # ------------------------------------------------------------------------------------------- ranks that are there
 
 
-def start(command: list[str], **options: Any) -> subprocess.Popen[Any]:
+def start(command: list[str], variables: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
     """In a process group of its own, with this fastgen."""
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, **(variables or {})}
     return subprocess.Popen(command, env=environment, start_new_session=True, **options)
-
-
-def torchrun(*arguments: str) -> list[str]:
-    """Of the tests' program, two ranks a node."""
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments]
 
 
 def free_port() -> int:
@@ -250,14 +266,14 @@ def free_port() -> int:
         return port
 
 
-def saw(out: Path, ranks: int, nodes: list[subprocess.Popen[Any]], log: Path) -> list[dict[str, Any]]:
+def saw(out: Path, ranks: int, started: list[subprocess.Popen[Any]], log: Path) -> list[dict[str, Any]]:
     """What each rank of the program has seen, when all have ended."""
     try:
-        for node in nodes:
-            node.wait(60)
+        for process in started:
+            process.wait(60)
     except subprocess.TimeoutExpired:
-        for node in nodes:
-            os.killpg(node.pid, signal.SIGKILL)
+        for process in started:
+            os.killpg(process.pid, signal.SIGKILL)
         pytest.fail(f"the ranks live on\n{log.read_text()}")
     ended = time.time()
     files = [out / f"rank{rank}" for rank in range(ranks)]
@@ -272,16 +288,17 @@ def saw(out: Path, ranks: int, nodes: list[subprocess.Popen[Any]], log: Path) ->
 def test_a_program_of_two_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """All that it does in one run, as it takes seconds to start."""
     folder = checkpoint(FAMILIES["qwen2"][0], **MODELS["qwen2"])
-    command = torchrun("--standalone", str(HERE / "ranks_program.py"), str(tmp_path), str(folder))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     with (tmp_path / "log").open("wb") as log:
-        node = start(command, stdout=log, stderr=log)
-    program = saw(tmp_path, 2, [node], tmp_path / "log")
+        torchrun = start([*command, str(PROGRAM), str(tmp_path), str(folder)], stdout=log, stderr=log)
+    program = saw(tmp_path, 2, [torchrun], tmp_path / "log")
     check_all_ranks_see_the_same(*program)
     with Generator(folder, **OPTIONS) as alone:
         check_answers(program[0], alone)
     check_steps_and_aborts(program[0])
     check_errors(program)
     check_updates(program[0], folder)
+    check_sleep(program)
     assert "death" not in program[0]
     check_death(program[1], "rank 0 is gone; make new Generators")
 
@@ -368,6 +385,19 @@ def check_updates(found: dict[str, Any], folder: Path) -> None:
     assert said <= spans[0][0][2] <= said + 1
 
 
+def check_sleep(program: list[dict[str, Any]]) -> None:
+    """What one rank asks wrongly, or while all sleep, is everybody's error."""
+    for found in program:
+        assert found["slept"] == program[0]["slept"]
+        assert found["slept"][0] > found["slept"][1] == 0
+        kinds, texts = zip(*found["asleep"], strict=True)
+        assert list(kinds) == ["ValueError", "RuntimeError", "RuntimeError", "RuntimeError"]
+        assert "tags has 'kv'" in texts[0]
+        assert texts[1:3] == ("asleep: kv_cache, weights; call wake first",) * 2
+        assert texts[3] == "the weights were dropped by sleep; call update_weights with all of them"
+        assert list(map(answer, found["awake"])) == list(map(answer, found["old"]))
+
+
 def answer(output: RequestOutput) -> list[Any]:
     """Whichever weights they are of."""
     return [(completion.token_ids, completion.logprobs, completion.raw_logprobs) for completion in output.completions]
@@ -379,13 +409,13 @@ def check_death(found: dict[str, Any], text: str) -> None:
     assert found["after"] == ("RuntimeError", f"the ranks no longer agree, make new Generators: RuntimeError: {text}")
 
 
-def test_two_nodes_answer_as_one_process_and_a_rank_is_killed(llama: Path, tmp_path: Path) -> None:
-    """Two ranks a node, which hold each of two KV heads twice."""
-    point = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+def test_four_ranks_answer_as_one_process_and_one_is_killed(llama: Path, tmp_path: Path) -> None:
+    """They hold each of two KV heads twice, and are started without torchrun."""
+    program = [sys.executable, str(PROGRAM), str(tmp_path), str(llama)]
+    group = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with (tmp_path / "log").open("wb") as log:
-        program = torchrun(*point, str(HERE / "ranks_program.py"), str(tmp_path), str(llama))
-        nodes = [start(program, stdout=log, stderr=log) for _ in range(2)]
-    found = saw(tmp_path, 4, nodes, tmp_path / "log")
+        ranks = [start(program, {**group, "RANK": str(rank)}, stdout=log, stderr=log) for rank in range(4)]
+    found = saw(tmp_path, 4, ranks, tmp_path / "log")
     with Generator(llama, **OPTIONS) as gen:
         expected = answers(gen, FEW)
     for each in found:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Iterator
-from multiprocessing.connection import Pipe
 from typing import Any
 
 import pytest
@@ -41,7 +41,7 @@ def test_shared_memory_holds_one_tensor_after_the_other() -> None:
 
 def test_tensors_arrive_until_something_else_does() -> None:
     links, shared = Links(), SharedMemory.make()
-    mine, its = Pipe()
+    mine, its = socket.socketpair()
     links.add(0, mine)
     link = Link(its, lambda: None)
     links.send(packed(0, "0", TENSORS[0].requires_grad_(), shared))

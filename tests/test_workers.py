@@ -10,11 +10,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from types import FrameType, MappingProxyType, SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,9 @@ from torch import Tensor
 
 from fastgen import links, workers
 from fastgen.config import EngineConfig
-from fastgen.exchange import DepartedError
-from fastgen.links import Failed, Launch, Link, Links, Message, Port, Settle, Start
+from fastgen.links import Link, Port, Start
 from fastgen.parallel import Part
-from fastgen.request import Batch, LaneStart, SamplingParams, StepResult
+from fastgen.request import Batch, StepResult
 from fastgen.weights import Update
 from fastgen.workers import Ranks, serve
 
@@ -77,6 +75,15 @@ class FakeRunner:
         self.log.append(("settle", None))
         self._maybe_fail("settle")
 
+    def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
+        self.log.append(("sleep", (tags, keep_weights)))
+        self._maybe_fail("sleep")
+        return 100 + self.rank
+
+    def wake(self, tags: Collection[str]) -> None:
+        self.log.append(("wake", tags))
+        self._maybe_fail("wake")
+
     def _maybe_fail(self, where: str) -> None:
         if self.fails[:2] == (self.rank, where):
             raise self.fails[2]
@@ -105,8 +112,7 @@ class Threads:
 
     def _spawn(self, program: Any, processes: Any, shared: int) -> socket.socket:
         ours, its = socket.socketpair()
-        connection = Connection(its.detach())
-        threading.Thread(target=serve, args=(connection, self._build, self.left.append), daemon=True).start()
+        threading.Thread(target=serve, args=(its, self._build, self.left.append), daemon=True).start()
         return ours
 
     def _build(self, start: Start, link: Link) -> Any:
@@ -292,6 +298,38 @@ def test_an_update_that_is_cut_short_leaves_the_ranks_in_step(threads: Threads) 
     ranks.close()
 
 
+def test_all_ranks_sleep_and_wake(threads: Threads) -> None:
+    ranks = threads.ranks(3)
+    ranks.launch(batch(1))
+    assert ranks.sleep(["weights"], keep_weights=True) == 100 + 101 + 102
+    ranks.wake(["weights"])
+    assert ranks.collect(ranks.launch(batch(2))).tokens == [2]
+    threads.check_logs([("launch", 1), ("sleep", (("weights",), True)), ("wake", ("weights",)), ("launch", 2)])
+    ranks.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        ranks.sleep(["weights"], keep_weights=True)
+
+
+@pytest.mark.parametrize("error", [ValueError("too little"), torch.OutOfMemoryError("too little")])
+def test_a_rank_with_too_little_memory_ends_none(error: Exception, threads: Threads) -> None:
+    where = "sleep" if isinstance(error, ValueError) else "wake"
+    ranks = threads.ranks(2, fails=(1, where, error))
+    with pytest.raises(type(error), match="too little") as raised:  # noqa: PT012
+        ranks.sleep(["kv_cache"], keep_weights=True)
+        ranks.wake(["kv_cache"])
+    assert "raised on rank 1" in raised.value.__notes__
+    assert ranks.collect(ranks.launch(batch(2))).tokens == [2]
+    ranks.close()
+
+
+def test_a_rank_that_can_not_sleep_ends_all(threads: Threads) -> None:
+    ranks = threads.ranks(2, fails=(1, "sleep", LookupError("lost")))
+    with pytest.raises(LookupError, match="lost"):
+        ranks.sleep(["kv_cache"], keep_weights=True)
+    with pytest.raises(RuntimeError, match=r"Generator is broken.*lost"):
+        ranks.launch(batch(1))
+
+
 def test_a_rank_that_can_not_take_a_weight_ends_all(threads: Threads) -> None:
     ranks = threads.ranks(2, fails=(1, "large", MemoryError("full")))
     with pytest.raises(MemoryError, match="full"):
@@ -357,74 +395,12 @@ def test_a_failure_is_noticed_by_the_next_launch(threads: Threads) -> None:
         ranks.launch(batch(1))
 
 
-def test_of_several_failures_the_first_that_comes_of_no_other_is_told() -> None:
-    """A death too counts only where nothing was raised before it: a watchdog may end a rank that others have left."""
-    ours = Links()
-    failures = [
-        Failed(0, DepartedError("gone")),
-        Failed(1, ValueError("a")),
-        Failed(2, None),
-        Failed(3, DepartedError("gone")),
-        Failed(4, KeyError("b")),
-    ]
-    assert ours.first_failure() is None
-    for count in range(1, 6):
-        for some in itertools.permutations(failures, count):
-            ours.failures = list(some)
-            causes = [failed for failed in some if not isinstance(failed.error, DepartedError)]
-            assert ours.first_failure() is (causes or some)[0]
-    ours.failures = failures[:1]
-    timer = threading.Timer(0.05, ours.failures.append, failures[2:3])
-    timer.start()
-    assert ours.first_failure(patience=10.0) is failures[2]
-    ours.close()
-
-
-def test_messages_of_any_number_keep_their_order_and_go_where_they_belong() -> None:
-    ours, ends = Links(), {}
-    for rank in range(3):
-        mine, its = Pipe()
-        ours.add(rank, mine)
-        ends[rank] = Link(its, lambda: None)
-    source = random.Random(1)
-    wanted: dict[int, list[Message]] = {rank: [] for rank in ends}
-    for number in range(0, 3000, 10):
-        if source.random() < 0.5:
-            each: dict[int, Message] = dict.fromkeys(ends, Settle(number))
-            ours.send(each[0])
-        else:
-            each = {rank: Settle(number + rank) for rank in source.sample(range(3), source.randint(0, 3))}
-            ours.send(each)
-        for rank, message in each.items():
-            wanted[rank].append(message)
-    for rank, end in ends.items():
-        assert [end.receive() for _ in wanted[rank]] == wanted[rank]
-    ours.close()
-    assert [end.receive() for end in ends.values()] == [None] * 3
-    assert not [thread for thread in ours._threads if thread.is_alive()]
-
-
-def test_what_the_user_gave_need_not_pickle() -> None:
-    class Mask:
-        def __init__(self) -> None:
-            self.grammar = lambda: None
-
-    params = SamplingParams(
-        mask=Mask(), logit_bias=MappingProxyType({3: 1.5}), stop=iter("ab"), stop_token_ids=iter([1]), top_k=5, n=3
-    )  # type: ignore[arg-type]
-    starts = tuple(LaneStart(lane, params, 1, 0, 4, frozenset([1]), ()) for lane in range(2))
-    sent = pickle.loads(links._dumps(Launch(1, Batch((), (), starts, (), False))))
-    got = sent.batch.starts
-    assert got[0].params == SamplingParams(logit_bias={3: 1.5}, top_k=5, n=3)
-    assert got[0].params is got[1].params, "samples share them"
-    assert got[0].stop_ids == {1}
-    assert pickle.loads(links._dumps(Launch(1, batch(3)))) == Launch(1, batch(3))
-
-
-def test_a_message_that_can_not_be_sent_is_a_failure(threads: Threads) -> None:
+def test_a_message_that_can_not_be_sent_is_raised_and_the_ranks_go_on(threads: Threads) -> None:
     ranks = threads.ranks()
-    with pytest.raises((AttributeError, pickle.PicklingError, RuntimeError), match="lambda"):
-        ranks.collect(ranks.launch(Batch((lambda: 0,), (), (), (), False)))  # type: ignore[arg-type]
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        ranks.launch(Batch((lambda: 0,), (), (), (), False))  # type: ignore[arg-type]
+    assert ranks.collect(ranks.launch(batch(5))).tokens == [5]
+    ranks.close()
 
 
 def test_delays_are_of_the_latest_launches(threads: Threads) -> None:
@@ -436,6 +412,16 @@ def test_delays_are_of_the_latest_launches(threads: Threads) -> None:
     assert all(0 < delay < 5 for delay in delays)
     assert sorted(delays)[len(delays) // 2] < 0.05
     ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "eager"), [("cuda:1", 9, workers.EAGER), ("cuda:1", 8, 0.0), ("cpu", 99, 0.0)]
+)
+def test_ranks_are_eager_where_cores_are_to_spare(
+    device: str, cores: int, eager: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert workers.eagerness(device, ranks=4) == eager
 
 
 def test_a_launch_costs_the_caller_little(threads: Threads) -> None:

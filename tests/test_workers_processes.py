@@ -129,7 +129,9 @@ def test_closing_ends_ranks_whatever_they_do(monkeypatch: pytest.MonkeyPatch) ->
     while ") T" not in Path(f"/proc/{pids[1]}/stat").read_text():
         time.sleep(0.01)
     ranks.close()
-    assert [process.returncode for process in ranks._processes] == [1, -signal.SIGKILL]
+    first, second = (process.returncode for process in ranks._processes)
+    assert first in (1, -signal.SIGTERM)  # whichever comes first, where all are slow
+    assert second == -signal.SIGKILL
     assert len(os.listdir("/proc/self/fd")) == before
     ranks.close()
     for call in (lambda: ranks.launch(batch(1)), ranks.delays):
@@ -138,17 +140,12 @@ def test_closing_ends_ranks_whatever_they_do(monkeypatch: pytest.MonkeyPatch) ->
     ranks.settle()
 
 
-def test_ranks_that_nobody_holds_end() -> None:
+def test_ranks_that_nobody_holds_end_and_what_they_print_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     ranks = spawned(size=1)
     processes = ranks._processes
     del ranks
     assert [process.returncode for process in processes] == [1]
-
-
-def test_what_ranks_print_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    spawned().close()
-    out, err = capfd.readouterr()
-    assert (out, sorted(err.splitlines())) == ("", ["rank 0", "rank 1"])
+    assert capfd.readouterr() == ("", "rank 0\n")
 
 
 def test_an_interrupt_while_ranks_start_leaves_none() -> None:
