@@ -21,7 +21,8 @@ class EngineConfig:
     max_seqs: lanes; max_step_tokens: the token budget of a step; page_size: tokens; num_pages: of the KV pool, 0 where
     it is still to be measured (see `settle`); attention: "auto" or a name; memory_fraction: of the GPU's free memory.
     prefix_cache: full pages are found again by later requests; host_pages: of the host tier, which evicted pages go to.
-    tensor_parallel: ranks that hold the model together. Memory and pages are those of each rank.
+    tensor_parallel: ranks that hold the model together. Memory and pages are those of each rank. deterministic: what a
+    sequence gets is the same to the bit, whatever the schedule.
     """
 
     device: str
@@ -36,6 +37,7 @@ class EngineConfig:
     prefix_cache: bool = True
     host_pages: int = 0
     tensor_parallel: int = 1
+    deterministic: bool = False
     context_given: bool = False  # whether max_model_len was asked for; else it is what the model and the pool allow
 
     @classmethod
@@ -57,6 +59,7 @@ class EngineConfig:
         host_cache_gb: float = 0,
         attention: str = "auto",
         tensor_parallel: int = 1,
+        deterministic: bool = False,
     ) -> EngineConfig:
         """Fill in what was left open, from the model and the GPU's memory in bytes (0: there is no GPU).
 
@@ -72,10 +75,13 @@ class EngineConfig:
             raise ValueError(f"attention is {attention!r}; it must be 'auto' or one of {', '.join(ATTENTION)}")
         if attention in ("flash", "paged") and not gpu:
             raise ValueError(f"attention is {attention!r}, which needs a GPU; use 'auto' or 'reference'")
+        if deterministic:
+            attention = _deterministic(model, attention, tensor_parallel, gpu)
         if not 0 < memory_fraction <= 1:
             raise ValueError(f"memory_fraction is {memory_fraction}; it must be above 0 and at most 1")
-        if not isinstance(prefix_cache, bool):
-            raise TypeError(f"prefix_cache must be True or False, not {prefix_cache!r}")
+        for name, value in (("prefix_cache", prefix_cache), ("deterministic", deterministic)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, not {value!r}")
         _positive("page_size", page_size)
         max_seqs, max_step_tokens = _step_size(model, dtype, memory, max_seqs, max_step_tokens)
         config = cls(
@@ -90,6 +96,7 @@ class EngineConfig:
             memory_fraction=memory_fraction,
             prefix_cache=prefix_cache,
             tensor_parallel=tensor_parallel,
+            deterministic=deterministic,
             context_given=max_model_len is not None,
         )
         config = replace(config, host_pages=_host_pages(config, model, host_cache_gb))
@@ -114,6 +121,26 @@ class EngineConfig:
     def useful_pages(self) -> int:
         """What all lanes can fill, and one."""
         return self.max_seqs * -(-self.max_model_len // self.page_size) + 1
+
+
+def _deterministic(model: ModelConfig, attention: str, ranks: int, gpu: bool) -> str:
+    """The attention to use where bits must not depend on the schedule."""
+    if ranks > 1:
+        raise ValueError(
+            f"deterministic=True with {ranks} ranks: their sums are not made in one order for steps of all sizes; "
+            "leave deterministic or tensor parallelism out"
+        )
+    if not gpu:
+        return attention
+    if attention not in ("auto", "paged"):
+        raise ValueError(f"deterministic=True needs attention='paged' on a GPU, not {attention!r}; use 'auto'")
+    inputs = model.hidden_size, model.num_heads * model.head_size, model.intermediate_size
+    if any(size % 8 for size in inputs):
+        raise ValueError(
+            f"deterministic=True needs layers whose inputs are multiples of 8 on a GPU, and this model's are "
+            f"{', '.join(map(str, inputs))}; leave it out"
+        )
+    return "paged"
 
 
 def token_bytes(model: ModelConfig, dtype: str) -> int:

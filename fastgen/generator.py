@@ -18,14 +18,15 @@ from torch import Tensor
 from fastgen.arch import read_config
 from fastgen.intake import Intake, paired, scored
 from fastgen.loader import resolve
+from fastgen.memory import release_memory
 from fastgen.model import checkpoint_parts
 from fastgen.outputs import Active, Answer, Sink, Stats, failed, shown
 from fastgen.placement import Placement, agreeing, log_start, on_all_ranks
 from fastgen.profiling import LocalTracer, Recorder, span
 from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
 from fastgen.scheduler import Scheduler
+from fastgen.sleeping import Sleeps
 from fastgen.spmd import Follower, Leader
-from fastgen.startup import release_memory
 from fastgen.tokenizer import Tokenizer
 from fastgen.updating import Weights
 from fastgen.weights import Update
@@ -34,13 +35,11 @@ from fastgen.workers import Ranks
 log = logging.getLogger(__name__)
 
 AHEAD = 4096  # requests of one generate() that are in the engine at a time, if there are so many
-
 READ_STEPS = 4  # so many steps' tokens are read of new prompts before each step, at most
-
 LOG_SECONDS = 10.0  # of steps, between two lines in the log
 
 
-class Generator:
+class Generator(Sleeps):
     """Generates text from a model, many requests at a time.
 
     model: a folder in Hugging Face format or a hub id; None: the bundled model. revision: of the hub id.
@@ -62,6 +61,7 @@ class Generator:
     tp_group: the same inside a program that has ranks already: a torch.distributed process group, or a DeviceMesh of
         one dimension. Every rank makes the Generator and calls the same methods in the same order; rank 0's arguments
         count, it alone reads the iterable of `stream`, and all get the same result.
+    deterministic: no bit of tokens and logprobs depends on the schedule. So it is on the CPU anyway; of GPUs, on one.
     load: "auto", or "dummy" for random weights.
     seed: where requests without one derive theirs from; None: from the operating system.
 
@@ -89,6 +89,7 @@ class Generator:
         attention: str = "auto",
         tensor_parallel: int = 1,
         tp_group: Any = None,
+        deterministic: bool = False,
         load: str = "auto",
         seed: int | None = None,
     ) -> None:
@@ -98,6 +99,7 @@ class Generator:
             "dtype": dtype, "max_model_len": max_model_len, "max_seqs": max_seqs, "max_step_tokens": max_step_tokens,
             "page_size": page_size, "num_pages": num_pages, "kv_cache_gb": kv_cache_gb, "prefix_cache": prefix_cache,
             "memory_fraction": memory_fraction, "host_cache_gb": host_cache_gb, "attention": attention,
+            "deterministic": deterministic,
         }  # fmt: skip
         with agreeing(tp_group):
             self.folder = resolve(model, revision, weights=False)  # the weights follow when all else is right
@@ -120,8 +122,7 @@ class Generator:
         self._weights = Weights()
         self._scheduler = Scheduler(self.config)
         self._in_flight: Any = None  # what the runner's launch has returned
-        self._recovering = False
-        self._stepping = False
+        self._recovering = self._stepping = False
         self._late_aborts: list[str | int] = []
         self._active: dict[str | int, Active] = {}
         self._owners: dict[Sequence, tuple[Active, Answer]] = {}
@@ -151,19 +152,19 @@ class Generator:
             outputs = {output.id: output for output in shown(done, len(requests), progress)}
         return [outputs[request.id] for request in requests if request.id is not None]
 
-    def stream(self, requests: Iterable[Request]) -> PyGenerator[RequestOutput, None, None]:
+    def stream(self, requests: Iterable[Request | None]) -> PyGenerator[RequestOutput, None, None]:
         """Answer requests as they come from an iterable, endless ones too, in the order of completion.
 
-        The iterable is read only as far as lanes and pages are free. Leaving early aborts what was begun. A request
-        that can not be served comes back as an output with an error, and the others never notice.
+        The iterable is read only as far as lanes and pages are free; None in it is no request, but a step to be done
+        first. Leaving early aborts what was begun. A request that can not be served is an output with an error.
         """
         outputs = self._serve(requests, ahead=0)
         yield from outputs if self._team is None else self._team.iterate("stream", outputs)
 
-    def _serve(self, requests: Iterable[Request], ahead: int) -> PyGenerator[RequestOutput, None, None]:
+    def _serve(self, requests: Iterable[Request | None], ahead: int) -> PyGenerator[RequestOutput, None, None]:
         """`stream`; some steps on, at least `ahead` requests are in the engine as long as there are some, which lets
         the scheduler plan. A few at a time, since the first step need not wait until all texts are tokens."""
-        source: Iterator[Request] | None = iter(requests)
+        source: Iterator[Request | None] | None = iter(requests)
         sink = Sink()
         try:
             while source is not None or sink.running or sink.done:
@@ -181,15 +182,17 @@ class Generator:
 
     def _wants_more(self, sink: Sink, ahead: int, enough: int) -> bool:
         """Whether to read another request before the next step; enough: the prompt tokens in `stats` to stop at."""
-        wanted = len(sink.running) < ahead or self._scheduler.wants_more
-        return wanted and self._stats.prompt_tokens < enough
+        return (len(sink.running) < ahead or self._scheduler.wants_more) and self._stats.prompt_tokens < enough
 
-    def _pull(self, source: Iterator[Request], sink: Sink) -> Iterator[Request] | None:
+    def _pull(self, source: Iterator[Request | None], sink: Sink) -> Iterator[Request | None] | None:
         """Begin the next request of an iterator, for `sink`; None where it has ended."""
         try:
             request = next(source)
         except StopIteration:
             return None
+        if request is None:
+            self._advance()
+            return source
         try:
             if not isinstance(request, Request):
                 raise TypeError(f"stream takes Requests, not {type(request).__name__}")

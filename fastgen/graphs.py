@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import bisect
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,17 +35,23 @@ def shared_sizes(sizes: list[int]) -> list[int]:
     return [size for size in sizes[:-1] if size >= 256 or size in (4, 8, 16, 24, 32, 48, 64, 96, 128, 192)] + sizes[-1:]
 
 
+# Streams that graphs were captured on, which are gone. torch keeps a workspace of cuBLAS for each stream to the end of
+# the process: 32 MB that each Generator would leave behind if it took new ones.
+_spare: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
 class Graphs:
     """Replays steps, or pieces of them, without the host's work for each launch. They go by numbers, `sizes`: a decode
     step of up to so many lanes by that.
 
-    The graphs share one memory pool (`beside`: with those too): what a step leaves in temporary tensors is gone with
-    the next replay, so that it must keep its results in tensors of its own.
+    The graphs share one memory pool and one workspace (`beside`: with those too): what a step leaves in temporary
+    tensors is gone with the next replay, so that it must keep its results in tensors of its own.
     """
 
     def __init__(self, sizes: list[int], device: torch.device, beside: Graphs | None = None) -> None:
         self.sizes = sizes  # ascending
         self._device = device
+        self._beside = beside
         self._pool: Any = None if beside is None else beside._pool  # torch's handle of it
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._lock = threading.Lock()
@@ -53,7 +62,7 @@ class Graphs:
 
         It reads and writes memory at fixed addresses only. Kept is what it launched, and not `step` itself.
         """
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for size in reversed(self.sizes):
@@ -68,6 +77,16 @@ class Graphs:
                 self._pool = graph.pool()
                 self._graphs[size] = graph
         torch.cuda.current_stream(self._device).wait_stream(stream)
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """One that is another's again when this object is gone."""
+        if self._beside is not None:
+            return self._beside._stream
+        spare = _spare[self._device]
+        stream = spare.pop() if spare else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        weakref.finalize(self, spare.append, stream).atexit = False
+        return stream
 
     def reset(self) -> None:
         """Give back what the graphs hold, from any thread: when a group of ranks ends."""

@@ -23,11 +23,12 @@ from fastgen.attention import Attention, StepLayout
 from fastgen.cache.host import Arrivals
 from fastgen.cache.pool import KVPool
 from fastgen.exchange import HALVES
-from fastgen.kernels import product
+from fastgen.kernels import fixed, product
 from fastgen.kernels.launch import Chip
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import HeadNorm, Places, rope_write
 from fastgen.kernels.swiglu import swiglu
+from fastgen.memory import Memory
 from fastgen.parallel import Group, Part
 from fastgen.profiling import span
 from fastgen.residual import Residual, SharedOut, Whole
@@ -42,10 +43,14 @@ ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mk
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x weight^T + bias; weight [out, in], in oneDNN's own order after `packed`, bias [out] or None."""
+    """y = x weight^T + bias; weight [out, in], in oneDNN's own order after `packed`, bias [out] or None.
+
+    fixed: on a GPU, a row of y is the same to the bit however many there are.
+    """
 
     weight: Tensor
     bias: Tensor | None
+    fixed: bool = False
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         if out_dtype not in (None, x.dtype):
@@ -76,23 +81,30 @@ def apply(
     delta: Tensor | None = None,
     add: Tensor | None = None,
     gated: bool = False,
+    rope: product.RopeWrite | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A linear layer with what surrounds it: `norm` of its input x [T, in] before, to which `delta` is first added in
-    place; SwiGLU of its output (`gated`; the weight holds gate, then up) or an addition to `add` [T, out], in place,
-    behind.
+    place; SwiGLU of its output (`gated`; the weight holds gate, then up), an addition to `add` [T, out], in place, or
+    what `rope` says (not of many rows, unless they are fixed) behind.
 
-    A few rows go through one kernel of our own, which reads the weights and little else; more through BLAS.
+    A few rows go through one kernel of our own, which reads the weights and little else; more through BLAS. Those of a
+    fixed layer all go through another kernel of ours.
     """
+    fused = product.Fused(None, add, gated, rope, out_dtype)
+    out: Tensor
     if _few(x, linear):
         if delta is not None:
             x.add_(delta)
         scaled = None if norm is None else (norm.weight, norm.eps)
-        fused = product.Fused(scaled, add, gated, out_dtype=out_dtype)
-        out: Tensor = product.product(x, linear.weight, linear.bias, work, fused)
+        out = product.product(x, linear.weight, linear.bias, work, fused._replace(norm=scaled))
         return out
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps, delta)
+    if linear.fixed:  # and no twin in its place, where it does not compile
+        out = fixed.product.launch(x, linear.weight, linear.bias, fused)
+        return out
+    assert rope is None
     if add is not None and linear.bias is None and x.device.type != "cpu":
         return add.addmm_(x, linear.weight.t())  # the sum is then part of the product
     y = linear(x, out_dtype)
@@ -159,14 +171,15 @@ class Stream:
 def _few(x: Tensor, linear: Linear) -> bool:
     """Whether x has so few rows that a product of our own is faster."""
     outputs, inputs = linear.weight.shape
-    return x.is_cuda and x.dtype != torch.float32 and product.pays(len(x), outputs, inputs, Chip.of(x.device))
+    ours = x.is_cuda and x.dtype != torch.float32 and not linear.fixed
+    return ours and product.pays(len(x), outputs, inputs, Chip.of(x.device))
 
 
 class Transformer:
-    """Parameters on `device` in `dtype`, uninitialized; the loader fills `targets()`.
+    """Parameters on `device` in `dtype`, zeros; the loader fills `targets()`.
 
     config: of the whole model; the attribute of that name is what this rank of `group` computes. half: tokens of the
-    largest half of a step that is cut in two.
+    largest half of a step that is cut in two. deterministic: no row depends on the others, to the bit; on one rank.
     """
 
     def __init__(
@@ -177,28 +190,33 @@ class Transformer:
         context: int,
         group: Group | None = None,
         half: int = 0,
+        deterministic: bool = False,
     ) -> None:
         self.group = Group() if group is None else group
         self.config, self._whole = config.split(self.group.size), config
         self._dtype, self._device = dtype, device
+        self.memory = Memory.on(device)
+        self._fixed = deterministic and device.type == "cuda"  # on the CPU rows are padded for it (ROW_TILE)
         self.group.prepare(config.hidden_size, dtype, half)
         self._vocab = config.vocab_size // self.group.size  # rows of embedding and head that are here
         self.embedding = self._new(self._vocab, config.hidden_size)
         self.layers = [self._layer(window) for window in config.windows]
         self.norm = self._norm(config.hidden_size)
         head = self.embedding if config.tied else self._new(self._vocab, config.hidden_size)
-        self.lm_head = Linear(head, None)
+        self.lm_head = Linear(head, None, self._fixed)
         self.cos, self.sin = (table.to(device) for table in rope_tables(config, context))
         self.work = product.Workspace.make(device)
 
     def _new(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        if self._device.type == "meta":
+            return torch.empty(shape, dtype=self._dtype, device="meta")
+        return self.memory.zeros(shape, self._dtype)
 
     def _norm(self, size: int) -> RMSNorm:
         return RMSNorm(self._new(size), self.config.norm_eps)
 
     def _linear(self, size_in: int, size_out: int, bias: bool) -> Linear:
-        return Linear(self._new(size_out, size_in), self._new(size_out) if bias else None)
+        return Linear(self._new(size_out, size_in), self._new(size_out) if bias else None, self._fixed)
 
     def _layer(self, window: int) -> Layer:
         c, first = self.config, self.group.rank == 0  # who adds the biases of what is summed over the ranks
@@ -252,6 +270,17 @@ class Transformer:
     def unpack(self) -> None:
         """Undo `pack`, as far as it came, so that there are `targets` again. One weight at a time, too."""
         self._lay_out(Linear.unpacked)
+
+    def release(self, keep: bool) -> None:
+        """Give the weights' memory back, until `memory.restore`; see Memory. Those that are not kept are then to be
+        written anew: there are `targets`."""
+        if not keep:
+            self._lay_out(self._blank)
+        self.memory.release(keep)
+
+    def _blank(self, linear: Linear) -> Linear:
+        """The same with a plain weight, of zeros where it was packed."""
+        return Linear(self._new(*linear.weight.shape), linear.bias) if linear.weight.is_mkldnn else linear
 
     def _lay_out(self, anew: Callable[[Linear], Linear]) -> None:
         for number in range(len(self.layers)):
@@ -345,13 +374,9 @@ class Transformer:
         layer, places, keys, values = self.layers[number], stream.step.places, pool.keys[number], pool.values[number]
         with span("qkv"):
             x, norm, delta = stream.residual.input(layer.input_norm)
-            if layer.head_norm is None and _few(x, layer.qkv):
-                if delta is not None:
-                    x.add_(delta)
-                scaled = None if norm is None else (norm.weight, norm.eps)
-                fused = product.Fused(scaled, rope=product.RopeWrite(places, keys, values))
-                q: Tensor = product.product(x, layer.qkv.weight, layer.qkv.bias, self.work, fused)
-                return q
+            if layer.head_norm is None and (layer.qkv.fixed or _few(x, layer.qkv)):
+                rope = product.RopeWrite(places, keys, values)
+                return apply(layer.qkv, x, self.work, norm=norm, delta=delta, rope=rope)
             qkv = apply(layer.qkv, x, self.work, norm=norm, delta=delta)
             turned: Tensor = rope_write(qkv, places, keys, values, layer.head_norm)
             return turned

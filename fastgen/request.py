@@ -12,7 +12,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:  # the HTTP process does without
+    import numpy as np
 
 Message = Mapping[str, Any]
 """A chat message: {"role": ..., "content": ...}."""
@@ -257,7 +260,7 @@ class Sequence:
         return len(self.token_ids) - self.prompt_len
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LaneStart:
     """A sequence takes a lane: what the device keeps for it as long as it runs."""
 
@@ -272,24 +275,25 @@ class LaneStart:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Raw logprobs wanted of a prefill chunk: its row `row + i` predicts the prompt token `targets[i]`."""
+    """Raw logprobs wanted of a prefill chunk: its row `row + i` predicts the prompt token `targets[i]` (int32 [n])."""
 
     row: int
-    targets: tuple[int, ...]
+    targets: np.ndarray
     top: int
     temperature: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prefill:
-    """A chunk of known tokens of one lane, from position `start` on; they attend to each other and all before.
+    """A chunk of known tokens (int32 [n]) of one lane, from position `start` on; they attend to each other and all
+    before.
 
     forks: lanes whose known tokens are the same: they draw from this chunk's last row too, and compute nothing.
     """
 
     lane: int
     start: int
-    tokens: tuple[int, ...]
+    tokens: np.ndarray
     sample: bool  # the last known token is in it: draw the next one
     score: Score | None = None
     forks: tuple[int, ...] = ()
@@ -300,8 +304,8 @@ class Batch:
     """One step, and what changed on the lanes since the step before. Plain data, so that every rank can replay it.
 
     decodes: lanes that go on with the token they sampled last, at their next position; then prefill chunks.
-    pages: page-table updates (lane, slot, page). masked: some lane that samples has a TokenMask, so that its sampler
-    waits for the tokens of the step before.
+    pages: page-table updates (lane, first slot, pages). masked: some lane that samples has a TokenMask, so that its
+    sampler waits for the tokens of the step before.
 
     fresh: pages that come from nobody: what they hold is of no use. Before the step computes anything, and in this
     order: saves (page, host slot) go to the host tier, loads (host slot, page) come back from it, and copies (page,
@@ -311,7 +315,7 @@ class Batch:
     decodes: tuple[int, ...]
     prefills: tuple[Prefill, ...]
     starts: tuple[LaneStart, ...]
-    pages: tuple[tuple[int, int, int], ...]
+    pages: tuple[tuple[int, int, tuple[int, ...]], ...]
     masked: bool
     fresh: tuple[int, ...] = ()
     saves: tuple[tuple[int, int], ...] = ()

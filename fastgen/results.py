@@ -31,8 +31,8 @@ def wanted_score(sequence: Sequence, start: int, end: int) -> Score | None:
     if sequence.score_start is None:
         return None
     first = max(start, sequence.score_start - 1)
-    targets = tuple(sequence.token_ids[first + 1 : min(end, sequence.prompt_len - 1) + 1])
-    if not targets:
+    targets = np.array(sequence.token_ids[first + 1 : min(end, sequence.prompt_len - 1) + 1], dtype=np.int32)
+    if not len(targets):
         return None
     return Score(first - start, targets, sequence.params.prompt_logprobs or 0, sequence.score_temperature)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ from fastgen.exchange import DepartedError
 from fastgen.graphs import Graphs, batch_sizes, shared_sizes
 from fastgen.kernels.lanes import DecodeInput, advance
 from fastgen.kernels.launch import current
+from fastgen.memory import release_memory, taken, uninterrupted
 from fastgen.model import ROW_TILE, Ends, StepInput, Transformer
 from fastgen.pieces import Pieces, piece_sizes
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
@@ -159,6 +160,33 @@ class Runner:
             self.model.pack()
         self.settle()
 
+    @uninterrupted
+    def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
+        """Give the memory of "weights", "kv_cache" or both back; returns the bytes that are free now, and were not.
+
+        keep_weights: `wake` brings them back; else they are to be written. What the KV pool held is lost. Raises
+        ValueError, and the weights stay, where the host has no memory for their copies.
+        """
+        with current(self.device):
+            self.settle()
+            before = taken(self.config.device)
+            if "weights" in tags:
+                self.model.release(keep_weights)
+            if "kv_cache" in tags:
+                self.pool.memory.release(keep=False)
+            release_memory(self.config.device)
+            return max(before - taken(self.config.device), 0)
+
+    @uninterrupted
+    def wake(self, tags: Collection[str]) -> None:
+        """Take the memory again; raises torch.OutOfMemoryError, and can be called again, where there is too little."""
+        with current(self.device):
+            if "weights" in tags:
+                self.model.memory.restore()
+            if "kv_cache" in tags:
+                self.pool.memory.restore()
+            self.settle()
+
     def settle(self) -> None:
         """Wait until nothing is on its way: needed before the next launch where steps will not be collected."""
         if self.device.type == "cuda":
@@ -252,7 +280,8 @@ class Runner:
                 self._params[start.lane] = start.params
                 self._flags[start.lane] = plan_flags(start.params)
         if batch.pages:
-            updates = np.array(batch.pages, dtype=np.int64).T.copy()
+            rows = [(lane, slot, page) for lane, first, pages in batch.pages for slot, page in enumerate(pages, first)]
+            updates = np.array(rows, dtype=np.int64).T.copy()
             self._tables[updates[0], updates[1]] = updates[2]
             lanes, slots, pages = self._tensor(updates)
             self.page_table.index_put_((lanes, slots), pages.int())
@@ -458,10 +487,9 @@ class _Lengths:
 
     def token_ids(self, batch: Batch, padding: int) -> np.ndarray:
         """0 for the decodes, whose tokens are on the device."""
-        ids = np.zeros(int(self.query_lens.sum()) + padding, dtype=np.int64)
-        known = list(itertools.chain.from_iterable(chunk.tokens for chunk in batch.prefills))
-        ids[len(batch.decodes) : len(batch.decodes) + len(known)] = known
-        return ids
+        zeros = np.zeros(len(batch.decodes) + padding, dtype=np.int64)
+        known = [chunk.tokens for chunk in batch.prefills]
+        return np.concatenate([zeros[padding:], *known, zeros[:padding]])
 
 
 def _read(scores: _Scores) -> Scored:

@@ -76,7 +76,7 @@ class Scheduler:
         self._outdated: set[int] = set()  # lanes whose KV is of old weights, in part at least
         self._refused: tuple[object, ...] = ()  # who was not admitted last, and why
         self._starts: list[LaneStart] = []
-        self._page_updates: list[tuple[int, int, int]] = []
+        self._page_updates: list[tuple[int, int, tuple[int, ...]]] = []
 
     @property
     def busy(self) -> bool:
@@ -189,7 +189,7 @@ class Scheduler:
         return Prefill(
             lane=sequence.lane,
             start=start,
-            tokens=tuple(sequence.token_ids[start:end]),
+            tokens=np.array(sequence.token_ids[start:end], dtype=np.int32),
             sample=sample,
             score=wanted_score(sequence, start, end),
             forks=self._admit_forks(sequence) if sample else (),
@@ -295,8 +295,8 @@ class Scheduler:
 
     def _send_pages(self, sequence: Sequence, first: int) -> None:
         """Tell the lane of its pages from number `first` on."""
-        for slot in range(first, len(sequence.pages)):
-            self._page_updates.append((sequence.lane, slot, sequence.pages[slot]))
+        if first < len(sequence.pages):
+            self._page_updates.append((sequence.lane, first, tuple(sequence.pages[first:])))
 
     def _index(self, sequence: Sequence, num_tokens: int, proven: bool) -> None:
         """Index the pages that are full of a sequence's first `num_tokens` tokens."""

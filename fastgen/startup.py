@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastgen.arch import ModelConfig
@@ -24,10 +25,11 @@ from fastgen.cache.host import HostTier
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
 from fastgen.graphs import batch_sizes, shared_sizes
-from fastgen.kernels import product
-from fastgen.kernels.launch import current
+from fastgen.kernels import fixed, product
+from fastgen.kernels.launch import current, triton
 from fastgen.loader import fill_random
 from fastgen.loader import load as load_checkpoint
+from fastgen.memory import device_memory, release_memory
 from fastgen.model import Transformer
 from fastgen.parallel import Group
 from fastgen.pieces import piece_sizes
@@ -73,18 +75,6 @@ def find_devices(name: str | None, ranks: int) -> str:
     return name
 
 
-def device_memory(device: str) -> int:
-    """Bytes of a GPU's memory that are free; 0 for the CPU."""
-    return torch.cuda.mem_get_info(torch.device(device))[0] if torch.device(device).type == "cuda" else 0
-
-
-def release_memory(device: str) -> None:
-    """Give the GPU back what torch only keeps for later, so that it counts as free."""
-    if torch.device(device).type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        with current(torch.device(device)):
-            torch.cuda.empty_cache()
-
-
 def build_rank(
     model_config: ModelConfig, options: Mapping[str, Any], folder: Path, load: str, device: str, group: Group
 ) -> Runner:
@@ -126,7 +116,9 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
 def _build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Transformer:
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     half = largest_half(config.max_step_tokens)
-    model = Transformer(model_config, dtype, device, config.max_model_len, group, half)
+    if config.deterministic and device.type == "cuda" and triton is None:
+        raise ValueError("deterministic=True needs Triton on a GPU; install it, or leave deterministic out")
+    model = Transformer(model_config, dtype, device, config.max_model_len, group, half, config.deterministic)
     if load == "dummy":
         fill_random(model.targets())
     else:
@@ -143,8 +135,9 @@ def _assemble(model: Transformer, config: EngineConfig) -> Runner:
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise ValueError(f"no memory for {config.num_pages} pages of KV; lower num_pages or kv_cache_gb") from error
     attention = make_attention(
-        config.attention, pool, c.num_heads, c.windows, config.max_seqs, config.max_step_tokens, config.max_model_len
-    )
+        config.attention, pool, c.num_heads, c.windows, config.max_seqs, config.max_step_tokens, config.max_model_len,
+        config.deterministic,
+    )  # fmt: skip
     host = HostTier(pool, config.host_pages) if config.host_pages else None
     return Runner(model, pool, attention, config, host)
 
@@ -211,9 +204,9 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
         Prefill(
             lane,
             0,
-            (0,) * lengths[lane],
+            np.zeros(lengths[lane], dtype=np.int32),
             True,
-            Score(0, (0,) * scored, params.logprobs or 0, 1.0) if lane == 0 and scored else None,
+            Score(0, np.zeros(scored, dtype=np.int32), params.logprobs or 0, 1.0) if lane == 0 and scored else None,
         )
         for lane in range(lanes)
     )
@@ -225,10 +218,11 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
 
 def _small_batches(config: EngineConfig) -> Iterator[Batch]:
     """A prompt of each size that products of few tokens are compiled for, all scored, so that the head is too."""
-    for size in product.SIZES:
+    for size in fixed.SIZES if config.deterministic else product.SIZES:
         count = min(size, config.max_step_tokens, config.max_model_len - 1)
         start = LaneStart(0, SamplingParams(), 0, 0, count, frozenset(), ())
-        scored = Prefill(0, 0, (0,) * count, True, Score(0, (0,) * count, 0, 1.0))
+        zeros = np.zeros(count, dtype=np.int32)
+        scored = Prefill(0, 0, zeros, True, Score(0, zeros, 0, 1.0))
         yield Batch((), (scored,), (start,), (), masked=False)
 
 

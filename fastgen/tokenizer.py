@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -22,7 +23,7 @@ class Tokenizer:
         # Slow to import, and a model used by ids alone does without.
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        self.hf: Any = AutoTokenizer.from_pretrained(folder)
+        self.hf: Any = AutoTokenizer.from_pretrained(folder, config=_light_config(folder))
         kind, plain = type(self.hf), PreTrainedTokenizerFast
         # What a tokenizer without a decode of its own comes to, at a fifth of the time: text is decoded at each token.
         self._backend: Any = None
@@ -64,6 +65,23 @@ class Tokenizer:
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=not special))
         return str(self.hf.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+
+def _light_config(folder: Path) -> Any:
+    """What AutoTokenizer wants to know of a model, or None where it has to find out itself. Then it imports what checks
+    configurations, and with that torch's compiler: 2 s."""
+    from transformers import PretrainedConfig
+
+    try:
+        tokenizer = json.loads((folder / "tokenizer_config.json").read_bytes())
+        model = json.loads((folder / "config.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    if "tokenizer_class" not in tokenizer or "auto_map" in tokenizer:
+        return None
+    fields: dict[str, Any] = {name: model[name] for name in ("model_type", "model_name") if name in model}
+    fields["name_or_path"] = str(folder)
+    return PretrainedConfig(**fields)
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:

@@ -13,6 +13,7 @@ from fastgen.spmd import Follower, Leader
 from fastgen.weights import Update
 
 IN_FLIGHT = ("error", "keep", "recompute")
+TORN = "the weights are torn, as an update was cut short or failed"
 
 
 class Loop(Protocol):
@@ -33,19 +34,23 @@ class Loop(Protocol):
 
 
 class Weights:
-    """version: of the weights that the model has; torn: whether they are those of no version, as an update has begun
-    and not ended."""
+    """version: of the weights that the model has; torn: why they are of no version, or ""; asleep: see `sleep`."""
 
     def __init__(self) -> None:
         self.version = 0
-        self.torn = False
+        self.torn = ""
+        self.asleep: frozenset[str] = frozenset()
 
     def check(self) -> None:
         """Raise RuntimeError where there is nothing to generate with."""
+        if self.asleep:
+            raise RuntimeError(f"asleep: {', '.join(sorted(self.asleep))}; call wake first")
+        self.check_whole()
+
+    def check_whole(self) -> None:
+        """Raise RuntimeError where the weights are torn."""
         if self.torn:
-            raise RuntimeError(
-                "the weights are torn, as an update was cut short or failed; call update_weights with all of them"
-            )
+            raise RuntimeError(f"{self.torn}; call update_weights with all of them")
 
     def replace(
         self, loop: Loop, team: Leader | Follower | None, update: Update, version: int | None, in_flight: str
@@ -63,8 +68,10 @@ class Weights:
         following = self._following(version)
         if in_flight not in IN_FLIGHT:
             raise ValueError(f"in_flight is {in_flight!r}; it must be one of {', '.join(map(repr, IN_FLIGHT))}")
+        if "weights" in self.asleep:
+            raise RuntimeError("the weights are asleep; call wake first, of 'weights' at least")
         if update.partial:
-            self.check()
+            self.check_whole()
         if loop._stepping:
             raise RuntimeError("update_weights is called from within a step; call it between two")
         loop._settle()
@@ -75,7 +82,7 @@ class Weights:
             )
 
         def begin() -> None:
-            self.torn = True
+            self.torn = TORN
             loop._scheduler.forget_prefixes()
             if in_flight == "recompute":
                 loop._scheduler.compute_again()
@@ -89,7 +96,7 @@ class Weights:
             raise
         for sequence in loop._owners:
             sequence.begin_version(following)
-        self.version, self.torn = following, False
+        self.version, self.torn = following, ""
         return following
 
     def _following(self, version: int | None) -> int:

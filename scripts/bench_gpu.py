@@ -3,6 +3,7 @@
     python scripts/bench.py gpu                                  # the workloads of Mistral 7B that share nothing
     python scripts/bench.py gpu --only group,tree                # with prefixes in common; takes 5 minutes
     python scripts/bench.py gpu --model qwen14 --only headline
+    python scripts/bench.py gpu --deterministic                  # headline, short and chat1, with it and without
     python scripts/bench.py gpu --turns                          # conversations, beside the host tier: bench_turns.py
     python scripts/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
     python scripts/bench.py gpu --model qwen14 --scaling         # on 1, 2 and 4 GPUs: bench_parallel.py
@@ -424,7 +425,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     kinds.add_argument("--busy", action="store_true", help="instead: the share of a decode that the GPU is busy")
     kinds.add_argument("--perf", action="store_true", help="instead: tokens/s over the tokens generated")
     kinds.add_argument("--turns", action="store_true", help="instead: conversations, with and without the host tier")
+    kinds.add_argument("--deterministic", action="store_true", help="instead: what deterministic mode costs")
     parser.add_argument("--alone", action="store_true", help="of --turns: only one conversation alone, into its file")
+    kinds.add_argument("--sleep", action="store_true", help="instead: update_weights, sleep and wake")
+    kinds.add_argument("--logprobs", action="store_true", help="instead: the part of a decode step that they take")
     kinds.add_argument("--scaling", action="store_true", help="instead: headline and chat1 on 1, 2 and 4 GPUs")
     kinds.add_argument("--broadcast", action="store_true", help="instead: what it costs to tell the ranks of a step")
     parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="of --perf (default: 16 to 2048)")
@@ -442,6 +446,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--alone is a part of --turns; add that")
     if arguments.tensor_parallel > 1 and (arguments.busy or arguments.load):
         parser.error("--busy and --load look into one process; leave --tensor-parallel out")
+    if arguments.tensor_parallel > 1 and arguments.deterministic:
+        parser.error("--deterministic is of one GPU; leave --tensor-parallel out")
     if arguments.tensor_parallel > 1 and arguments.scaling:
         parser.error("--scaling takes 1, 2 and 4 GPUs itself; leave --tensor-parallel out")
     if arguments.tensor_parallel < 2 and arguments.broadcast:
@@ -450,8 +456,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> None:
+    import bench_logprobs
     import bench_parallel
     import bench_parts
+    import bench_sleep
     import bench_turns
 
     arguments = parse(argv)
@@ -460,8 +468,11 @@ def main(argv: list[str]) -> None:
         "load": bench_parts.bench_load,
         "busy": bench_parts.bench_busy,
         "perf": bench_parts.bench_perf,
+        "deterministic": bench_parts.bench_deterministic,
         "alone": bench_turns.bench_alone,  # before what it is a part of
         "turns": bench_turns.bench_turns,
+        "sleep": bench_sleep.bench_sleep,
+        "logprobs": bench_logprobs.bench_logprobs,
         "scaling": bench_parallel.bench_scaling,
         "broadcast": bench_parallel.bench_broadcast,
     }

@@ -1,8 +1,10 @@
-"""What `bench.py gpu` measures beside its workloads: the start, loading, how busy the GPU is, rates over lengths."""
+"""What `bench.py gpu` measures beside its workloads: the start, loading, how busy the GPU is, rates over lengths,
+and what deterministic mode costs."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -49,6 +51,29 @@ def write_report(arguments: argparse.Namespace, name: str, report: dict[str, Any
         path = bench_gpu.report_path(arguments, about["gpu"], name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"model": arguments.model, **about, **report}, indent=2) + "\n")
+
+
+# Deterministic mode
+
+
+def bench_deterministic(arguments: argparse.Namespace) -> None:
+    """The workloads in default and in deterministic mode, one engine after the other. cost_percent: how much longer the
+    latter takes."""
+    found: dict[str, dict[str, Any]] = {}
+    for deterministic in (False, True):
+        with bench_gpu.ready_generator(arguments, deterministic=deterministic) as (generator, ready):
+            mode = "deterministic" if deterministic else "default"
+            for name in arguments.only or ("headline", "short", "chat1"):
+                one = bench_gpu.measure_workload(arguments, generator, name, None, 1) | {"ready_seconds": ready}
+                found.setdefault(name, {})[mode] = one
+        gc.collect()
+        if not arguments.smoke:  # the next engine takes what is free
+            torch.cuda.empty_cache()
+    for name, modes in found.items():
+        default, other = (modes[mode]["tokens_per_second"] for mode in ("default", "deterministic"))
+        modes["cost_percent"] = 100 * (default / other - 1)
+        print(f"{name}: deterministic mode costs {modes['cost_percent']:.1f} %", flush=True)
+    write_report(arguments, "deterministic", {"workloads": found})
 
 
 # The start
@@ -208,20 +233,23 @@ def bench_busy(arguments: argparse.Namespace) -> None:
     with generator:
         bench_gpu.warm_up(generator, smoke)
         for name in arguments.only or ["decode"]:
-            workload = WORKLOADS[name]
-            if smoke:
-                workload = Workload(4, 24, 80)
+            workload = Workload(4, 24, 80) if smoke else WORKLOADS[name]
             recorder = Recorder(generator, steps=8 if smoke else 64, on_gpu=not smoke)
-            generator._advance = recorder  # type: ignore[method-assign]
-            try:
-                bench_gpu.run(generator, workload, seed=1)
-            except RecordedEnough:
-                report[name] = read_trace(recorder, "cpu_op" if smoke else "kernel")
-            finally:
-                del generator._advance
-            if name not in report:
-                raise RuntimeError(f"{name} never decoded steadily for long enough")
+            record(generator, workload, recorder)
+            report[name] = read_trace(recorder, "cpu_op" if smoke else "kernel")
     write_report(arguments, "busy", report)
+
+
+def record(generator: Generator, workload: Workload, recorder: Recorder) -> None:
+    """Run a workload until its recorder has enough. Raises RuntimeError where it never has."""
+    generator._advance = recorder  # type: ignore[method-assign]
+    try:
+        bench_gpu.run(generator, workload, seed=1)
+    except RecordedEnough:
+        return
+    finally:
+        del generator._advance
+    raise RuntimeError(f"{workload} never decoded steadily for long enough")
 
 
 def read_trace(recorder: Recorder, kernels: str) -> dict[str, Any]:

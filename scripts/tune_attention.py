@@ -2,6 +2,7 @@
 
     python scripts/tune_attention.py --out tuned.json                 # decodes and prefills of Mistral 7B's shape
     python scripts/tune_attention.py --out x.json --only 256x1100 --shape 40,8,128 --seconds 60
+    python scripts/tune_attention.py --out fixed.json --deterministic
 
 A case runs its layers in a CUDA graph, each over its own random keys and values in shuffled pages, so many of them that
 the L2 cache does not hold them. A decode's rate is of the bytes of keys and values; a prefill's of the products that
@@ -77,13 +78,18 @@ PREFILLS = [
     (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (64, 32, 4, 3), (128, 32, 8, 3), (64, 64, 4, 3),
     (64, 32, 4, 2), (128, 64, 4, 2), (32, 64, 4, 2),
 ]  # fmt: skip
+# The same of deterministic mode, where both must have as many keys and warps, and the same instruction.
+FIXED_DECODES = [(keys, warps, stages, 255, False) for keys in (32, 64) for warps in (2, 4) for stages in (2, 3, 4)]
+FIXED_PREFILLS = [(rows, keys, warps, 2) for rows in (16, 32) for keys in (32, 64) for warps in (2, 4)]
 SPLITS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 class Setup:
     """A case's pool, tables and queries on the GPU."""
 
-    def __init__(self, case: Case, heads: int, num_kv: int, head_size: int, page_size: int) -> None:
+    def __init__(
+        self, case: Case, heads: int, num_kv: int, head_size: int, page_size: int, deterministic: bool = False
+    ) -> None:
         self.case, self.heads = case, heads
         slots = -(-case.length // page_size)
         layer_bytes = 4 * case.count * case.length * num_kv * head_size
@@ -100,7 +106,7 @@ class Setup:
         self.q = torch.randn(case.count * case.tokens, heads, head_size, dtype=torch.bfloat16, device=DEVICE)
         whole = torch.full((case.count,), case.tokens), torch.full((case.count,), case.length)
         self.layout = StepLayout(*whole, case.count if case.decodes else 0, torch.arange(case.count), self.table)
-        self.paged = PagedAttention(self.pool, heads, (0,), case.count, len(self.q), case.length)
+        self.paged = PagedAttention(self.pool, heads, (0,), case.count, len(self.q), case.length, deterministic)
         self.expected = [self._expected(s) for s in range(0, case.count, -(-case.count // CHECKED))]
 
     @property
@@ -232,7 +238,8 @@ def configured(setup: Setup, rows: int, keys: int, warps: int, stages: int, regi
     merge_splits = min(max(tiles.MERGED[phase] * warps * 32 // (merge_rows * dims), 1), 16)
     size = tiles.shared_bytes(rows, keys, stages, dims, torch.bfloat16, chip)
     programs = tiles.programs_of(size, registers, warps, chip)
-    return tiles.Config(rows, keys, warps, stages, registers, programs, peel, merge_rows, merge_splits)
+    fixed = setup.paged.configs[phase].fixed
+    return tiles.Config(rows, keys, warps, stages, registers, programs, peel, merge_rows, merge_splits, fixed)
 
 
 class Tuner:
@@ -281,7 +288,7 @@ class Tuner:
             config = configured(setup, *shape)
             if config not in found and setup.paged.group <= config.rows:
                 found[config] = self.try_paged(setup, config)
-        if case.decodes:
+        if case.decodes and not own[phase].fixed:
             self.tune_splits(setup, sorted(found, key=lambda config: found[config])[:2], split)
 
     def tune_splits(self, setup: Setup, best: list[tiles.Config], split: int) -> None:
@@ -327,7 +334,10 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--own", action="store_true", help="time the library's own configurations only")
     parser.add_argument("--no-dependent-launch", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="what deterministic mode may choose from")
     options = parser.parse_args()
+    if options.deterministic:
+        DECODES[:], PREFILLS[:] = FIXED_DECODES, FIXED_PREFILLS
     lists.DEPENDENT_LAUNCH = not options.no_dependent_launch
     if options.own:
         DECODES.clear()
@@ -338,7 +348,7 @@ def main() -> None:
         tuner.rows += time_plans()
         for case in CASES:
             if not tuner.over and (not options.only or case.name.startswith(tuple(options.only))):
-                setup = Setup(case, heads, num_kv, head_size, options.page_size)
+                setup = Setup(case, heads, num_kv, head_size, options.page_size, options.deterministic)
                 tuner.tune(setup)
                 del setup
                 torch.cuda.empty_cache()

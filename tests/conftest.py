@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+
+# Read when torch is first imported, here and in processes that tests start. pytest-xdist has a worker a core, and
+# threads that wait for each other's core are many times slower.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import pytest
@@ -18,6 +23,21 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported: kernels then run on CPU tensors
 
 from fastgen import Generator
+
+if os.environ.get("TRITON_INTERPRET"):
+    with suppress(ImportError):
+        from triton.runtime import interpreter
+
+        patch, core = interpreter._patch_lang, interpreter.tl.core
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            """As the interpreter calls a function from a kernel, whose launch has patched Triton's language: to do that
+            again for each call is a third of all time. What Triton's own functions use is patched once, and stays."""
+            if core.is_builtin(core.load):
+                patch(self.fn)
+            return self.rewrite()(*args, **kwargs)
+
+        interpreter.InterpretedFunction.__call__ = call
 
 VOCAB = 320
 EOS = 2
@@ -35,15 +55,6 @@ SIZES = {
 }  # fmt: skip
 
 Checkpoint = Callable[..., Path]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """pytest-xdist has a worker a core, and threads that wait for each other's core are many times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -150,6 +161,16 @@ def gen(shared_generator: Generator) -> Iterator[Generator]:
     yield shared_generator
     assert shared_generator.unfinished == 0
     check_idle(shared_generator)
+
+
+@pytest.fixture
+def fggen(gen: Generator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """fggen(*arguments) runs the command with that Generator, in an empty folder; its status."""
+    from fastgen.cli.gen import main
+
+    monkeypatch.setattr(main, "_load", lambda args: nullcontext(gen))
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: main.main(["random", *map(str, arguments)])
 
 
 def check_idle(gen: Generator) -> None:

@@ -39,9 +39,9 @@ def start(lane: int, params: SamplingParams, tokens: Sequence[int], prompt_len: 
     return LaneStart(lane, params, seed, 0, prompt_len, frozenset((2,)), tuple(tokens) if params.penalized else ())
 
 
-def table(lane: int, pages: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+def table(lane: int, pages: Sequence[int]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """The whole page table of a lane."""
-    return tuple((lane, slot, page) for slot, page in enumerate(pages))
+    return ((lane, 0, tuple(pages)),)
 
 
 def run(runner: Runner, batch: Batch, masks: Mapping[int, np.ndarray] | None = None) -> tuple[Said, StepResult]:

@@ -9,6 +9,7 @@ The hash of a token's KV depends on the version of the weights as well, so a pag
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import nan
@@ -191,13 +192,13 @@ class HashRunner:
         self._move_pages(batch)
         for start in batch.starts:
             self.started[start.lane], self.counted[start.lane] = start, list(start.token_ids)
-        for lane, slot, page in batch.pages:
-            self.table[lane][slot] = page
+        for lane, first, pages in batch.pages:
+            self.table[lane][first : first + len(pages)] = pages
         self.trip()
         for lane in batch.decodes:
             self._write(lane, self.kv_len[lane], (self.last_token[lane],))
         for chunk in batch.prefills:
-            self._write(chunk.lane, chunk.start, chunk.tokens)
+            self._write(chunk.lane, chunk.start, chunk.tokens.tolist())
             for lane in chunk.forks:
                 self.kv_len[lane] = self.kv_len[chunk.lane]
         states = [self._state(lane, lane) for lane in batch.decodes]
@@ -242,7 +243,7 @@ class HashRunner:
         page_size = self.config.page_size
         return self.table[lane][position // page_size] * page_size + position % page_size
 
-    def _write(self, lane: int, start: int, tokens: tuple[int, ...]) -> None:
+    def _write(self, lane: int, start: int, tokens: SequenceOf[int]) -> None:
         before = self.memory[self._row(lane, start - 1)] if start else 0
         for position, token in enumerate(tokens, start):
             before = self.memory[self._row(lane, position)] = kv_value(before, token, position, self.version)
@@ -265,7 +266,7 @@ class HashRunner:
                 assert first + len(wanted.targets) <= chunk.start + len(chunk.tokens) + 1, "a row that is not there"
                 logprobs = [
                     prompt_logprob(self._read(chunk.lane, at), target, wanted.temperature)
-                    for at, target in enumerate(wanted.targets, first)
+                    for at, target in enumerate(wanted.targets.tolist(), first)
                 ]
                 launched.result.scored.append(Scored(chunk.lane, first, logprobs))
 

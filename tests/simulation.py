@@ -219,9 +219,10 @@ class Simulation:
         assert len(set(lanes)) == len(lanes), "a lane is twice in a step"
         assert all(on[lane].status is Status.RUNNING for lane in lanes), "an ended sequence goes on"
         assert all(on[lane].computed < on[lane].max_len for lane in batch.sampling), "a known end is overrun"
-        assert all(chunk.tokens for chunk in batch.prefills)
+        assert all(len(chunk.tokens) for chunk in batch.prefills)
         assert batch.masked == any(on[lane].mask is not None for lane in batch.sampling)
-        assert all(on[lane].pages[slot] == page for lane, slot, page in batch.pages), "a page of somebody else"
+        for lane, first, pages in batch.pages:
+            assert on[lane].pages[first : first + len(pages)] == list(pages), "a page of somebody else"
         if self.batches and batch.decodes == self.batches[-1].decodes:
             assert batch.decodes is self.batches[-1].decodes, "the same lanes in another object"
         for chunk in batch.prefills:

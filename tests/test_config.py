@@ -108,6 +108,17 @@ def test_a_pool_of_its_own_making_never_lowers_the_context() -> None:
         assert config.num_pages == -(-context // 64) + 1
 
 
+def test_deterministic_mode() -> None:
+    assert make().deterministic is False
+    assert make(deterministic=True).attention == "reference"
+    assert make(device="cuda").attention == "auto"
+    assert make(device="cuda", deterministic=True).attention == "paged"
+    odd = replace(MODEL, intermediate_size=100)
+    assert EngineConfig.make(odd, deterministic=True).deterministic
+    with pytest.raises(ValueError, match=r"inputs are multiples of 8 on a GPU.* 100; leave it out"):
+        EngineConfig.make(odd, device="cuda", memory=10**10, deterministic=True)
+
+
 def test_the_smallest_values_work() -> None:
     config = make(max_seqs=1, max_step_tokens=1, page_size=1, num_pages=2, max_model_len=1)
     assert (config.max_seqs, config.max_step_tokens, config.page_size, config.num_pages) == (1, 1, 1, 2)
@@ -117,6 +128,9 @@ def test_the_smallest_values_work() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"deterministic": 1}, TypeError, "deterministic must be True or False, not 1"),
+        ({"deterministic": True, "tensor_parallel": 2}, ValueError, "with 2 ranks.*leave deterministic or tensor par"),
+        ({"deterministic": True, "attention": "flash", "device": "cuda"}, ValueError, "not 'flash'; use 'auto'"),
         ({"dtype": "float64"}, ValueError, "dtype is 'float64'.*float32, bfloat16, float16"),
         ({"attention": "flash9"}, ValueError, "attention is 'flash9'.*'auto' or one of flash, paged, reference"),
         ({"max_seqs": 0}, ValueError, "max_seqs is 0; it must be at least 1"),

@@ -14,6 +14,7 @@ from conftest import random_ids
 from handmade import EMPTY, continued, make_runner, run, table
 from torch import Tensor
 
+from fastgen import pinned
 from fastgen.cache import host
 from fastgen.cache.host import GROUPS, HostTier
 from fastgen.cache.pool import KVPool
@@ -102,7 +103,7 @@ def test_random_traffic_is_what_plain_copies_make_of_it(layers: int, staging: in
 def test_a_slot_holds_a_group_of_layers_in_one_piece() -> None:
     tier = HostTier(new_pool(), 3)
     assert tier.slots.is_contiguous()
-    assert tier.slots.data_ptr() % host.ALIGNMENT == 0
+    assert tier.slots.data_ptr() % pinned.ALIGNMENT == 0
     assert [group.first for group in tier._groups] == [0, 1, 3, 4]
     assert all(group.slots[1].is_contiguous() and group.entries[0].is_contiguous() for group in tier._groups)
 
@@ -117,25 +118,12 @@ def test_staging_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_little_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"host tier takes .* GB of the host's memory.*lower host_cache_gb"):
         HostTier(new_pool(), 10**13)
-    monkeypatch.setattr(host, "_free_memory", lambda: math.inf)
+    monkeypatch.setattr(pinned, "_free_memory", lambda: math.inf)
     with pytest.raises(ValueError, match=r"which can not be had; lower host_cache_gb"):
         HostTier(new_pool(), 10**13)
-    monkeypatch.setattr(host, "_free_memory", lambda: 1e6)
+    monkeypatch.setattr(pinned, "_free_memory", lambda: 1e6)
     with pytest.raises(ValueError, match=r"takes 3\.1 GB of the host's memory, of which 0\.0 GB are free"):
         HostTier(new_pool(), 10**6)
-
-
-def test_free_memory_is_what_linux_and_the_container_leave(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    assert host._free_memory(meminfo, tmp_path) == math.inf
-    meminfo.write_text("MemTotal:       24684096 kB\nMemFree:        100 kB\nMemAvailable:   2000 kB\n")
-    assert host._free_memory(meminfo, tmp_path) == 2000 * 1024
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.stat").write_text("anon 300000\nfile 500\n")
-    assert host._free_memory(meminfo, tmp_path) == 2000 * 1024
-    (tmp_path / "memory.max").write_text("1000000\n")
-    assert host._free_memory(meminfo, tmp_path) == 700_000
-    assert 0 < host._free_memory() <= math.inf
 
 
 # In steps.

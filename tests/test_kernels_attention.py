@@ -3,6 +3,11 @@ attention of what they list, against their twins and against the reference."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,7 +25,7 @@ from fastgen.kernels import attention as kernel
 from fastgen.kernels import items as lists
 from fastgen.kernels import tiles
 from fastgen.kernels.items import BEGIN, END, FIELDS, FIRST, HEADER, PART, POSITION, SPLIT, SPLITS, TOKENS
-from fastgen.kernels.launch import Chip, Kernel
+from fastgen.kernels.launch import Chip, Kernel, triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter truncates to bfloat16
@@ -62,9 +67,9 @@ class Case:
     q: Tensor
     group: int
 
-    def paged(self, window: int) -> PagedAttention:
+    def paged(self, window: int, deterministic: bool = False) -> PagedAttention:
         lanes = len(self.layout.page_table)
-        return PagedAttention(self.pool, KV_HEADS * self.group, (window,), lanes, len(self.q), 4096)
+        return PagedAttention(self.pool, KV_HEADS * self.group, (window,), lanes, len(self.q), 4096, deterministic)
 
     def expected(self, window: int) -> Tensor:
         """The reference's, in float32."""
@@ -284,6 +289,89 @@ def test_a_position_is_that_of_its_query() -> None:
         plan = paged.plan(layout)
         assert items_of(plan.work[0][0].list)[:, POSITION].min() == 200 + start
         close(paged.attend(plan, 1, case.q[start:].contiguous(), 0), whole[start:])
+
+
+@pytest.mark.parametrize(("window", "dtype"), [(0, HALF), (300, torch.float32)])
+def test_deterministic_a_query_has_one_answer(window: int, dtype: torch.dtype) -> None:
+    """To the bit: in a prefill, a chunk, or a decode, its keys in one item or in several."""
+    case = make([12], [588], dtype=dtype)
+    kept = {}
+    for slots in (0, 1000):  # for partial results; 0: no keys are split
+        paged = case.paged(window, deterministic=True)
+        paged.slots = slots
+        plan = paged.plan(case.layout)
+        splits = items_of(plan.work[window][0].list)[:, SPLIT] // SPLITS
+        kept[slots] = paged.attend(plan, 1, case.q, window)
+        assert (splits.max() > 1) == (slots > 0)
+        for first, last in ((0, 1), (3, 10), (11, 12)):
+            length = 576 + last
+            lens = {"query_lens": torch.tensor([last - first]), "kv_lens": torch.tensor([length])}
+            layout = replace(case.layout, **lens, decodes=int(last - first == 1))
+            chunk = paged.attend(paged.plan(layout), 1, case.q[first:last].contiguous(), window)
+            assert torch.equal(chunk, kept[slots][first:last])
+    assert torch.equal(kept[0], kept[1000])
+    close(kept[0], case.expected(window))
+
+
+@pytest.mark.parametrize("chip", CHIPS[:-1], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_deterministic_phases_differ_in_nothing_that_is_seen(chip: Chip, dtype: torch.dtype) -> None:
+    """64 rows and four warps would be other instructions on Hopper; in float32 any difference may be seen."""
+    for head_size, group in ((64, 1), (96, 4), (128, 5), (128, 20), (256, 8)):
+        phases = tiles.DECODE, tiles.FEW, tiles.PREFILL
+        found = [tiles.configure(phase, group, head_size, dtype, chip, deterministic=True) for phase in phases]
+        assert len({(config.keys, config.warps, config.fixed) for config in found}) == 1
+        assert lists.ALIGN % found[0].keys == found[0].fixed % lists.ALIGN == 0
+        assert dtype == torch.float32 or all(config.rows < 64 for config in found)
+        assert dtype != torch.float32 or len({config.rows for config in found}) == 1
+
+
+COMPILE = """
+import json, sys
+import torch
+import triton  # before fastgen, which without a GPU does without it
+from fastgen.kernels import attention, items, tiles
+from fastgen.kernels.launch import Chip
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+kernel, nobody = attention._attention_kernel, ("members_ptr", "bases_ptr", "lens_ptr")
+for phase, D in json.loads(sys.argv[1]):
+    c = tiles.configure(phase, 4, D, torch.bfloat16, Chip((9, 0), 132, 232_448), deterministic=True)
+    types = dict.fromkeys(("q_ptr", "out_ptr", "keys_ptr", "values_ptr"), "*bf16")
+    types |= dict.fromkeys(("parts_ptr", "lse_ptr", "totals_ptr"), "*fp32") | dict.fromkeys(nobody, "constexpr")
+    types |= dict.fromkeys(("layer", "num_pages", "table_width"), "i32")
+    types |= {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr") and name not in types}
+    constants = {
+        "H": 32, "K": 8, "D": D, "P": 64, "WINDOW": 0, "SCALE": 0.1, "ROWS": c.rows, "KEYS": c.keys, "DIMS": D,
+        "PEEL": c.peel, "FIXED": c.fixed, "MERGE_ROWS": c.merge_rows, "MERGE_SPLITS": c.merge_splits, "KIND": 0,
+        "PLAIN": 0, "SHARED": 1, "PRIVATE": 2, "HEADER": items.HEADER, "FIELDS": items.FIELDS, "SPLITS": items.SPLITS,
+        "PDL": True, **dict.fromkeys(nobody),
+    }
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = [place for place, kind in enumerate(signature.values()) if kind.startswith("*")]
+    source = ASTSource(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in aligned})
+    options = {"num_warps": c.warps, "num_stages": c.stages, "enable_fp_fusion": False}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(json.dumps({"ttgir": made.asm["ttgir"], "ptx": made.asm["ptx"]}))
+"""
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_deterministic_phases_are_compiled_alike() -> None:
+    """For Hopper, without one: one instruction, and one way to share a block's keys out over the warps."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    cases = [(phase, dims) for dims in (128, 32) for phase in (tiles.DECODE, tiles.PREFILL)]
+    command = [sys.executable, "-c", COMPILE, json.dumps(cases)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    made = [json.loads(line) for line in ran.stdout.splitlines()]
+    decode, prefill, *small = (re.findall(r"^#mma\d* = (.*)$", each["ttgir"], re.MULTILINE) for each in made)
+    assert decode == prefill
+    assert small[0] == small[1]
+    products = {product for each in made for product in re.findall(r"(?:wgmma\.)?mma\S*sync\S*", each["ptx"])}
+    assert products == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+    assert not any("fma.rn.f32" in each["ptx"] for each in made)
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=str)

@@ -183,6 +183,15 @@ def run_pool(seed: int) -> Counter[str]:
             pool.allocator.recover()
             pool.allocator.check([])
             pool.seen["recovered"] += 1
+        elif kind > 0.99:
+            for table in list(pool.tables):
+                pool.release(table)
+            pool.read()
+            pool.memory.clear()
+            pool.allocator.forget_pages()
+            pool.allocator.check([])
+            assert pool.allocator.available == pool.allocator.num_pages
+            pool.seen["kept on the host"] += pool.cached(tokens)
     pool.read()
     for table in list(pool.tables):
         pool.release(table)
@@ -198,6 +207,7 @@ def test_what_matches_is_what_was_computed_after_any_operations() -> None:
         except AssertionError as error:
             raise AssertionError(f"run_pool({seed}): {error}") from error
     assert min(seen[name] for name in ("matched", "saves", "loads", "copies", "forks", "recovered")) > 100, seen
+    assert seen["kept on the host"] > 10
 
 
 def test_a_match_is_the_longest_cached_prefix_of_full_pages_within_the_limit() -> None:
@@ -209,6 +219,19 @@ def test_a_match_is_the_longest_cached_prefix_of_full_pages_within_the_limit() -
     assert pool.cached([*tokens[:6], 0, 0, 0]) == 2
     assert pool.cached([0, *tokens[1:]]) == 0
     assert pool.cached(tokens[3:]) == 0
+
+
+def test_a_save_that_no_step_has_made_is_lost_with_the_pool() -> None:
+    pool = Pool(2, 1, host_pages=4)
+    pool.release(pool.take([1, 2]))
+    table: list[int] = []
+    assert pool.allocator.grow(table, 1)
+    assert pool.allocator._saves
+    pool.allocator.release(table)
+    pool.allocator.forget_pages()
+    pool.allocator.check([])
+    assert not pool.cached([1, 2])
+    assert not pool.step().saves
 
 
 class Colliding(int):

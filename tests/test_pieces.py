@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Checkpoint, check_idle, random_ids
+from conftest import FAMILIES, Checkpoint, check_idle, random_ids
 from handmade import EMPTY, make_runner, run, start, table
 from hash_model import hopeful
 from test_graphs import Called, capturable
@@ -54,7 +54,9 @@ def plain(family: Path) -> list[Answer]:
         return [answers(gen, [request])[0] for request in REQUESTS]
 
 
-@pytest.mark.parametrize("budget", [32, 50])
+@pytest.mark.parametrize(
+    ("family", "budget"), [*((name, 32) for name in FAMILIES), ("mistral", 50)], indirect=["family"]
+)
 def test_any_schedule_says_in_pieces_what_it_says_without(
     budget: int, family: Path, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +225,7 @@ def test_ranks_say_in_pieces_what_they_say_without(checkpoint: Checkpoint, tmp_p
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), str(folder), str(tmp_path / "store")],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path},
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -252,12 +252,11 @@ class KeepsTokenTooMany(Scheduler):
     ],
 )
 def test_the_simulation_notices_a_broken_scheduler_by_its_answers(broken: MakeScheduler) -> None:
-    wrong = 0
     for seed in range(120):
         try:
             random_simulation(seed, broken, check=False).run()
         except WrongAnswerError:
-            wrong += 1
+            return
         except (AssertionError, LookupError, ValueError):
             pass  # noticed as well, but not by the answer
-    assert wrong
+    pytest.fail("no answer is wrong")

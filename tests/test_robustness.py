@@ -234,3 +234,10 @@ def test_the_schedule_never_shows_on_any_number_of_threads(threads: int) -> None
             assert [gen.score([prompt], start=1)[0] for prompt in prompts] == together
     finally:
         torch.set_num_threads(1)
+
+
+def test_none_in_a_stream_is_a_step_and_no_request(gen: Generator) -> None:
+    asked = [None, Request("a", SHORT, 1), *[None] * 3, Request("b", SHORT, 2), *[None] * 20]
+    before = gen.stats.steps
+    assert [output.id for output in gen.stream(asked)] == [1, 2]
+    assert 6 + 3 <= gen.stats.steps - before < 6 + 6, "the second begins while the first runs"

@@ -62,7 +62,9 @@ def test_cold_and_warm_as_apart(name: str, family: Path, apart: list[Answer]) ->
         assert gen.stats.cached_tokens > 500
 
 
-@pytest.mark.parametrize("page_size", [16, 3])
+@pytest.mark.parametrize(
+    ("family", "page_size"), [("llama", 3), ("mistral", 16), ("qwen2", 3), ("qwen3", 16)], indirect=["family"]
+)
 def test_a_host_tier_that_thrashes_as_apart(page_size: int, family: Path, apart: list[Answer]) -> None:
     options = {"page_size": page_size, "num_pages": 176 // page_size, "max_seqs": 3, "max_step_tokens": 40}
     with Generator(family, **options, host_cache_gb=host_gb(family, 100 / page_size, page_size)) as gen:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCAB
+from transformers import AutoTokenizer
 
 from fastgen.tokenizer import BROKEN, AnswerText, Detokenizer, StopFinder, Tokenizer, encode_prompt
 
@@ -201,3 +204,19 @@ def test_a_tokenizer_without_chat_template_takes_no_messages(talker: Path) -> No
     tokenizer.hf.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         encode_prompt([{"role": "user", "content": "hello"}], tokenizer)
+
+
+@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer", None])
+@pytest.mark.parametrize("model", ["llama", "mistral", "qwen3", None])
+def test_a_tokenizer_is_the_one_that_transformers_makes(
+    named: str | None, model: str | None, talker: Path, tmp_path: Path
+) -> None:
+    for file, changes in (("tokenizer_config", {"tokenizer_class": named}), ("config", {"model_type": model})):
+        fields = json.loads((talker / f"{file}.json").read_text()) | changes
+        kept = {name: value for name, value in fields.items() if value is not None}
+        (tmp_path / f"{file}.json").write_text(json.dumps(kept))
+    shutil.copy(talker / "tokenizer.json", tmp_path)
+    ours, theirs = Tokenizer(tmp_path).hf, AutoTokenizer.from_pretrained(tmp_path)
+    assert type(ours) is type(theirs)
+    for text in TEXTS:
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"]

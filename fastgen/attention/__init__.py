@@ -14,10 +14,18 @@ log = logging.getLogger(__name__)
 
 
 def make_attention(
-    name: str, pool: KVPool, num_heads: int, windows: tuple[int, ...], max_seqs: int, max_step_tokens: int, context: int
+    name: str,
+    pool: KVPool,
+    num_heads: int,
+    windows: tuple[int, ...],
+    max_seqs: int,
+    max_step_tokens: int,
+    context: int,
+    deterministic: bool = False,
 ) -> Attention:
     """The implementation of that name (see fastgen.config.ATTENTION), or for "auto" what measured fastest: for decodes
-    `paged`; for prefills `flash` on Hopper and Blackwell where its package is installed, else `paged`.
+    `paged`; for prefills `flash` on Hopper and Blackwell where its package is installed, else `paged`. deterministic:
+    answers are the same to the bit in whatever step; of `reference` they are that on the CPU, of `flash` never.
 
     Raises ValueError where one that is asked for by name can not run here.
     """
@@ -26,7 +34,7 @@ def make_attention(
     from fastgen.attention.flash import FlashAttention, why_not
     from fastgen.attention.paged import PagedAttention
 
-    paged = PagedAttention(pool, num_heads, windows, max_seqs, max_step_tokens, context)
+    paged = PagedAttention(pool, num_heads, windows, max_seqs, max_step_tokens, context, deterministic)
     missing = None if name == "paged" else why_not(pool)
     if not missing and name != "paged":
         try:

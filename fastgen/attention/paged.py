@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from fastgen.kernels import items as lists
 from fastgen.kernels import tiles
 from fastgen.kernels.launch import Chip
 
+FIXED_SLOTS = 8192  # partial results of a decode step whose splits are fixed: where it has more, it has none
 PREFILL_SLOTS = 2048  # partial results, of a query token each, that there is room for at least
 SHARING_PAYS = 16e6  # bytes of a layer's keys and values that are not read again
 DEPTH = 64  # priors of a row, at most, where few rows share
@@ -35,7 +38,8 @@ class PagedAttention:
     serves each layer once.
 
     num_heads: H; windows: of the layers, 0 for none; max_seqs, max_step_tokens: of a step, with padding; context: the
-    longest kv_len. All memory but that of answers and prefill lists is taken here, and graphs share it: `slots` partial
+    longest kv_len. deterministic: a query's answer is the same to the bit in whatever step; nothing is shared then.
+    All memory but that of answers and prefill lists is taken here, and graphs share it: `slots` partial
     results of (H * (D + 1) + K) * 4 bytes, and 32 bytes a slot and distinct window. At H = 32, K = 8, D = 128 with 1024
     sequences these are 9216 slots, 153 MB and 0.3 MB, however large the pool is.
     """
@@ -44,7 +48,14 @@ class PagedAttention:
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
     def __init__(
-        self, pool: KVPool, num_heads: int, windows: tuple[int, ...], max_seqs: int, max_step_tokens: int, context: int
+        self,
+        pool: KVPool,
+        num_heads: int,
+        windows: tuple[int, ...],
+        max_seqs: int,
+        max_step_tokens: int,
+        context: int,
+        deterministic: bool = False,
     ) -> None:
         _, _, num_kv, _, head_size = pool.keys.shape
         device, dtype = pool.keys.device, pool.keys.dtype
@@ -54,12 +65,16 @@ class PagedAttention:
         self.chip = Chip.of(device)
         self.group = num_heads // num_kv
         self.configs = {
-            phase: tiles.configure(phase, self.group, head_size, dtype, self.chip)
-            for phase in (tiles.DECODE, tiles.FEW, tiles.PREFILL, tiles.GROUP)
+            phase: tiles.configure(phase, self.group, head_size, dtype, self.chip, deterministic)
+            for phase in (tiles.DECODE, tiles.FEW, tiles.PREFILL, *((tiles.GROUP,) if not deterministic else ()))
         }
+        self._fixed = self.configs[tiles.DECODE].fixed
+        self._most_fixed = -(-context // self._fixed) if self._fixed else 0
         self.windows = tuple(sorted(set(windows)))
         self.priors = max(min(lists.SLOTS, DEPTH * max_seqs), max_seqs)  # of all rows together
         decode_slots = lists.slots_for(max_seqs, context) + self.priors
+        if self._fixed:
+            decode_slots = max(min(max_seqs * (self._most_fixed + 1), FIXED_SLOTS), self._most_fixed + 1, 2 * max_seqs)
         self.slots = max(decode_slots, min(PREFILL_SLOTS, max_step_tokens * lists.MOST_SPLITS))
         self._windows = torch.tensor(self.windows, dtype=torch.int32, device=device)
         size = lists.HEADER + self.slots * lists.FIELDS
@@ -74,7 +89,7 @@ class PagedAttention:
 
     @property
     def shares(self) -> bool:
-        return self.pool.keys.device not in kernel.sharing.refused
+        return not self._fixed and self.pool.keys.device not in kernel.sharing.refused
 
     def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
         levels = shared_ranges(tables, lanes, full)
@@ -96,7 +111,7 @@ class PagedAttention:
         """The lists are made on the device, in the step's own graph; that of what is shared is there already."""
         sequences = len(lanes)
         assert sequences <= self.max_seqs
-        split, most = lists.split_of(sequences, self.num_kv, self.chip), lists.splits_of(sequences)
+        split, most = self._splits(sequences)
         rows = self._shared.rows if shared else None
         lists.plan_decode(lanes, kv_lens, self._windows, self._lists, split, most, rows)
         few = sequences * self.num_kv <= tiles.FILLED * self.chip.processors
@@ -112,6 +127,14 @@ class PagedAttention:
             plan.work[window].append(kernel.Items(self._lists[number], sequences * (most + 1), config, kind))
         return plan
 
+    def _splits(self, sequences: int) -> tuple[int, int]:
+        """Keys of a decode's split, and the most splits that a sequence has before they get longer."""
+        if not self._fixed:
+            return lists.split_of(sequences, self.num_kv, self.chip), lists.splits_of(sequences)
+        if sequences * (self._most_fixed + 1) <= self.slots:
+            return self._fixed, self._most_fixed
+        return lists.WHOLE, 1
+
     def plan(self, layout: StepLayout) -> _Plan:
         """Decodes are planned as in a step of their own; the lists of the prefills come from here, with their lanes and
         lengths in one copy."""
@@ -126,7 +149,11 @@ class PagedAttention:
             tile = config.rows // self.group
             units = max(self.chip.processors * config.programs // self.num_kv, 1)
             for window in self.windows:
-                items = lists.prefill_items(chunks, window, tile, config.keys, units, self.slots)
+                arguments = chunks, window, tile, config.keys, units, self.slots
+                if self._fixed:
+                    items = lists.fixed_prefill_items(*arguments, self._fixed)
+                else:
+                    items = lists.prefill_items(*arguments)
                 counts.append(len(items))
                 pieces.append(lists.prefill_list(items))
         on_device = _upload(pieces, device)
@@ -142,7 +169,9 @@ class PagedAttention:
         q = q.contiguous()  # it is, but where a torch twin made it
         out = torch.empty_like(q)
         for items in plan.work[window]:
-            launch = kernel.attention if items.kind == kernel.PLAIN else kernel.sharing
+            launch: Callable[..., Any] = kernel.attention if items.kind == kernel.PLAIN else kernel.sharing
+            if self._fixed:  # where it does not compile, no twin gives the same bits for all steps
+                launch = kernel.attention.launch
             launch(q, out, self.pool.keys, self.pool.values, plan.page_table, items, self._workspace, layer, window)
         return out
 

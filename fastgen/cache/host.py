@@ -18,14 +18,10 @@ On the CPU the same code runs without streams.
 
 from __future__ import annotations
 
-import math
-import re
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,11 +29,11 @@ from torch import Tensor
 
 from fastgen.cache.pool import KVPool
 from fastgen.kernels.copies import copy_pages
+from fastgen.pinned import Pinned
 
 STAGING_BYTES = 1 << 28
 STAGING_PAGES = 64  # at most
 GROUPS = 4  # of layers; more arrive earlier, and take more of the host's time, which is a copy a page and group
-ALIGNMENT = 4096  # bytes; a page of the host's memory is pinned as a whole
 
 
 @dataclass(frozen=True)
@@ -92,15 +88,13 @@ class HostTier:
         self._in: torch.cuda.Stream | None = None
         self._gathered, self._loaded = self._event(), self._event()
         self._saved: dict[int, torch.cuda.Event] = {}  # by slot: the save that filled it
-        memory = _allocate(num_slots * page_bytes)
+        self._pinned = Pinned(num_slots * page_bytes, self.device, "the host tier", "lower host_cache_gb")
         if self.device.type == "cuda":
             # Their few kernels come first, or they would wait until the products of a step leave room.
             self._out, self._in = (torch.cuda.Stream(self.device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
-            _pin(memory)
-            weakref.finalize(self, _unpin, memory, self.device)
             for stream in (self._out, self._in):
                 stream.wait_stream(torch.cuda.current_stream(self.device))
-        self.slots = memory.view(dtype).view(num_slots, layers, two, size)
+        self.slots = self._pinned.bytes.view(dtype).view(num_slots, layers, two, size)
         bounds = [layers * number // GROUPS for number in range(GROUPS + 1)]
         self._groups = [
             _Group(
@@ -170,50 +164,3 @@ class HostTier:
         """int64 on the device, in the order of the current stream; does not wait."""
         tensor = torch.from_numpy(np.array(numbers, dtype=np.int64))
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
-
-
-def _allocate(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes], at a multiple of ALIGNMENT; raises ValueError where there is less."""
-    free = _free_memory()
-    wanted = f"the host tier takes {num_bytes / 1e9:.1f} GB of the host's memory"
-    if num_bytes > free:
-        raise ValueError(f"{wanted}, of which {free / 1e9:.1f} GB are free; lower host_cache_gb")
-    try:
-        raw = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
-    except MemoryError as error:
-        raise ValueError(f"{wanted}, which can not be had; lower host_cache_gb") from error
-    start = -raw.ctypes.data % ALIGNMENT
-    return torch.from_numpy(raw[start : start + num_bytes])
-
-
-def _free_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes that Linux, and the limit of the container that this runs in, leave; infinite on other systems."""
-    free = math.inf
-    if meminfo.exists():
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
-        free = int(found[1]) * 1024 if found else free
-    limit, used = group / "memory.max", group / "memory.stat"
-    if limit.exists() and limit.read_text().strip() != "max":
-        found = re.search(r"^anon (\d+)$", used.read_text(), re.MULTILINE)  # files that are cached can be dropped
-        free = min(free, int(limit.read_text()) - (int(found[1]) if found else 0))
-    return free
-
-
-def _pin(memory: Tensor) -> None:
-    """Registered, not allocated by torch, which would take the next power of two."""
-    memory.zero_()  # by all threads, since the driver would touch the pages one after the other
-    driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(driver.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    if status:
-        raise ValueError(
-            f"the GPU's driver can not pin {memory.numel() / 1e9:.1f} GB of the host's memory for the host tier "
-            f"(CUDA error {status}); lower host_cache_gb"
-        )
-
-
-def _unpin(memory: Tensor, device: torch.device) -> None:
-    """Before the memory is freed, and after the last copy."""
-    torch.cuda.synchronize(device)
-    driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(driver.cudaHostUnregister(memory.data_ptr()))
-    assert not status, f"host memory can not be unpinned (CUDA error {status})"

@@ -262,6 +262,15 @@ class PageAllocator:
             batch.unproven.clear()
             batch.unsaved.clear()
 
+    def forget_pages(self) -> None:
+        """What the pool holds is lost, and what the host tier holds is not. Nobody holds pages, and no step is in
+        flight."""
+        for node in [*self._walk()]:
+            if node.slot < 0:
+                self._unlink(node)  # and all behind it, which could not match without it
+            node.page = -1
+        self.recover()
+
     def _evict(self) -> int:
         """Take the page of the least recently used node that nobody holds, and keep its KV on the host if possible."""
         node = next(iter(self._idle))

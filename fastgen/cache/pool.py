@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fastgen.kernels.copies import copy_pages
+from fastgen.memory import Memory
 
 
 class KVPool:
@@ -31,7 +31,8 @@ class KVPool:
         self.page_size = page_size
         self.spare = num_pages
         shape = (2, num_layers, num_pages + 1, num_kv_heads, page_size, head_size)
-        both = _zeros(shape, dtype, device)
+        self.memory = Memory.on(device)
+        both = self.memory.zeros(shape, dtype)
         self.keys, self.values = both.unbind(0)
         self.whole = both.flatten(3)
 
@@ -48,11 +49,3 @@ class KVPool:
         _, _, num_kv_heads, page_size, _ = self.keys.shape
         heads = torch.arange(num_kv_heads, device=pages.device)
         return (pages[..., None] * num_kv_heads + heads) * page_size + offsets[..., None]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU from calloc, which takes no memory until a page is written."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)

@@ -36,6 +36,7 @@ from fastgen.kernels.items import (
     dependent,
 )
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
+from fastgen.kernels.merging import fold, join, leave, merge, merge_fixed
 from fastgen.kernels.tiles import REGISTERS, Config, power_of_two
 
 PLAIN, SHARED, PRIVATE = 0, 1, 2  # what a list's items are: see the top
@@ -60,11 +61,12 @@ class Items:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where the splits of tiles meet. parts: float32 [slots, H, D]; lse: float32 [slots, H], log2 of the softmax's sum;
-    arrivals: int32 [slots, K], zeros between launches."""
+    """Where the splits of tiles meet. parts: float32 [slots, H, D]; lse: float32 [slots, H], log2 of the softmax's sum
+    (where that is fixed: its peak, with the sum in `totals`); arrivals: int32 [slots, K], zeros between launches."""
 
     parts: Tensor
     lse: Tensor
+    totals: Tensor
     arrivals: Tensor
 
     @staticmethod
@@ -72,16 +74,17 @@ class Workspace:
         return Workspace(
             torch.empty(slots, num_heads, head_size, dtype=torch.float32, device=device),
             torch.empty(slots, num_heads, dtype=torch.float32, device=device),
+            torch.empty(slots, num_heads, dtype=torch.float32, device=device),
             torch.zeros(slots, num_kv, dtype=torch.int32, device=device),
         )
 
 
 @jit("layer", "num_pages", "table_width")
 def _attention_kernel(
-    q_ptr, out_ptr, keys_ptr, values_ptr, table_ptr, list_ptr, parts_ptr, lse_ptr, arrivals_ptr,
+    q_ptr, out_ptr, keys_ptr, values_ptr, table_ptr, list_ptr, parts_ptr, lse_ptr, totals_ptr, arrivals_ptr,
     members_ptr, bases_ptr, lens_ptr, layer, num_pages, table_width,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr, FIXED: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, KIND: tl.constexpr,
     PLAIN: tl.constexpr, SHARED: tl.constexpr, PRIVATE: tl.constexpr,
     HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
@@ -120,18 +123,18 @@ def _attention_kernel(
             high = tl.max(query, 0)
         at = (query_row * H + q_head)[:, None] * D + dim
         q = tl.load(q_ptr + at, mask=here, other=0.0)
-        acc, peak, total = _softmax(
+        acc, peak, total = _attended(
             q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr + lane * table_width, layer * num_pages,
-            head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL,
+            head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL, FIXED,
         )  # fmt: skip
         if KIND == SHARED:
             slot = tl.load(bases_ptr + query_row) + split
             acc = acc / total[:, None]
-            _leave(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
+            leave(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
         else:
             _finish(
-                acc, peak, total, out_ptr, parts_ptr, lse_ptr, arrivals_ptr, first, tokens, part, split, head,
-                H, K, D, ROWS, DIMS, MERGE_ROWS, MERGE_SPLITS, SPLITS, KIND == PRIVATE, PDL,
+                acc, peak, total, out_ptr, parts_ptr, lse_ptr, totals_ptr, arrivals_ptr, first, tokens, part, split,
+                head, H, K, D, ROWS, DIMS, MERGE_ROWS, MERGE_SPLITS, SPLITS, KIND == PRIVATE, FIXED > 0, PDL,
             )  # fmt: skip
         unit = count * K
         if unit > programs:
@@ -151,6 +154,30 @@ def _item(item_ptr):
     part = tl.load(item_ptr + 6)
     split = tl.load(item_ptr + 7)
     return first, tokens, lane, position, begin, end, part, split
+
+
+@jit()
+def _attended(
+    q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
+    K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr, FIXED: tl.constexpr,
+):  # fmt: skip
+    """`_softmax`; where it is FIXED, of so many keys at a time, from position 0 on."""
+    stop = end
+    if FIXED > 0:
+        stop = tl.minimum(begin // FIXED * FIXED + FIXED, end)
+    acc, peak, total = _softmax(
+        q, query, low, high, begin, stop, keys_ptr, values_ptr, table_ptr, first_page, head,
+        K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL,
+    )  # fmt: skip
+    if FIXED > 0:
+        for start in range(stop, end, FIXED):
+            next_acc, next_peak, next_total = _softmax(
+                q, query, low, high, start, tl.minimum(start + FIXED, end), keys_ptr, values_ptr, table_ptr, first_page,
+                head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL,
+            )  # fmt: skip
+            acc, peak, total = join(acc, peak, total, next_acc, next_peak, next_total)
+    return acc, peak, total
 
 
 @jit()
@@ -238,10 +265,10 @@ def _blocks(
 
 @jit()
 def _finish(
-    acc, peak, total, out_ptr, parts_ptr, lse_ptr, arrivals_ptr, first, tokens, part, split, head,
+    acc, peak, total, out_ptr, parts_ptr, lse_ptr, totals_ptr, arrivals_ptr, first, tokens, part, split, head,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, SPLITS: tl.constexpr, PRIORS: tl.constexpr,
-    PDL: tl.constexpr,
+    FIXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the answer of a tile, or of one of its splits the partial results; who is last merges them."""
     if PRIORS and PDL:  # for the launch that left them
@@ -256,83 +283,31 @@ def _finish(
     here = (token < tokens)[:, None] & (dim < D)
     if splits == 1:
         if PRIORS:
-            acc, peak, total = _fold(acc, peak, total, parts_ptr, lse_ptr, part, priors, q_head, here, H, D, DIMS)
+            acc, peak, total = fold(acc, peak, total, parts_ptr, lse_ptr, part, priors, q_head, here, H, D, DIMS)
         at = ((first + token) * H + q_head)[:, None] * D + dim
         tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=here)
     else:
         slot = part + priors + split * tokens + token
-        acc = acc / total[:, None]
-        _leave(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
+        if FIXED:
+            tl.store(totals_ptr + slot * H + q_head, total, mask=token < tokens)
+            leave(acc, peak, parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
+        else:
+            acc = acc / total[:, None]
+            leave(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
         tl.debug_barrier()  # all of the program's results are written before it counts as arrived
         arrived = tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="acq_rel", scope="gpu")
         if arrived == splits - 1:
-            _merge(
-                out_ptr, parts_ptr, lse_ptr, first, tokens, part, priors + splits, head,
-                H, H // K, D, DIMS, MERGE_ROWS, MERGE_SPLITS,
-            )  # fmt: skip
+            if FIXED:
+                merge_fixed(
+                    out_ptr, parts_ptr, lse_ptr, totals_ptr, first, tokens, part, splits, head,
+                    H, H // K, D, DIMS, MERGE_ROWS,
+                )  # fmt: skip
+            else:
+                merge(
+                    out_ptr, parts_ptr, lse_ptr, first, tokens, part, priors + splits, head,
+                    H, H // K, D, DIMS, MERGE_ROWS, MERGE_SPLITS,
+                )  # fmt: skip
             tl.store(arrivals_ptr + part * K + head, 0)
-
-
-@jit()
-def _leave(acc, lse, parts_ptr, lse_ptr, slot, here, D: tl.constexpr, DIMS: tl.constexpr):
-    """Partial results acc [ROWS, DIMS], and the log2 of their sums [ROWS], for who merges them."""
-    dim = tl.arange(0, DIMS)[None, :]
-    tl.store(parts_ptr + slot[:, None] * D + dim, acc, mask=here[:, None] & (dim < D))
-    tl.store(lse_ptr + slot, lse, mask=here)
-
-
-@jit()
-def _fold(
-    acc, peak, total, parts_ptr, lse_ptr, part, priors, q_head, here,
-    H: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
-):  # fmt: skip
-    """Go on with a row's priors as if they were keys. Another launch wrote them: read from L2, as `_merge` does."""
-    dim = tl.arange(0, DIMS)[None, :]
-    for prior in range(0, priors):
-        slot = (part + prior) * H + q_head
-        lse = tl.load(lse_ptr + slot, cache_modifier=".cg")
-        value = tl.load(parts_ptr + slot[:, None] * D + dim, mask=here, other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(peak, lse)
-        weight = tl.exp2(lse - higher)
-        shrink = tl.exp2(peak - higher)
-        acc = acc * shrink[:, None] + value * weight[:, None]
-        total = total * shrink + weight
-        peak = higher
-    return acc, peak, total
-
-
-@jit()
-def _merge(
-    out_ptr, parts_ptr, lse_ptr, first, tokens, part, splits, head,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Other programs wrote the partial results, so that they are read from L2 (.cg), not from a stale L1."""
-    dim = tl.arange(0, DIMS)[None, :]
-    for first_row in range(0, tokens * G, ROWS):
-        row = first_row + tl.arange(0, ROWS)
-        token = row // G
-        q_head = head * G + row % G
-        here = token < tokens
-        acc = tl.zeros([ROWS, DIMS], tl.float32)
-        peak = tl.full([ROWS], -1e30, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        for first_split in range(0, splits, SPLITS):
-            split = first_split + tl.arange(0, SPLITS)
-            slot = (part + split[:, None] * tokens + token[None, :]) * H + q_head[None, :]
-            there = (split < splits)[:, None] & here[None, :]
-            lse = tl.load(lse_ptr + slot, mask=there, other=-1e30, cache_modifier=".cg")
-            at = slot[:, :, None] * D + dim[None, :, :]
-            inside = there[:, :, None] & (dim < D)[None, :, :]
-            parts = tl.load(parts_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
-            higher = tl.maximum(peak, tl.max(lse, 0))
-            weights = tl.exp2(lse - higher[None, :])
-            shrink = tl.exp2(peak - higher)
-            acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
-            total = total * shrink + tl.sum(weights, 0)
-            peak = higher
-        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-        at = ((first + token) * H + q_head)[:, None] * D + dim
-        tl.store(out_ptr + at, out, mask=here[:, None] & (dim < D))
 
 
 def _launch(
@@ -360,13 +335,15 @@ def _launch(
     chip = Chip.of(q.device)
     pdl = dependent(chip)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    if config.fixed:  # one phase's compilation might fuse a multiplication with an addition, and another's not
+        options["enable_fp_fusion"] = False
     if config.registers < REGISTERS:
         options["maxnreg"] = config.registers
     _attention_kernel[(min(items.most * num_kv, chip.processors * config.programs),)](
-        q, out, keys, values, page_table, items.list, workspace.parts, workspace.lse, workspace.arrivals,
-        members, items.bases, items.kv_lens, layer, num_pages, page_table.stride(0),
+        q, out, keys, values, page_table, items.list, workspace.parts, workspace.lse, workspace.totals,
+        workspace.arrivals, members, items.bases, items.kv_lens, layer, num_pages, page_table.stride(0),
         num_heads, num_kv, head_size, page_size, window, head_size**-0.5 * math.log2(math.e),
-        config.rows, config.keys, dims, config.peel, config.merge_rows, config.merge_splits,
+        config.rows, config.keys, dims, config.peel, config.fixed, config.merge_rows, config.merge_splits,
         items.kind, PLAIN, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
         num_warps=config.warps, num_stages=config.stages, **options,
     )  # fmt: skip

@@ -39,6 +39,7 @@ ALIGN = 64  # key positions: where a window's first range begins is a multiple, 
 SHORTEST, LONGEST = 64, 2048  # keys of a decode's split, unless it would have more splits than it may
 MOST_SPLITS = 64  # of a decode; the last program to end merges them, alone
 SLOTS = 4096  # partial results of a decode step, about: with more sequences a sequence may have fewer splits
+WHOLE = 1 << 26  # the split of sequences that have only one, a multiple of all others
 SHORTEST_PREFILL = 512  # keys of a prefill tile's split, at least
 DEPENDENT_LAUNCH = True  # of this kernel and the attention's, where the chip can
 CLASSES = 8  # of lengths, by which a decode step's items are ordered
@@ -262,13 +263,7 @@ def prefill_items(chunks: Chunks, window: int, tile: int, block: int, units: int
     A tile's keys are split, evenly, only where it has many more of them than each of `units` items would if all had
     equal shares, and never so that all partial results need more than `slots`. Ranges begin at multiples of `block`.
     """
-    tiles = -(-chunks.query_lens // tile)
-    owner = np.repeat(np.arange(len(tiles)), tiles)
-    offset = (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * tile
-    tokens = np.minimum(chunks.query_lens[owner] - offset, tile)
-    position = (chunks.kv_lens - chunks.query_lens)[owner] + offset
-    end = position + tokens
-    begin = np.maximum(position - window + 1, 0) // block * block if window else np.zeros_like(end)
+    first, tokens, lanes, position, begin, end = _prefill_tiles(chunks, window, tile, block)
     length = end - begin
     share = max(int(length.sum()) // units, SHORTEST_PREFILL)
     while True:
@@ -278,9 +273,34 @@ def prefill_items(chunks: Chunks, window: int, tile: int, block: int, units: int
         if int((tokens * count)[count > 1].sum()) <= slots:
             break
         share *= 2
-    first, lanes = chunks.first[owner] + offset, chunks.lanes[owner]
     items, nominal = cut(first, tokens, lanes, position, begin, end, begin, split)
     return items[np.argsort(-nominal, kind="stable")]
+
+
+def fixed_prefill_items(
+    chunks: Chunks, window: int, tile: int, block: int, units: int, slots: int, split: int
+) -> NDArray[np.int32]:
+    """As `prefill_items`, but a tile's keys are split at multiples of `split` positions or not at all: they are where
+    there are fewer tiles than `units`, and room."""
+    first, tokens, lanes, position, begin, end = _prefill_tiles(chunks, window, tile, block)
+    count = -(-end // split) - begin // split
+    whole = len(first) >= units or int((tokens * count)[count > 1].sum()) > slots
+    splits = np.full_like(end, WHOLE if whole else split)
+    items, nominal = cut(first, tokens, lanes, position, begin, end, np.zeros_like(end), splits)
+    return items[np.argsort(-nominal, kind="stable")]
+
+
+def _prefill_tiles(chunks: Chunks, window: int, tile: int, block: int) -> tuple[Ints, ...]:
+    """Of each tile of prefill chunks, all int64 [tiles]: its first token in the step, tokens, lane, position, and the
+    range of keys that it sees."""
+    tiles = -(-chunks.query_lens // tile)
+    owner = np.repeat(np.arange(len(tiles)), tiles)
+    offset = (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * tile
+    tokens = np.minimum(chunks.query_lens[owner] - offset, tile)
+    position = (chunks.kv_lens - chunks.query_lens)[owner] + offset
+    end = position + tokens
+    begin = np.maximum(position - window + 1, 0) // block * block if window else np.zeros_like(end)
+    return chunks.first[owner] + offset, tokens, chunks.lanes[owner], position, begin, end
 
 
 def prefill_list(items: NDArray[np.int32]) -> NDArray[np.int32]:

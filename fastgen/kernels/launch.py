@@ -51,6 +51,8 @@ def _quick() -> Any:
     """triton.JITFunction with a shorter way to a kernel that has been compiled: Triton's own takes the host longer than
     a small kernel takes the GPU, which shows where no graph is replayed, as in short prefills."""
 
+    described = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+
     class Quick(triton.JITFunction):  # type: ignore[misc, name-defined]
         def __init__(self, function: Callable[..., Any], **options: Any) -> None:
             super().__init__(function, **options)
@@ -62,6 +64,7 @@ def _quick() -> Any:
             # What at most Triton compiles anew for.
             kinds = [
                 (arg.dtype, arg.data_ptr() & 15) if isinstance(arg, torch.Tensor)
+                else (arg.base.dtype, *arg.block_shape) if arg.__class__ is described
                 else arg if not loose
                 else isinstance(arg, int) and -(2**31) <= arg < 2**31
                 for arg, loose in zip(args, self._loose, strict=True)

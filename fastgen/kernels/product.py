@@ -115,7 +115,7 @@ def _product_kernel(
         if EARLY:
             tl.extra.cuda.gdc_launch_dependents()
         if AHEAD > 0:
-            _fetch(rows_ptr, begin, K, AHEAD)
+            fetch(rows_ptr, begin, K, AHEAD)
         tl.extra.cuda.gdc_wait()
 
     token, column = tl.arange(0, TOKENS), tl.arange(0, DEPTH)
@@ -150,7 +150,7 @@ def _product_kernel(
 
 
 @jit()
-def _fetch(rows_ptr: tl.tensor, begin: tl.tensor, K: tl.constexpr, AHEAD: tl.constexpr) -> None:
+def fetch(rows_ptr: tl.tensor, begin: tl.tensor, K: tl.constexpr, AHEAD: tl.constexpr) -> None:
     """Ask for AHEAD columns from `begin` on of rows_ptr [ROWS, 1], a cache line of 128 bytes at a time."""
     line: tl.constexpr = 1024 // rows_ptr.dtype.element_ty.primitive_bitwidth
     wanted = rows_ptr + tl.minimum(begin + tl.arange(0, AHEAD // line) * line, K - 1)[None, :]
@@ -324,7 +324,9 @@ def complete(found: Config, outputs: int, inputs: int, item_size: int, chip: Chi
     """
     split = _split(outputs, inputs, found, chip)
     found = replace(found, split=split, dependent=chip.dependent_launch, early=split == 1)
-    return replace(found, ahead=_ahead(outputs, inputs, found, item_size, chip)) if found.dependent else found
+    programs = -(-outputs // found.rows) * split
+    ahead = columns_ahead(programs, found.rows, inputs // split, item_size, chip) if found.dependent else 0
+    return replace(found, ahead=ahead)
 
 
 def _split(outputs: int, inputs: int, found: Config, chip: Chip) -> int:
@@ -338,10 +340,9 @@ def _split(outputs: int, inputs: int, found: Config, chip: Chip) -> int:
     return min(range(1, max(1, min(SPLIT_MOST, steps // 2, room)) + 1), key=cost)
 
 
-def _ahead(outputs: int, inputs: int, found: Config, item_size: int, chip: Chip) -> int:
-    """The columns that each program fetches ahead, so that those that run at a time fetch AHEAD bytes."""
-    programs = min(-(-outputs // found.rows) * found.split, PROGRAMS * chip.processors)
-    columns = min(AHEAD // (programs * found.rows * item_size), inputs // found.split)
+def columns_ahead(programs: int, rows: int, inputs: int, item_size: int, chip: Chip) -> int:
+    """Of its rows, that each program fetches ahead, so that those that run at a time fetch AHEAD bytes."""
+    columns = min(AHEAD // (min(programs, PROGRAMS * chip.processors) * rows * item_size), inputs)
     return 1 << (columns.bit_length() - 1) if columns >= 128 // item_size else 0
 
 
@@ -409,7 +410,7 @@ def launch_as(chosen: Config, x: Tensor, weight: Tensor, bias: Tensor | None, wo
     if rope is not None:
         assert not swiglu
         assert add is None
-        turned, (num_kv, page_size, half) = _rope_arguments(rope, tokens)
+        turned, (num_kv, page_size, half) = rope_arguments(rope, tokens)
         width = outputs - 4 * num_kv * half
     out = x.new_empty(tokens, width, dtype=out_dtype) if add is None else add
     assert out.shape == (tokens, width)
@@ -428,7 +429,7 @@ def launch_as(chosen: Config, x: Tensor, weight: Tensor, bias: Tensor | None, wo
     return out if rope is None else out.view(tokens, -1, 2 * half)
 
 
-def _rope_arguments(rope: RopeWrite, tokens: int) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
+def rope_arguments(rope: RopeWrite, tokens: int) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
     """The kernel's pointers; and KV heads, page size, half a head."""
     places, keys, values = rope.places, rope.keys, rope.values
     _, num_kv, page_size, head_size = keys.shape

@@ -25,7 +25,8 @@ HOPPER = (9, 0)
 class Config:
     """rows: of a query tile, tokens * G or more; keys: of an iteration; registers: that a thread may have; programs:
     that a processor is given; peel: blocks of keys that all rows see in full have a loop of their own, without a mask;
-    merge_rows, merge_splits: of the partial results that are read at once."""
+    merge_rows, merge_splits: of the partial results that are read at once. fixed: keys that are summed by themselves
+    before they are added to those before them, from position 0 on; 0: the keys of an item."""
 
     rows: int
     keys: int
@@ -36,6 +37,7 @@ class Config:
     peel: bool
     merge_rows: int
     merge_splits: int
+    fixed: int = 0
 
 
 # Per phase, and whether a number takes 2 bytes: (rows, keys, warps, stages), the first of which fits is taken. Rows 0:
@@ -52,13 +54,25 @@ CONFIGS = {
     (GROUP, True): ((64, 32, 4, 3), *_HALF_PREFILL),
     (GROUP, False): ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
 }
+# Where the bits of a row must not tell its phase: as many keys an iteration in all of them, as many warps, which share
+# the keys of a sum in one way, and the same instruction of the tensor cores (64 rows with four warps have another).
+FIXED_CONFIGS = {
+    (DECODE, True): ((0, 32, 2, 2),),
+    (FEW, True): ((0, 32, 2, 4), (0, 32, 2, 2)),
+    (PREFILL, True): ((32, 32, 2, 3), (32, 32, 2, 2)),
+} | {(phase, False): ((32, 32, 4, 2),) for phase in (DECODE, FEW, PREFILL)}
+FIXED_KEYS = 256
 
 
-def configure(phase: str, group: int, head_size: int, dtype: torch.dtype, chip: Chip) -> Config:
+def configure(
+    phase: str, group: int, head_size: int, dtype: torch.dtype, chip: Chip, deterministic: bool = False
+) -> Config:
     """The configuration for `group` query heads a KV head (G)."""
     dims, least = power_of_two(head_size), max(power_of_two(group), 16)
     wide = dims > 128  # then a tile of half the rows has as many numbers
-    for rows, keys, warps, stages in CONFIGS[phase, dtype.itemsize == 2]:
+    for rows, keys, warps, stages in (FIXED_CONFIGS if deterministic else CONFIGS)[phase, dtype.itemsize == 2]:
+        if deterministic:  # with as many rows as dimensions, warps share the rows out, and not the keys
+            rows = min(rows, dims // 2)
         rows = max(rows // 2 if wide else rows, least)
         warps = max(warps, min(rows // 16, 8) if rows == least else 0, 4 if wide else 0)
         size = shared_bytes(rows, keys, stages, dims, dtype, chip)
@@ -67,7 +81,8 @@ def configure(phase: str, group: int, head_size: int, dtype: torch.dtype, chip: 
             merge_rows = min(rows if tiles else power_of_two(group), 32)
             merge_splits = min(max(MERGED[phase] * warps * 32 // (merge_rows * dims), 1), 16)
             programs = programs_of(size, REGISTERS, warps, chip)
-            return Config(rows, keys, warps, stages, REGISTERS, programs, tiles, merge_rows, merge_splits)
+            fixed = FIXED_KEYS if deterministic else 0
+            return Config(rows, keys, warps, stages, REGISTERS, programs, tiles, merge_rows, merge_splits, fixed)
     raise ValueError(
         f"attention='paged' can not run {group} query heads a KV head of size {head_size} in {dtype} on this GPU, "
         f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"

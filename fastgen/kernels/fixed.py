@@ -1,0 +1,266 @@
+"""Matrix products each of whose rows is the same, to the bit, however many other rows there are.
+
+Letters: T tokens, N outputs, K inputs. A number of the result is summed over K in order, by one program and in one
+accumulator, 16 inputs an instruction of the tensor cores, whatever the tile: so the tile may follow the number of
+tokens. It may do so only among those for which a chip takes the same instruction. On Hopper the left side of the
+product has 64 rows or more and the right side 16, and there are four warps, or the instruction is another (mma.sync and
+not wgmma), which sums otherwise: of few tokens the weight is the left side.
+
+What comes behind a product is done here as well, for any number of tokens, from the sums before they are rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.kernels import product as small
+from fastgen.kernels.launch import Chip, Kernel, jit, tl
+from fastgen.kernels.product import Fused, fetch
+
+ALIGN = 8  # inputs of a weight are a multiple, so that its rows begin at multiples of 16 bytes
+GROUP = 8  # tiles of tokens that share the weight's tiles while these are in the L2 cache
+
+FLOAT32 = (32, 32, 32, 4, 2)  # tokens, rows, depth, warps, stages of Config at any number of tokens
+FEW = {16: (128, 128), 32: (128, 64), 64: (64, 128)}
+"""Padded tokens -> rows and depth for weights that have many rows; for others these are NARROW."""
+
+NARROW = (64, 128)
+MANY = ((128, 128, 64), (64, 128, 64), (64, 64, 64))
+"""Tokens, rows and depth beyond FEW: the one is taken that keeps the busiest processor for the shortest time."""
+
+MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 3, 3, 12  # of 2-byte weights: programs a processor
+SIDES = 16  # multiplications in the time that it takes to bring a row of a tile's sides
+
+SIZES = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Tokens to run once at the start, so that few products compile later."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """tokens, rows, depth: the tiles of x [tokens, depth] and of the weight [rows, depth] that a step of a program's
+    loop takes, `stages` of them on their way. swap: the weight is the left side of the product."""
+
+    tokens: int
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+    swap: bool = False
+
+    def shared_memory(self, item_size: int) -> int:
+        """Bytes that a program needs at most: the stages, or what the results pass through at the end."""
+        return max(self.stages * (self.tokens + self.rows) * self.depth * item_size, self.tokens * self.rows * 4) + 2048
+
+
+@jit("T")
+def _product_kernel(
+    x_desc, weight_desc, weight_ptr, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr,
+    values_ptr, T, N, K: tl.constexpr, HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr, ADD: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    SWAP: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """A program a tile of the result. What is behind T, N and K is read as zeros.
+
+    HALF: rows come in pairs that are so far apart, gate and up or what rope turns together; 0 if not. A tile then has
+    pairs of HEADS times 2 * HALF rows, all or some of them. KV, P: see fastgen.kernels.product.
+    """
+    PAIRS: tl.constexpr = ROWS // 2 // HEADS  # of a head
+    tiles_n = tl.cdiv(N, ROWS)
+    if HALF > 0:
+        tiles_n = tl.cdiv(N // 2 // HALF, HEADS) * tl.cdiv(HALF, PAIRS)
+    width = GROUP * tiles_n
+    within = tl.program_id(0) % width
+    first_tile = tl.program_id(0) // width * GROUP
+    tiles = tl.minimum(tl.cdiv(T, TOKENS) - first_tile, GROUP)
+    first_token = (first_tile + within % tiles) * TOKENS
+    first_row = within // tiles * ROWS
+    head = 0
+    if HALF > 0:
+        head = within // tiles // tl.cdiv(HALF, PAIRS) * HEADS
+        first_row = within // tiles % tl.cdiv(HALF, PAIRS) * PAIRS
+    row, number = first_row + tl.arange(0, ROWS), tl.arange(0, ROWS // 2)
+    if HALF > 0:  # the first of each pair
+        row = (head + number // PAIRS) * 2 * HALF + first_row + number % PAIRS
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD > 0:  # of the weight, which depends on no kernel
+            fetch(weight_ptr + tl.minimum(row, N - 1).to(tl.int64)[:, None] * K, 0, K, AHEAD)
+            if HALF > 0:
+                fetch(weight_ptr + tl.minimum(row + HALF, N - 1).to(tl.int64)[:, None] * K, 0, K, AHEAD)
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([ROWS, TOKENS] if SWAP else [TOKENS, ROWS], tl.float32)
+    for at in tl.range(0, K, DEPTH, num_stages=STAGES):
+        x = x_desc.load([first_token, at])
+        if HALF > 0:
+            weight = weight_desc.load([head, 0, first_row, at]).reshape([ROWS, DEPTH])
+        else:
+            weight = weight_desc.load([first_row, at])
+        if SWAP:
+            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    if SWAP:
+        acc = tl.trans(acc)
+    token = first_token + tl.arange(0, TOKENS)[:, None]
+    if HALF > 0:
+        acc = tl.permute(tl.reshape(acc, [TOKENS, HEADS, 2, PAIRS]), (0, 1, 3, 2))
+        a, b = tl.split(tl.reshape(acc, [TOKENS, ROWS // 2, 2]))
+        _finish_pairs(
+            a, b, token, head + number // PAIRS, first_row + number % PAIRS, bias_ptr, out_ptr, positions_ptr,
+            slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, T, N, HALF, KV, P,
+        )  # fmt: skip
+    else:
+        here = (token < T) & (row < N)[None, :]
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
+        out_ptr += token.to(tl.int64) * N + row[None, :]
+        if ADD:
+            acc += tl.load(out_ptr, mask=here, other=0.0).to(tl.float32)
+        tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=here)
+
+
+@jit()
+def _finish_pairs(
+    a, b, token, head, at, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, T, N,
+    HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """SwiGLU or rope of the pairs (a, b) [TOKENS, ROWS / 2], which stand at places `at` of halves of heads."""
+    head, at = head[None, :], at[None, :]
+    row = head * 2 * HALF + at
+    there = (row < N) & (at < HALF)
+    if bias_ptr is not None:
+        a += tl.load(bias_ptr + row, mask=there, other=0.0).to(tl.float32)
+        b += tl.load(bias_ptr + row + HALF, mask=there, other=0.0).to(tl.float32)
+    here = there & (token < T)
+    if KV > 0:
+        _turn(
+            a, b, token, head, at, here, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr,
+            N, HALF, KV, P,
+        )  # fmt: skip
+    else:
+        out = a / (1 + tl.exp(-a)) * b
+        tl.store(out_ptr + token.to(tl.int64) * HALF + at, out.to(out_ptr.dtype.element_ty), mask=here)
+
+
+@jit()
+def _turn(
+    a, b, token, head, at, here, q_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, N,
+    HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Turn the pairs (a, b) [TOKENS, ROWS / 2] as fastgen.kernels.rope does, and store them."""
+    queries = N // (2 * HALF) - 2 * KV
+    position = tl.load(positions_ptr + token, mask=here, other=0)
+    cos = tl.load(cos_ptr + position * HALF + at, mask=here, other=0.0)
+    sin = tl.load(sin_ptr + position * HALF + at, mask=here, other=0.0)
+    turned = head < queries + KV
+    first = tl.where(turned, a * cos - b * sin, a).to(q_ptr.dtype.element_ty)
+    second = tl.where(turned, b * cos + a * sin, b).to(q_ptr.dtype.element_ty)
+    to_q = q_ptr + (token.to(tl.int64) * queries + head) * 2 * HALF + at
+    tl.store(to_q, first, mask=here & (head < queries))
+    tl.store(to_q + HALF, second, mask=here & (head < queries))
+    slot = tl.load(slots_ptr + token, mask=here, other=-1)
+    kept = here & (slot >= 0)
+    cell = slot // P * KV * P + slot % P
+    to_k = keys_ptr + (cell + (head - queries) * P) * 2 * HALF + at
+    tl.store(to_k, first, mask=kept & turned & (head >= queries))
+    tl.store(to_k + HALF, second, mask=kept & turned & (head >= queries))
+    to_v = values_ptr + (cell + (head - queries - KV) * P) * 2 * HALF + at
+    tl.store(to_v, first, mask=kept & (head >= queries + KV))
+    tl.store(to_v + HALF, second, mask=kept & (head >= queries + KV))
+
+
+@lru_cache(maxsize=4096)
+def config(tokens: int, outputs: int, dtype: torch.dtype, chip: Chip) -> Config:
+    """How to cut up the product of `tokens` tokens with a weight of `outputs` rows; all choices give the same bits."""
+    if dtype == torch.float32:
+        return Config(*FLOAT32)
+    padded = next((each for each in FEW if tokens <= each), None)
+    if padded:
+        wide = outputs >= FEW[padded][0] * chip.processors
+        found = Config(padded, *(FEW[padded] if wide else NARROW), 4, 1, swap=True)
+    else:
+        found = min((Config(*each, 4, 1) for each in MANY), key=lambda each: _cost(each, tokens, outputs, chip))
+    return staged(found, _tiles(found, tokens, outputs), dtype.itemsize, chip)
+
+
+def _tiles(found: Config, tokens: int, outputs: int) -> int:
+    return -(-tokens // found.tokens) * -(-outputs // found.rows)
+
+
+def _cost(found: Config, tokens: int, outputs: int, chip: Chip) -> int:
+    """How long the busiest processor works, in multiplications of one."""
+    sides = SIDES * (found.tokens + found.rows)
+    return -(-_tiles(found, tokens, outputs) // chip.processors) * (found.tokens * found.rows + sides)
+
+
+def staged(found: Config, tiles: int, item_size: int, chip: Chip) -> Config:
+    """The same with as many stages as shared memory holds: of one program a processor, if all tiles then run at once;
+    else of as many programs as leave each LEAST_STAGES."""
+    step = (found.tokens + found.rows) * found.depth * item_size
+    stages = [(chip.shared_memory // programs - 3072) // step for programs in range(1, MOST_PROGRAMS + 1)]
+    several = [each for each in stages if each >= LEAST_STAGES]
+    chosen = several[-1] if several and tiles > chip.processors else stages[0]
+    return replace(found, stages=max(min(chosen, MOST_STAGES), 1))
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
+    return launch_as(config(len(x), len(weight), x.dtype, Chip.of(x.device)), x, weight, bias, fused)
+
+
+def launch_as(chosen: Config, x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
+    """The product, cut up as a Config says."""
+    from triton.tools.tensor_descriptor import TensorDescriptor as Described
+
+    (tokens, inputs), outputs = x.shape, len(weight)
+    assert weight.shape == (outputs, inputs)
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    assert x.dtype == weight.dtype
+    assert inputs % ALIGN == 0
+    assert bias is None or bias.shape == (outputs,)
+    assert fused.norm is None
+    half, heads, width, block = outputs // 2 if fused.swiglu else 0, 1, outputs, [chosen.rows, chosen.depth]
+    turned: tuple[Any, ...] = (None,) * 6
+    num_kv = page_size = 0
+    if fused.rope is not None:
+        turned, (num_kv, page_size, half) = small.rope_arguments(fused.rope, tokens)
+        width -= 4 * num_kv * half
+        if half & (half - 1) == 0:
+            heads = max(chosen.rows // (2 * half), 1)
+    if half:
+        width = half if fused.swiglu else width
+        weight = weight.view(-1, 2, half, inputs)
+        block = [heads, 2, chosen.rows // 2 // heads, chosen.depth]
+    out = x.new_empty(tokens, width, dtype=fused.out_dtype) if fused.add is None else fused.add
+    assert out.shape == (tokens, width)
+    assert out.is_contiguous()
+    chip = Chip.of(x.device)
+    pdl = chip.dependent_launch
+    tiles = -(-len(weight) // heads) * -(-half // block[2]) if half else -(-outputs // chosen.rows)
+    ahead = 0
+    if pdl and tokens <= max(FEW):
+        ahead = small.columns_ahead(tiles, chosen.rows, inputs, x.dtype.itemsize, chip)
+    # No multiplication is fused with an addition behind the sums: one tile's compilation might, and another's not.
+    _product_kernel[(-(-tokens // chosen.tokens) * tiles,)](
+        Described(x, [tokens, inputs], [inputs, 1], [chosen.tokens, chosen.depth]),
+        Described(weight, [*weight.shape], [*weight.stride()], block), weight, bias, out, *turned, tokens, outputs,
+        inputs, half, num_kv, page_size, fused.add is not None,
+        chosen.tokens, chosen.rows, heads, chosen.depth, chosen.stages, chosen.swap, GROUP, pdl, ahead,
+        num_warps=chosen.warps, enable_fp_fusion=False, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out if fused.rope is None else out.view(tokens, -1, 2 * half)
+
+
+def _twin(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
+    """x [T, K] times the rows of weight [N, K], plus bias [N], and what `fused` says, but for a norm: [T, N] in x's
+    dtype."""
+    found: Tensor = small.product.twin(x, weight, bias, small.Workspace.make(x.device), fused)
+    return found
+
+
+product = Kernel(_launch, _twin)

@@ -1,0 +1,207 @@
+"""Deterministic mode on a GPU: products, attention and whole answers, the same to the bit however work is cut up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitwise import Answer, Requests, alone, answers, preempting, random_options, random_requests
+from torch import Tensor
+
+from fastgen import Generator
+from fastgen.attention import StepLayout
+from fastgen.attention.paged import PagedAttention
+from fastgen.cache.pool import KVPool
+from fastgen.kernels import fixed
+from fastgen.kernels.launch import Chip
+from fastgen.kernels.product import Fused, RopeWrite
+from fastgen.kernels.rope import Places
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
+
+MOST = 8192
+TOKENS = (1, 16, 17, 33, 64, 65, 200, 512, 1000)
+SHAPES = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (32768, 4096),
+}
+
+
+class Product:
+    """One of Mistral 7B's, with what surrounds it, of up to MOST tokens."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        outputs, inputs = SHAPES[name]
+        torch.manual_seed(0)
+        self.name = name
+        self.x = torch.randn(MOST, inputs, device="cuda", dtype=dtype)
+        self.weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype) * inputs**-0.5
+        self.bias = torch.randn(outputs, device="cuda", dtype=dtype)
+        self.residual = torch.randn(MOST, outputs, device="cuda", dtype=dtype)
+        angles = torch.randn(MOST, 64, device="cuda")
+        self.turns = angles.cos(), angles.sin()
+        self.slots = torch.randperm(MOST, device="cuda")
+        self.pool = torch.zeros(2, MOST // 64, 8, 64, 128, device="cuda", dtype=dtype)
+
+    def rows(self, tokens: int, chosen: fixed.Config | None = None) -> list[Tensor]:
+        """All that the product of the first tokens gives, a row a token."""
+        fused = Fused(
+            add=self.residual[:tokens].clone() if self.name in ("o", "down") else None,
+            swiglu=self.name == "gate_up",
+            rope=RopeWrite(self.places(tokens), *self.pool) if self.name == "qkv" else None,
+            out_dtype=torch.float32 if self.name == "head" else None,
+        )
+        given = self.x[:tokens], self.weight, None if fused.out_dtype else self.bias, fused
+        self.pool.zero_()
+        out = fixed.launch_as(chosen, *given) if chosen else fixed.product.launch(*given)
+        if self.name != "qkv":
+            return [out]
+        slots = self.slots[:tokens]
+        kept = self.pool.transpose(2, 3).flatten(1, 2)[:, slots]  # [keys and values, tokens, K, D]
+        return [out, *kept]
+
+    def places(self, tokens: int) -> Places:
+        positions = torch.arange(tokens, device="cuda")
+        return Places(positions, self.slots[:tokens], *self.turns, tokens, 8, 64)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.bfloat16) for name in SHAPES), ("o", torch.float16)])
+def test_a_row_of_a_product_does_not_depend_on_their_number(name: str, dtype: torch.dtype) -> None:
+    product = Product(name, dtype)
+    expected = product.rows(MOST)
+    for tokens in TOKENS:
+        for found, want in zip(product.rows(tokens), expected, strict=True):
+            assert torch.equal(found, want[:tokens]), f"{tokens} tokens"
+
+
+@pytest.mark.parametrize("name", ["qkv", "gate_up", "down"])
+def test_all_configurations_give_the_same_bits(name: str) -> None:
+    product, chip = Product(name, torch.bfloat16), Chip.of(torch.device("cuda", 0))
+    expected = product.rows(1000)
+    several = {fixed.config(tokens, outputs, torch.bfloat16, chip) for tokens in TOKENS for outputs in (4096, 28672)}
+    for chosen in several:
+        for found, want in zip(product.rows(77, chosen), expected, strict=True):
+            assert torch.equal(found, want[:77]), chosen
+
+
+def test_a_product_is_right() -> None:
+    product = Product("down", torch.bfloat16)
+    exact = product.x[:99].double() @ product.weight.double().t() + product.bias + product.residual[:99]
+    [found] = product.rows(99)
+    assert float((found.double() - exact).norm() / exact.norm()) < 0.003
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_kv", "head_size", "window"),
+    [(32, 8, 128, 0), (40, 8, 128, 700), (4, 2, 64, 0), (8, 4, 96, 700), (8, 2, 32, 0)],
+)
+def test_a_query_has_one_answer(heads: int, num_kv: int, head_size: int, window: int) -> None:
+    """In a prefill, in a chunk of it, as a decode with all of its keys in one item or in several."""
+    torch.manual_seed(0)
+    length, tokens, page_size = 2900, 200, 64
+    pool = KVPool(1, 64, num_kv, page_size, head_size, torch.bfloat16, torch.device("cuda"))
+    pool.keys.normal_()
+    pool.values.normal_()
+    table = torch.randperm(64, device="cuda").int()[None, :46].expand(300, -1).contiguous()
+    q = torch.randn(tokens, heads, head_size, device="cuda", dtype=torch.bfloat16)
+    paged = PagedAttention(pool, heads, (window,), 300, 300, 4096, deterministic=True)
+
+    def attend(rows: Tensor, query_lens: Tensor, kv_lens: Tensor) -> Tensor:
+        decodes = len(rows) if bool((query_lens == 1).all()) else 0
+        layout = StepLayout(query_lens, kv_lens, decodes, torch.arange(len(query_lens)), table)
+        return paged.attend(paged.plan(layout), 0, rows, window)
+
+    whole = attend(q, torch.tensor([tokens]), torch.tensor([length]))
+    assert whole.isfinite().all()
+    for first, last in ((0, 7), (100, 200), (131, 164), (195, 200)):
+        chunk = attend(q[first:last], torch.tensor([last - first]), torch.tensor([length - tokens + last]))
+        assert torch.equal(chunk, whole[first:last])
+    lens = torch.arange(length - tokens + 1, length + 1)
+    ones = torch.ones_like(lens)
+    for several in (slice(0, tokens), slice(50, 52), slice(199, 200)):
+        assert torch.equal(attend(q[several], ones[several], lens[several]), whole[several])
+    paged.slots = 400  # too few for splits: all of a decode's keys in one item
+    assert torch.equal(attend(q, ones, lens), whole)
+    assert torch.equal(attend(q, torch.tensor([tokens]), torch.tensor([length])), whole)
+
+
+MISTRAL: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"], "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
+    "eos_token_id": 2, "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN = MISTRAL | {
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+CONTEXT = 700
+
+
+class Model:
+    """How its Generators are made; requests, and what each is answered alone."""
+
+    def __init__(self, **how: Any) -> None:
+        self.how: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "seed": 0, "deterministic": True} | how
+        with self.generator(max_seqs=4, prefix_cache=False) as gen:
+            self.requests: Requests = random_requests(gen.model_config.vocab_size, 24, 640, 40)
+            self.expected: list[Answer] = alone(gen, self.requests)
+
+    def generator(self, **options: Any) -> Generator:
+        options = {"max_model_len": CONTEXT, "num_pages": 400} | options
+        return Generator(**self.how, **options)
+
+
+@pytest.fixture(scope="module", params=["bundled", "mistral", "qwen3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    if request.param == "bundled":
+        yield Model()
+        return
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    (folder / "config.json").write_text(json.dumps(MISTRAL if request.param == "mistral" else QWEN))
+    yield Model(model=folder, load="dummy")
+
+
+def check(model: Model, found: list[Answer]) -> None:
+    wrong = [number for number, each in enumerate(found) if each != model.expected[number]]
+    assert not wrong
+
+
+def test_in_a_batch_as_alone(model: Model) -> None:
+    """With a cold cache and a warm one; so many at a time that a decode step has 64 rows; and many samples of one."""
+    ids, params = model.requests[0]
+    with model.generator(max_seqs=64) as gen:
+        check(model, answers(gen, model.requests))
+        check(model, answers(gen, model.requests))
+        assert gen.stats.cached_tokens > 1000
+        again = answers(gen, model.requests * 3)
+        assert again == model.expected * 3
+        one, many = (answers(gen, [(ids, replace(params, n=n, temperature=1.0, top_p=1.0))])[0][0] for n in (1, 50))
+    assert one[0] == many[0]
+    assert len({tuple(completion.token_ids) for completion in many}) > 10
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_under_a_random_schedule_as_alone(model: Model, seed: int) -> None:
+    with model.generator(**random_options(seed, CONTEXT)) as gen:
+        preempting(gen, steps=29)
+        check(model, answers(gen, model.requests))
+        check(model, answers(gen, model.requests))
+        assert gen.stats.preemptions > 3
+
+
+def test_float32_too() -> None:
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "deterministic": True, "max_model_len": CONTEXT}
+    with Generator(**options, max_seqs=2, prefix_cache=False) as gen:
+        requests = random_requests(gen.model_config.vocab_size, 8, 300, 20)
+        expected = alone(gen, requests)
+    with Generator(**options, max_seqs=32, max_step_tokens=100) as gen:
+        assert answers(gen, requests) == expected

@@ -1,0 +1,152 @@
+"""Products whose rows do not depend on each other, in Triton's interpreter where there is no GPU, against the twin; and
+what instructions they are compiled to for chips that are not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+from test_kernels_product import A100, H200, HALVES, RTX_3090, changed, error, randn
+
+from fastgen.kernels import fixed
+from fastgen.kernels.fixed import Config, config, launch_as, product
+from fastgen.kernels.launch import Chip, triton
+from fastgen.kernels.product import Fused, RopeWrite
+from fastgen.kernels.rope import Places
+
+TOKENS = (1, 17, 64, 65, 100, 256, 512, 1000, 8192)
+
+
+@pytest.mark.parametrize("parts", ["", "bias", "add", "bias swiglu", "logits"])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 192, 200), (17, 130, 64), (70, 96, 136)])
+def test_against_the_twin(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, parts: str) -> None:
+    x, weight = randn(tokens, inputs, dtype=dtype), randn(outputs, inputs, seed=1, dtype=dtype, scale=inputs**-0.5)
+    bias = randn(outputs, seed=2, dtype=dtype) if "bias" in parts else None
+    fused = Fused(
+        add=randn(tokens, outputs, seed=4, dtype=dtype) if "add" in parts else None,
+        swiglu="swiglu" in parts,
+        out_dtype=torch.float32 if "logits" in parts else None,
+    )
+    given = x, weight, bias, fused
+    exact = product.twin(*changed((x, weight, bias, fused._replace(out_dtype=None)), torch.Tensor.double))
+    twin = product.twin(*changed(given, torch.Tensor.clone))
+    found = product.launch(*given)
+    assert (found.dtype, found.shape) == (twin.dtype, twin.shape)
+    assert fused.add is None or found is fused.add, "written in place"
+    assert error(found, exact) <= 1.1 * error(twin, exact) + 4 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize(("heads", "num_kv", "head_size"), [(4, 2, 64), (5, 1, 48), (1, 1, 256), (4, 2, 16)])
+@pytest.mark.parametrize("tokens", [5, 70])
+def test_rope_behind_the_product(tokens: int, heads: int, num_kv: int, head_size: int) -> None:
+    dtype, page_size, pages = HALVES[0], 16, 5
+    x, weight = randn(tokens, 72, dtype=dtype), randn((heads + 2 * num_kv) * head_size, 72, seed=1, dtype=dtype)
+    bias = randn(len(weight), seed=2, dtype=dtype)
+    angles = randn(200, head_size // 2, seed=4) * 3
+    slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(0))[:tokens].to(x.device)
+    slots[-1] = -1
+    positions = torch.arange(tokens, device=x.device) * 2
+    places = Places(positions, slots, angles.cos(), angles.sin(), tokens - 1, num_kv, page_size)
+    before = randn(2, pages, num_kv, page_size, head_size, seed=5, dtype=dtype)
+    pool, twin_pool, exact_pool = before.clone(), before.clone(), before.double()
+    out = product.launch(x, weight, bias, Fused(rope=RopeWrite(places, *pool)))
+    twin = product.twin(x, weight, bias, Fused(rope=RopeWrite(places, *twin_pool)))
+    wide = (t.double() for t in (x, weight, bias))
+    exact = product.twin(*wide, Fused(rope=RopeWrite(places, *exact_pool)))
+    for found, other, right in ((out, twin, exact), (pool, twin_pool, exact_pool)):
+        assert error(found, right) <= 1.1 * error(other, right)
+    assert torch.equal((pool != before).any(-1), (twin_pool != before).any(-1))
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_any_tile_gives_the_same_bits(swap: bool) -> None:
+    """Where the tile's other side is as large: BLAS, which multiplies in the interpreter, may go another way there."""
+    x, weight = randn(70, 96, dtype=HALVES[0]), randn(150, 96, seed=1, dtype=HALVES[0])
+    expected = launch_as(Config(32, 64, 32, 4, 2, swap), x, weight, None, Fused())
+    for tokens in (1, 31, 33):
+        assert torch.equal(
+            launch_as(Config(32, 64, 32, 4, 2, swap), x[:tokens], weight, None, Fused()), expected[:tokens]
+        )
+
+
+@pytest.mark.parametrize("chip", [H200, A100, RTX_3090])
+def test_config(chip: Chip) -> None:
+    for tokens in TOKENS:
+        for outputs in (4096, 6144, 28672, 50257):
+            found = config(tokens, outputs, torch.bfloat16, chip)
+            assert found.shared_memory(2) <= chip.shared_memory
+            assert found.swap == (tokens <= 64)
+            assert not found.swap or tokens <= found.tokens < max(2 * tokens, 17)
+            assert config(tokens, outputs, torch.float32, chip) == Config(*fixed.FLOAT32), "one for all"
+    assert config(8192, 28672, torch.bfloat16, chip).tokens == 128
+    few = config(128, 4096, torch.bfloat16, chip)
+    assert -(-128 // few.tokens) * 4096 // few.rows >= min(chip.processors / 2, 64)
+
+
+COMPILE = """
+import json, sys
+import triton  # before fastgen, which without a GPU does without it
+import fastgen.kernels.fixed as module
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+kernel = module._product_kernel
+for capability, config, what in json.loads(sys.argv[1]):
+    config = module.Config(**config)
+    half = {"swiglu": 14336, "rope": 64}.get(what, 0)
+    heads = max(config.rows // 128, 1) if what == "rope" else 1
+    block = [heads, 2, config.rows // 2 // heads, config.depth] if half else [config.rows, config.depth]
+    signature = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
+    signature |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+    aligned = [place for place, name in enumerate(kernel.arg_names) if name in signature or name == "N"]
+    signature |= {
+        "x_desc": f"tensordesc<bf16[{config.tokens},{config.depth}]>",
+        "weight_desc": f"tensordesc<bf16{json.dumps(block, separators=(',', ':'))}>", "T": "i32", "N": "i32",
+    }
+    constants = {
+        "K": 4096, "HALF": half, "KV": 8 * (what == "rope"), "P": 64, "ADD": what == "add", "TOKENS": config.tokens,
+        "ROWS": config.rows, "HEADS": heads, "DEPTH": config.depth, "STAGES": config.stages, "SWAP": config.swap,
+        "GROUP": module.GROUP, "PDL": capability >= 90, "AHEAD": 256 * (capability >= 90 and config.swap),
+    }
+    signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in aligned})
+    options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": False}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    print(json.dumps({"shared": made.metadata.shared, "ptx": made.asm["ptx"]}))
+"""
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_one_instruction_whatever_the_tile() -> None:
+    """For chips that are not here. The bits of a row rest on it."""
+    surroundings = ("", "add", "swiglu", "rope")
+    several, older = (
+        dict.fromkeys(config(tokens, outputs, torch.bfloat16, chip) for tokens in TOKENS for outputs in (4096, 28672))
+        for chip in (H200, A100)
+    )
+    cases = [(90, each, surroundings[number % 4]) for number, each in enumerate(several)]
+    cases.append((80, next(iter(older)), ""))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, json.dumps([(cap, asdict(each), what) for cap, each, what in cases])]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    for (capability, found, what), line in zip(cases, ran.stdout.splitlines(), strict=True):
+        made = json.loads(line)
+        assert made["shared"] <= found.shared_memory(2)
+        products = set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", made["ptx"]))
+        assert len(products) == 1, (found, products)
+        wanted = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32" if capability == 90 else r"mma\.sync.*m16n8k16"
+        assert re.match(wanted, products.pop()), (found, what)
+        assert "fma.rn.f32" not in made["ptx"]
+        assert ("cp.async.bulk.tensor" in made["ptx"]) == (capability == 90)
+        if capability == 90:
+            wait = made["ptx"].index("griddepcontrol.wait")
+            assert wait < made["ptx"].index("cp.async.bulk.tensor")
+            assert not found.swap or made["ptx"].index("prefetch.global.L2") < wait

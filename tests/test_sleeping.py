@@ -1,0 +1,278 @@
+"""sleeping.py: a Generator that has slept answers as before. (Ranks do in test_tensor_parallel.py.)"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import new_weights
+from test_memory import FakeDriver
+from test_updating import LONG, OPTIONS, SHORT, SYSTEM, answers, old_weights
+
+from fastgen import Generator, Request
+from fastgen.memory import DeviceMemory, Memory
+from fastgen.model import ONEDNN
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class FakeGPU:
+    """Where tensors are torn to pieces while their memory is given back."""
+
+    def __init__(self) -> None:
+        self.made: list[FakeDriver] = []
+
+    def memory(self, device: torch.device) -> Memory:
+        self.made.append(FakeDriver())
+        return DeviceMemory(self.made[-1], device)
+
+    @property
+    def mapped(self) -> int:
+        return sum(sum(driver.mapped.values()) for driver in self.made)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
+    """In place of the CPU's memory; in bfloat16 all weights are there."""
+    made = FakeGPU()
+    monkeypatch.setattr(Memory, "on", made.memory)
+    yield made
+    assert not any(driver.ranges or driver.mapped for driver in made.made), "all is given back at the end"
+
+
+def pools(gen: Generator) -> tuple[int, int]:
+    """Addresses of the KV pool and of a weight."""
+    return gen._runner.pool.whole.data_ptr(), gen._runner.model.embedding.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_answers_are_the_same_behind_a_sleep(family: Path, dtype: str) -> None:
+    with Generator(family, dtype=dtype, **OPTIONS) as gen:
+        before, where = answers(gen), pools(gen)
+        for tags in (("weights", "kv_cache"), "kv_cache", ["weights"], ("kv_cache", "weights")):
+            gen.sleep(tags)
+            gen.wake()
+            assert answers(gen) == before
+        assert pools(gen) == where
+
+
+def test_answers_are_the_same_where_all_memory_was_given_back(family: Path, gpu: FakeGPU) -> None:
+    with Generator(family, dtype="bfloat16", host_cache_gb=2e-3, **OPTIONS | {"num_pages": 20}) as gen:
+        before, where, size = answers(gen), pools(gen), gpu.mapped
+        for _ in range(2):
+            gen.sleep()
+            assert gpu.mapped == 0
+            gen.wake("kv_cache")
+            assert 0 < gpu.mapped < size
+            gen.wake()
+            assert gpu.mapped == size
+            assert answers(gen) == before
+        assert pools(gen) == where
+        gen.sleep("weights")
+        gen.sleep("kv_cache")
+
+
+def test_weights_that_were_dropped_come_with_an_update(family: Path, gpu: FakeGPU) -> None:
+    with Generator(family, dtype="bfloat16", **OPTIONS) as gen:
+        before = answers(gen)
+        gen.sleep(keep_weights=False)
+        assert gpu.mapped == 0
+        gen.wake("weights")
+        assert gen.update_weights(old_weights(family)) == 1
+        gen.wake("kv_cache")
+        assert answers(gen) == before
+        gen.sleep(keep_weights=True)
+        gen.wake()
+        assert answers(gen) == before
+        weak = weakref.ref(gen._runner.model)
+    assert weak() is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_said_before_dropped_weights_are_there_again(llama: Path, dtype: str) -> None:
+    new = new_weights(llama)
+    with Generator(llama, dtype=dtype, **OPTIONS) as gen:
+        before = answers(gen)
+        gen.sleep(keep_weights=False)
+        with pytest.raises(RuntimeError, match="the weights are asleep; call wake first, of 'weights' at least"):
+            gen.update_weights(new)
+        refuses(gen, r"asleep: kv_cache, weights; call wake first")
+        gen.wake(["weights"])
+        refuses(gen, r"asleep: kv_cache; call wake first")
+        with pytest.raises(RuntimeError, match="dropped by sleep; call update_weights with all of them"):
+            gen.update_weights({"model.norm.weight": new["model.norm.weight"]}, partial=True)
+        with pytest.raises(ValueError, match="missing"):
+            gen.update_weights({})
+        gen.wake()
+        refuses(gen, "the weights were dropped by sleep; call update_weights with all of them")
+        assert gen.update_weights(new) == gen.weight_version == 1
+        other = answers(gen)
+        gen.sleep(keep_weights=False)
+        gen.sleep(keep_weights=True)  # does not bring them back
+        gen.wake()
+        refuses(gen, "dropped")
+        gen.update_weights(iter(old_weights(llama).items()))
+        assert answers(gen) == before != other
+
+
+def refuses(gen: Generator, text: str) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: gen.generate([5, 6], SHORT),
+        lambda: gen.add([5, 6], SHORT),
+        lambda: gen.score([[5, 6]]),
+        lambda: list(gen.stream([Request([5, 6], SHORT)])),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=text):
+            call()
+    assert not gen.unfinished
+
+
+def test_the_prefix_cache_is_empty_and_the_host_tier_is_not(llama: Path) -> None:
+    def cached(tags: Any = None, *, tier: bool, **options: Any) -> int:
+        with Generator(llama, host_cache_gb=2e-3 * tier, **OPTIONS | {"num_pages": 8}) as gen:
+            for prompt in (SYSTEM, SYSTEM[::-1]):
+                gen.generate(prompt, SHORT)
+            if tags is not None:
+                gen.sleep(tags, **options)
+                gen.wake()
+            if not options.get("keep_weights", True):
+                gen.update_weights(old_weights(llama))
+            found = gen.generate(SYSTEM, SHORT)[0]
+            gen._scheduler.check()
+            return found.cached_tokens
+
+    assert cached(tier=False) == 16
+    assert cached(tier=True) == 32
+    assert cached("weights", tier=True) == 32
+    assert 0 < cached("kv_cache", tier=True) <= 32
+    assert cached(tier=True, tags=("weights", "kv_cache"), keep_weights=False) == 0
+    with Generator(llama, **OPTIONS) as gen:
+        for tags, expected in (("weights", 32), ("kv_cache", 0)):
+            gen.generate(SYSTEM, SHORT)
+            gen.sleep(tags)
+            gen.wake()
+            assert gen.generate(SYSTEM, SHORT)[0].cached_tokens == expected
+
+
+def test_the_bytes_that_are_told_are_those_that_went(llama: Path) -> None:
+    with Generator(llama, **OPTIONS, num_pages=2000) as gen:
+        pool = gen._runner.pool
+        pool.whole.fill_(1.0)
+        assert pool.whole.nbytes > 10e6
+        assert gen.sleep("weights") < 1e6  # kept where they are
+        assert gen.sleep() == pytest.approx(pool.whole.nbytes, rel=0.2)
+        assert gen.sleep() == gen.sleep("weights") == gen.sleep([], keep_weights=False) == 0
+        for _ in range(2):
+            gen.wake()
+        assert not pool.whole[0, 0, 0].any()
+        gen.generate([5, 6], SHORT)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_dropped_are_gone(dtype: str, checkpoint: Callable[..., Path]) -> None:
+    """In float32 they are packed for the CPU: what malloc then keeps of them for later is not told."""
+    folder = checkpoint("Llama", hidden_size=512, intermediate_size=2048)
+    with Generator(folder, dtype=dtype, **OPTIONS) as gen:
+        model = gen._runner.model
+        assert model.layers[0].qkv.weight.is_mkldnn == (dtype == "float32" and ONEDNN)
+        before = gen.generate(SYSTEM, SHORT)[0].completions[0].token_ids
+        freed = gen.sleep("weights", keep_weights=False)
+        views = [part.view for part in model.targets().values()]
+        assert not any(view.any() for view in views)
+        if dtype == "bfloat16":
+            assert freed == pytest.approx(sum(view.nbytes for view in views), rel=0.2)
+        gen.wake()
+        gen.update_weights(old_weights(folder))
+        assert gen.generate(SYSTEM, SHORT)[0].completions[0].token_ids == before
+
+
+def test_requests_in_flight_refuse_a_sleep_and_go_on(llama: Path) -> None:
+    with Generator(llama, **OPTIONS) as gen:
+        alone = gen.generate(SYSTEM, LONG)[0].completions[0].token_ids
+        gen.add(SYSTEM, LONG)
+        said = [token for _ in range(3) for event in gen.step() for token in event.token_ids]
+        with pytest.raises(ValueError, match="1 requests are in flight; finish or abort them before sleep"):
+            gen.sleep()
+        gen.wake()
+        while gen.unfinished:
+            said += [token for event in gen.step() for token in event.token_ids]
+        assert said == alone
+        gen.sleep()  # a token too many may be on its way
+        assert gen.abort("nobody") == []
+        gen.wake()
+        assert gen.generate(SYSTEM, LONG)[0].completions[0].token_ids == alone
+
+
+def test_what_can_not_be_asked(llama: Path) -> None:
+    class Sleeps:
+        def fill(self, row: Any) -> None:
+            gen.sleep()
+
+        def accept(self, token: int) -> None: ...
+
+        def __deepcopy__(self, memo: Any) -> Sleeps:
+            return self
+
+    with Generator(llama, **OPTIONS) as gen:
+        for call in (gen.sleep, gen.wake):
+            with pytest.raises(ValueError, match="tags has 'kv', 'weight'; there are 'weights' and 'kv_cache'"):
+                call(["weight", "kv_cache", "kv"])
+            with pytest.raises(TypeError):
+                call(5)  # type: ignore[arg-type]
+        output = gen.generate([5, 6], replace(SHORT, mask=Sleeps()))[0]
+        assert "sleep is called from within a step" in str(output.error)
+        assert not gen.generate([5, 6], SHORT)[0].error
+        gen.sleep()
+    for call in (gen.sleep, gen.wake):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+def test_too_little_memory_leaves_it_awake_or_asleep(
+    llama: Path, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Generator(llama, dtype="bfloat16", **OPTIONS) as gen:
+        before, size = answers(gen), gpu.mapped
+        with monkeypatch.context() as patch:
+            patch.setattr("fastgen.pinned._free_memory", lambda: 1e4)
+            with pytest.raises(ValueError, match=r"keeping the weights takes .* of which 0\.0 GB are free; pass"):
+                gen.sleep()
+        assert gpu.mapped == size
+        assert answers(gen) == before
+        gen.sleep()
+        for driver in gpu.made:
+            driver.capacity = 5000
+        with pytest.raises(torch.OutOfMemoryError):
+            gen.wake()
+        refuses(gen, "asleep")
+        for driver in gpu.made:
+            driver.capacity = driver.total
+        gen.wake()
+        assert answers(gen) == before
+
+
+@pytest.mark.parametrize("method", ["sleep", "wake"])
+def test_wake_sets_right_what_an_interrupt_has_cut_short(
+    method: str, llama: Path, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Generator(llama, dtype="bfloat16", **OPTIONS) as gen:
+        before, whole = answers(gen), getattr(gen._runner, method)
+
+        def cut(*arguments: Any) -> None:
+            whole(*arguments)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gen._runner, method, cut)
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+                gen.sleep()
+                gen.wake()
+        refuses(gen, "asleep")
+        gen.wake()
+        assert answers(gen) == before
