@@ -110,7 +110,10 @@ def bench_load(arguments: argparse.Namespace) -> None:
             "points": [],
         }
         warm = next(loads(arguments, url, model))
-        clients.run(replace(warm, requests=2, concurrency=2, rate=None, tokens=min(warm.tokens, 8), seed=-1), False)
+        each = arguments.clients  # of whose first requests some take 0.1 s
+        clients.run(
+            replace(warm, requests=each, concurrency=each, rate=None, tokens=min(warm.tokens, 8), seed=-1), False
+        )
         for load in loads(arguments, url, model):
             found = figures(clients.run(load))
             report["points"].append({"concurrency": load.concurrency, "rate": load.rate, **found})

@@ -417,7 +417,7 @@ def test_the_bundled_model_in_a_pipe(monkeypatch, capfd):
 
 
 def test_the_bundled_model_in_a_terminal(start):
-    child = start("-m", "fastgen.cli.chat", "--temperature", "0", OMP_NUM_THREADS="1")
+    child = start("-m", "fastgen.cli.chat", "--temperature", "0")
     shown = at_prompt(child, 1)
     assert "100%" in shown
     assert shown.endswith(f"\n{BANNER}")
@@ -458,7 +458,7 @@ def wait_until_gone(pids: list[int]) -> None:
 def test_two_ranks_in_a_terminal(start):
     """Nothing is shown that one process would not show, an answer that is stopped leaves the conversation whole, and
     where a rank dies the chat ends with a line."""
-    child = start(*RANKS, OMP_NUM_THREADS="1")
+    child = start(*RANKS)
     shown = at_prompt(child, 1)
     assert re.fullmatch(rf"(loading weights: [^\n]*\n*)+{re.escape(BANNER)}", shown)
     ranks = ranks_of(child)

@@ -22,7 +22,9 @@ LEVELS = {
     "fastgen.tiny": 0,
     "fastgen.exchange": 1,
     "fastgen.kernels": 1,
+    "fastgen.memory": 1,
     "fastgen.parallel": 1,
+    "fastgen.pinned": 1,
     "fastgen.profiling": 1,  # names parts of a step, wherever they are
     "fastgen.rope": 1,
     # The design lists all of cache/ at level 3. These two know nothing of a model (one is two tensors, the other only
@@ -49,6 +51,7 @@ LEVELS = {
     "fastgen.intake": 5,  # what goes in: beside outputs
     "fastgen.links": 5,
     "fastgen.placement": 5,
+    "fastgen.sleeping": 5,
     "fastgen.spmd": 5,
     "fastgen.transfer": 5,
     "fastgen.updating": 5,

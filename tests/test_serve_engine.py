@@ -51,7 +51,6 @@ class Client:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     client = Client()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where the masks are
         with client.runner:
             client.run(client.start())
@@ -193,9 +192,12 @@ def test_many_requests_at_once(client: Client) -> None:
             assert said == completion.token_ids[: len(said)]
 
 
-def test_what_nobody_has_read_comes_in_one_list(client: Client) -> None:
+def test_what_nobody_has_read_is_joined(client: Client) -> None:
+    params = SamplingParams(max_tokens=6, n=2, seed=3, ignore_eos=True, logprobs=2, top_k=9, return_sampling_mask=True)
+    prompt = ids(5)
+
     async def main() -> tuple[list[Event], float]:
-        with client.engine.submit("slow", ids(5), SamplingParams(max_tokens=6, ignore_eos=True)) as stream:
+        with client.engine.submit("slow", prompt, params) as stream:
             while not client.engine.idle:
                 await asyncio.sleep(0.01)
             events = await anext(stream)
@@ -204,9 +206,29 @@ def test_what_nobody_has_read_comes_in_one_list(client: Client) -> None:
             return events, client.engine.stalled
 
     events, stalled = client.run(main())
-    assert sum(len(event.token_ids) for event in events) == 6
-    assert len(events) == 6
+    (output,) = client.reference.generate([prompt], params)
+    assert len(events) == 2
+    for event, completion in zip(events, output.completions, strict=True):
+        for name in (
+            "index", "token_ids", "text", "logprobs", "raw_logprobs", "untruncated_logprobs", "top_logprobs",
+            "sampling_mask", "finish_reason", "weight_versions",
+        ):  # fmt: skip
+            assert getattr(event, name) == getattr(completion, name), name
+        assert event.started is not None
     assert stalled == 0
+
+
+def test_who_wants_the_whole_answer_is_woken_twice(client: Client) -> None:
+    prompt, params = ids(5), SamplingParams(max_tokens=30, ignore_eos=True, temperature=0)
+
+    async def main() -> list[list[Event]]:
+        with client.engine.submit("whole", prompt, params, every_step=False) as stream:
+            return [events async for events in stream]
+
+    lists = client.run(main())
+    assert len(lists) == 2
+    (output,) = client.reference.generate([prompt], params)
+    assert [token for (event,) in lists for token in event.token_ids] == output.completions[0].token_ids
 
 
 # ------------------------------------------------------------------------------------------------ ends

@@ -12,7 +12,7 @@ import pytest
 from grammars import MARKS, accepts, add, allowed, byte_level, walk
 
 from fastgen import Generator, SamplingParams
-from fastgen.cli.serve.answers import _prepare
+from fastgen.cli.serve.answers import prepare
 from fastgen.cli.serve.grammar import Compiler, Grammar, answer_rule
 from fastgen.cli.serve.models import Queue, Served
 from fastgen.cli.serve.options import ModelOptions
@@ -478,5 +478,5 @@ def test_a_model_that_knows_no_tools_says_so(talker: Path) -> None:
         messages = CONVERSATION if param == "messages" else CONVERSATION[:1]
         request = read_request(ChatRequest, json.dumps({"messages": messages, **fields}).encode())
         with pytest.raises(ApiError, match="not supported") as refused:
-            _prepare(model, request)
+            prepare(model, request)
         assert refused.value.param == param

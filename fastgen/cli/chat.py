@@ -15,12 +15,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fastgen import __version__
 from fastgen.cli.remote import Remote
-from fastgen.cli.signals import trace_on_signal
+from fastgen.cli.signals import leave, trace_on_signal
 from fastgen.cli.speakers import Interrupt, Local, RefusedError, Reply, Speaker
 from fastgen.request import SamplingParams
 
@@ -308,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
-    interruptible = signal.signal(signal.SIGINT, _leave)
+    interruptible = signal.signal(signal.SIGINT, leave)
     try:
         from fastgen import Generator  # seconds of importing torch: only when there is something to run
         from fastgen.arch import sampling_defaults
@@ -341,13 +340,6 @@ def _check_place(args: argparse.Namespace) -> None:
             option = {"model": "MODEL", "name": "--model"}.get(name, "--" + name.replace("_", "-"))
             needed = "a server; give its --url" if args.url is None else "a local model; leave it or --url out"
             raise ValueError(f"{option} needs {needed}")
-
-
-def _leave(signum: int, frame: FrameType | None) -> None:
-    """Ctrl-C while loading. There is nothing to keep, and a KeyboardInterrupt may be lost in some __del__ of an import,
-    or wait for the threads of a download."""
-    os.write(2, b"\n")
-    os._exit(130)
 
 
 def _one_line(error: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from types import FrameType
@@ -19,3 +20,10 @@ def trace_on_signal(gen: Generator, folder: Path) -> None:
 
     if hasattr(signal, "SIGUSR2"):  # not on Windows
         signal.signal(signal.SIGUSR2, ask)
+
+
+def leave(signum: int, frame: FrameType | None) -> None:
+    """Ctrl-C while loading. There is nothing to keep, and a KeyboardInterrupt may be lost in some __del__ of an import,
+    or wait for the threads of a download."""
+    os.write(2, b"\n")
+    os._exit(130)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack, aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
@@ -28,9 +28,10 @@ from fastgen.cli.serve.protocol import (
     refused,
 )
 from fastgen.cli.serve.replies import ChatReply, CompletionReply, Plain
-from fastgen.cli.serve.tokens import encode_chat, encode_text, needed
+from fastgen.cli.serve.tokens import Vocabulary, encode_chat, encode_text, needed
 from fastgen.cli.serve.tools import Calling
 from fastgen.request import Event, SamplingParams
+from fastgen.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ async def answer(service: Service, request: Request, send: Send) -> None:
     meter = Meter(service.metrics, model.name)
     with ExitStack() as stack:
         place = stack.enter_context(model.queue.enter(_sizes(request)))
-        reply, params = await asyncio.to_thread(_prepare, model, request)
+        reply, params = await asyncio.to_thread(prepare, model, request)
         for number, prompt in enumerate(reply.prompts):
             place.count(number, len(prompt.ids))
         if isinstance(request, ChatRequest) and isinstance(params.mask, Grammar):
@@ -143,7 +144,9 @@ async def answer(service: Service, request: Request, send: Send) -> None:
         model.check_ready()  # it may have died meanwhile
         streams = []
         for number, prompt in enumerate(reply.prompts):
-            streams.append(stack.enter_context(model.engine.submit(f"{reply.id}-{number}", prompt.ids, params)))
+            name, every_step = f"{reply.id}-{number}", bool(request.stream)
+            stream = model.engine.submit(name, prompt.ids, params, every_step=every_step)
+            streams.append(stack.enter_context(stream))
         async with aclosing(_turns(streams, place, meter)) as turns:
             if request.stream:
                 await _send_stream(reply, turns, send)
@@ -168,7 +171,7 @@ async def _send_stream(reply: Reply, turns: AsyncIterator[tuple[int, list[Event]
 
 
 def _chunks(reply: Reply, events: list[Event], number: int) -> bytes:
-    return _frames(reply.push(events) if isinstance(reply, ChatReply) else reply.push(events, number))
+    return _frames(reply.push(events, number))
 
 
 def _frames(chunks: Iterable[Any]) -> bytes:
@@ -244,8 +247,27 @@ def _sizes(request: Request) -> list[int]:
     return [len(prompt) // CHARS if isinstance(prompt, str) else len(prompt) for prompt in request.prompts]
 
 
-def _prepare(model: Served, request: Request) -> tuple[Reply, SamplingParams]:
-    """Tokenize and check. Raises ApiError. For a thread: it may take long."""
+class Model(Protocol):
+    """What has to be known of a model before it is asked. defaults: of sampling; max_model_len: tokens of prompt and
+    answer together, at most."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def vocabulary(self) -> Vocabulary | None: ...
+    @property
+    def defaults(self) -> SamplingParams: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+
+
+def prepare(model: Model, request: Request) -> tuple[Reply, SamplingParams]:
+    """Tokenize and check; the mask of the parameters is a Grammar, which is not compiled yet, or None. Raises ApiError.
+    For a thread: it may take long."""
     reply: Reply
     if isinstance(request, ChatRequest):
         reply, params = _prepare_chat(model, request)
@@ -255,14 +277,13 @@ def _prepare(model: Served, request: Request) -> tuple[Reply, SamplingParams]:
         reply = CompletionReply(request, model.name, prompts, model.vocabulary)
         params = request.sampling_params(model.defaults)
         check_echo(request, [len(prompt.ids) for prompt in prompts])
-    info = model.engine.info
-    check_params(params, info.vocab_size)
+    check_params(params, model.vocab_size)
     for prompt in reply.prompts:
-        check_prompt(prompt.ids, request, info.max_model_len, info.vocab_size)
+        check_prompt(prompt.ids, request, model.max_model_len, model.vocab_size)
     return reply, params
 
 
-def _prepare_chat(model: Served, request: ChatRequest) -> tuple[ChatReply, SamplingParams]:
+def _prepare_chat(model: Model, request: ChatRequest) -> tuple[ChatReply, SamplingParams]:
     tokenizer = needed(model.tokenizer)
     choice = request.tool_choice or "auto"
     named = choice.function.name if isinstance(choice, NamedTool) else None
@@ -286,7 +307,7 @@ def _prepare_chat(model: Served, request: ChatRequest) -> tuple[ChatReply, Sampl
         rule = answer_rule(None if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True))
         grammar = calling.grammar(rule)
     except ValueError as error:
-        raise refused(error, _ruled_by(request)) from None
+        raise refused(error, ruled_by(request)) from None
     params = request.sampling_params(model.defaults, grammar)  # type: ignore[arg-type]  # a MaskFactory
     return ChatReply(request, model.name, prompt, model.vocabulary, lambda: calling.parser() or Plain()), params
 
@@ -296,10 +317,10 @@ async def _check_grammar(model: Served, request: ChatRequest, grammar: Grammar) 
     try:
         await model.check_grammar(grammar)
     except ValueError as error:
-        raise refused(error, _ruled_by(request)) from None
+        raise refused(error, ruled_by(request)) from None
 
 
-def _ruled_by(request: ChatRequest) -> str:
+def ruled_by(request: ChatRequest) -> str:
     """The field that a grammar comes of."""
     wanted = request.response_format
     return "tools" if wanted is None or wanted.type == "text" else "response_format"

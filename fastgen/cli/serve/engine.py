@@ -36,6 +36,7 @@ from fastgen.cli.serve.messages import (
     Turn,
     decode,
     frame,
+    joined,
 )
 from fastgen.outputs import Stats
 from fastgen.request import Event, Prompt, SamplingParams
@@ -48,20 +49,25 @@ POLL_SECONDS = 0.01  # between two looks at whether a process has ended
 class Stream:
     """The events of one request: an asynchronous iterator of lists of them, each of at least one event.
 
+    A list has one event a sample, which joins what has come since the last list was taken: a reader that falls behind
+    gets fewer and longer ones.
+
     It ends after the last event of every sample. For a request that the engine does not take, it raises what
     `Generator.add` or the mask's compilation raised: ValueError or TypeError where the request is wrong. A consumer
     that is cancelled while it waits, leaves the `with` block, or lets go of the stream, aborts the request.
     """
 
-    def __init__(self, engine: Engine, number: int, request_id: str, samples: int) -> None:
+    def __init__(self, engine: Engine, number: int, request_id: str, samples: int, every_step: bool = True) -> None:
         self.request_id = request_id
         self._engine = engine
         self._number = number
         self._samples = samples
+        self._every_step = every_step
         self._finished: set[int] = set()
         self._events: list[Event] = []
         self._pieces: list[Event] = []  # of the prompt's logprobs
         self._error: Exception | None = None
+        self._begun = False  # whether something was taken
         self._ended = False
         self._news = asyncio.Event()
 
@@ -81,7 +87,8 @@ class Stream:
         if not self._events:
             raise StopAsyncIteration
         events, self._events = self._events, []
-        return events
+        self._begun = True
+        return joined(events)
 
     def close(self) -> None:
         """Abort the request, unless it has ended; what has come and was not read is lost."""
@@ -114,7 +121,8 @@ class Stream:
             self._finished.add(event.index)
             self._ended = len(self._finished) == self._samples
         self._events.append(event)
-        self._news.set()
+        if self._every_step or self._ended or not self._begun:
+            self._news.set()
 
     def _end(self, reason: str | None = None, error: str | None = None) -> None:
         """End it here, and its unfinished samples with an event for this reason, where there is one."""
@@ -256,11 +264,12 @@ class Engine:
 
     # ------------------------------------------------------------------------------------ requests
 
-    def submit(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Stream:
+    def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, *, every_step: bool = True) -> Stream:
         """Begin a request; returns the stream of its events.
 
         prompt: best a list of ids, as the engine turns others into ids between two steps. params: its mask may be a
-        TokenMask or a MaskFactory, and is pickled.
+        TokenMask or a MaskFactory, and is pickled. every_step: False where only the whole answer is of use; then the
+        stream has two lists, the first events and all others.
 
         Raises ValueError or TypeError for wrong params and for an id that is running, RuntimeError where the engine
         is not ready.
@@ -275,7 +284,7 @@ class Engine:
         message = frame(Submit(number, prompt, replace(params, mask=None), mask))
         if self.idle:
             self._progress = time.monotonic()
-        stream = self._streams[number] = Stream(self, number, request_id, int(params.n))
+        stream = self._streams[number] = Stream(self, number, request_id, int(params.n), every_step)
         self._running[request_id] = number
         self._writer.write(message)
         return stream

@@ -8,9 +8,9 @@ import sys
 
 def import_tokenizers() -> None:
     """Import what a Tokenizer needs of transformers, which imports torch, and parts of it that are slow, where it finds
-    it. Its tokenizers do without: 3 s and 300 MB less in a process without torch, and 1 s less in one with it.
+    it. Its tokenizers do without: 3 s and 300 MB less in a process without torch.
 
-    For a program of ours, before it imports torch: whatever else transformers can do, it can not do in this process.
+    For a program of ours, which imports no torch: whatever else transformers can do, it can not do in this process.
     """
     if {"torch", "transformers"} & sys.modules.keys():
         return

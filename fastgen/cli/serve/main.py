@@ -146,7 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("fastgen").setLevel(logging.INFO if options.server.verbose else logging.WARNING)
     try:
-        asyncio.run(serve(options))
+        if options.server.replicas or options.server.max_replicas:
+            from fastgen.ray import serve_replicas
+
+            serve_replicas(options, _say)
+        else:
+            asyncio.run(serve(options))
     except Exception as error:
         if options.server.verbose:
             logging.getLogger(__name__).exception("where it happened:")

@@ -149,3 +149,19 @@ def messages_of(events: list[Event]) -> Iterator[list[Event]]:
             yield [Event(event.id, -1, [], [], [], "", prompt_logprobs=some, prompt_top_logprobs=some_top)]
         events[at] = replace(event, prompt_logprobs=pieces[-1][0], prompt_top_logprobs=pieces[-1][1])
     yield events
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """One event a sample, in the order of the samples, that says what all of its events do."""
+    parts: dict[int, list[Event]] = {}
+    for event in events:
+        parts.setdefault(event.index, []).append(event)
+    return [own[0] if len(own) == 1 else _joined(own) for _, own in sorted(parts.items())]
+
+
+def _joined(events: list[Event]) -> Event:
+    first, last = events[0], events[-1]
+    names = ["token_ids", "logprobs", "raw_logprobs", "untruncated_logprobs"]
+    names += [name for name in ("top_logprobs", "sampling_mask") if getattr(last, name) is not None]
+    lists: dict[str, Any] = {name: [item for event in events for item in getattr(event, name) or ()] for name in names}
+    return replace(last, **lists, text="".join(event.text for event in events), started=first.started)

@@ -40,16 +40,12 @@ class _Stats(Collector):
         self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
-        for name, help in GAUGES.items():
-            gauge = GaugeMetricFamily(f"fastgen_{name}", help, labels=["model"])
-            for model, engine in self._engines.items():
-                gauge.add_metric([model], getattr(engine.stats, name))
-            yield gauge
-        for name, help in COUNTERS.items():
-            counter = CounterMetricFamily(f"fastgen_{name}", help, labels=["model"])
-            for model, engine in self._engines.items():
-                counter.add_metric([model], getattr(engine.stats, name))
-            yield counter
+        for kind, counts in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, help in counts.items():
+                family = kind(f"fastgen_{name}", help, labels=["model"])
+                for model, engine in self._engines.items():
+                    family.add_metric([model], getattr(engine.stats, name))
+                yield family
 
 
 class Metrics:
@@ -58,14 +54,13 @@ class Metrics:
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Stats(engines))
-        label = ["model"]
-        queue_help = "seconds from a request's arrival until it begins to run"
-        self.queue = Histogram("fastgen_queue_seconds", queue_help, label, buckets=SECONDS, registry=self._registry)
-        first_help = "seconds from a request's arrival to its first token"
-        self.first = Histogram("fastgen_first_token_seconds", first_help, label, buckets=SECONDS,
-                               registry=self._registry)  # fmt: skip
-        gap_help = "seconds between two tokens of a sequence"
-        self.gap = Histogram("fastgen_inter_token_seconds", gap_help, label, buckets=GAPS, registry=self._registry)
+        self.queue = self._seconds("queue", "from a request's arrival until it begins to run", SECONDS)
+        self.first = self._seconds("first_token", "from a request's arrival to its first token", SECONDS)
+        self.gap = self._seconds("inter_token", "between two tokens of a sequence; of a whole answer their mean", GAPS)
+
+    def _seconds(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+        told = f"seconds {what}"
+        return Histogram(f"fastgen_{name}_seconds", told, ["model"], buckets=buckets, registry=self._registry)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -101,6 +101,14 @@ class Served:
             self.vocabulary = Vocabulary(self.tokenizer)
 
     @property
+    def vocab_size(self) -> int:
+        return self.engine.info.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.info.max_model_len
+
+    @property
     def ready(self) -> bool:
         return self._read and self.trouble is None and self.engine.ready
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,17 +12,15 @@ from typing import Any
 import yaml
 
 from fastgen import __version__
-
-BUNDLED = "fastgen-tiny"  # what clients call the bundled model
-PREFIX = "FASTGEN_"
-
-Value = str | int | float | bool
+from fastgen.cli.options import BUNDLED, MODEL, PREFIX, Option, Value, add_flag
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """Times in seconds. max_queued_requests, max_queued_tokens: of each model, prompts and their tokens that have come
-    and have no first token yet. request_timeout: None for no end."""
+    and have no first token yet. request_timeout: None for no end. replicas, max_replicas: the least and the
+    most; None and None for one without Ray. replica_requests: under way at each, on average, that call for another
+    replica. replica_gpus: None for those of its models, where Ray has GPUs."""
 
     host: str = "127.0.0.1"
     port: int = 5678
@@ -36,6 +33,11 @@ class ServerOptions:
     stall_timeout: float = 60.0
     restart: bool = True
     verbose: bool = False
+    replicas: int | None = None
+    max_replicas: int | None = None
+    replica_requests: float = 32.0
+    replica_cpus: float = 1.0
+    replica_gpus: float | None = None
 
 
 @dataclass(frozen=True)
@@ -57,58 +59,6 @@ class Options:
     models: tuple[ModelOptions, ...]
 
 
-@dataclass(frozen=True)
-class Option:
-    """One option: its flag, variable and key have the same name. low, high: of a number, low excluded if `above`."""
-
-    name: str
-    kind: type[Value]
-    help: str
-    default: str = ""
-    low: float = -math.inf
-    high: float = math.inf
-    above: bool = False
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return PREFIX + self.name.upper()
-
-    def read(self, text: str) -> Value:
-        """The value that a text says. Raises ValueError, whose message goes on where the option's name ends."""
-        if self.kind is str:
-            if not text:
-                raise ValueError("is empty; give it a value, or leave it out")
-            return text
-        if self.kind is bool:
-            if text.lower() in ("1", "true", "yes", "on"):
-                return True
-            if text.lower() in ("0", "false", "no", "off"):
-                return False
-            raise ValueError(f"is {text!r}; it must be true or false")
-        try:
-            value: int | float = int(text) if self.kind is int else float(text)
-        except ValueError:
-            whole = "whole " if self.kind is int else ""
-            raise ValueError(f"is {text!r}; it must be a {whole}number") from None
-        if not self.low <= value <= self.high or not math.isfinite(value) or (self.above and value == self.low):
-            least = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
-            most = f" and at most {self.high:g}" if self.high < math.inf else ""
-            raise ValueError(f"is {text}; it must be {least}{most}")
-        return value
-
-    def read_yaml(self, value: Any) -> Value:
-        """The same of a value in the YAML file."""
-        if self.kind is str and not isinstance(value, str):
-            raise ValueError(f"is {value!r}; it must be a string, so put it in quotes")
-        if not isinstance(value, str | int | float):
-            raise ValueError(f"is {value!r}; it must be a single value")
-        return self.read(str(value))
-
-
 SERVER = (
     Option("host", str, "address to listen at; 0.0.0.0 is all of this machine's", "127.0.0.1"),
     Option("port", int, "0 takes a free one", "5678", low=0, high=65535),
@@ -122,27 +72,11 @@ SERVER = (
            above=True),
     Option("restart", bool, "start an engine that has died again, once", "true"),
     Option("verbose", bool, "log what happens", "false"),
-)  # fmt: skip
-
-MODEL = (
-    Option("tensor_parallel", int, "GPUs that hold a model together", "1", low=1),
-    Option("revision", str, "of a hub id"),
-    Option("tokenizer", str, "folder or hub id of another tokenizer", "the model's own"),
-    Option("dtype", str, "auto, bfloat16, float16 or float32", "auto"),
-    Option("device", str, "cpu, cuda, cuda:1, ...", "a GPU if there is one"),
-    Option("max_model_len", int, "tokens of prompt and answer together", "the model's", low=1),
-    Option("max_seqs", int, "sequences that run at a time", "as suits the device", low=1),
-    Option("max_step_tokens", int, "tokens that one step computes", "as suits the device", low=1),
-    Option("page_size", int, "tokens of a page of the KV cache", "64", low=1),
-    Option("num_pages", int, "pages of the KV cache", "what the memory holds", low=2),
-    Option("kv_cache_gb", float, "size of the KV cache, in 10^9 bytes", "what the memory holds", low=0, above=True),
-    Option("memory_fraction", float, "share of the GPU's free memory", "0.9, split among its models", low=0, high=1,
-           above=True),
-    Option("prefix_cache", bool, "keep the KV of prompts for those that begin alike", "true"),
-    Option("host_cache_gb", float, "the host's memory for KV that the GPU has no room for, in 10^9 bytes", "0", low=0),
-    Option("attention", str, "auto, flash, paged or reference", "auto"),
-    Option("load", str, "auto, or dummy for random weights", "auto"),
-    Option("seed", int, "the same requests then get the same answers", "other ones every time"),
+    Option("replicas", int, "servers like this one behind one address, by Ray Serve", "this one, without Ray", low=1),
+    Option("max_replicas", int, "as many as there may be under load", "no more", low=1),
+    Option("replica_requests", float, "requests under way at a replica that call for another", "32", low=0, above=True),
+    Option("replica_cpus", float, "CPUs of a replica; less than 1 shares one", "1", low=0),
+    Option("replica_gpus", float, "GPUs of a replica", "its models' own", low=0),
 )  # fmt: skip
 
 TABLE = {option.name: option for option in (*SERVER, *MODEL)}
@@ -156,11 +90,23 @@ def read_options(argv: Sequence[str] | None = None, environment: Mapping[str, st
     try:
         path = args.config or environment.get(PREFIX + "CONFIG")
         file = _read_file(Path(path)) if path else {}
-        entries = _entries(args.model, environment, file)
         given = {name: value for name, value in vars(args).items() if name in TABLE and value is not None}
-        return _resolve({**_from_environment(environment), **given}, file, entries)
+        return make_options(file, environment, args.model, given)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+
+
+def make_options(
+    file: Mapping[str, Any],
+    environment: Mapping[str, str],
+    models: Sequence[str] = (),
+    given: Mapping[str, Value] | None = None,
+) -> Options:
+    """The options of a file that has been read, of variables, and of flags: those `given`, and `models`. Raises
+    ValueError."""
+    file = dict(file)
+    entries = _entries(models, environment, file)
+    return _resolve({**_from_environment(environment), **(given or {})}, file, entries)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -179,23 +125,9 @@ def make_parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(title)
         for option in options:
             default = f": {option.default}" if option.default else ""
-            help = f"{option.help} [{option.variable}, {option.name}{default}]".replace("%", "%%")
-            if option.kind is bool:
-                group.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=None, help=help)
-            else:
-                group.add_argument(option.flag, type=_reader(option), help=help, metavar=option.kind.__name__.upper())
+            add_flag(group, option, f"{option.help} [{option.variable}, {option.name}{default}]")
     parser.add_argument("--version", action="version", version=f"fgserve {__version__}")
     return parser
-
-
-def _reader(option: Option) -> Any:
-    def read(text: str) -> Value:
-        try:
-            return option.read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Value]:
@@ -269,7 +201,7 @@ def _share_memory(models: Sequence[ModelOptions]) -> list[ModelOptions]:
     share of what it finds, and one that is started again has the last one's."""
     shared = []
     for place, model in enumerate(models):
-        beside = [other for other, options in enumerate(models) if _gpus(options) & _gpus(model)]
+        beside = [other for other, options in enumerate(models) if gpus(options) & gpus(model)]
         if len(beside) > 1 and not model.generator.keys() & {"memory_fraction", "num_pages", "kv_cache_gb"}:
             now, again = (0.9 / (len(beside) - 0.9 * before) for before in (beside.index(place), len(beside) - 1))
             model = replace(
@@ -281,7 +213,7 @@ def _share_memory(models: Sequence[ModelOptions]) -> list[ModelOptions]:
     return shared
 
 
-def _gpus(model: ModelOptions) -> set[int]:
+def gpus(model: ModelOptions) -> set[int]:
     """The GPUs that a model will use, where there are some."""
     kind, _, number = str(model.generator.get("device", "cuda")).partition(":")
     if kind == "cpu":

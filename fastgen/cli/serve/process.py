@@ -25,7 +25,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from fastgen.cli.serve.lean import import_tokenizers
 from fastgen.cli.serve.messages import (
     HEAD,
     Abort,
@@ -232,7 +231,6 @@ def serve(connection: socket.socket) -> None:
         assert isinstance(start, Start), start
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         logging.getLogger("fastgen").setLevel(start.log_level)
-        import_tokenizers()
         from fastgen.generator import Generator  # seconds of importing torch, which the other end can do without
 
         gen = Generator(**start.options)

@@ -288,6 +288,11 @@ def read_request(kind: type[RequestT], body: bytes) -> RequestT:
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    return check_request(kind, data)
+
+
+def check_request(kind: type[RequestT], data: Any) -> RequestT:
+    """The same of a body's value."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:

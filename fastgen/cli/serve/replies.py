@@ -12,8 +12,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
+from fastgen.cli.serve.messages import joined
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest
 from fastgen.cli.serve.shapes import (
     Alternative,
@@ -57,9 +58,10 @@ RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
 
 
 class _Reply(Generic[RequestT]):
-    """What the replies of both endpoints have in common: a name, and counts."""
+    """What the replies of both endpoints have in common: an envelope, and counts. kind: what a chunk is called."""
 
     prefix: str
+    kind: str
     request: RequestT
 
     def __init__(
@@ -85,6 +87,22 @@ class _Reply(Generic[RequestT]):
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
 
+    def end(self) -> list[Any]:
+        """The chunks that come after all events: the usage, where it is asked for."""
+        return [{**self._envelope([]), "usage": self.usage}] if self.request.include_usage else []
+
+    def _envelope(self, choices: SequenceOf[Any], kind: str | None = None) -> dict[str, Any]:
+        about = {"id": self.id, "object": kind or self.kind, "created": self.created, "model": self.model}
+        return {**about, "choices": choices}
+
+    def _chunk(self, choice: Any) -> Any:
+        chunk = self._envelope([choice])
+        if self.request.continuous_usage:
+            chunk["usage"] = self.usage
+        elif self.request.include_usage:
+            chunk["usage"] = None
+        return chunk
+
     def _count(self, event: Event, prompt: int) -> None:
         self._generated += len(event.token_ids)
         self._cached[prompt] = event.cached_tokens
@@ -101,7 +119,7 @@ class _Reply(Generic[RequestT]):
 class ChatReply(_Reply[ChatRequest]):
     """The answer to a chat. text_filter: makes the filter of a choice, where there are tools."""
 
-    prefix = "chatcmpl"
+    prefix, kind = "chatcmpl", "chat.completion.chunk"
 
     def __init__(
         self,
@@ -116,7 +134,7 @@ class ChatReply(_Reply[ChatRequest]):
         self._begun = [False] * request.choices
         self._calls = [False] * request.choices
 
-    def push(self, events: Iterable[Event]) -> list[ChatChunk]:
+    def push(self, events: Iterable[Event], prompt: int = 0) -> list[ChatChunk]:
         """The chunks that new events make: of each choice first the role, then what it says, then why it ended."""
         return [chunk for event in checked(events) for chunk in self._chunks(event)]
 
@@ -124,7 +142,7 @@ class ChatReply(_Reply[ChatRequest]):
         index, ids = event.index, event.token_ids
         if not self._begun[index]:
             self._begun[index] = True
-            begin = self._chunk(index, {"role": "assistant", "content": ""})
+            begin = self._delta(index, {"role": "assistant", "content": ""})
             if self.request.return_token_ids:
                 begin["prompt_token_ids"] = self.prompts[0].ids
             yield begin
@@ -133,9 +151,9 @@ class ChatReply(_Reply[ChatRequest]):
         if not deltas and ids and (logprobs is not None or self.request.return_token_ids):
             deltas = [{}]  # they have no text yet
         for number, delta in enumerate(deltas):  # logprobs and ids come once, with the first
-            yield self._chunk(index, delta, None if number else logprobs, ids=[] if number else ids)
+            yield self._delta(index, delta, None if number else logprobs, ids=[] if number else ids)
         if event.finish_reason is not None:
-            yield self._chunk(index, {}, reason=self._reason(event))
+            yield self._delta(index, {}, reason=self._reason(event))
 
     def _said(self, event: Event) -> list[Delta]:
         deltas = self._filters[event.index].push(event.text, event.finish_reason is not None)
@@ -146,7 +164,7 @@ class ChatReply(_Reply[ChatRequest]):
         assert event.finish_reason is not None
         return "tool_calls" if event.finish_reason == "stop" and self._calls[event.index] else event.finish_reason
 
-    def _chunk(
+    def _delta(
         self,
         index: int,
         delta: Delta,
@@ -157,40 +175,15 @@ class ChatReply(_Reply[ChatRequest]):
         choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         if self.request.return_token_ids:
             choice["token_ids"] = ids or []
-        chunk = self._envelope([choice])
-        if self.request.continuous_usage:
-            chunk["usage"] = self.usage
-        elif self.request.include_usage:
-            chunk["usage"] = None
-        return chunk
-
-    def _envelope(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        return {
-            "id": self.id,
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
-
-    def end(self) -> list[ChatChunk]:
-        """What comes after all events: the usage, where it is asked for."""
-        return [{**self._envelope([]), "usage": self.usage}] if self.request.include_usage else []
+        return cast(ChatChunk, self._chunk(choice))
 
     def whole(self, events: Iterable[Event]) -> ChatCompletion:
         """The answer that all events of the request make."""
-        choices = [self._choice(event) for event in _by_choice(checked(events))]
-        reply: ChatCompletion = {
-            "id": self.id,
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            "usage": self.usage,
-        }
+        choices = [self._choice(event) for event in joined(checked(events))]
+        reply = {**self._envelope(choices, "chat.completion"), "usage": self.usage}
         if self.request.return_token_ids:
             reply["prompt_token_ids"] = self.prompts[0].ids
-        return reply
+        return cast(ChatCompletion, reply)
 
     def _choice(self, event: Event) -> ChatChoice:
         self._count(event, 0)
@@ -245,14 +238,10 @@ def _message(deltas: Iterable[Delta]) -> ChatMessage:
 class CompletionReply(_Reply[CompletionRequest]):
     """The answers to the prompts of /completions: choice n p + i is sample i of prompt p."""
 
-    prefix = "cmpl"
+    prefix, kind = "cmpl", "text_completion"
 
     def __init__(
-        self,
-        request: CompletionRequest,
-        model: str,
-        prompts: SequenceOf[PromptTokens],
-        vocabulary: Vocabulary | None,
+        self, request: CompletionRequest, model: str, prompts: SequenceOf[PromptTokens], vocabulary: Vocabulary | None
     ) -> None:
         super().__init__(request, model, prompts, vocabulary)
         self._held: dict[int, list[Event]] = {}  # of prompts, until their logprobs are known, which come first
@@ -293,35 +282,14 @@ class CompletionReply(_Reply[CompletionRequest]):
     def _index(self, event: Event, prompt: int) -> int:
         return prompt * self.request.choices + event.index
 
-    def _chunk(self, choice: CompletionChoice) -> Completion:
-        chunk = self._envelope([choice])
-        if self.request.continuous_usage:
-            chunk["usage"] = self.usage
-        elif self.request.include_usage:
-            chunk["usage"] = None
-        return chunk
-
-    def _envelope(self, choices: list[CompletionChoice]) -> Completion:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
-
-    def end(self) -> list[Completion]:
-        """What comes after all events: the usage, where it is asked for."""
-        return [{**self._envelope([]), "usage": self.usage}] if self.request.include_usage else []
-
     def whole(self, events: SequenceOf[Iterable[Event]]) -> Completion:
         """The answer that all events make, which are given by prompt."""
         choices = []
         for prompt, own in enumerate(events):
-            merged = _by_choice(checked(own))
+            merged = joined(checked(own))
             self._scored(merged, prompt)
             choices += [self._choice(event, prompt) for event in merged]
-        return {**self._envelope(choices), "usage": self.usage}
+        return cast(Completion, {**self._envelope(choices), "usage": self.usage})
 
     def _choice(self, event: Event, prompt: int) -> CompletionChoice:
         self._count(event, prompt)
@@ -417,35 +385,6 @@ class _Offsets:
 
 def _finite(logprob: float) -> float:
     return logprob if logprob > UNLIKELY else UNLIKELY
-
-
-def _by_choice(events: Iterable[Event]) -> list[Event]:
-    """One event a sample that says what all of its events do, in order."""
-    parts: dict[int, list[Event]] = {}
-    for event in events:
-        parts.setdefault(event.index, []).append(event)
-    return [_merged(parts[index]) for index in sorted(parts)]
-
-
-def _merged(events: list[Event]) -> Event:
-    last = events[-1]
-    assert last.finish_reason is not None, "the sample goes on"
-    tops = None if last.top_logprobs is None else [top for event in events for top in event.top_logprobs or ()]
-    return Event(
-        id=last.id,
-        index=last.index,
-        token_ids=[token for event in events for token in event.token_ids],
-        logprobs=[logprob for event in events for logprob in event.logprobs],
-        raw_logprobs=[logprob for event in events for logprob in event.raw_logprobs],
-        text="".join(event.text for event in events),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        error=last.error,
-        top_logprobs=tops,
-        prompt_logprobs=last.prompt_logprobs,
-        prompt_top_logprobs=last.prompt_top_logprobs,
-        cached_tokens=last.cached_tokens,
-    )
 
 
 def checked(events: Iterable[Event]) -> list[Event]:

@@ -81,11 +81,14 @@ class ChatChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class ChatCompletion(TypedDict):
+class _Envelope(TypedDict):
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
+
+
+class ChatCompletion(_Envelope):
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: NotRequired[list[int]]
@@ -99,11 +102,8 @@ class ChatChunkChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class ChatChunk(TypedDict):
-    id: str
+class ChatChunk(_Envelope):
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
     prompt_token_ids: NotRequired[list[int]]
@@ -129,13 +129,10 @@ class CompletionChoice(TypedDict):
     prompt_token_ids: NotRequired[list[int]]
 
 
-class Completion(TypedDict):
+class Completion(_Envelope):
     """A chunk of a stream is one, too."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
 
