@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ STUB = (str(Path(__file__).parent / "serve_stub.py"),)
 
 
 class Server:
-    """fgserve, the stub, or another program that says where it is `listening`, at a port of its own."""
+    """fgserve, the stub, or another program that says where it is `listening`, at a port of its own, within seconds."""
 
-    def __init__(self, program: Sequence[str], *arguments: str, listening: str = r"listening at (\S+)") -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTGEN_PORT": "0"}
+    def __init__(
+        self, program: Sequence[str], *arguments: str, listening: str = r"listening at (\S+)", seconds: float = 30
+    ) -> None:
+        environment = {**os.environ, "FASTGEN_PORT": "0"}
         command = [sys.executable, *program, *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
         self.said = ""
@@ -37,7 +40,7 @@ class Server:
         self._reader.start()
         self.url = ""
         while not self.url:
-            found = re.search(listening, self._lines.get(timeout=30))
+            found = re.search(listening, self._lines.get(timeout=seconds))
             self.url = found[1] if found else ""
 
     def _read(self) -> None:
@@ -65,6 +68,12 @@ class Server:
 
     def client(self, key: str = "foo") -> OpenAI:
         return OpenAI(base_url=self.url, api_key=key, max_retries=0)
+
+    def await_said(self, text: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.said:
+            assert time.monotonic() < deadline, f"it does not say {text!r}, but: {self.said}"
+            time.sleep(0.02)
 
     def await_ready(self) -> Server:
         until(lambda: self.get("/ready").status_code == 200, 60)
@@ -110,8 +119,17 @@ class Server:
 
 
 def children(process: int) -> list[int]:
-    path = Path(f"/proc/{process}/task/{process}/children")
-    return [int(child) for child in path.read_text().split()]
+    """Those that any of its threads has started."""
+    found: list[int] = []
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found += map(int, path.read_text().split())
+    return found
+
+
+def descendants(process: int) -> list[int]:
+    """Its children, theirs, and so on."""
+    return [found for child in children(process) for found in (child, *descendants(child))]
 
 
 def alive(process: int) -> bool:

@@ -1,0 +1,1 @@
+"""fggen: prompt files in, completions out."""

@@ -1,0 +1,120 @@
+"""OpenAI's batch files: rows that are requests to its API, and records that are their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fastgen.cli.gen.rows import Row
+from fastgen.cli.gen.work import Asked, Record, seed_of
+from fastgen.cli.serve.answers import Reply, prepare, ruled_by
+from fastgen.cli.serve.grammar import Grammar
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_request, refused
+from fastgen.cli.serve.replies import ChatReply
+from fastgen.cli.serve.tokens import Vocabulary
+from fastgen.request import Event, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from fastgen.generator import Generator
+
+KINDS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
+
+
+class BatchJob:
+    """Rows with a custom_id and a body, each of which comes back as OpenAI's batches answer it.
+
+    name: of the model; defaults: of sampling, where a body does not say; seed: as RowJob has it.
+    """
+
+    def __init__(self, gen: Generator, name: str, defaults: SamplingParams, seed: int) -> None:
+        self.name, self.tokenizer, self.defaults = name, gen.tokenizer, defaults
+        self.vocabulary = None if gen.tokenizer is None else Vocabulary(gen.tokenizer)
+        self.vocab_size, self.max_model_len = gen.model_config.vocab_size, gen.max_model_len
+        self._gen, self._seed = gen, seed
+        self._compilers: dict[Any, Any] = {}
+
+    def ask(self, row: Row) -> Asked:
+        try:
+            request = self._request(row)
+            reply, params = prepare(self, request)
+            params = self._compiled(request, params)
+        except ApiError as error:
+            refusal = error
+            return Asked([], lambda _: _failed(row, refusal))
+        if params.seed is None:
+            params = replace(params, seed=seed_of(self._seed, row.index))
+        return Asked([(prompt.ids, params) for prompt in reply.prompts], lambda outputs: _answer(row, reply, outputs))
+
+    def _request(self, row: Row) -> ChatRequest | CompletionRequest:
+        if row.error is not None:
+            raise ApiError(400, row.error, code="invalid_json")
+        columns = row.columns
+        if not isinstance(columns.get("custom_id"), str):
+            raise ApiError(400, "custom_id is required, and must be a string", "custom_id", "invalid_value")
+        if not isinstance(body := columns.get("body"), dict):
+            raise ApiError(400, "body is required, and must be an object", "body", "invalid_value")
+        if columns.get("method", "POST") != "POST":
+            raise ApiError(400, "method must be POST", "method", "invalid_value")
+        url = columns.get("url")
+        if url not in KINDS:
+            raise ApiError(400, f"url is {url!r}; it must be one of {', '.join(KINDS)}", "url", "invalid_value")
+        if body.get("stream"):
+            raise ApiError(400, "stream is not supported in a batch; leave it out", "stream", "unsupported_parameter")
+        return check_request(KINDS[url], body)
+
+    def _compiled(self, request: ChatRequest | CompletionRequest, params: SamplingParams) -> SamplingParams:
+        """With the mask that its grammar comes to. Raises ApiError where it can not be compiled."""
+        if not (isinstance(request, ChatRequest) and isinstance(params.mask, Grammar)):
+            return params
+        try:
+            return replace(params, mask=params.mask.compile(self._gen, self._compilers))
+        except ValueError as error:
+            raise refused(error, ruled_by(request)) from None
+
+
+def _answer(row: Row, reply: Reply, outputs: list[RequestOutput]) -> tuple[Record, str | None]:
+    try:
+        for output in outputs:
+            if output.error is not None:
+                raise ApiError(400, output.error, code="invalid_value")
+        events = [_events(output) for output in outputs]
+        body: Any = reply.whole(events[0]) if isinstance(reply, ChatReply) else reply.whole(events)
+    except ApiError as error:
+        return _failed(row, error)
+    return _record(row, 200, body), None
+
+
+def _events(output: RequestOutput) -> list[Event]:
+    """What the engine would have told of a request in a server, all at its end."""
+    events = [
+        Event(
+            id=output.id,
+            index=completion.index,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            raw_logprobs=completion.raw_logprobs,
+            text=completion.text,
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            top_logprobs=completion.top_logprobs,
+            cached_tokens=output.cached_tokens,
+        )
+        for completion in output.completions
+    ]
+    events[0].prompt_logprobs, events[0].prompt_top_logprobs = output.prompt_logprobs, output.prompt_top_logprobs
+    return events
+
+
+def _failed(row: Row, error: ApiError) -> tuple[Record, str | None]:
+    return _record(row, error.status, error.body), error.message
+
+
+def _record(row: Row, status: int, body: Mapping[str, Any]) -> Record:
+    """The id tells the row's index, which a batch's records have no other place for."""
+    response = {"status_code": status, "request_id": f"req_{row.index}", "body": body}
+    return {"id": f"batch_req_{row.index}", "custom_id": row.columns.get("custom_id"), "response": response,
+            "error": None}  # fmt: skip

@@ -1,0 +1,147 @@
+"""The work on rows by Ray Data: a task reads them in bundles, and actors with a Generator each make their records.
+
+A bundle's records come together, when all are there: Ray does a task again whose actor or block is lost, and what it
+yielded before must then be the same. Rows have seeds of their own, so that records are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import pickle
+from collections.abc import Callable, Container, Iterator
+from concurrent.futures import Future
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+from fastgen.cli.gen.rows import Row, read_rows
+from fastgen.cli.gen.work import Done, Job, Work, work
+from fastgen.ray import check_cpus, connect
+
+ROWS = 16  # of a bundle
+LANES = 512  # that an engine is taken to have, where --max-seqs does not say
+
+Engine = Any  # a fastgen.Generator: its import takes seconds, and the driver has no use for it
+
+
+class Worker:
+    """What Ray Data runs, in an actor: bundles in, their records out, several at a time so that the engine is full."""
+
+    def __init__(self, make: Callable[[], tuple[Engine, Job]], folder: str, log_level: int) -> None:
+        _enter(folder)
+        logging.getLogger("fastgen").setLevel(log_level)
+        self._rows: SimpleQueue[Row] = SimpleQueue()
+        self._under_way: dict[int, Future[Done]] = {}  # by the indices of rows, those in the queue too
+        self._ended: Future[None] = Future()
+        Thread(target=self._run, args=(make,), daemon=True).start()
+
+    def _run(self, make: Callable[[], tuple[Engine, Job]]) -> None:
+        try:
+            gen, job = make()
+            for done in work(job, self._arriving(), gen.stream):
+                self._under_way.pop(done.index).set_result(done)
+        except Exception as error:
+            self._ended.set_exception(error)
+
+    def _arriving(self) -> Iterator[Row | None]:
+        while True:
+            try:
+                yield self._rows.get(block=not self._under_way)
+            except Empty:
+                yield None
+
+    async def __call__(self, bundle: dict[str, Any]) -> dict[str, Any]:
+        waiting = []
+        for row in pickle.loads(bundle["rows"]):
+            found = self._under_way.get(row.index)  # if Ray asks again, while the first time goes on
+            if found is None:
+                found = self._under_way[row.index] = Future()
+                self._rows.put(row)
+            waiting.append(asyncio.wrap_future(found))
+        records = asyncio.gather(*waiting)
+        await asyncio.wait((records, asyncio.wrap_future(self._ended)), return_when=asyncio.FIRST_COMPLETED)
+        if records.done():
+            return {"done": pickle.dumps(await records)}
+        error = self._ended.exception()
+        if isinstance(error, ValueError | OSError):  # Ray would show it with pages of its own, and try again
+            return {"done": pickle.dumps(error)}
+        raise RuntimeError("the engine has failed") from error
+
+
+def _read(_: Any, files: list[Path], done: Container[int], folder: str) -> Iterator[dict[str, Any]]:
+    _enter(folder)
+    rows = read_rows(files, done)
+    while bundle := list(islice(rows, ROWS)):
+        yield {"rows": pickle.dumps(bundle)}
+
+
+def _enter(folder: str) -> None:
+    """Go where names are meant to be looked up, if that is here."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
+
+
+def work_on_ray(
+    args: argparse.Namespace, make: Callable[[], tuple[Engine, Job]], files: list[Path], done: Container[int]
+) -> Work:
+    """Do a job on rows of files that are not done, in the order of completion, or of the files with args.ordered.
+
+    make: what a worker loads. The files are read on this machine. Raises ValueError, or RuntimeError for what fails in
+    an actor.
+    """
+    if args.ray_address is not None:
+        os.environ["RAY_ADDRESS"] = args.ray_address
+    connect()
+    import ray  # when its environment is set
+
+    try:
+        gpus = 0 if (args.device or "").startswith("cpu") else ray.cluster_resources().get("GPU", 0)
+        each = (args.tensor_parallel or 1) if gpus else 0
+        replicas = args.replicas or max(int(gpus // each) if each else 1, 1)
+        cpus = 1.0 if args.replica_cpus is None else args.replica_cpus
+        check_cpus(replicas, cpus)
+        yield from _pipeline(args, make, files, done, replicas, cpus, each)
+    finally:
+        ray.shutdown()
+
+
+def _pipeline(
+    args: argparse.Namespace,
+    make: Callable[[], tuple[Engine, Job]],
+    files: list[Path],
+    done: Container[int],
+    replicas: int,
+    num_cpus: float,
+    num_gpus: int,
+) -> Iterator[Done]:
+    import ray.data
+
+    level = logging.INFO if args.verbose else logging.WARNING
+    logging.getLogger("ray.data").setLevel(logging.INFO if args.verbose else logging.ERROR)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.target_max_block_size = 1  # a bundle is a block, and goes on at once
+    context.execution_options.preserve_order = args.ordered
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    tasks = 2 * (args.max_seqs or LANES) // ROWS + 2  # so that some wait
+    pool = ray.data.ActorPoolStrategy(
+        size=replicas, max_tasks_in_flight_per_actor=tasks, max_concurrent_calls_per_actor=tasks
+    )
+    folder = os.getcwd()
+    bundles = ray.data.range(1, override_num_blocks=1).flat_map(
+        partial(_read, files=files, done=done, folder=folder), num_cpus=0, label_selector=here
+    )
+    records = bundles.map(
+        Worker, fn_constructor_args=(make, folder, level), compute=pool, num_cpus=num_cpus, num_gpus=num_gpus
+    )
+    for bundle in records.iter_rows():
+        found: list[Done] | Exception = pickle.loads(bundle["done"])
+        if isinstance(found, Exception):
+            raise found
+        yield from found

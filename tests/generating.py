@@ -1,0 +1,32 @@
+"""What the tests of fggen give it, and read of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Fggen = Callable[..., int]
+
+
+def write(name: str, *rows: Any) -> str:
+    """A file with these rows, of which a string is a line as it is."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    Path(name).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return name
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    """The records of a file, as they stand in it."""
+    return [json.loads(line) for line in Path(name).read_text(encoding="utf-8").splitlines()]
+
+
+def by_row(name: str) -> list[dict[str, Any]]:
+    found = sorted(read(name), key=lambda record: record["row"])
+    assert [record["row"] for record in found] == list(range(len(found)))
+    return found
+
+
+PROMPTS = [{"prompt": f"hello {word}"} for word in ("world", "the other", "you", "fox", "dog")]
+SHORT = ("--max-tokens", 5, "--seed", 3)

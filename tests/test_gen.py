@@ -1,0 +1,304 @@
+"""fggen over a Generator of random weights: what each row comes to, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generating import PROMPTS, SHORT, Fggen, by_row, read, write
+from tqdm import tqdm
+
+import fastgen
+from fastgen import Generator, SamplingParams
+from fastgen.cli.gen import main
+from fastgen.cli.gen.outputs import Lines
+from fastgen.cli.gen.rows import Row, read_rows
+from fastgen.cli.gen.work import RowJob, Template, seed_of, work
+from fastgen.request import Completion, Request, RequestOutput
+
+# ------------------------------------------------------------------------------------------------- rows
+
+
+def test_rows_say_what_generate_says(fggen: Fggen, gen: Generator) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    rows = [{"prompt": "hello", "id": "a"}, {"messages": messages, "topic": None}, {"prompt_token_ids": [5, 6, 7]}]
+    assert fggen(write("in.jsonl", *rows), "-o", "out.jsonl", "--n", 2, "--temperature", 0.7, *SHORT) == 0
+    for index, (row, prompt) in enumerate(zip(rows, ("hello", messages, [5, 6, 7]), strict=True)):
+        params = SamplingParams(n=2, temperature=0.7, max_tokens=5, seed=seed_of(3, index))
+        (output,) = gen.generate([prompt], params)
+        record = by_row("out.jsonl")[index]
+        assert record == {
+            "row": index,
+            "error": None,
+            **row,
+            "completions": [completion.text for completion in output.completions],
+            "finish_reasons": [completion.finish_reason for completion in output.completions],
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": [len(completion.token_ids) for completion in output.completions],
+        }
+
+
+def test_a_row_has_parameters_of_its_own(fggen: Fggen, gen: Generator) -> None:
+    own = {"n": 3, "max_tokens": 2, "temperature": 0.5, "seed": 9, "top_k": 5, "logit_bias": {"7": 3.0}}
+    rows = [{"prompt": "hello", **own}, {"prompt": "hello", "max_tokens": None, "stop": ["zz"], "ignore_eos": True}]
+    assert fggen(write("in.jsonl", *rows), "-o", "out.jsonl", *SHORT) == 0
+    first, second = by_row("out.jsonl")
+    params = SamplingParams(**{**own, "logit_bias": {7: 3.0}})
+    assert first["completions"] == [c.text for c in gen.generate("hello", params)[0].completions]
+    assert second["completion_tokens"] == [5]
+
+
+def test_the_seed_makes_equal_rows_differ_and_runs_the_same(fggen: Fggen) -> None:
+    write("in.jsonl", *[{"prompt": "hello"}] * 6)
+    for name in ("a.jsonl", "b.jsonl"):
+        assert fggen("in.jsonl", "-o", name, *SHORT) == 0
+    assert by_row("a.jsonl") == by_row("b.jsonl")
+    assert len({record["completions"][0] for record in read("a.jsonl")}) > 3
+
+
+def test_logprobs(fggen: Fggen, gen: Generator) -> None:
+    assert fggen(write("in.jsonl", PROMPTS[0]), "-o", "out.jsonl", "--logprobs", "--n", 2, *SHORT) == 0
+    (record,) = read("out.jsonl")
+    (output,) = gen.generate(PROMPTS[0]["prompt"], SamplingParams(n=2, max_tokens=5, seed=seed_of(3, 0)))
+    for name in ("token_ids", "logprobs", "raw_logprobs"):
+        assert record[name] == [getattr(completion, name) for completion in output.completions]
+
+
+def test_a_template_makes_prompts_of_columns(fggen: Fggen) -> None:
+    write("topics.jsonl", {"topic": "a fox", "size": 3}, {"topic": None, "size": 3}, {"topic": "{size}", "size": 4})
+    write("same.jsonl", {"prompt": "Write {3:02} about a fox in 03 words"}, {"prompt": "x"})
+    write("chat.jsonl", {"messages": [{"role": "user", "content": "Write {3:02} about a fox in 03 words"}]})
+    template = ("--template", "Write {{3:02}} about {topic} in {size:02} words")
+    for number, arguments in enumerate((("topics", *template), ("same",), ("topics", *template, "--chat"), ("chat",))):
+        name, *options = arguments
+        assert fggen(f"{name}.jsonl", "-o", f"{number}.jsonl", *options, *SHORT) == 0
+    template_said, prompt_said, chat_said, messages_said = (by_row(f"{number}.jsonl") for number in range(4))
+    assert template_said[0]["completions"] == prompt_said[0]["completions"]
+    assert template_said[0]["topic"] == "a fox"
+    assert template_said[1]["error"] == "the row has no topic, which the template needs"
+    assert template_said[2]["error"] is None
+    assert chat_said[0]["completions"] == messages_said[0]["completions"]
+    assert chat_said[0]["prompt_tokens"] > template_said[0]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("text", ["{}", "{0}", "{a.b}", "{a[0]}", "{a", "a}", "{a:{b}}"])
+def test_a_wrong_template_is_told_at_once(fggen: Fggen, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fggen(write("in.jsonl", {"a": 1}), "-o", "out.jsonl", "--template", text) == 1
+    assert "the template" in capsys.readouterr().err
+    assert not Path("out.jsonl").exists()
+
+
+def test_a_template_reaches_nothing_but_columns() -> None:
+    assert Template("{a!r} {a:>4}").fill({"a": "x"}) == "'x'    x"
+
+
+# ------------------------------------------------------------------------------------------------- bad rows
+
+
+BAD = (
+    ("not json", "line 1 of in.jsonl is no row in JSON"),
+    ('{"prompt": NaN}', "NaN is no number in JSON"),
+    ('{"prompt": "x"', "is no row in JSON"),
+    ("[1, 2]", "it is not an object"),
+    ("[" * 10**5, "is no row in JSON"),
+    ({"text": "hello"}, "needs one of prompt, messages, prompt_token_ids, and this one has none"),
+    ({"prompt": "hello", "prompt_token_ids": [5]}, "this one has prompt and prompt_token_ids"),
+    ({"prompt": 5}, "prompt must be text, not int"),
+    ({"messages": "hello"}, "messages must be a list"),
+    ({"messages": ["hello"]}, "messages must be a list of objects"),
+    ({"messages": [{"role": "critic", "content": "x"}]}, "no critics"),
+    ({"prompt_token_ids": [5, 10**6]}, "outside the vocabulary"),
+    ({"prompt_token_ids": [5, "x"]}, "must hold integers"),
+    ({"prompt_token_ids": []}, "the prompt is empty"),
+    ({"prompt_token_ids": [5] * 600}, "the prompt has 600 tokens, and the context"),
+    ({"prompt": "x", "temperature": -1}, "temperature is -1"),
+    ({"prompt": "x", "n": "two"}, "n must be an integer"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "invalid literal for int"),
+    ({"prompt": "x", "n": 10**9}, "n is 1000000000; it may be at most 10000"),
+    ({"prompt": "x", "ignore_eos": "no"}, "ignore_eos must be true or false"),
+    ({"prompt": "\ud800"}, "surrogates not allowed"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0"),
+)  # fmt: skip
+
+
+def test_bad_rows_are_records_with_a_reason(fggen: Fggen, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row for row, _ in BAD]
+    write("in.jsonl", *(each for row in rows for each in (row, {"prompt": "hello"})))
+    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
+    found = by_row("out.jsonl")
+    for place, (row, reason) in enumerate(BAD):
+        bad, good = found[2 * place], found[2 * place + 1]
+        assert reason in bad["error"].replace(f"line {2 * place + 1}", "line 1")
+        assert bad["completions"] is bad["prompt_tokens"] is None
+        assert good["error"] is None
+        if isinstance(row, dict):
+            assert {name: bad[name] for name in row} == row
+    said = capsys.readouterr().err
+    assert f"{len(found)} rows in" in said
+    assert f"{len(BAD)} of them errors" in said
+
+
+def test_strict_stops_at_a_bad_row_and_can_be_gone_on_without(
+    fggen: Fggen, capsys: pytest.CaptureFixture[str], gen: Generator
+) -> None:
+    write("in.jsonl", *PROMPTS, {"text": "x"}, *PROMPTS)
+    assert fggen("in.jsonl", "-o", "out.jsonl", "--strict", *SHORT) == 1
+    assert "error: row 5: a row needs one of prompt" in capsys.readouterr().err
+    kept = read("out.jsonl")
+    assert all(record["error"] is None for record in kept)
+    assert gen.unfinished == 0
+    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
+    found = by_row("out.jsonl")
+    assert [record["row"] for record in found if record["error"]] == [5]
+    assert len(found) == 11
+
+
+def test_columns_of_fggens_own_names_need_a_prefix(fggen: Fggen, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fggen(write("in.jsonl", PROMPTS[0], PROMPTS[1]), "-o", "one.jsonl", *SHORT) == 0
+    assert fggen("one.jsonl", "-o", "two.jsonl", *SHORT) == 1
+    assert "there is a column row already; rename it, or give those of fggen a --prefix" in capsys.readouterr().err
+    assert fggen("one.jsonl", "-o", "two.jsonl", "--prefix", "second_", *SHORT) == 0
+    assert fggen("one.jsonl", "-o", "two.jsonl", "--prefix", "second_", *SHORT) == 0, "and it finds its rows again"
+    found = sorted(read("two.jsonl"), key=lambda record: record["second_row"])
+    assert [record["completions"] for record in found] == [record["completions"] for record in read("one.jsonl")]
+    assert all(len(record["second_completions"]) == 1 for record in found)
+    assert fggen(write("late.jsonl", PROMPTS[0], {"prompt": "x", "error": 1}), "-o", "late_out.jsonl", *SHORT) == 0
+    assert "column error already" in by_row("late_out.jsonl")[1]["error"]
+    assert fggen("one.jsonl", "-o", "two.jsonl", "--prefix", "a b") == 1
+
+
+# ------------------------------------------------------------------------------------------------- long files
+
+
+class Echo:
+    """A Generator that says nothing to `lanes` requests at a time, and then to the youngest of them first."""
+
+    lanes = 16
+
+    def __init__(self) -> None:
+        self.read = self.done = self.most = 0
+
+    def stream(self, requests: Iterable[Request | None]) -> Iterator[RequestOutput]:
+        waiting: list[Request] = []
+        for request in requests:
+            assert request is not None
+            waiting.append(request)
+            self.read += 1
+            self.most = max(self.most, self.read - self.done)
+            if len(waiting) == self.lanes or not request.prompt:
+                yield from self._answer(waiting.pop())
+        while waiting:
+            yield from self._answer(waiting.pop())
+
+    def _answer(self, request: Request) -> Iterator[RequestOutput]:
+        assert request.id is not None
+        error = None if request.prompt else "the prompt is empty"
+        completion = Completion(0, [], "", [], [], [], "error" if error else "stop", error=error)
+        self.done += 1
+        yield RequestOutput(request.id, [1], [completion])
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, bad: int) -> None:
+    """bad: every so many rows can not be asked."""
+    peaks = []
+    job = RowJob(SamplingParams(), seed=0)
+    for count in (200, 2000):
+        path = tmp_path / f"{count}.jsonl"
+        with path.open("w") as file:
+            for row in range(count):
+                file.write(json.dumps({"prompt": None if bad and row % bad == 0 else "x" * 500}) + "\n")
+        output = Lines(tmp_path / f"{count}-out.jsonl", r'\{"row": (\d+),')
+        output.open()
+        echo = Echo()
+        tracemalloc.start()
+        tally, _ = main.write_all(work(job, read_rows([path]), echo.stream), output, tqdm(disable=True))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        done = output.recover()
+        tracemalloc.stop()
+        output.close()
+        assert echo.most <= Echo.lanes
+        assert (tally.rows, len(done), done.start) == (count, count, count)
+        assert tally.errors == (len(range(0, count, bad)) if bad else 0)
+    assert peaks[1] < peaks[0] + 60_000, "the larger file has 1 MB"
+
+
+def test_an_interrupt_between_records_ends_it_with_whole_ones(tmp_path: Path) -> None:
+    import os
+    import signal
+
+    class Interrupting(Lines):
+        def write(self, index: int, record: dict[str, Any]) -> None:
+            if index == 20:
+                os.kill(os.getpid(), signal.SIGINT)
+            super().write(index, record)
+
+    output = Interrupting(tmp_path / "out.jsonl", r'\{"row": (\d+),')
+    output.open()
+    rows = (Row(index, {"prompt": "x"}) for index in range(100))
+    job = RowJob(SamplingParams(), seed=0)
+    tally, stopped = main.write_all(work(job, rows, Echo().stream), output, tqdm(disable=True))
+    output.close()
+    assert stopped
+    found = read(str(output.path))
+    assert len(found) == tally.rows < 100
+    assert found[-1]["row"] == 20
+
+
+# ------------------------------------------------------------------------------------------------- the command
+
+
+def test_a_bar_and_a_summary(fggen: Fggen, capsys: pytest.CaptureFixture[str]) -> None:
+    write("in.jsonl", *PROMPTS, "nonsense")
+    Path("out.jsonl").write_bytes(b"")
+    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
+    said = capsys.readouterr().err
+    assert "6/6 [" in said
+    assert "tok/s, 1 errors]" in said
+    assert "fggen: 6 rows in" in said
+    assert " tokens in, " in said
+    assert "; in out.jsonl" in said
+    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
+    assert "nothing is left to do of 6 rows" in capsys.readouterr().err
+
+
+def test_options_are_checked_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    for options in (["--temperature", "-1"], ["--stop", ""], ["--n", "0"], ["--what"], ["--top-p", "0"]):
+        with pytest.raises(SystemExit) as ended:
+            main.main(["model", "nothing.jsonl", "-o", "out.jsonl", *options])
+        assert ended.value.code == 2
+    with pytest.raises(SystemExit):
+        main.main(["--version"])
+    assert f"fggen {fastgen.__version__}" in capsys.readouterr().out
+
+
+def test_options_reach_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    class Stub:
+        def __init__(self, model: str | None, **options: Any) -> None:
+            given.append((model, options))
+
+    monkeypatch.setattr("fastgen.generator.Generator", Stub)
+    monkeypatch.setattr(main, "trace_on_signal", lambda gen, folder: None)
+    parser = main.make_parser()
+    options = ["--max-seqs", "4", "--no-prefix-cache", "--kv-cache-gb", "1.5", "--tensor-parallel", "2"]
+    for model in ("some/model", "fastgen-tiny"):
+        main._load(parser.parse_intermixed_args([model, "-o", "x.jsonl", *options, "a", "b"]))
+    expected = {"max_seqs": 4, "prefix_cache": False, "kv_cache_gb": 1.5, "tensor_parallel": 2}
+    assert given == [("some/model", expected), (None, expected)]
+
+
+def test_a_model_without_a_tokenizer_gives_ids(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt": "x"}\n')
+    command = [str(llama), str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--max-tokens", "3"]
+    assert main.main(command) == 1
+    assert "--logprobs gives their token ids" in capsys.readouterr().err
+    assert main.main([*command, "--logprobs"]) == 0
+    first, second = by_row(str(tmp_path / "out.jsonl"))
+    assert len(first["token_ids"][0]) == 3
+    assert "no tokenizer files" in second["error"]

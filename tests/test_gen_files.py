@@ -1,0 +1,267 @@
+"""fggen's files: what it reads and writes, and how it goes on with what is there."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from generating import PROMPTS, SHORT, Fggen, by_row, read, write
+
+from fastgen.cli.gen import main, outputs
+from fastgen.cli.gen.outputs import Indices, to_line
+
+# ------------------------------------------------------------------------------------------------- files
+
+
+def test_files_folders_globs_and_stdin(fggen: Fggen, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("data/deep").mkdir(parents=True)
+    write("data/b.jsonl", *PROMPTS[:2])
+    write("data/deep/c.ndjson", "\ufeff" + json.dumps(PROMPTS[2]), "", " ", PROMPTS[3])
+    pq.write_table(pa.table({"prompt": [PROMPTS[4]["prompt"]]}), "data/deep/d.parquet")
+    write("data/readme.md", "nothing")
+    lines = b"".join(json.dumps(row).encode() + b"\n" for row in PROMPTS)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    said = []
+    for number, names in enumerate((["data"], ["data/*.jsonl", "data/deep/*"], ["data/b.jsonl", "data/deep"], ["-"])):
+        assert fggen(*names, "-o", f"{number}.jsonl", *SHORT) == 0
+        said.append(by_row(f"{number}.jsonl"))
+    assert said[0] == said[1] == said[2] == said[3]
+    assert [record["prompt"] for record in said[0]] == [row["prompt"] for row in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["nothing.jsonl", "-o", "out.jsonl"], "nothing.jsonl: there is no such file"),
+        (["empty", "-o", "out.jsonl"], "empty: there is no such file, and no .jsonl"),
+        (["in.txt", "-o", "out.jsonl"], "in.txt is of no known kind"),
+        (["in.jsonl", "-o", "out.csv"], "the suffix of out.csv says no format"),
+        (["in.jsonl", "-o", "in.jsonl"], "in.jsonl: there is no such file"),
+        (["in.jsonl", "-o", "nowhere/out.jsonl"], "No such file or directory"),
+        (["in.jsonl", "-o", "file.parquet"], "is a file, and Parquet is written in parts in a folder"),
+        (["mixed.jsonl", "-o", "out.parquet"], "the columns can not be Parquet's"),
+        (["hollow.jsonl", "-o", "out.parquet"], "the columns can not be Parquet's"),
+        (["late.jsonl", "-o", "out.parquet"], "there is a column completions already"),
+    ],
+)
+def test_what_can_not_be_read_or_written(
+    fggen: Fggen, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("empty").mkdir()
+    for name in ("in.txt", "in.jsonl", "file.parquet"):
+        write(name, PROMPTS[0])
+    write("mixed.jsonl", {"prompt": "x", "a": 1}, {"prompt": "x", "a": "one"})
+    write("hollow.jsonl", {"prompt": "x", "a": {}})
+    write("late.jsonl", {"prompt": "x"}, {"prompt": "x", "completions": []})
+    assert fggen(*arguments) == 1
+    assert reason in capsys.readouterr().err
+
+
+def test_the_output_in_the_folder_is_no_input(fggen: Fggen) -> None:
+    for name in ("out.jsonl", "out.parquet"):
+        folder = Path(f"of-{name}")
+        folder.mkdir()
+        write(f"{folder}/in.jsonl", *PROMPTS)
+        for _ in range(2):
+            assert fggen(folder, "-o", folder / name, *SHORT) == 0
+            assert main.Source([str(folder)], folder / name).total == 5
+
+
+def test_an_input_without_rows(fggen: Fggen) -> None:
+    assert fggen(write("in.jsonl"), "-o", "out.jsonl") == 0
+    assert fggen("in.jsonl", "-o", "out.parquet") == 0
+    assert read("out.jsonl") == []
+
+
+def test_parquet_keeps_types_and_is_written_in_parts(fggen: Fggen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(outputs, "PART_BYTES", 1)
+    messages = [[{"role": "user", "content": "hello", "name": None}, {"role": "assistant", "content": "hi"}]] * 7
+    when = [datetime.datetime(2026, 1, day + 1) for day in range(7)]
+    table = pa.table({"id": pa.array(range(7), pa.int16()), "messages": messages, "when": when, "raw": [b"\xff"] * 7})
+    pq.write_table(table, "in.parquet")
+    for _ in range(2):
+        assert fggen("in.parquet", "-o", "out.parquet", "--logprobs", "--n", 2, *SHORT) == 0
+    parts = sorted(Path("out.parquet").glob("*.parquet"))
+    assert [part.name for part in parts] == [f"part-{number:05}.parquet" for number in range(4)]
+    assert len({str(pq.read_schema(part)) for part in parts}) == 1
+    found = pq.read_table("out.parquet").sort_by("row")
+    assert found.schema.field("id").type == pa.int16()
+    assert found.schema.field("logprobs").type == pa.list_(pa.list_(pa.float32()))
+    assert found.select(["id", "messages", "when", "raw"]).equals(table)
+    assert fggen("in.parquet", "-o", "out.jsonl", "--logprobs", "--n", 2, *SHORT) == 0
+    for line, row in zip(by_row("out.jsonl"), found.to_pylist(), strict=True):
+        assert line["completions"] == row["completions"]
+        assert line["token_ids"] == row["token_ids"]
+        assert line["logprobs"] == row["logprobs"]
+        assert (line["when"], line["raw"]) == (str(row["when"]), "/w==")
+
+
+def test_parts_are_counted_as_numbers(tmp_path: Path) -> None:
+    schema = pa.schema([("row", pa.int64())])
+    for number, row in ((99999, 1), (100000, 0)):
+        pq.write_table(pa.table({"row": [row]}), tmp_path / f"part-{number}.parquet")
+    output = outputs.Parts(tmp_path, schema, "row")
+    assert output.open()
+    assert output.recover().start == 2
+    output.write(2, {"row": 2})
+    output.close()
+    assert pq.read_table(tmp_path / "part-100001.parquet").to_pylist() == [{"row": 2}]
+
+
+def test_json_becomes_parquet_with_the_types_of_all_of_it(fggen: Fggen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "SCHEMA_ROWS", 2)
+    rows = [{"prompt": "x", "a": None}, {"prompt": "y"}, "nonsense", {"prompt": "x", "a": 1, "b": {"c": "d"}},
+            {"prompt": "z", "a": 1.5, "b": {"e": [1]}}]  # fmt: skip
+    assert fggen(write("in.jsonl", *rows), "-o", "out.parquet", *SHORT) == 0
+    found = pq.read_table("out.parquet").sort_by("row").to_pylist()
+    assert [row["a"] for row in found] == [None, None, None, 1.0, 1.5]
+    assert [row["b"] for row in found[3:]] == [{"c": "d", "e": None}, {"c": None, "e": [1]}]
+    assert "no row in JSON" in found[2]["error"]
+
+
+def test_without_pyarrow_parquet_is_an_error_that_names_it(
+    fggen: Fggen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert fggen(write("in.jsonl", PROMPTS[0]), "-o", "out.parquet") == 1
+    assert "Parquet files need pyarrow; install it with: pip install 'fastgen[parquet]'" in capsys.readouterr().err
+    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
+
+
+def test_a_line_is_json_whatever_the_columns_hold() -> None:
+    record = {"row": 1, "a": float("nan"), "b": [float("inf"), 1.5], "c": "\ud800é", "d": b"\x00"}
+    assert json.loads(to_line(record)) == {"row": 1, "a": None, "b": [None, 1.5], "c": "\ud800é", "d": "AA=="}
+    assert to_line({"a": "é\u2028"}) == b'{"a": "\xc3\xa9\xe2\x80\xa8"}\n', "one line, which people can read"
+
+
+def test_ordered_is_the_order_of_the_input(fggen: Fggen) -> None:
+    lengths = [40, 1, 2, 30, 1, 1, 20, 1, 1, 1, 3, 2]
+    write("in.jsonl", *({"prompt": "x", "max_tokens": n, "ignore_eos": True} for n in lengths))
+    assert fggen("in.jsonl", "-o", "free.jsonl", "--seed", 1) == 0
+    assert fggen("in.jsonl", "-o", "ordered.jsonl", "--seed", 1, "--ordered") == 0
+    assert read("ordered.jsonl") == by_row("free.jsonl") != read("free.jsonl")
+    lines = Path("ordered.jsonl").read_bytes().splitlines(keepends=True)
+    Path("ordered.jsonl").write_bytes(b"".join(lines[:4]))
+    assert fggen("in.jsonl", "-o", "ordered.jsonl", "--seed", 1, "--ordered") == 0
+    assert Path("ordered.jsonl").read_bytes() == b"".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------- going on
+
+
+@pytest.fixture
+def begun(fggen: Fggen) -> bytes:
+    """A job that has ended: its output, out.jsonl, of in.jsonl, with SHORT."""
+    assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.jsonl", *SHORT) == 0
+    return Path("out.jsonl").read_bytes()
+
+
+def test_a_torn_line_is_cut_off_and_done_again(fggen: Fggen, begun: bytes) -> None:
+    whole = by_row("out.jsonl")
+    for kept in (len(begun) - 1, len(begun) - 30, begun.index(b"\n") + 1, 10, 0):
+        Path("out.jsonl").write_bytes(begun[:kept])
+        assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
+        assert by_row("out.jsonl") == whole
+    Path("out.jsonl").write_bytes(begun[:-20] + b"\0" * 20)  # as a power cut may leave it
+    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
+    assert by_row("out.jsonl") == whole
+
+
+def test_a_job_without_a_seed_goes_on_with_the_one_it_began_with(fggen: Fggen) -> None:
+    assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.jsonl", "--max-tokens", 5) == 0
+    whole, lines = by_row("out.jsonl"), Path("out.jsonl").read_bytes().splitlines(keepends=True)
+    Path("out.jsonl").write_bytes(b"".join(lines[:2]))
+    assert fggen("in.jsonl", "-o", "out.jsonl", "--max-tokens", 5) == 0
+    assert by_row("out.jsonl") == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda: ["--max-tokens", 6, "--seed", 3], "begun with --max-tokens 5, and now it is 6"),
+        (lambda: [*SHORT, "--temperature", 0], "begun with --temperature not given, and now it is 0.0"),
+        (lambda: ["--max-tokens", 5], "begun with --seed 3, and now it is not given"),
+        (lambda: [*SHORT, "--ordered"], "begun with --ordered not given, and now it is true"),
+        (lambda: write("in.jsonl", *PROMPTS[::-1]) and SHORT, "begun with another input"),
+        (lambda: write("in.jsonl", *PROMPTS, PROMPTS[0]) and SHORT, "begun with another input"),
+    ],
+)
+def test_another_job_is_refused(
+    fggen: Fggen, begun: bytes, capsys: pytest.CaptureFixture[str], change: Callable[[], Any], reason: str
+) -> None:
+    assert fggen("in.jsonl", "-o", "out.jsonl", *change()) == 1
+    said = capsys.readouterr().err
+    assert f"out.jsonl was {reason}" in said
+    assert "give another -o" in said
+    assert Path("out.jsonl").read_bytes() == begun
+
+
+def test_what_does_not_change_the_job_may_change(fggen: Fggen, begun: bytes) -> None:
+    options = ("--max-seqs", 2, "--device", "cpu", "--strict", "-v")
+    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT, *options) == 0
+    Path("out.jsonl").unlink()
+    assert fggen("in.jsonl", "-o", "out.jsonl", "--max-tokens", 2) == 0, "without records it is a new one"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"row": 0, "a": 1}\n{"row": 0, "a": 1}\n', "line 2 of out.jsonl: row 0 is there twice"),
+        (b'{"row": 0, "a": 1}\nnonsense\n', "line 2 of out.jsonl: it is not of this job"),
+    ],
+)
+def test_an_output_with_other_lines_is_refused(
+    fggen: Fggen, begun: bytes, capsys: pytest.CaptureFixture[str], content: bytes, reason: str
+) -> None:
+    Path("out.jsonl").write_bytes(content)
+    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 1
+    assert reason in capsys.readouterr().err
+    assert Path("out.jsonl").read_bytes() == content
+
+
+def test_an_output_of_unknown_origin_is_refused(
+    fggen: Fggen, begun: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "x"}\n')))
+    assert fggen("-", "-o", "out.jsonl", *SHORT) == 1
+    assert "what comes by stdin can not be gone on with; give another -o" in capsys.readouterr().err
+    Path("out.jsonl.fggen.json").unlink()
+    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 1
+    assert "there is no out.jsonl.fggen.json that says of what" in capsys.readouterr().err
+    assert Path("out.jsonl").read_bytes() == begun
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_two_that_write_the_same_output_are_refused(
+    fggen: Fggen, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("in.jsonl", *PROMPTS)
+    output = main._output(argparse.Namespace(prefix="", logprobs=False), Path(name),
+                          main.Source(["in.jsonl"], Path(name)))  # fmt: skip
+    output.open()
+    assert fggen("in.jsonl", "-o", name, *SHORT) == 1
+    assert f"another fggen is writing {name}" in capsys.readouterr().err
+    output.recover()
+    output.close()
+    assert fggen("in.jsonl", "-o", name, *SHORT) == 0
+
+
+def test_indices_hold_what_is_out_of_order_alone() -> None:
+    done = Indices()
+    for index in (2, 0, 5, 1):
+        done.add(index)
+    assert [index for index in range(7) if index in done] == [0, 1, 2, 5]
+    assert (len(done), done.start, done._others) == (4, 3, {5})
+    for index in (1, 5):
+        with pytest.raises(ValueError, match="twice"):
+            done.add(index)
