@@ -234,6 +234,17 @@ def test_without_the_prefix_cache_the_file_has_another_name(tmp_path: Path) -> N
     assert bench_gpu.report_path(arguments, "NVIDIA H200", "perf") == tmp_path / "mistral7-h200-perf-nocache.json"
 
 
+def test_deterministic_mode_runs_small(tmp_path: Path) -> None:
+    report = smoke(tmp_path, "--deterministic", "--only", "headline,chat1")["mistral7-cpu-deterministic.json"]
+    assert list(report["workloads"]) == ["headline", "chat1"]
+    for found in report["workloads"].values():
+        default, other = found["default"], found["deterministic"]
+        assert (default["engine"]["deterministic"], other["engine"]["deterministic"]) == (False, True)
+        assert found["cost_percent"] == 100 * (default["tokens_per_second"] / other["tokens_per_second"] - 1)
+    with pytest.raises(SystemExit):
+        bench_gpu.parse(["--deterministic", "--tensor-parallel", "2"])
+
+
 def test_only_some_of_another_model(tmp_path: Path) -> None:
     options = ("--model", "qwen14", "--only", "headline,chat1", "--skip-ceilings")
     report = smoke(tmp_path, *options)["qwen14-cpu.json"]
@@ -271,6 +282,17 @@ def test_scaling_runs_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert one["efficiency"] == 1
         assert two["efficiency"] == pytest.approx(two["tokens_per_second"] / one["tokens_per_second"] / 2)
         assert two["limit"]["h200"] == pytest.approx(2 * one["limit"]["h200"])
+
+
+def test_sleep_runs_small(tmp_path: Path) -> None:
+    report = smoke(tmp_path, "--sleep")["mistral7-cpu-sleep.json"]
+    assert report["update_weights"]["median"] > 0
+    assert list(report["sleep"]) == ["both", "kv_cache", "weights", "dropped"]
+    for found in report["sleep"].values():
+        assert found["freed_gb"] >= 0
+        for name in ("sleep", "wake"):
+            low, high = found[name]["spread"]
+            assert 0 <= low <= found[name]["median"] <= high
 
 
 def test_scaling_takes_the_gpus_that_there_are() -> None:
@@ -383,9 +405,12 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "perf.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_line_leads_there() -> None:
-    command = [sys.executable, str(SCRIPTS / "bench.py"), "gpu", "--help"]
-    assert "--skip-ceilings" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    wrong = subprocess.run([*command[:-2], "cpu", "--skip-ceilings"], capture_output=True, text=True)
-    assert wrong.returncode == 2
-    assert "unrecognized arguments: --skip-ceilings" in wrong.stderr
+def test_the_command_line_leads_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, status in (("gpu --help", 0), ("cpu --skip-ceilings", 2)):
+        monkeypatch.setattr(sys, "argv", ["bench.py", *arguments.split()])
+        with pytest.raises(SystemExit) as ended:
+            bench.main()
+        assert ended.value.code == status
+    out, err = capsys.readouterr()
+    assert "--skip-ceilings" in out
+    assert "unrecognized arguments: --skip-ceilings" in err
