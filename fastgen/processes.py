@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-GRACE = 3.0  # seconds that a process has to end before it is sent the next stronger signal
+GRACE = 3.0  # seconds that a process has to end before it is killed
 
 
 def spawn(program: Sequence[str], processes: list[subprocess.Popen[bytes]], *files: int) -> socket.socket:
@@ -51,18 +51,12 @@ def _environment() -> dict[str, str]:
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for processes that have been told to end; those that do not are sent signals."""
+    """Wait for processes that have been told to end; those that do not are killed."""
     try:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if _all_ended(processes, GRACE):
-                return
-            for process in processes:
-                process.send_signal(number)
-    except BaseException:  # the second Ctrl-C
+        _all_ended(processes, GRACE)
+    finally:  # a second Ctrl-C ends the wait
         for process in processes:
             process.kill()
-        raise
-    finally:
         _all_ended(processes, GRACE)
 
 
@@ -97,7 +91,10 @@ def portable(error: BaseException) -> Exception:
 
 def end_with_caller() -> None:
     """End this process when the one that started it is gone: a fork of that, which holds its sockets too, may keep the
-    connection from ending."""
+    connection from ending. SIGINT and SIGTERM are the caller's business, also where a terminal or a service manager
+    sends them to all processes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_watch, args=(os.getppid(),), name="fastgen-watch", daemon=True).start()
 
 

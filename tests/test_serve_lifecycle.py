@@ -313,6 +313,7 @@ def test_a_sigterm_lets_requests_finish_or_tells_them(start: Start) -> None:
         short = client.completions.create(stream=True, **{**LONG, "max_tokens": 20})
         next(iter(short))
         half = server.send(request_bytes("/completions", LONG)[:-5])
+        server.signal_engines(signal.SIGTERM)  # a service manager sends it to all
         server.process.send_signal(signal.SIGTERM)
         until(lambda: refuses(server), 2)
         assert list(short)[-1].choices[0].finish_reason == "length"

@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import logging
 import pickle
-import signal
 import subprocess
 import time
 from dataclasses import replace
@@ -224,10 +223,8 @@ class Engine:
             return
         self._closing = True
         self._writer.close()  # it ends with its connection
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if await _ended(process, processes.GRACE):
-                break
-            process.send_signal(number)
+        if not await _ended(process, processes.GRACE):
+            process.kill()
         await asyncio.wait([self._listener])
         self._process = None
 

@@ -2,7 +2,7 @@
 
 `python -m fastgen.cli.serve.process FD` is one; FD is its end of a socket. It ends with the socket, and with the
 process that started it. Messages come in by a thread, so that the end of the socket is seen at once; between two steps
-everything that has come is looked at. A SIGINT is the caller's business, a SIGTERM ends the process.
+everything that has come is looked at.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import faulthandler
 import logging
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
@@ -247,7 +246,6 @@ def serve(connection: socket.socket) -> None:
 
 def main() -> None:
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_caller()
     serve(socket.socket(fileno=int(sys.argv[-1])))
 
