@@ -1,7 +1,8 @@
 """fgserve whose engines are real processes around a Generator that computes nothing, so that they start in no time.
 
 As a program: `serve_stub.py [arguments of fgserve]`. What a model does is in its name: one with "slow" in it takes 0.3
-seconds to load, one with "broken" can not be loaded. A prompt that begins with BAD makes the step fail that runs it.
+seconds to load, and longer as long as a file of its name is missing, if it is that of a file; one with "broken" can not
+be loaded. A prompt that begins with BAD makes the step fail that runs it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class StubGenerator:
     def __init__(self, model: str | None = None, max_seqs: int = 256, **_: Any) -> None:
         if model is not None and "slow" in model:
             time.sleep(0.3)
+            while Path(model).is_absolute() and not Path(model).exists():
+                time.sleep(0.01)
         if model is not None and "broken" in model:
             raise ValueError(f"{model} is broken; mend it")
         self.folder = Path(__file__).parent

@@ -98,11 +98,11 @@ def test_where_there_is_no_room_a_client_is_told_to_come_again(server: Server) -
 
 
 def test_requests_have_an_end(server: Server) -> None:
-    """One that runs, one that waits, and one whose body does not come."""
+    """One that runs, one that waits (and has no time to end, should it begin), and one whose body does not come."""
     late: list[httpx.Response] = []
     stream = server.client().completions.create(stream=True, **LONG)
     next(iter(stream))
-    waiting = threading.Thread(target=lambda: late.append(server.post("/completions", {"prompt": [5]})))
+    waiting = threading.Thread(target=lambda: late.append(server.post("/completions", LONG)))
     waiting.start()
     half = server.send(request_bytes("/completions", LONG)[:-5])
     with pytest.raises(openai.APIError, match=r"more than 1\.5 seconds"):
@@ -252,18 +252,20 @@ def test_a_stall_is_unhealthy_until_it_is_over(server: Server) -> None:
 
 
 def test_models_start_one_after_another_and_one_that_dies_is_started_again_once(start: Start, tmp_path: Path) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text("models: [{name: one, model: slow}, {name: two, model: slow}]\nport: 0\n")
+    file, there = tmp_path / "serve.yaml", tmp_path / "slow"
+    file.write_text(f"models: [{{name: one, model: {there}}}, {{name: two, model: slow}}]\nport: 0\n")
     server = start("--config", str(file))
     assert server.get("/ready").status_code == 503
     assert server.get("/health").status_code == 200
     two = {"model": "two", "prompt": [5], "max_tokens": 1}
+    there.touch()
     while server.get("/ready").status_code == 503:
         running, loaded = len(server.engines()), len(server.get("/models").json()["data"])
         assert running <= loaded + 1
     first, second = server.engines()
     client = server.client()
     for dying in (first, None):
+        there.unlink()
         with client.completions.create(stream=True, **{**LONG, "model": "one"}) as stream:
             next(iter(stream))
             os.kill(dying or max(server.engines()), signal.SIGKILL)
@@ -275,6 +277,7 @@ def test_models_start_one_after_another_and_one_that_dies_is_started_again_once(
             assert server.get("/ready").status_code == 503
             assert "one was killed" in told["error"]["message"]
             assert server.post("/completions", two).status_code == 200, "the other goes on"
+            there.touch()
             server.await_ready()
             assert server.get("/health").status_code == 200
     status, said = server.end()
