@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import FAMILIES, Checkpoint
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
 
 def test_what_fsdp_trains_is_what_generates(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from fastgen import processes
 from fastgen.cli.serve.options import read_options
 from fastgen.ray import Replica
 
+pytestmark = pytest.mark.timeout(600)
+
 DEPLOY = ROOT / "scripts" / "deploy"
 
 CHAT: dict[str, Any] = {
@@ -45,8 +47,8 @@ OWN = {"id", "created", "system_fingerprint", "cached_tokens"}  # what two answe
 def server() -> Iterator[Server]:
     """Two replicas, on less than the two cores of a small machine."""
     pytest.importorskip("ray", reason="needs the extra ray")
-    with Server(FGSERVE, "--replicas=2", "--replica-cpus=0.4", seconds=120) as server:
-        server.await_said("fgserve: ready", 120)  # until then, requests wait
+    with Server(FGSERVE, "--replicas=2", "--replica-cpus=0.4", seconds=240) as server:
+        server.await_said("fgserve: ready", 240)  # until then, requests wait
         yield server
         started = descendants(server.process.pid)
         server.process.send_signal(signal.SIGTERM)
