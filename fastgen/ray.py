@@ -113,7 +113,7 @@ def connect() -> None:
 
     That one listens at 127.0.0.1 alone, takes only who has its token, which is new and nowhere but in the environment
     of its processes, and reports to nobody. Sets environment variables, which Ray reads when it is imported; raises
-    ValueError where it is not installed.
+    ValueError where it is not installed. For the main thread, whose signal handlers stay.
     """
     if find_spec("ray") is None:
         raise ValueError("Ray is not installed; pip install 'fastgen[ray]'")
@@ -126,7 +126,9 @@ def connect() -> None:
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 leaves engines what nobody else wants
     import ray
 
+    terminated = signal.getsignal(signal.SIGTERM)
     ray.init(address=address or "local", include_dashboard=False, logging_level="WARNING")
+    signal.signal(signal.SIGTERM, terminated)  # Ray has a handler of its own
 
 
 def serve_replicas(options: Options, say: Callable[[str], None]) -> None:
@@ -134,16 +136,16 @@ def serve_replicas(options: Options, say: Callable[[str], None]) -> None:
     OSError, ValueError, RuntimeError. For the main thread."""
     server = options.server
     try:
-        _obey_signals()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
         connect()
-        _obey_signals()  # Ray has handlers of its own
         import ray
         from ray import serve
 
         if not server.verbose:
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
-            check_cpus(server.replicas or 1, server.replica_cpus)
+            check_room(server.replicas or 1, CPU=server.replica_cpus)
             port = _free_port(server.host, server.port)
             http = {"host": server.host, "port": port}
             serve.start(http_options=http, logging_config={"log_level": "INFO" if server.verbose else "ERROR"})
@@ -174,18 +176,15 @@ def _deploy(options: Options) -> None:
         raise RuntimeError(deployment.message.strip().splitlines()[-1]) from error  # that of what the replica raised
 
 
-def _obey_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-
-
-def check_cpus(replicas: int, cpus: float) -> None:
-    """Raises ValueError where Ray would wait for them for ever; on a cluster, others may come."""
+def check_room(replicas: int, **each: float) -> None:
+    """each: what a replica takes of Ray's resources. Raises ValueError where it would wait for them for ever; on a
+    cluster, others may come."""
     import ray
 
-    cores = ray.cluster_resources().get("CPU", 0)
-    if "RAY_ADDRESS" not in os.environ and replicas * cpus > cores:
-        raise ValueError(f"{replicas} replicas of {cpus:g} CPUs each are more than the {cores:g} there are")
+    for kind, amount in each.items():
+        there = ray.cluster_resources().get(kind, 0)
+        if "RAY_ADDRESS" not in os.environ and replicas * amount > there:
+            raise ValueError(f"{replicas} replicas of {amount:g} {kind}s each are more than the {there:g} there are")
 
 
 def _free_port(host: str, port: int) -> int:

@@ -37,7 +37,8 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of a text; special: with the special tokens that this tokenizer adds (such as BOS)."""
-        return list(self.hf(text, add_special_tokens=special)["input_ids"])
+        # verbose: it would warn of a long text, which may be meant to be refused
+        return list(self.hf(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], prompting: bool = True, variables: Mapping[str, Any] | None = None
@@ -58,7 +59,7 @@ class Tokenizer:
             )
         except Exception as error:  # jinja2's own errors and the templates' raise_exception
             raise ValueError(f"the chat template does not take these messages: {error}") from error
-        return list(self.hf(text, add_special_tokens=False)["input_ids"])
+        return self.encode(text, special=False)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Text of ids; special: with special tokens."""

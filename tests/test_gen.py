@@ -117,7 +117,7 @@ BAD = (
     ({"prompt_token_ids": [5] * 600}, "the prompt has 600 tokens, and the context"),
     ({"prompt": "x", "temperature": -1}, "temperature is -1"),
     ({"prompt": "x", "n": "two"}, "n must be an integer"),
-    ({"prompt": "x", "logit_bias": {"a": 1}}, "invalid literal for int"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
     ({"prompt": "x", "n": 10**9}, "n is 1000000000; it may be at most 10000"),
     ({"prompt": "x", "ignore_eos": "no"}, "ignore_eos must be true or false"),
     ({"prompt": "\ud800"}, "surrogates not allowed"),

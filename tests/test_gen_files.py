@@ -45,7 +45,10 @@ def test_files_folders_globs_and_stdin(fggen: Fggen, monkeypatch: pytest.MonkeyP
         (["empty", "-o", "out.jsonl"], "empty: there is no such file, and no .jsonl"),
         (["in.txt", "-o", "out.jsonl"], "in.txt is of no known kind"),
         (["in.jsonl", "-o", "out.csv"], "the suffix of out.csv says no format"),
-        (["in.jsonl", "-o", "in.jsonl"], "in.jsonl: there is no such file"),
+        (["in.jsonl", "-o", "in.jsonl"], "in.jsonl is where the output goes, and nothing else"),
+        (["torn.parquet", "-o", "out.jsonl"], "torn.parquet can not be read as Parquet: "),
+        (["in.jsonl", "-o", "spark.parquet"], "there is no _fggen.json that says of what"),
+        (["half.jsonl", "-o", "out.parquet"], "the columns can not be Parquet's"),
         (["in.jsonl", "-o", "nowhere/out.jsonl"], "No such file or directory"),
         (["in.jsonl", "-o", "file.parquet"], "is a file, and Parquet is written in parts in a folder"),
         (["mixed.jsonl", "-o", "out.parquet"], "the columns can not be Parquet's"),
@@ -57,8 +60,10 @@ def test_what_can_not_be_read_or_written(
     fggen: Fggen, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("empty").mkdir()
-    for name in ("in.txt", "in.jsonl", "file.parquet"):
+    Path("spark.parquet").mkdir()
+    for name in ("in.txt", "in.jsonl", "file.parquet", "torn.parquet", "spark.parquet/part-0-ab.snappy.parquet"):
         write(name, PROMPTS[0])
+    write("half.jsonl", {"prompt": "\ud800"})
     write("mixed.jsonl", {"prompt": "x", "a": 1}, {"prompt": "x", "a": "one"})
     write("hollow.jsonl", {"prompt": "x", "a": {}})
     write("late.jsonl", {"prompt": "x"}, {"prompt": "x", "completions": []})
@@ -104,6 +109,20 @@ def test_parquet_keeps_types_and_is_written_in_parts(fggen: Fggen, monkeypatch: 
         assert line["token_ids"] == row["token_ids"]
         assert line["logprobs"] == row["logprobs"]
         assert (line["when"], line["raw"]) == (str(row["when"]), "/w==")
+
+
+def test_values_that_python_does_not_have_are_rows_with_errors(fggen: Fggen) -> None:
+    ends = pa.array([0, 1, 2, 3], pa.int32()).buffers()[1]
+    torn = pa.Array.from_buffers(pa.string(), 3, [None, ends, pa.py_buffer(b"x\xffz")])
+    late = pa.array([0, 0, 10**7], pa.date32())
+    pq.write_table(pa.table({"prompt": ["hello"] * 3, "text": torn, "when": late}), "in.parquet")
+    for name in ("out.jsonl", "out.parquet"):
+        assert fggen("in.parquet", "-o", name, *SHORT) == 0
+    found = pq.read_table("out.parquet").sort_by("row").to_pylist()
+    for first, second, third in (by_row("out.jsonl"), found):
+        assert (first["error"], first["text"]) == (None, "x")
+        assert "it can not be read: 'utf-8' codec can't decode" in second["error"]
+        assert "it can not be read: " in third["error"]
 
 
 def test_parts_are_counted_as_numbers(tmp_path: Path) -> None:

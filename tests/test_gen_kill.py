@@ -159,13 +159,14 @@ def test_killed_twenty_times(forks: Forks, folder: Path, tmp_path: Path, name: s
     assert records(output) == in_peace(forks, folder, 200)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(
-    forks: Forks, folder: Path, undisturbed: list[dict], tmp_path: Path
+    forks: Forks, folder: Path, undisturbed: list[dict], tmp_path: Path, number: signal.Signals
 ) -> None:
     output = tmp_path / "out.jsonl"
     process = forks.start(*arguments(folder, output))
     until(lambda: written(output) >= 1)
-    os.kill(process, signal.SIGINT)
+    os.kill(process, number)
     assert forks.end() == 130
     said = forks.errors.read_text()
     assert "fggen: stopped; the same command goes on from here" in said

@@ -1,4 +1,4 @@
-"""fggen --ray: two replicas of the bundled model on two cores, undisturbed and with one of them lost."""
+"""fggen --ray: two replicas of the bundled model on two cores, undisturbed, killed, and with one of them lost."""
 
 from __future__ import annotations
 
@@ -7,26 +7,34 @@ import io
 import logging
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from generating import by_row, read, write
-from serving import ROOT, alive, descendants, until
+from serving import ROOT, until
 
 from fastgen import Generator, SamplingParams
-from fastgen.cli.gen import main
+from fastgen.cli.gen import main, outputs
 from fastgen.cli.gen.rays import Worker
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.gen.work import RowJob
 
+pytestmark = pytest.mark.timeout(600)
+
 JOB = ("--chat", "--seed", "5", "--max-tokens", "20", "--max-seqs", "8", "--page-size", "16", "--num-pages", "100")
 ON_RAY = ("--ray", "--replicas", "2", "--replica-cpus", "0.4")
 REPLICA = b"ray::MapWorker"
-ROWS = 72
+ROWS = 120
 
 
 @pytest.fixture(scope="module")
@@ -41,60 +49,123 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(folder: Path, output: str, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "fastgen.cli.gen.main", "fastgen-tiny", "in.jsonl", "-o", output, *JOB, *ON_RAY]
+@contextmanager
+def on_ray(source: str, output: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """fggen on Ray, in this folder and a session of its own, of which nothing is left in the end."""
+    command = [sys.executable, "-m", "fastgen.cli.gen.main", "fastgen-tiny", source, "-o", output, *JOB, *ON_RAY]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*command, *options], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, *options], env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        until(lambda: not any(map(end, session(process))))
+        process.communicate()
+
+
+def session(process: subprocess.Popen[str]) -> list[int]:
+    """All that runs in its session, which Ray's processes do not leave."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            state, _, _, number = path.read_text().rpartition(")")[2].split()[:4]
+            if state != "Z" and int(number) == process.pid:
+                found.append(int(path.parent.name))
+    return found
+
+
+def end(process: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+    return True
 
 
 def replicas(process: subprocess.Popen[str]) -> list[int]:
-    found = descendants(process.pid)
-    return [one for one in found if Path(f"/proc/{one}/cmdline").read_bytes().startswith(REPLICA)]
+    return [one for one in session(process) if Path(f"/proc/{one}/cmdline").read_bytes().startswith(REPLICA)]
 
 
-def written(output: Path) -> int:
-    return output.read_bytes().count(b"\n") if output.exists() else 0
+def written(output: str) -> int:
+    return Path(output).read_bytes().count(b"\n")
+
+
+def more(output: str, than: int) -> int:
+    """Wait for so many lines and one; how many there are."""
+    until(lambda: Path(output).exists() and written(output) > than, 240)
+    return written(output)
 
 
 def ended(process: subprocess.Popen[str], status: int) -> str:
-    _, said = process.communicate(timeout=60)
+    """What it has said; it must leave nothing."""
+    _, said = process.communicate(timeout=240)
     assert process.returncode == status, said
+    until(lambda: not session(process))
     return said
 
 
-def test_an_interrupted_job_goes_on_without_ray(
+def test_a_job_is_gone_on_with_on_ray_and_without(
     alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("ray", reason="needs the extra ray")
     monkeypatch.chdir(alone)
-    output = alone / "out.jsonl"
-    process = start(alone, output.name)
-    until(lambda: written(output) > 0, 60)
-    assert len(replicas(process)) == 2
-    process.send_signal(signal.SIGINT)
-    assert "fggen: stopped; the same command goes on from here" in ended(process, 130)
-    kept = written(output)
+    lines = Path("alone.jsonl").read_bytes().splitlines(keepends=True)
+    Path("out.jsonl").write_bytes(b"".join(lines[:10]) + lines[10][:-9])  # as a SIGKILL leaves it
+    shutil.copy("alone.jsonl.fggen.json", "out.jsonl.fggen.json")
+    with on_ray("in.jsonl", "out.jsonl") as process:
+        more("out.jsonl", than=10)
+        process.kill()
+    kept = written("out.jsonl")
+    with on_ray("in.jsonl", "out.jsonl") as process:
+        assert more("out.jsonl", than=kept) < ROWS
+        assert len(replicas(process)) == 2
+        process.send_signal(signal.SIGTERM)
+        said = ended(process, 130)
+    assert f"fggen: {kept} rows are in out.jsonl already" in said
+    assert "fggen: stopped; the same command goes on from here" in said
+    kept = written("out.jsonl")
     assert kept < ROWS
-    assert main.main(["fastgen-tiny", "in.jsonl", "-o", output.name, *JOB]) == 0
+    assert main.main(["fastgen-tiny", "in.jsonl", "-o", "out.jsonl", *JOB]) == 0
     said = capsys.readouterr().err
-    assert f"fggen: {kept} rows are in {output.name} already" in said
+    assert f"fggen: {kept} rows are in out.jsonl already" in said
     assert f"fggen: {ROWS - kept} rows in" in said
-    assert by_row(output.name) == by_row("alone.jsonl")
+    assert by_row("out.jsonl") == by_row("alone.jsonl")
 
 
 def test_the_rows_of_a_replica_that_is_lost_are_done_again(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="needs the extra ray")
     monkeypatch.chdir(alone)
-    output = alone / "ordered.jsonl"
-    process = start(alone, output.name, "--ordered")
-    until(lambda: written(output) > 0, 60)
-    started, both = descendants(process.pid), replicas(process)
-    os.kill(both[0], signal.SIGKILL)
-    assert len(both) == 2
-    assert written(output) < ROWS
-    ended(process, 0)
-    assert read(output.name) == by_row("alone.jsonl")
-    until(lambda: not any(map(alive, started)))
+    with on_ray("in.jsonl", "ordered.jsonl", "--ordered") as process:
+        more("ordered.jsonl", than=0)
+        both = replicas(process)
+        os.kill(both[0], signal.SIGKILL)
+        assert len(both) == 2
+        assert written("ordered.jsonl") < ROWS
+        ended(process, 0)
+    assert read("ordered.jsonl") == by_row("alone.jsonl")
+
+
+def test_parquet_begun_without_ray_ends_there_as_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="needs the extra ray")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(outputs, "CHUNK_ROWS", 5)
+    monkeypatch.setattr(outputs, "PART_BYTES", 1)
+    rows = [{"prompt": f"what is {row} + 5?", "n": 1 + row % 2, "when": datetime(2026, 1, 1 + row), "raw": b"\xff",
+             "nested": {"a": [row, None]}} for row in range(30)]  # fmt: skip
+    rows[7]["prompt"] = None
+    pq.write_table(pa.Table.from_pylist(rows), "in.parquet")
+    assert main.main(["fastgen-tiny", "in.parquet", "-o", "alone.parquet", *JOB, "--logprobs"]) == 0
+    shutil.copytree("alone.parquet", "out.parquet")
+    for part in (4, 5):
+        Path(f"out.parquet/part-{part:05}.parquet").rename("out.parquet/part-00004.parquet.tmp")
+    with on_ray("in.parquet", "out.parquet", "--logprobs") as process:
+        said = ended(process, 0)
+    assert "fggen: 20 rows are in out.parquet already" in said
+    assert "UserWarning" not in said, "a replica without rows"
+    assert sorted(path.name for path in Path("out.parquet").glob("part*")) == [f"part-{n:05}.parquet" for n in range(5)]
+    found, expected = (pq.read_table(name).sort_by("row") for name in ("out.parquet", "alone.parquet"))
+    assert found.schema == expected.schema
+    assert found.equals(expected)
+    assert found.num_rows == 30
 
 
 def work_in(worker: Worker, *bundles: list[Row]) -> list[Any]:

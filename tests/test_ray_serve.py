@@ -225,9 +225,11 @@ def test_without_ray_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replicas_that_have_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="needs the extra ray")
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
-    fastgen.ray.check_cpus(4, 0.5)
+    fastgen.ray.check_room(4, CPU=0.5, GPU=0)
     with pytest.raises(ValueError, match="4 replicas of 1 CPUs each are more than the 2 there are"):
-        fastgen.ray.check_cpus(4, 1)
+        fastgen.ray.check_room(4, CPU=1)
+    with pytest.raises(ValueError, match="2 replicas of 1 GPUs each are more than the 0 there are"):
+        fastgen.ray.check_room(2, CPU=0.5, GPU=1)
 
 
 def test_what_deploys_them_is_as_ray_wants_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,16 @@ def test_a_chat_template_has_variables_of_its_own_alone(tokenizer: Tokenizer) ->
             tokenizer.encode_chat(messages, variables={name: "x"})
     with pytest.raises(ValueError, match="does not take these messages"):
         tokenizer.encode_chat(messages, variables={"messages": []})
+
+
+def test_a_text_longer_than_the_context_is_no_warning(
+    talker: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenizer = Tokenizer(talker)
+    tokenizer.hf.model_max_length = 5
+    assert len(tokenizer.encode("hello world, " * 9)) > 5
+    assert not caplog.records
 
 
 def test_special_tokens_come_and_go(tokenizer: Tokenizer) -> None:

@@ -189,7 +189,7 @@ def _working(
     """The work on the rows that are not done, in this process or on Ray."""
     if args.ray:
         make = partial(_make, args, template, source.batch, seed)
-        yield rays().work_on_ray(args, make, source.files, done)
+        yield rays().work_on_ray(args, make, source, done)
         return
     with _load(args) as gen:
         yield work(_job(args, gen, template, source.batch, seed), source.rows(done), gen.stream)
@@ -247,13 +247,15 @@ def _say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: done, also where rows are errors; 1: an error, told in one line; 2: bad options; 130: Ctrl-C."""
+    """The command. 0: done, also where rows are errors; 1: an error, told in one line; 2: bad options; 130: Ctrl-C, or
+    a SIGTERM, which is one."""
     parser = make_parser()
     args = parser.parse_intermixed_args(argv)
     try:
         SamplingParams(**_sampling(args)).validate(vocab_size=1)
     except ValueError as error:
         parser.error(str(error))
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("fastgen").setLevel(logging.INFO if args.verbose else logging.WARNING)
     try:
@@ -276,7 +278,8 @@ def make_parser() -> argparse.ArgumentParser:
         " command, it goes on: in the end there is one row of output for each row of input.",
         epilog=f"A row has one of {', '.join(PROMPTS)}, and any other columns, which are kept. Where it has columns of"
         f" these names, they go before the options: {', '.join(PARAMS)}. A row that can not be done comes back with the"
-        " reason as its `error`. Files of OpenAI's batches (custom_id, body) come back as such.",
+        " reason as its `error`. Files of OpenAI's batches (custom_id, body) come back as such, with the errors among"
+        " the answers, as response.status_code says.",
         allow_abbrev=False,
     )
     option = parser.add_argument

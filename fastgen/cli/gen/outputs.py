@@ -209,16 +209,13 @@ class Parts:
         except ValueError:
             os.close(self._folder)
             raise
-        return bool(self._parts())
-
-    def _parts(self) -> list[tuple[int, Path]]:
-        """The parts that are there, by their numbers."""
-        return sorted((int(part.stem.removeprefix("part-")), part) for part in self.path.glob("part-*.parquet"))
+        return any(self.path.glob(f"*{PARQUET}"))
 
     def recover(self) -> Indices:
         done = Indices()
         self._number = 0
-        for number, part in self._parts():
+        found = ((int(part.stem.removeprefix("part-")), part) for part in self.path.glob("part-*.parquet"))
+        for number, part in sorted(found):
             table = pyarrow("parquet").read_table(part, columns=[self._index])
             for index in table.column(0).to_pylist():
                 done.add(index)
@@ -279,7 +276,7 @@ def parquet_schema(files: Sequence[Path], added: Sequence[str]) -> Any:
             check_added(added, found.names)
         whole = pa.schema([*own[:2], *found, *own[2:]])
         parquet.write_table(whole.empty_table(), pa.BufferOutputStream())
-    except (pa.ArrowException, OverflowError) as error:
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
         raise ValueError(f"the columns can not be Parquet's: {error}; write .jsonl instead") from None
     return whole
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
 import os
 import pickle
 from collections.abc import Callable, Container, Iterator
@@ -20,9 +21,10 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from fastgen.cli.gen.rows import Row, read_rows
+from fastgen.cli.gen.outputs import Indices
+from fastgen.cli.gen.rows import Row, Source, read_rows
 from fastgen.cli.gen.work import Done, Job, Work, work
-from fastgen.ray import check_cpus, connect
+from fastgen.ray import check_room, connect
 
 ROWS = 16  # of a bundle
 LANES = 512  # that an engine is taken to have, where --max-seqs does not say
@@ -88,7 +90,7 @@ def _enter(folder: str) -> None:
 
 
 def work_on_ray(
-    args: argparse.Namespace, make: Callable[[], tuple[Engine, Job]], files: list[Path], done: Container[int]
+    args: argparse.Namespace, make: Callable[[], tuple[Engine, Job]], source: Source, done: Indices
 ) -> Work:
     """Do a job on rows of files that are not done, in the order of completion, or of the files with args.ordered.
 
@@ -101,26 +103,26 @@ def work_on_ray(
     import ray  # when its environment is set
 
     try:
-        gpus = 0 if (args.device or "").startswith("cpu") else ray.cluster_resources().get("GPU", 0)
-        each = (args.tensor_parallel or 1) if gpus else 0
-        replicas = args.replicas or max(int(gpus // each) if each else 1, 1)
-        cpus = 1.0 if args.replica_cpus is None else args.replica_cpus
-        check_cpus(replicas, cpus)
-        yield from _pipeline(args, make, files, done, replicas, cpus, each)
+        for bundle in _pipeline(args, make, source, done).iter_rows():
+            found: list[Done] | Exception = pickle.loads(bundle["done"])
+            if isinstance(found, Exception):
+                raise found
+            yield from found
     finally:
         ray.shutdown()
 
 
-def _pipeline(
-    args: argparse.Namespace,
-    make: Callable[[], tuple[Engine, Job]],
-    files: list[Path],
-    done: Container[int],
-    replicas: int,
-    num_cpus: float,
-    num_gpus: int,
-) -> Iterator[Done]:
+def _pipeline(args: argparse.Namespace, make: Callable[[], tuple[Engine, Job]], source: Source, done: Indices) -> Any:
+    """A ray.data.Dataset of bundles of records."""
     import ray.data
+
+    assert source.total is not None  # stdin is refused
+    gpus = 0 if (args.device or "").startswith("cpu") else ray.cluster_resources().get("GPU", 0)
+    num_gpus = (args.tensor_parallel or 1) if gpus else 0
+    num_cpus = 1.0 if args.replica_cpus is None else args.replica_cpus
+    replicas = args.replicas or max(int(gpus // num_gpus) if gpus else 1, 1)
+    replicas = min(replicas, math.ceil((source.total - len(done)) / ROWS))  # each has a bundle
+    check_room(replicas, CPU=num_cpus, GPU=num_gpus)
 
     level = logging.INFO if args.verbose else logging.WARNING
     logging.getLogger("ray.data").setLevel(logging.INFO if args.verbose else logging.ERROR)
@@ -135,13 +137,8 @@ def _pipeline(
     )
     folder = os.getcwd()
     bundles = ray.data.range(1, override_num_blocks=1).flat_map(
-        partial(_read, files=files, done=done, folder=folder), num_cpus=0, label_selector=here
+        partial(_read, files=source.files, done=done, folder=folder), num_cpus=0, label_selector=here
     )
-    records = bundles.map(
+    return bundles.map(
         Worker, fn_constructor_args=(make, folder, level), compute=pool, num_cpus=num_cpus, num_gpus=num_gpus
     )
-    for bundle in records.iter_rows():
-        found: list[Done] | Exception = pickle.loads(bundle["done"])
-        if isinstance(found, Exception):
-            raise found
-        yield from found

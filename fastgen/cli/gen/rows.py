@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fastgen.cli.gen.extras import pyarrow
 
@@ -75,9 +75,11 @@ def find_files(inputs: Sequence[str], output: Path) -> list[Path]:
         else:
             inside = path.rglob("*") if path.is_dir() else map(Path, glob.glob(name, recursive=True))
             files = sorted(file for file in inside if file.suffix in SUFFIXES and file.is_file())
-        files = [file for file in files if not file.resolve().is_relative_to(output.resolve())]
         if not files:
             raise ValueError(f"{name}: there is no such file, and no {', '.join(SUFFIXES)} in such a folder or glob")
+        files = [file for file in files if not file.resolve().is_relative_to(output.resolve())]
+        if not files:
+            raise ValueError(f"{name} is where the output goes, and nothing else; give another -o")
         found += files
     return found
 
@@ -88,7 +90,7 @@ def survey(files: Sequence[Path]) -> tuple[int, str]:
     for path in files:
         with path.open("rb") as file:
             if path.suffix == PARQUET:
-                rows += pyarrow("parquet").read_metadata(path).num_rows
+                rows += _parquet_file(path).metadata.num_rows
                 digest.update(hashlib.file_digest(file, "sha256").digest())
             else:
                 for line in file:
@@ -102,10 +104,10 @@ def read_rows(files: Sequence[Path], done: Container[int] = ()) -> Iterator[Row]
     """The rows of files, in order, but for those with the indices `done`."""
     indices = count()
     for path in files:
-        with path.open("rb") as file:
-            if path.suffix == PARQUET:
-                yield from _parquet_rows(file, indices, done)
-            else:
+        if path.suffix == PARQUET:
+            yield from _parquet_rows(path, indices, done)
+        else:
+            with path.open("rb") as file:
                 yield from read_lines(file, str(path), indices, done)
 
 
@@ -127,14 +129,31 @@ def read_lines(lines: Iterable[bytes], name: str, indices: Iterator[int], done: 
         yield row
 
 
-def _parquet_rows(file: BinaryIO, indices: Iterator[int], done: Container[int]) -> Iterator[Row]:
-    for batch in pyarrow("parquet").ParquetFile(file).iter_batches(batch_size=PARQUET_ROWS):
-        numbers = [next(indices) for _ in range(batch.num_rows)]
-        if all(index in done for index in numbers):
-            continue
-        for index, columns in zip(numbers, batch.to_pylist(), strict=True):
-            if index not in done:
-                yield Row(index, columns)
+def _parquet_file(path: Path) -> Any:
+    """Raises ValueError where it is none."""
+    opened = pyarrow("parquet").ParquetFile
+    try:
+        return opened(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} can not be read as Parquet: {error}") from None
+
+
+def _parquet_rows(path: Path, indices: Iterator[int], done: Container[int]) -> Iterator[Row]:
+    with _parquet_file(path) as file:
+        for batch in file.iter_batches(batch_size=PARQUET_ROWS):
+            numbers = [next(indices) for _ in range(batch.num_rows)]
+            if not all(index in done for index in numbers):
+                yield from (row for row in _batch_rows(batch, numbers) if row.index not in done)
+
+
+def _batch_rows(batch: Any, indices: list[int]) -> list[Row]:
+    """The rows of a batch, one by one if there is one among them that has no values in Python."""
+    try:
+        return [Row(index, columns) for index, columns in zip(indices, batch.to_pylist(), strict=True)]
+    except (ValueError, OverflowError) as error:
+        if len(indices) == 1:
+            return [Row(indices[0], {}, f"it can not be read: {error}")]
+        return [row for place, index in enumerate(indices) for row in _batch_rows(batch.slice(place, 1), [index])]
 
 
 def _no_number(name: str) -> float:

@@ -196,7 +196,7 @@ class RowJob:
         given = {name: value for name in PARAMS if (value := row.columns.get(name)) is not None}
         given.setdefault("seed", seed_of(self.seed, row.index))
         if isinstance(bias := given.get("logit_bias"), dict):
-            given["logit_bias"] = {int(token): value for token, value in bias.items()}
+            given["logit_bias"] = {int(id) if id.isdecimal() else id: value for id, value in bias.items()}
         if isinstance(n := given.get("n"), int) and n > MAX_SAMPLES:
             raise ValueError(f"n is {n}; it may be at most {MAX_SAMPLES}: repeat the row for more")
         if not isinstance(given.get("ignore_eos", False), bool):
