@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fastgen.request import check_integer
+
 # What transformers assumes where config.json lacks a field altogether; a null is a value and stays one.
 _ABSENT: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"bos_token_id": 1, "eos_token_id": 2},
@@ -112,10 +114,7 @@ class ModelConfig:
 
         Raises ValueError, with both numbers, for a size that does not divide.
         """
-        if not isinstance(ranks, int) or isinstance(ranks, bool):
-            raise TypeError(f"tensor_parallel must be an integer, not {ranks!r}")
-        if ranks < 1:
-            raise ValueError(f"tensor_parallel is {ranks}; it must be at least 1")
+        check_integer("tensor_parallel", ranks, 1)
         if ranks == 1:
             return self
         sizes = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size,

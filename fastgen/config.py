@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 
 from fastgen.arch import ModelConfig
+from fastgen.request import check_integer
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ATTENTION = ("flash", "paged", "reference")
@@ -82,7 +83,7 @@ class EngineConfig:
         for name, value in (("prefix_cache", prefix_cache), ("deterministic", deterministic)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, not {value!r}")
-        _positive("page_size", page_size)
+        check_integer("page_size", page_size, 1)
         max_seqs, max_step_tokens = _step_size(model, dtype, memory, max_seqs, max_step_tokens)
         config = cls(
             device=device,
@@ -158,7 +159,7 @@ def _step_size(
     """
     for name, value in (("max_seqs", max_seqs), ("max_step_tokens", max_step_tokens)):
         if value is not None:
-            _positive(name, value)
+            check_integer(name, value, 1)
     budget = 2048
     if memory:
         budget = 8192 if memory > 60e9 else 4096 if memory > 30e9 else 2048
@@ -181,17 +182,10 @@ def _step_size(
     return max_seqs, max_step_tokens
 
 
-def _positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} is {value}; it must be at least 1")
-
-
 def _context(model: ModelConfig, max_model_len: int | None) -> int:
     if max_model_len is None:
         return model.max_position
-    _positive("max_model_len", max_model_len)
+    check_integer("max_model_len", max_model_len, 1)
     if max_model_len > model.max_position:
         raise ValueError(
             f"max_model_len is {max_model_len}, above the model's {model.max_position} positions; lower it"
@@ -206,7 +200,7 @@ def _num_pages(
     if num_pages is not None:
         if kv_cache_gb is not None:
             raise ValueError("num_pages and kv_cache_gb both size the KV pool; give one of them")
-        _positive("num_pages", num_pages)
+        check_integer("num_pages", num_pages, 1)
         if num_pages < 2:
             raise ValueError("num_pages is 1; the pool needs at least 2 pages")
         return num_pages

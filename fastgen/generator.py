@@ -7,29 +7,24 @@ import logging
 import time
 import weakref
 from collections.abc import Generator as PyGenerator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fastgen.arch import read_config
 from fastgen.intake import Intake, paired, scored
 from fastgen.loader import resolve
 from fastgen.memory import release_memory
-from fastgen.model import checkpoint_parts
 from fastgen.outputs import Active, Answer, Sink, Stats, failed, shown
 from fastgen.placement import Placement, agreeing, log_start, on_all_ranks
 from fastgen.profiling import LocalTracer, Recorder, span
 from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
 from fastgen.scheduler import Scheduler
-from fastgen.sleeping import Sleeps
 from fastgen.spmd import Follower, Leader
 from fastgen.tokenizer import Tokenizer
-from fastgen.updating import Weights
-from fastgen.weights import Update
+from fastgen.updating import BetweenSteps, Weights
 from fastgen.workers import Ranks
 
 log = logging.getLogger(__name__)
@@ -39,7 +34,7 @@ READ_STEPS = 4  # so many steps' tokens are read of new prompts before each step
 LOG_SECONDS = 10.0  # of steps, between two lines in the log
 
 
-class Generator(Sleeps):
+class Generator(BetweenSteps):
     """Generates text from a model, many requests at a time.
 
     model: a folder in Hugging Face format or a hub id; None: the bundled model. revision: of the hub id.
@@ -225,37 +220,6 @@ class Generator(Sleeps):
             self._abort(list(sink.running))
         found = {output.id: output.prompt_logprobs or [] for output in sink.done}
         return [found[id][first:] for id, first in zip(ids, starts, strict=True)]
-
-    # --------------------------------------------------------------------------------------- new weights
-
-    def update_weights(
-        self,
-        named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-        version: int | None = None,
-        partial: bool = False,
-        in_flight: str = "error",
-    ) -> int:
-        """Replace the weights, in place; returns their version, by default the one before plus 1 (the first is 0).
-
-        named: whole tensors by their Hugging Face names, such as `model.state_dict()`, in any float dtype, on the CPU
-            or a GPU; at most one of them is there a second time. The `lm_head.weight` of a tied model may be left out.
-            In a tp_group each rank gives the same tensors, from an iterable of its own.
-        version: a number of your own, other than the current one. partial: what is not given stays as it is.
-        in_flight: what becomes of requests that are in the engine: "error": the update is refused; "keep": they go on
-            with the KV that the old weights made; "recompute": it is computed again with the new ones.
-            `Completion.weight_versions` tells which tokens came from which. No later request finds KV of old weights.
-
-        Raises ValueError with all that is wrong with names, shapes and dtypes. A mapping, its items and a sequence are
-        checked before anything is written, and the old weights stay. With any other iterable, or where reading one
-        fails midway, nothing can be generated (RuntimeError) until an update that is not partial is complete.
-        """
-        update = Update(named, checkpoint_parts(self.model_config), partial)
-        return self._weights.replace(self, self._team, update, version, in_flight)
-
-    @property
-    def weight_version(self) -> int:
-        """The version of the weights, as `update_weights` returned it; 0 before the first."""
-        return self._weights.version
 
     # --------------------------------------------------------------------------------------- step by step
 

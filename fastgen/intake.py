@@ -57,12 +57,25 @@ class Intake:
             raise ValueError(f"start is {score[0]}; it must be from 0 to the sequence's length, {len(ids)}")
         if resume is not None:
             check_resumed(resume, params, self.model.vocab_size)
-        seed = self._seed_of(request)
-        indices = range(params.n) if resume is None else (resume.index,)
-        answers = [
-            self._answer(id, index, ids, params, seed, sink, None if place else score)
-            for place, index in enumerate(indices)
+        seed, stop_ids = self._seed_of(request), self._stop_ids(params)
+        most = self.context if params.max_tokens is None else len(ids) + params.max_tokens
+        sequences = [
+            Sequence(
+                request_id=id,
+                index=index,
+                params=params,
+                token_ids=list(ids),
+                prompt_len=len(ids),
+                max_len=min(most, self.context),
+                seed=seed,
+                stop_ids=stop_ids,
+                mask=_own(params.mask),
+            )
+            for index in (range(params.n) if resume is None else (resume.index,))
         ]
+        if score is not None:
+            _score(sequences[0], *score)
+        answers = [Answer(sequence, self._text(sequence, sink)) for sequence in sequences]
         if resume is not None:
             self._resume(answers[0], resume)
         return Active(id, ids, answers, sink, added=time.perf_counter())
@@ -115,41 +128,24 @@ class Intake:
             raise ValueError("this model has no tokenizer files, so stop strings can not be found; use stop_token_ids")
         return ids
 
-    def _answer(
-        self,
-        id: str | int,
-        index: int,
-        ids: list[int],
-        params: SamplingParams,
-        seed: int,
-        sink: Sink | None,
-        score: tuple[int, float] | None,
-    ) -> Answer:
-        tokens = self.context if params.max_tokens is None else params.max_tokens
-        sequence = Sequence(
-            request_id=id,
-            index=index,
-            params=params,
-            token_ids=list(ids),
-            prompt_len=len(ids),
-            max_len=min(len(ids) + tokens, self.context),
-            seed=seed,
-            stop_ids=self._stop_ids(params),
-            mask=_own(params.mask),
-        )
-        if score is not None:
-            sequence.score_start, sequence.score_temperature = score
-            sequence.prompt_logprobs = [math.nan] * len(ids)
-            if params.prompt_logprobs:
-                sequence.prompt_top_logprobs = [{} for _ in ids]
-        text = None
-        if self.tokenizer is not None and (sink is None or params.stop_strings):
-            text = AnswerText(self.tokenizer, ids, params.stop_strings)
-        return Answer(sequence, text)
+    def _text(self, sequence: Sequence, sink: Sink | None) -> AnswerText | None:
+        """The text that is kept up to date, where there is one."""
+        stops = sequence.params.stop_strings
+        if self.tokenizer is None or (sink is not None and not stops):
+            return None
+        return AnswerText(self.tokenizer, sequence.token_ids, stops)
 
     def _next_seed(self) -> int:
         digest = hashlib.blake2b(self._seed + b":%d" % next(self._seeds), digest_size=8).digest()
         return int.from_bytes(digest, "little")
+
+
+def _score(sequence: Sequence, start: int, temperature: float) -> None:
+    """Have the prompt's tokens scored, from a position on."""
+    sequence.score_start, sequence.score_temperature = start, temperature
+    sequence.prompt_logprobs = [math.nan] * sequence.prompt_len
+    if sequence.params.prompt_logprobs:
+        sequence.prompt_top_logprobs = [{} for _ in range(sequence.prompt_len)]
 
 
 def check_resumed(completion: Completion, params: SamplingParams, vocab_size: int) -> None:

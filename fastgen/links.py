@@ -48,6 +48,13 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer(Message):
+    """From a rank: what came of the message of this number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Start(Message):
     """To a rank, first: what to be. options: of EngineConfig.make, without device and memory; device: "cpu" or "cuda";
     log_level: of fastgen's log."""
@@ -101,27 +108,6 @@ class Result(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class StartTrace(Message):
-    """To rank 0: record all that follows."""
-
-
-@dataclass(frozen=True, slots=True)
-class WriteTrace(Message):
-    """To rank 0: write what was recorded since StartTrace, and say so."""
-
-    number: int
-    path: Path
-
-
-@dataclass(frozen=True, slots=True)
-class TraceWritten(Message):
-    """From rank 0. error: why it is not; None where it is."""
-
-    number: int
-    error: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class Settle(Message):
     """To all ranks: wait until nothing is on its way, and say so."""
 
@@ -129,10 +115,9 @@ class Settle(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Settled(Message):
-    """From a rank. received: (number, time.monotonic()) of the latest launches."""
+class Settled(Answer):
+    """received: (number, time.monotonic()) of the latest launches."""
 
-    number: int
     received: tuple[tuple[int, float], ...]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: where they are, and how their tensors get into the model, streamed one at a time.
+"""Checkpoints: where they are, and how their tensors get into the model.
 
 The model names, for each tensor of a Hugging Face checkpoint, the `Part` that it holds: a slice or all of it, and the
 view of a (fused) parameter that this belongs into. The loader copies, and holds the two sides to each other. It knows
@@ -9,14 +9,12 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from tqdm import tqdm
 
 from fastgen.parallel import Part
@@ -52,65 +50,16 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     return folder
 
 
-def load(targets: Mapping[str, Part], folder: Path, progress: bool = False, staged: bool | None = None) -> None:
-    """Copy the checkpoint of a folder into `targets`; raises what `read_checkpoint` and `load_weights` raise.
+def load(targets: Mapping[str, Part], folder: Path, progress: bool = False) -> None:
+    """Copy the checkpoint of a folder into `targets`, which are all on one device, converting dtypes.
 
-    Of each tensor only the slice that is wanted is read. Onto a GPU through pinned buffers, many pieces at a time
-    (`fastgen.staging`); `staged` forces or forbids that way. Whatever is wrong with names, shapes and dtypes is then
-    found before anything is copied.
+    Only files that `model.safetensors.index.json` names are read, else `model.safetensors`, and of each tensor only the
+    slice that is wanted (`fastgen.staging` says how). With `progress`, a tqdm bar in bytes. Raises ValueError as
+    `Places` does, before anything is copied, and naming the file that is missing, truncated or corrupt, or that lacks a
+    tensor.
     """
-    devices = {part.view.device for part in targets.values()}
-    if staged is None:
-        staged = len(devices) == 1 and all(device.type == "cuda" for device in devices)
-    if staged:
-        (device,) = devices
-        stage(_pieces(targets, folder), device, progress)
-        return
-    with closing(read_checkpoint(folder, progress)) as tensors:
-        load_weights(targets, tensors)
-
-
-def load_weights(targets: Mapping[str, Part], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy each named tensor's part into its view, in place, converting dtype and device; all of `targets`, each once.
-
-    Tensors are given whole. `tensors` is consumed one at a time, so a generator may free each before it makes the next.
-    Two kinds of names are skipped when the model has no place for them: `rotary_emb.inv_freq`, a buffer in old
-    checkpoints, and `lm_head.weight`, which a tied model does not have. Raises ValueError for a name that is
-    unexpected, doubled or missing, for a shape that differs, and for a dtype that is not a plain float; what came
-    before it has been copied.
-    """
-    places = Places(targets)
-    with torch.no_grad():
-        for name, tensor in tensors:
-            part = places.find(name, tensor.shape, tensor.dtype)
-            if part is not None:
-                part.view.copy_(part.of(tensor))
-            del tensor  # or it would live on while the next one is read
-    places.check_complete()
-
-
-def read_checkpoint(folder: Path, progress: bool = False) -> Generator[tuple[str, Tensor], None, None]:
-    """Yield the (name, CPU tensor) pairs of a folder's safetensors, in the order of the files.
-
-    Only files that `model.safetensors.index.json` names are read, else `model.safetensors`. The tensors are read-only
-    views of the mapped file: their pages belong to the page cache and are not anonymous memory, and only what is
-    touched is read. With `progress`, a tqdm bar in bytes. Raises ValueError naming the file that is missing, truncated
-    or corrupt, or that lacks a tensor.
-    """
-    shards = _shards(folder)
-    _check_present(shards, folder)
-    total = sum(path.stat().st_size for path in shards)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
-        for path, names in shards.items():
-            start = bar.n
-            with _opened(path, names) as (file, wanted):
-                for name in wanted:
-                    tensor = file.get_tensor(name)
-                    size = tensor.nbytes
-                    yield name, tensor
-                    del tensor
-                    bar.update(size)
-            bar.update(start + path.stat().st_size - bar.n)  # the header, and tensors that the index leaves out
+    (device,) = {part.view.device for part in targets.values()}
+    stage(_pieces(targets, folder), device, progress)
 
 
 def _pieces(targets: Mapping[str, Part], folder: Path) -> list[Piece]:
@@ -119,8 +68,8 @@ def _pieces(targets: Mapping[str, Part], folder: Path) -> list[Piece]:
     _check_present(shards, folder)
     places, pieces = Places(targets), []
     for path, names in shards.items():
-        with _opened(path, names) as (_, wanted):  # holds the header to the format and to the file's size
-            header, start = _read_header(path)
+        wanted = _wanted(path, names)  # holds the header to the format and to the file's size
+        header, start = _read_header(path)
         for name in wanted:
             entry = header[name]
             dtype = _FLOATS.get(entry["dtype"], entry["dtype"])
@@ -211,31 +160,26 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
 def _check_present(shards: Iterable[Path], folder: Path) -> None:
     for path in shards:
         if not path.is_file():
-            raise ValueError(f"{path} is missing" + _hint(folder))
+            hint = f"and there is no {_INDEX}; fastgen reads safetensors only, so convert other formats first"
+            if (folder / _INDEX).is_file():
+                hint = f"though {_INDEX} names it; fetch it again"
+            raise ValueError(f"{path} is missing, {hint}")
 
 
-def _hint(folder: Path) -> str:
-    if (folder / _INDEX).is_file():
-        return f", though {_INDEX} names it; fetch it again"
-    return f", and there is no {_INDEX}; fastgen reads safetensors only, so convert other formats first"
-
-
-@contextmanager
-def _opened(path: Path, names: list[str] | None) -> Generator[tuple[Any, list[str]], None, None]:
-    """A safetensors file, mapped, and which of its tensors to take, in their order there."""
+def _wanted(path: Path, names: list[str] | None) -> list[str]:
+    """Which tensors of a safetensors file to take, in their order there."""
     try:
-        file = safe_open(path, framework="pt", device="cpu")
+        with safe_open(path, framework="pt", device="cpu") as file:
+            stored: list[str] = file.keys()  # sorted, which is how files are laid out
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} is truncated or not a safetensors file ({error}); delete it and fetch it again"
         ) from error
-    with file:
-        stored: list[str] = file.keys()  # type: ignore[no-untyped-call]  # sorted, which is how files are laid out
-        lacking = set(names or ()) - set(stored)
-        if lacking:
-            raise ValueError(f"{path} lacks the tensor {min(lacking)!r} that {_INDEX} places there")
-        wanted = set(stored if names is None else names)
-        yield file, [name for name in stored if name in wanted]
+    lacking = set(names or ()) - set(stored)
+    if lacking:
+        raise ValueError(f"{path} lacks the tensor {min(lacking)!r} that {_INDEX} places there")
+    wanted = set(stored if names is None else names)
+    return [name for name in stored if name in wanted]
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

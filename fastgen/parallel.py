@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import (
 from fastgen.exchange import CollectiveExchange, CopyExchange, DepartedError, Exchange, Layout, Shared
 from fastgen.kernels import allreduce
 from fastgen.kernels.launch import triton
-from fastgen.processes import portable
+from fastgen.processes import portable, raise_first
 
 T = TypeVar("T")
 
@@ -306,10 +306,7 @@ class Group:
             self._together(dist.all_gather_object, errors, error and portable(error))
         if error is not None:
             raise error
-        for rank, found in enumerate(errors):
-            if found is not None:
-                found.add_note(f"raised on rank {rank}")
-                raise found
+        raise_first(dict(enumerate(errors)))
 
     def least(self, number: int) -> int:
         """The least of all ranks' numbers. Waits for them."""

@@ -29,6 +29,13 @@ class Pinned:
             weakref.finalize(self, _unpin, self.bytes, device)
 
 
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array as a tensor on a device, in the order of the current stream; the host does not wait for the copy, as it
+    would for one from memory that is not pinned."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def _allocate(num_bytes: int, wanted: str, advice: str) -> Tensor:
     """uint8 [num_bytes], at a multiple of ALIGNMENT; raises ValueError where there is less."""
     free = _free_memory()

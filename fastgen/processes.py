@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,9 +50,10 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))}
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for processes that have been told to end; those that do not are killed."""
+def end(processes: Sequence[subprocess.Popen[bytes]], tell: Callable[[], None] = lambda: None) -> None:
+    """Tell processes to end, and wait for them; those that do not are killed."""
     try:
+        tell()
         _all_ended(processes, GRACE)
     finally:  # a second Ctrl-C ends the wait
         for process in processes:
@@ -87,6 +88,15 @@ def portable(error: BaseException) -> Exception:
         if isinstance(copy, Exception) and type(copy) is type(error):
             return copy
     return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def raise_first(errors: Mapping[int, Exception | None]) -> None:
+    """Raise the error of the first rank that has one. errors: by rank."""
+    for rank in sorted(errors):
+        error = errors[rank]
+        if error is not None:
+            error.add_note(f"raised on rank {rank}")
+            raise error
 
 
 def end_with_caller() -> None:

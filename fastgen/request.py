@@ -93,32 +93,32 @@ class SamplingParams:
 
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError, or TypeError for a value of the wrong type, naming the parameter and what it may be."""
-        _integer("n", self.n, 1)
+        check_integer("n", self.n, 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 0)
+            check_integer("max_tokens", self.max_tokens, 0)
             if self.max_tokens == 0 and self.prompt_logprobs is None:
                 raise ValueError(
                     "max_tokens is 0, so nothing would be computed; ask for at least 1 token, or set prompt_logprobs"
                 )
             if self.max_tokens == 0 and self.n != 1:
                 raise ValueError(f"n is {self.n} with max_tokens=0; scoring a prompt takes n=1")
-        _integer("min_tokens", self.min_tokens, 0, 2**31)
+        check_integer("min_tokens", self.min_tokens, 0, 2**31)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
         _number("temperature", self.temperature, 0, math.inf)
         _number("top_p", self.top_p, 0, 1, open_low=True)
-        _integer("top_k", self.top_k, 0)
+        check_integer("top_k", self.top_k, 0)
         _number("min_p", self.min_p, 0, 1)
         _number("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True)
         _number("presence_penalty", self.presence_penalty, -math.inf, math.inf)
         _number("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63))
+            check_integer("seed", self.seed, -(2**63))
             if self.seed >= 2**64:
                 raise ValueError(f"seed is {self.seed}; it must fit in 64 bits")
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
-                _integer(name, value, 0, min(MAX_LOGPROBS, vocab_size))
+                check_integer(name, value, 0, min(MAX_LOGPROBS, vocab_size))
         if not isinstance(self.logit_bias, Mapping | None):
             raise TypeError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
         _token_ids("logit_bias", self.logit_bias or (), vocab_size)
@@ -135,7 +135,8 @@ class SamplingParams:
                 raise ValueError("a stop string is empty and would end every answer at once; remove it")
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Raise TypeError, or ValueError for one that is out of these bounds, which belong to them."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, not {value!r}")
     if int(value) < low or (high is not None and int(value) > high):

@@ -21,6 +21,7 @@ from fastgen.kernels.launch import current
 from fastgen.memory import release_memory, taken, uninterrupted
 from fastgen.model import ROW_TILE, Ends, StepInput, Transformer
 from fastgen.pieces import Pieces, piece_sizes
+from fastgen.pinned import upload
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
 from fastgen.sampler import LARGE, LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
 from fastgen.weights import Update, write
@@ -229,7 +230,7 @@ class Runner:
         """Draw tokens, and send what the step came to to the host."""
         if launched.logits is not None:
             plan = SamplePlan.of(self._flags[list(launched.batch.sampling)])
-            mask = None if masks is None else self._tensor(masks)
+            mask = None if masks is None else upload(masks, self.device)
             drawn = sample(self.state, launched.lanes, launched.positions, launched.logits, plan, mask)
             self.group.broadcast(drawn.packed[0])
             sent = (self._to_host(x) for x in (drawn.packed, drawn.top_ids, drawn.top_logprobs, drawn.kept))
@@ -283,7 +284,7 @@ class Runner:
             rows = [(lane, slot, page) for lane, first, pages in batch.pages for slot, page in enumerate(pages, first)]
             updates = np.array(rows, dtype=np.int64).T.copy()
             self._tables[updates[0], updates[1]] = updates[2]
-            lanes, slots, pages = self._tensor(updates)
+            lanes, slots, pages = upload(updates, self.device)
             self.page_table.index_put_((lanes, slots), pages.int())
 
     def _move_pages(self, batch: Batch) -> Arrivals | None:
@@ -293,7 +294,7 @@ class Runner:
             assert self.host is not None
             self.host.save(batch.saves)
         if batch.fresh and self.attention.needs_clean_pages:
-            self.pool.wipe(self._tensor(np.array(batch.fresh, dtype=np.int64)))
+            self.pool.wipe(upload(np.array(batch.fresh, dtype=np.int64), self.device))
         if batch.loads:
             assert self.host is not None
             assert batch.prefills, "a graph can not wait for loads"
@@ -324,7 +325,7 @@ class Runner:
             self._decode_lanes = np.array(batch.decodes, dtype=np.int64)
             lanes = np.full(self.config.max_seqs, self.config.max_seqs, dtype=np.int64)  # padding for any size
             lanes[:count] = self._decode_lanes
-            self._step.lanes.copy_(self._tensor(lanes))
+            self._step.lanes.copy_(upload(lanes, self.device))
         self._decodes = batch.decodes
         self._kv_lens[self._decode_lanes] += 1
         graphs.run(size)
@@ -387,7 +388,7 @@ class Runner:
             if chunk.score is not None:
                 wanted = chunk.score
                 rows = x[first + wanted.row : first + wanted.row + len(wanted.targets)]
-                targets = self._tensor(np.array(wanted.targets, dtype=np.int64))
+                targets = upload(np.array(wanted.targets, dtype=np.int64), self.device)
                 temperature = min(max(wanted.temperature, 1 / LARGE), LARGE)  # float32 holds no more
                 temperatures = torch.full(targets.shape, temperature, device=self.device)
                 for at in range(0, len(rows), SCORE_ROWS):
@@ -405,13 +406,8 @@ class Runner:
         """int64 arrays as device tensors, in one copy. Each begins at a multiple of 16 bytes, or Triton would compile
         kernels anew for those that do not."""
         padded = [array if len(array) % 2 == 0 else np.append(array, 0) for array in arrays]
-        parts = torch.split(self._tensor(np.concatenate(padded)), [len(array) for array in padded])
+        parts = torch.split(upload(np.concatenate(padded), self.device), [len(array) for array in padded])
         return [part[: len(array)] for part, array in zip(parts, arrays, strict=True)]
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        """On the device, without waiting for the copy: one from pageable memory would wait."""
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _to_host(self, tensor: Tensor | None) -> Tensor | None:
         """A copy that is there when what was launched so far has run."""

@@ -28,6 +28,7 @@ from torch import Tensor
 from fastgen.kernels import sampling, scoring
 from fastgen.kernels.launch import Kernel
 from fastgen.kernels.scoring import ids_of_keys, rank_keys_of
+from fastgen.pinned import upload
 from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
 
 TICKETS = 2**44  # what the likeliest token holds
@@ -79,46 +80,35 @@ class SamplePlan:
         return self.edits or self.top_k_or_p or self.keep_mask
 
 
-_GREEDY, _DRAWS, _PENALTIES, _BIAS, _MIN_TOKENS, _TOP_K_OR_P, _TOP_P_ALONE, _MIN_P, _KEEP_MASK = (
-    1 << bit for bit in range(9)
-)
+_NEEDS = ("greedy", "draws", "penalties", "bias", "min_tokens", "top_k_or_p", "min_p", "keep_mask")
+"""Of SamplePlan: a bit each."""
+
+_TOP_P_ALONE = 1 << len(_NEEDS)
 
 
 def plan_flags(params: SamplingParams) -> int:
     """What SamplePlan.of has to know of a row, below 2**63: nine bits, then logprobs (5 bits), then top_k."""
     drawing = params.temperature > 0
     ordered = drawing and (params.top_k > 0 or params.top_p < 1)
-    flags = (
-        _GREEDY * (not drawing)
-        | _DRAWS * drawing
-        | _PENALTIES * params.penalized
-        | _BIAS * bool(params.logit_bias)
-        | _MIN_TOKENS * (params.min_tokens > 0)
-        | _TOP_K_OR_P * ordered
-        | _TOP_P_ALONE * (ordered and not params.top_k)
-        | _MIN_P * (drawing and params.min_p > 0)
-        | _KEEP_MASK * params.return_sampling_mask
-    )
+    needs = {
+        "greedy": not drawing,
+        "draws": drawing,
+        "penalties": params.penalized,
+        "bias": bool(params.logit_bias),
+        "min_tokens": params.min_tokens > 0,
+        "top_k_or_p": ordered,
+        "min_p": drawing and params.min_p > 0,
+        "keep_mask": params.return_sampling_mask,
+    }
+    flags = sum(bool(needs[name]) << place for place, name in enumerate(_NEEDS))
+    flags |= _TOP_P_ALONE * (ordered and not params.top_k)
     return flags | (params.logprobs or 0) << 9 | (min(params.top_k, MAX_VOCAB) << 14 if ordered else 0)
 
 
 @lru_cache(maxsize=1024)
 def _plan(flags: int, top_logprobs: int, widest: int) -> SamplePlan:
-    def has(flag: int) -> bool:
-        return bool(flags & flag)
-
-    return SamplePlan(
-        greedy=has(_GREEDY),
-        draws=has(_DRAWS),
-        penalties=has(_PENALTIES),
-        bias=has(_BIAS),
-        min_tokens=has(_MIN_TOKENS),
-        top_k_or_p=has(_TOP_K_OR_P),
-        widest=widest,
-        min_p=has(_MIN_P),
-        top_logprobs=top_logprobs,
-        keep_mask=has(_KEEP_MASK),
-    )
+    needs = {name: bool(flags >> place & 1) for place, name in enumerate(_NEEDS)}
+    return SamplePlan(**needs, top_logprobs=top_logprobs, widest=widest)
 
 
 @dataclass(slots=True)
@@ -235,7 +225,7 @@ class LaneState:
             seed = (s.seed + 2**63) % 2**64 - 2**63  # the low 64 bits, as int64: seeds -1 and 2**64 - 1 are one
             stops = len(s.stop_ids) if s.params.min_tokens else 0
             rows.append([s.lane, seed, s.index, s.prompt_len, *integers, stops, *floats])
-        uploaded = _upload(np.array(rows, dtype=np.int64), device)
+        uploaded = upload(np.array(rows, dtype=np.int64), device)
         self.table.index_copy_(0, uploaded[:, 0], uploaded[:, 1:])
         if any(s.params.logit_bias or s.params.min_tokens for s in starts):
             self._write_pairs(starts)
@@ -259,7 +249,7 @@ class LaneState:
                 tokens, addends = np.array(pairs, dtype=np.float64).T
                 lanes = [s.lane for s in together]
                 packed = np.concatenate((tokens.astype(np.int64), addends.copy().view(np.int64), lanes))
-                ids, bits, rows = torch.split(_upload(packed, self.table.device), [count, count, len(lanes)])
+                ids, bits, rows = torch.split(upload(packed, self.table.device), [count, count, len(lanes)])
                 self.token_ids[:, :count].index_copy_(0, rows, ids.expand(len(lanes), -1))
                 self.addends[:, :count].index_copy_(0, rows, bits.view(torch.float64).float().expand(len(lanes), -1))
                 self.widest = max(self.widest, count)
@@ -274,7 +264,7 @@ class LaneState:
         known = [np.array(s.token_ids, dtype=np.int64) + s.lane * self.vocab_size for s in starts]
         prompts = np.concatenate([tokens[: s.prompt_len] for tokens, s in zip(known, starts, strict=True)])
         answers = np.concatenate([tokens[s.prompt_len :] for tokens, s in zip(known, starts, strict=True)])
-        uploaded = _upload(np.concatenate((np.array([s.lane for s in starts]), prompts, answers)), device)
+        uploaded = upload(np.concatenate((np.array([s.lane for s in starts]), prompts, answers)), device)
         lanes, cells = uploaded[: len(starts)], uploaded[len(starts) :]
         prompt, answer = cells[: len(prompts)], cells[len(prompts) :]
         self.counts.index_fill_(0, lanes, 0)
@@ -490,11 +480,3 @@ def _stops(start: LaneStart) -> list[tuple[int, float]]:
 
 def _bounded(value: float) -> float:
     return min(max(value, -LARGE), LARGE)
-
-
-def _upload(values: np.ndarray, device: torch.device) -> Tensor:
-    """Host values as a device tensor, without waiting for the copy."""
-    tensor = torch.from_numpy(values)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()  # a copy from pageable memory would wait
-    return tensor.to(device, non_blocking=True)

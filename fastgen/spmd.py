@@ -13,6 +13,7 @@ import pickle
 import socket
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from collections.abc import Generator as PyGenerator
 from contextlib import contextmanager, suppress
@@ -22,16 +23,16 @@ from typing import Any, TypeVar
 import numpy as np
 import torch.distributed as dist
 
+from fastgen.asking import Asker, Do, Done, do
 from fastgen.exchange import DepartedError
-from fastgen.links import Draw, Failed, Launch, Link, Links, Message, Settle, Settled
+from fastgen.links import Answer, Draw, Failed, Launch, Link, Links, Message, Settle, Settled
 from fastgen.parallel import Group, host
 from fastgen.processes import portable
 from fastgen.request import Batch, StepResult
 from fastgen.runner import Launched, Runner
-from fastgen.sleeping import Rested, Sleep, SleepingRanks, Wake, rest
 from fastgen.transfer import TakePart, TookPart, check_agreement, take_part
 from fastgen.weights import Update
-from fastgen.workers import CONSEQUENCES, Replay, eagerness
+from fastgen.workers import CONSEQUENCES, Handle, Replay, eagerness
 
 T = TypeVar("T")
 
@@ -44,10 +45,9 @@ POLL = 50e-6  # seconds between two looks at a step that runs
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Message):
+class Call(Answer):
     """From a follower: its program calls this. Numbers count the calls, as an interrupted one leaves messages."""
 
-    number: int
     name: str
 
 
@@ -72,22 +72,66 @@ class Closing(Message):
     """From a follower: it closes, and waits until all do: what a rank sends last, others may still read."""
 
 
-Answer = TypeVar("Answer", Call, Settled, TookPart, Rested)
-
-
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A step on its way."""
+class Step(Handle):
+    """And what rank 0's own runner has of it."""
 
-    number: int
-    batch: Batch
     launched: Launched
 
 
 # ------------------------------------------------------------------------------------------------ the ranks
 
 
-class Leader(SleepingRanks):
+class Member(ABC):
+    """What each rank has: calls that all make together, until one closes, or the ranks no longer agree."""
+
+    _broken: BaseException | None = None
+    _end: weakref.finalize[..., Any]
+
+    @abstractmethod
+    def call(self, name: str, function: Callable[[], T], update: Update | None = None) -> T:
+        """What a function of the leader's returns or raises, on all ranks; all must call this name. update: this
+        rank's, where it updates weights."""
+
+    def iterate(self, name: str, items: PyGenerator[T, None, None]) -> Iterator[T]:
+        """The items of the leader's generator, on all ranks; leaving early, which all must do at the same item, closes
+        it."""
+        try:
+            while item := self.call(f"next of {name}", lambda: _next(items)):
+                yield item[0]
+        except GeneratorExit:
+            if self._end.alive and self._broken is None:
+                self.call(f"end of {name}", items.close)
+            raise
+
+    def close(self) -> None:
+        """End the connections and the group, when all ranks close, or after MEETING. More calls do nothing."""
+        self._end()
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            told = f"{type(self._broken).__name__}: {self._broken}"
+            raise RuntimeError(f"the ranks no longer agree, make new Generators: {told}") from self._broken
+        if not self._end.alive:
+            raise RuntimeError(CLOSED)
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """What all ranks must do wholly, or others wait for it in a collective."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = self._fail(error)
+            if self._broken is error:
+                raise
+            raise self._broken from error
+
+    @abstractmethod
+    def _fail(self, error: BaseException) -> BaseException:
+        """End what the ranks have together, after an error; returns what began it."""
+
+
+class Leader(Member, Asker):
     """Rank 0: used as a Runner is, within `call`. build: makes its runner, on all ranks at once; tell: what the others
     are told at the end of each call.
 
@@ -102,11 +146,10 @@ class Leader(SleepingRanks):
         self._tell = tell
         self._links = links
         self._group = group
-        self._followers = range(1, group.size)
+        self._asked = group.size - 1
         self._numbers = itertools.count()
         self._calls = 0
         self._calling = False
-        self._broken: BaseException | None = None
         try:
             with self._agreeing():
                 self._runner = build()
@@ -114,10 +157,10 @@ class Leader(SleepingRanks):
             links.close()
             raise
         self.config = self._runner.config
-        self._end = weakref.finalize(self, _end_leader, self._runner, links, group, os.getpid())
+        self._end = weakref.finalize(self, _end, self._runner, links, group, _meet_followers, os.getpid())
 
-    def call(self, name: str, function: Callable[[], T]) -> T:
-        """What a function returns or raises, on all ranks; all must call this name. Calls within it are its own."""
+    def call(self, name: str, function: Callable[[], T], update: Update | None = None) -> T:
+        """Calls within it are its own."""
         if self._calling:
             return function()
         try:
@@ -133,16 +176,6 @@ class Leader(SleepingRanks):
             raise
         finally:
             self._calling = False
-
-    def iterate(self, name: str, items: PyGenerator[T, None, None]) -> Iterator[T]:
-        """A generator's items, on all ranks; leaving early, which all must do at the same item, closes it."""
-        try:
-            while item := self.call(f"next of {name}", lambda: _next(items)):
-                yield item[0]
-        except GeneratorExit:
-            if self._end.alive and self._broken is None:
-                self.call(f"end of {name}", items.close)
-            raise
 
     def launch(self, batch: Batch) -> Step:
         """Run a step on all ranks."""
@@ -185,10 +218,10 @@ class Leader(SleepingRanks):
         mine = take_part(asked, update, self._runner)
         check_agreement({0: mine, **self._answers(TookPart, asked.number)}, wrote=write)
 
-    def _rest(self, asked: Sleep | Wake) -> dict[int, Rested]:
+    def _do(self, asked: Do) -> dict[int, Done]:
         self._check()
         self._links.send(asked)
-        return {0: rest(asked, self._runner), **self._answers(Rested, asked.number)}
+        return {0: do(asked, self._runner), **self._answers(Done, asked.number)}
 
     def settle(self) -> None:
         """Wait until nothing is on its way on any rank. Does nothing where the ranks no longer agree."""
@@ -199,10 +232,6 @@ class Leader(SleepingRanks):
         self._runner.settle()
         self._answers(Settled, number)
 
-    def close(self) -> None:
-        """End the connections and the group, when all ranks close, or after MEETING. More calls do nothing."""
-        self._end()
-
     def _meet(self, name: str) -> None:
         """Wait until all ranks have called this."""
         self._check()
@@ -211,19 +240,7 @@ class Leader(SleepingRanks):
             if called[rank].name != name:
                 raise RuntimeError(f"rank {rank} called {called[rank].name} where rank 0 called {name}")
 
-    @contextmanager
-    def _agreeing(self) -> Iterator[None]:
-        """What all ranks must do wholly, or others wait for it in a collective."""
-        try:
-            yield
-        except BaseException as error:
-            cause = self._fail(error)
-            if cause is error:
-                raise
-            raise cause from error
-
     def _fail(self, error: BaseException) -> BaseException:
-        """End what the ranks have together, after an error; returns what began it."""
         failed = self._links.first_failure(CONSEQUENCES) if isinstance(error, DepartedError) else None
         if failed is not None:
             # A copy, or the threads of `links` would hold the frames of this one, and so the leader itself.
@@ -235,15 +252,6 @@ class Leader(SleepingRanks):
         self._group.leave()
         return error
 
-    def _answers(self, kind: type[Answer], number: int) -> dict[int, Answer]:
-        """Each follower's answer to the message of a number."""
-        found: dict[int, Answer] = {}
-        while len(found) < len(self._followers):
-            rank, message = self._receive()
-            if isinstance(message, kind) and message.number == number:
-                found[rank] = message
-        return found
-
     def _receive(self) -> tuple[int, Message]:
         while not self._links.failures:
             found = self._links.receive(1.0)
@@ -254,15 +262,12 @@ class Leader(SleepingRanks):
         raise self._fail(DepartedError())
 
     def _check(self) -> None:
-        if self._broken is not None:
-            raise RuntimeError(_disagree(self._broken)) from self._broken
-        if not self._end.alive:
-            raise RuntimeError(CLOSED)
+        super()._check()
         if self._links.failures:
             raise self._fail(DepartedError())
 
 
-class Follower:
+class Follower(Member):
     """Any other rank. It raises what the leader does. After an interrupt, or an error in its part of a step or in
     `build`, the ranks no longer agree, as with the leader. told: what rank 0 told at the end of the last call."""
 
@@ -270,7 +275,6 @@ class Follower:
         self._link = link
         self._group = group
         self._calls = 0
-        self._broken: BaseException | None = None
         self.told: Any = None
         try:
             with self._agreeing():
@@ -282,14 +286,10 @@ class Follower:
         link.eager = eagerness(runner.config.device, group.size)
         self._runner = runner
         self._replay = Replay(runner, link)
-        self._end = weakref.finalize(self, _end_follower, runner, link, group, os.getpid())
+        self._end = weakref.finalize(self, _end, runner, link, group, _meet_leader, os.getpid())
 
     def call(self, name: str, function: object = None, update: Update | None = None) -> Any:
-        """What the leader's function returns or raises. update: this rank's, where it updates weights."""
-        if self._broken is not None:
-            raise RuntimeError(_disagree(self._broken)) from self._broken
-        if not self._end.alive:
-            raise RuntimeError(CLOSED)
+        self._check()
         self._calls += 1
         with self._agreeing():
             with suppress(OSError):  # rank 0 is gone, or has sent why it ends
@@ -299,20 +299,6 @@ class Follower:
             raise outcome.error
         value, self.told = pickle.loads(outcome.data)
         return value
-
-    def iterate(self, name: str, items: object = None) -> Iterator[Any]:
-        """The items of the leader's generator."""
-        try:
-            while item := self.call(f"next of {name}"):
-                yield item[0]
-        except GeneratorExit:
-            if self._end.alive and self._broken is None:
-                self.call(f"end of {name}")
-            raise
-
-    def close(self) -> None:
-        """End the connection and the group, when rank 0 closes, or after MEETING. More calls do nothing."""
-        self._end()
 
     def _follow(self, update: Update | None) -> Return | Raise:
         """Replay until a call has ended."""
@@ -327,19 +313,11 @@ class Follower:
                 return message
         raise _cause(message)
 
-    @contextmanager
-    def _agreeing(self) -> Iterator[None]:
-        """See Leader."""
-        try:
-            yield
-        except BaseException as error:
-            with suppress(OSError):  # rank 0 may be gone
-                self._link.send(Failed.of(self._group.rank, error))
-            self._group.leave()
-            self._broken = self._hear(error) if isinstance(error, DepartedError) else error
-            if self._broken is error:
-                raise
-            raise self._broken from error
+    def _fail(self, error: BaseException) -> BaseException:
+        with suppress(OSError):  # rank 0 may be gone
+            self._link.send(Failed.of(self._group.rank, error))
+        self._group.leave()
+        return self._hear(error) if isinstance(error, DepartedError) else error
 
     def _hear(self, error: BaseException) -> BaseException:
         """What the leader says that an error comes of."""
@@ -370,39 +348,35 @@ def _next(items: Iterator[T]) -> list[T]:
         return []
 
 
-def _end_leader(runner: Runner, links: Links, group: Group, owner: int) -> None:
+EndsT = TypeVar("EndsT", Links, Link)
+
+
+def _end(runner: Runner, ends: EndsT, group: Group, meet: Callable[[EndsT, int], None], owner: int) -> None:
+    """meet: waits until all ranks, of so many, close."""
     if os.getpid() != owner:  # a fork, which has no say in this
         return
     try:
         if group.process_group is not None:
             runner.close()
-            missing, deadline = group.size - 1, time.monotonic() + MEETING
-            while missing and not links.failures and (left := deadline - time.monotonic()) > 0:
-                found = links.receive(left)
-                missing -= found is not None and isinstance(found[1], Closing)
+            meet(ends, group.size)
     finally:
-        links.close()
+        ends.close()
         group.leave()
 
 
-def _end_follower(runner: Runner, link: Link, group: Group, owner: int) -> None:
-    if os.getpid() != owner:
-        return
-    try:
-        if group.process_group is not None:
-            runner.close()
-            with suppress(OSError, TimeoutError):
-                link.send(Closing())
-                deadline = time.monotonic() + MEETING
-                while not isinstance(link.receive(max(deadline - time.monotonic(), 0)), Failed | None):
-                    continue
-    finally:
-        link.close()
-        group.leave()
+def _meet_followers(links: Links, ranks: int) -> None:
+    missing, deadline = ranks - 1, time.monotonic() + MEETING
+    while missing and not links.failures and (left := deadline - time.monotonic()) > 0:
+        found = links.receive(left)
+        missing -= found is not None and isinstance(found[1], Closing)
 
 
-def _disagree(error: BaseException) -> str:
-    return f"the ranks no longer agree, make new Generators: {type(error).__name__}: {error}"
+def _meet_leader(link: Link, ranks: int) -> None:
+    with suppress(OSError, TimeoutError):
+        link.send(Closing())
+        deadline = time.monotonic() + MEETING
+        while not isinstance(link.receive(max(deadline - time.monotonic(), 0)), Failed | None):
+            continue
 
 
 # ------------------------------------------------------------------------------------------------ the connections

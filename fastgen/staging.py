@@ -3,8 +3,7 @@
 A copy from ordinary memory to a GPU is slow, because the driver first brings it into pinned memory of its own, a piece
 at a time. Here each thread reads pieces of files straight into its pinned buffers (which needs no interpreter, so the
 threads run side by side) and has them copied while it fills the next one. A slice of columns is many short runs of
-bytes, which are gathered from the mapped file in one copy. On the CPU the same code runs with ordinary buffers, for
-tests.
+bytes, which are gathered from the mapped file in one copy. On the CPU the same code runs with ordinary buffers.
 """
 
 from __future__ import annotations

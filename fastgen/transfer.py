@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastgen.links import Link, Message
+from fastgen.links import Answer, Link, Message
+from fastgen.processes import raise_first
+from fastgen.runner import Runner
 from fastgen.weights import Update
 
 # ------------------------------------------------------------------------------------------- ranks that are started
@@ -36,10 +38,8 @@ class Weight(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Taken(Message):
-    """From a rank: it has read a Weight."""
-
-    number: int
+class Taken(Answer):
+    """To a Weight: it was read."""
 
 
 class SharedMemory:
@@ -127,19 +127,14 @@ class TakePart(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class TookPart(Message):
+class TookPart(Answer):
     """From a follower: what came of it, and the names of the tensors that it has looked at."""
 
-    number: int
     error: Exception | None
     names: frozenset[str]
 
 
-class _Writes(Protocol):
-    def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
-
-
-def take_part(asked: TakePart, update: Update, runner: _Writes) -> TookPart:
+def take_part(asked: TakePart, update: Update, runner: Runner) -> TookPart:
     """Do on a rank what is asked."""
     update.partial = asked.partial
     try:
@@ -154,11 +149,7 @@ def take_part(asked: TakePart, update: Update, runner: _Writes) -> TookPart:
 
 def check_agreement(outcomes: Mapping[int, TookPart], wrote: bool) -> None:
     """Raise what the first of the ranks has raised, and ValueError where their programs gave other tensors."""
-    for rank in sorted(outcomes):
-        error = outcomes[rank].error
-        if error is not None:
-            error.add_note(f"raised on rank {rank}")
-            raise error
+    raise_first({rank: outcome.error for rank, outcome in outcomes.items()})
     for rank in sorted(outcomes):
         mine, its = outcomes[0].names, outcomes[rank].names
         if mine != its and (wrote or (mine and its)):  # tensors that come once are looked at when they are written

@@ -27,43 +27,25 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from fastgen.arch import ModelConfig
+from fastgen.asking import Asker, Do, Done, do
 from fastgen.config import EngineConfig
-from fastgen.links import (
-    NOTED,
-    Draw,
-    Failed,
-    Launch,
-    Link,
-    Links,
-    Message,
-    Port,
-    Ready,
-    Result,
-    Settle,
-    Settled,
-    Start,
-    StartTrace,
-    TraceWritten,
-    WriteTrace,
-)
+from fastgen.links import NOTED, Draw, Failed, Launch, Link, Links, Message, Port, Ready, Result, Settle, Settled, Start
 from fastgen.parallel import Group
 from fastgen.processes import end, end_with_caller, ending, spawn
 from fastgen.profiling import LocalTracer
 from fastgen.request import Batch, StepResult
 from fastgen.runner import Launched, Runner
-from fastgen.sleeping import Rested, Sleep, SleepingRanks, Wake, rest
 from fastgen.startup import build_rank
 from fastgen.transfer import Arriving, SharedMemory, Taken, Weight, packed
 from fastgen.weights import Update
 
-Answer = TypeVar("Answer", Settled, Taken, Rested)
 Build = Callable[[Start, Link], Runner]
 
 CONSEQUENCES = 3.0  # seconds, from a failure that comes of another rank's, in which that one's is heard of
@@ -81,7 +63,7 @@ class Handle:
     batch: Batch
 
 
-class Ranks(SleepingRanks):
+class Ranks(Asker):
     """Ranks in processes of their own, used as a Runner is.
 
     size: how many; options: of EngineConfig.make, without device and memory; device: "cpu" or "cuda" (rank i is on
@@ -104,7 +86,7 @@ class Ranks(SleepingRanks):
         device: str = "cuda",
         program: SequenceOf[str] = ("-m", "fastgen.workers"),
     ) -> None:
-        self.size = size
+        self.size = self._asked = size
         self._links = Links()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._shared = SharedMemory.make()
@@ -159,35 +141,35 @@ class Ranks(SleepingRanks):
         for name, tensor in update.tensors():
             number = next(self._numbers)
             self._links.send(packed(number, name, tensor, self._shared))
-            self._wait_for_all(Taken, number)
+            self._answers(Taken, number)
             del tensor
         self._settle()
         self._shared.clear()
 
-    def _rest(self, asked: Sleep | Wake) -> dict[int, Rested]:
+    def _do(self, asked: Do) -> dict[int, Done]:
         self._check()
         self._links.send(asked)
-        return self._wait_for_all(Rested, asked.number)
+        return self._answers(Done, asked.number)
 
     def start_trace(self) -> None:
         """Record what rank 0 does from the next step on."""
         self._check()
-        self._links.send({0: StartTrace()})
+        self._links.send({0: Do(next(self._numbers), "start_trace")})
 
     def write_trace(self, path: Path) -> None:
         """Write what rank 0 has recorded; raises OSError where it can not be written. path: absolute."""
         if self._broken is not None or not self._end.alive:
             raise OSError("the ranks have ended")
         number = next(self._numbers)
-        self._links.send({0: WriteTrace(number, path)})
+        self._links.send({0: Do(number, "write_trace", (path,))})
         while True:
             _, message = self._receive()
             if isinstance(message, Result):  # is collected later
                 self._early[message.number] = message.result
-            elif isinstance(message, TraceWritten) and message.number == number:
+            elif isinstance(message, Done) and message.number == number:
                 break
         if message.error is not None:
-            raise OSError(message.error)
+            raise message.error
 
     def settle(self) -> None:
         """Wait until nothing is on its way. Does nothing where the ranks have failed, as that is what holds then."""
@@ -210,16 +192,7 @@ class Ranks(SleepingRanks):
         self._links.send(Settle(number))
         self._settled = number
         self._early.clear()
-        return list(self._wait_for_all(Settled, number).values())
-
-    def _wait_for_all(self, kind: type[Answer], number: int) -> dict[int, Answer]:
-        """Each rank's answer to the message of a number."""
-        answers: dict[int, Answer] = {}
-        while len(answers) < self.size:
-            rank, message = self._receive()
-            if isinstance(message, kind) and message.number == number:
-                answers[rank] = message
-        return answers
+        return list(self._answers(Settled, number).values())
 
     def _wait_until_ready(self) -> EngineConfig:
         configs: dict[int, EngineConfig] = {}
@@ -241,7 +214,6 @@ class Ranks(SleepingRanks):
             raise RuntimeError("this Generator is closed; make a new one")
 
     def _receive(self) -> tuple[int, Message]:
-        """The next message of a rank; raises where one has failed."""
         while not self._links.failures:  # an interrupt may lose a message, and never a failure
             found = self._links.receive(1.0)
             if found is not None and not isinstance(found[1], Failed):
@@ -270,18 +242,15 @@ class Ranks(SleepingRanks):
 
 
 def _end(links: Links, processes: list[subprocess.Popen[bytes]], shared: SharedMemory, owner: int) -> None:
-    """End ranks and wait for them. A rank ends with its connection; those that do not are sent signals."""
+    """End ranks and wait for them. A rank ends with its connection; those that do not are killed."""
     if os.getpid() != owner:  # a fork, which has no say in this
         return
-    try:
+
+    def tell() -> None:
         links.close()
         shared.close()
-    except BaseException:  # the second Ctrl-C
-        for process in processes:
-            process.kill()
-        raise
-    finally:
-        end(processes)
+
+    end(processes, tell)
 
 
 # ------------------------------------------------------------------------------------------------ a rank's side
@@ -326,17 +295,9 @@ class Replay:
             self._runner.write_weights(arriving)
             if arriving.following is not None:
                 self.take(arriving.following)
-        elif isinstance(message, Sleep | Wake):
-            self._link.send(rest(message, self._runner))
-        elif isinstance(message, StartTrace):
-            self._tracer.start_trace()
-        elif isinstance(message, WriteTrace):
-            error = None
-            try:
-                self._tracer.write_trace(message.path)
-            except OSError as raised:
-                error = str(raised)
-            self._link.send(TraceWritten(message.number, error))
+        elif isinstance(message, Do):
+            tracing = message.method in ("start_trace", "write_trace")
+            self._link.send(do(message, self._tracer if tracing else self._runner))
         else:
             assert isinstance(message, Settle), message
             self._undrawn = None

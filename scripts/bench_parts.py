@@ -125,7 +125,7 @@ def bench_load(arguments: argparse.Namespace) -> None:
                 view.zero_()
             bench_gpu.wait(device.type)
             start = time.perf_counter()
-            loader.load(targets, folder, staged=True)
+            loader.load(targets, folder)
             seconds = time.perf_counter() - start
             if checksums(views) != expected:
                 raise RuntimeError("what was loaded is not what was written")

@@ -17,6 +17,7 @@ from fastgen.attention.reference import ReferenceAttention
 from fastgen.graphs import Graphs, batch_sizes, shared_sizes
 from fastgen.kernels.lanes import DecodeInput
 from fastgen.model import ROW_TILE
+from fastgen.pinned import upload
 
 PROMPTS = [random_ids(length) for length in (1, 2, 40, 90, 17)]
 
@@ -144,8 +145,7 @@ def test_lanes_are_sent_when_they_change(llama: Path, monkeypatch: pytest.Monkey
     with Generator(llama, max_seqs=ROW_TILE, page_size=64) as gen:
         with_graphs(gen, monkeypatch)
         sent: list[np.ndarray] = []
-        upload = gen._runner._tensor
-        monkeypatch.setattr(gen._runner, "_tensor", lambda array: sent.append(array) or upload(array))
+        monkeypatch.setattr("fastgen.runner.upload", lambda array, device: sent.append(array) or upload(array, device))
         gen.generate(PROMPTS[:2], SamplingParams(max_tokens=30, ignore_eos=True, temperature=0))
         assert len(sent) <= 6, [len(array) for array in sent]
 

@@ -48,10 +48,10 @@ LEVELS = {
     "fastgen.results": 4,
     "fastgen.scheduler": 4,
     "fastgen.outputs": 5,  # what becomes of sequences: beside the workers, under Generator alone
+    "fastgen.asking": 5,
     "fastgen.intake": 5,  # what goes in: beside outputs
     "fastgen.links": 5,
     "fastgen.placement": 5,
-    "fastgen.sleeping": 5,
     "fastgen.spmd": 5,
     "fastgen.transfer": 5,
     "fastgen.updating": 5,

@@ -185,7 +185,7 @@ def test_who_does_not_read_is_cut_off_where_another_has_failed(monkeypatch: pyte
     stuck = Link(pairs[0][1], called.set)
     threading.Timer(0.2, pairs[1][1].close).start()
     start = time.monotonic()
-    leader.send(links.WriteTrace(0, "x" * 10**7))  # type: ignore[arg-type]  # more than a connection holds
+    leader.send(links.Settle("x" * 10**7))  # type: ignore[arg-type]  # more than a connection holds
     assert 0.15 < time.monotonic() - start < 5, "it waits as long as all are well"
     assert called.wait(5)
     assert {failed.rank for failed in leader.failures} >= {1}

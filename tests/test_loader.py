@@ -1,4 +1,4 @@
-"""loader.py: hub ids and folders, streaming of safetensors, and one clear error for each way a checkpoint is wrong.
+"""loader.py: hub ids and folders, what is read of safetensors, and one clear error for each way a checkpoint is wrong.
 
 The hub is a small HTTP server of this file, or a cache laid out by hand; huggingface_hub itself is the real one.
 """
@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastgen import loader
-from fastgen.loader import fill_random, load, load_weights, read_checkpoint, resolve
+from fastgen.loader import Places, fill_random, load, resolve
 from fastgen.parallel import Part
+from fastgen.weights import Update, write
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -56,75 +57,11 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-# The function that copies
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_load_weights_fills_the_views(dtype: torch.dtype) -> None:
-    tensors, targets = small_tensors(), empty_targets(dtype)
-    fused = targets["model.layers.0.self_attn.q_proj.weight"].view._base
-    load_weights(targets, tensors.items())
-    for name, tensor in tensors.items():
-        assert torch.equal(targets[name].view, tensor.to(dtype))
-    assert fused is not None
-    rows = [tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qk"]
-    assert torch.equal(fused, torch.cat(rows).to(dtype))
-    assert torch.is_grad_enabled()
-
-
-def test_load_weights_skips_the_known_extras() -> None:
-    extras = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2), "lm_head.weight": torch.ones(8, 4)}
-    targets = empty_targets()  # a tied model: it has no lm_head.weight
-    load_weights(targets, [*extras.items(), *small_tensors().items()])
-    untied = {**targets, "lm_head.weight": Part.whole(torch.zeros(8, 4))}
-    with pytest.raises(ValueError, match=r"missing 1 of 5 tensors: lm_head\.weight"):
-        load_weights(untied, small_tensors().items())
-    load_weights(untied, [*extras.items(), *small_tensors().items()])
-    assert untied["lm_head.weight"].view.eq(1).all()
-
-
-def test_load_weights_names_what_is_wrong() -> None:
-    good = list(small_tensors().items())
-    cases = [
-        ([*good, ("model.layers.1.mlp.up_proj.bias", torch.ones(2))], r"unexpected .*layers\.1\.mlp\.up_proj\.bias"),
-        ([*good, good[1]], r"q_proj\.weight' is given twice"),
-        ([("model.norm.weight", torch.ones(5)), *good], r"model\.norm\.weight' has shape \[5\]; .* needs \[4\]"),
-        ([("model.norm.weight", torch.ones(1))], r"has shape \[1\]"),  # copy_ would broadcast it
-        ([("model.norm.weight", torch.ones(4, dtype=torch.int8))], r"model\.norm\.weight' is torch\.int8"),
-        (good[:3], r"missing 1 of 4 tensors: model\.norm\.weight$"),
-    ]
-    for tensors, message in cases:
-        with pytest.raises(ValueError, match=message):
-            load_weights(empty_targets(), tensors)
-    many = {f"model.layers.{layer}.w": Part.whole(torch.zeros(1)) for layer in range(9)}
-    with pytest.raises(ValueError, match=r"missing 9 of 9 tensors: model\.layers\.0\.w, .* and 4 more"):
-        load_weights(many, [])
-
-
-def test_load_weights_holds_one_tensor_at_a_time() -> None:
-    alive: list[int] = []
-    storage: list[Any] = []
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        import weakref
-
-        for name, tensor in small_tensors().items():
-            alive.append(sum(reference() is not None for reference in storage))
-            copy = tensor.clone()
-            storage.append(weakref.ref(copy))
-            yield name, copy
-            del copy
-
-    load_weights(empty_targets(), tensors())
-    assert alive == [0, 0, 0, 0]
-
-
 # Folders
 
 
-@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_load_reads_a_folder(sharded: bool, staged: bool, tmp_path: Path) -> None:
+def test_load_reads_a_folder(sharded: bool, tmp_path: Path) -> None:
     tensors, targets = small_tensors(), empty_targets()
     if sharded:
         write_sharded(tmp_path, tensors)
@@ -132,7 +69,7 @@ def test_load_reads_a_folder(sharded: bool, staged: bool, tmp_path: Path) -> Non
         save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "consolidated.safetensors").write_bytes(b"another format of the same weights")
     (tmp_path / "model-extra.safetensors").write_bytes(b"not named by the index")
-    load(targets, tmp_path, staged=staged)
+    load(targets, tmp_path)
     for name, tensor in tensors.items():
         assert torch.equal(targets[name].view, tensor)
 
@@ -143,14 +80,37 @@ def test_index_wins_over_a_single_file_and_over_other_tensors_of_its_shards(tmp_
     (tmp_path / "model.safetensors").write_bytes(b"stale")
     del weight_map["model.norm.weight"]
     write_index(tmp_path, weight_map)
-    assert {name for name, _ in read_checkpoint(tmp_path)} == set(tensors) - {"model.norm.weight"}
+    targets = empty_targets()
+    del targets["model.norm.weight"]  # which would be unexpected if it were read
+    load(targets, tmp_path)
+    assert all(torch.equal(part.view, tensors[name]) for name, part in targets.items())
+
+
+def test_what_models_have_no_place_for_is_skipped(tmp_path: Path) -> None:
+    extras = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2), "lm_head.weight": torch.ones(8, 4)}
+    save_file({**extras, **small_tensors()}, tmp_path / "model.safetensors")
+    targets = empty_targets()  # a tied model: it has no lm_head.weight
+    load(targets, tmp_path)
+    untied = {**targets, "lm_head.weight": Part.whole(torch.zeros(8, 4))}
+    load(untied, tmp_path)
+    assert untied["lm_head.weight"].view.eq(1).all()
+    save_file(small_tensors(), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing 1 of 5 tensors: lm_head\.weight"):
+        load(untied, tmp_path)
+
+
+def test_missing_tensors_are_listed_up_to_a_number() -> None:
+    many = {f"model.layers.{layer}.w": Part.whole(torch.zeros(1)) for layer in range(9)}
+    with pytest.raises(ValueError, match=r"missing 9 of 9 tensors: model\.layers\.0\.w, .* and 4 more"):
+        Places(many).check_complete()
 
 
 def test_progress_is_in_bytes_and_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"w": torch.zeros(1 << 20)}, tmp_path / "model.safetensors")
-    list(read_checkpoint(tmp_path))
+    targets = {"w": Part.whole(torch.zeros(1 << 20))}
+    load(targets, tmp_path)
     assert capsys.readouterr().err == ""
-    list(read_checkpoint(tmp_path, progress=True))
+    load(targets, tmp_path, progress=True)
     shown = capsys.readouterr().err
     assert "100%" in shown
     assert "4.19M/4.19M" in shown
@@ -198,12 +158,11 @@ def break_index(folder: Path) -> None:
         (break_index, r"model\.safetensors\.index\.json is not an index"),
     ],
 )
-@pytest.mark.parametrize("staged", [False, True])
-def test_a_damaged_folder_is_named(damage: Any, message: str, staged: bool, tmp_path: Path) -> None:
+def test_a_damaged_folder_is_named(damage: Any, message: str, tmp_path: Path) -> None:
     write_sharded(tmp_path, small_tensors())
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
-        load(empty_targets(), tmp_path, staged=staged)
+        load(empty_targets(), tmp_path)
 
 
 def test_resolve_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,5 +409,5 @@ def test_what_transformers_saves_comes_back(architecture: str, tied: bool, tmp_p
     assert ("lm_head.weight" in targets) == (not tied)
     load(targets, resolve(tmp_path))
     assert all(torch.equal(targets[name].view, expected[name]) for name in expected)
-    load_weights(targets, model.state_dict().items())  # a trainer's names, lm_head.weight twice if tied
+    write(targets, Update(model.state_dict(), targets).tensors())  # a trainer's names, lm_head.weight twice if tied
     assert all(torch.equal(targets[name].view, expected[name]) for name in expected)

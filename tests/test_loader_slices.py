@@ -1,19 +1,18 @@
-"""loader.py, the slices that one rank of several holds: which bytes are read, where they go, and in how much memory."""
+"""loader.py, the slices that one rank of several holds: which they are, and where they go."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_loader import write_index, write_sharded
+from test_loader import write_sharded
 from torch import Tensor
 
-from fastgen.loader import fill_random, load, load_weights
+from fastgen.loader import fill_random, load
 from fastgen.parallel import Part
+from fastgen.weights import Update, write
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCAB = 24, 8, 2, 4, 40, 16
 Q, K, V, OUT = (f"self_attn.{part}_proj" for part in "qkvo")
@@ -73,7 +72,7 @@ def rank_targets(rank: int, ranks: int, dtype: torch.dtype) -> tuple[dict[str, P
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("way", ["given", "read", "staged"])
+@pytest.mark.parametrize("way", ["given", "read"])
 def test_the_slices_of_all_ranks_are_the_whole(way: str, ranks: int, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = layer_tensors()
     write_sharded(tmp_path, tensors)
@@ -81,9 +80,9 @@ def test_the_slices_of_all_ranks_are_the_whole(way: str, ranks: int, dtype: torc
     for rank in range(ranks):
         targets, parameters = rank_targets(rank, ranks, dtype)
         if way == "given":
-            load_weights(targets, tensors.items())
+            write(targets, Update(tensors, targets).tensors())
         else:
-            load(targets, tmp_path, staged=way == "staged")
+            load(targets, tmp_path)
         assert not any(parameter.isnan().any() for parameter in parameters)
         held.append({name: part.view for name, part in targets.items()})
     for name, tensor in tensors.items():
@@ -99,15 +98,15 @@ def test_the_slices_of_all_ranks_are_the_whole(way: str, ranks: int, dtype: torc
         assert torch.equal(torch.cat(views, dim), tensor.to(dtype)), name
 
 
-@pytest.mark.parametrize("way", ["given", "read", "staged"])
+@pytest.mark.parametrize("way", ["given", "read"])
 def test_tensors_are_held_to_the_shape_of_the_whole(way: str, tmp_path: Path) -> None:
     def fill(tensors: dict[str, Tensor]) -> None:
         targets, _ = rank_targets(1, 2, torch.float32)
         if way == "given":
-            load_weights(targets, tensors.items())
+            write(targets, Update(tensors, targets).tensors())
         else:
             save_file(tensors, tmp_path / "model.safetensors")
-            load(targets, tmp_path, staged=way == "staged")
+            load(targets, tmp_path)
 
     good = layer_tensors()
     for name, part in rank_targets(1, 2, torch.float32)[0].items():
@@ -131,50 +130,3 @@ def test_random_values_follow_from_names_and_starts() -> None:
     assert len({*alike.values()}) == 2
     for name, part in without.items():
         assert torch.equal(part.view, second[name].view) == alike[name], name
-
-
-MEASURE = """
-import re, sys
-from pathlib import Path
-import torch
-from fastgen.loader import load_weights, read_checkpoint
-from fastgen.parallel import Part
-
-def resident(kinds):
-    found = re.findall(f"Rss(?:{kinds}):\\s+(\\d+) kB", Path("/proc/self/status").read_text())
-    return sum(map(int, found)) / 1024
-
-peak = peak_read = 0
-def watched(folder):
-    global peak, peak_read
-    for name, tensor in read_checkpoint(folder):
-        yield name, tensor
-        peak = max(peak, resident("Anon"))  # it has been copied, and is still alive
-        peak_read = max(peak_read, resident("File|Shmem"))  # with all that was read of the file so far
-        del tensor
-
-size = (5 << 20) // int(sys.argv[2])
-before, before_read = resident("Anon"), resident("File|Shmem")
-targets = {f"w{i}": Part(torch.empty(size, dtype=torch.float32 if i % 2 else torch.bfloat16), (5 << 20,))
-           for i in range(20)}
-load_weights(targets, watched(Path(sys.argv[1])))
-weights = sum(part.view.nbytes for part in targets.values()) / 2**20
-print(peak - before - weights, weights, peak_read - before_read)
-"""
-
-
-def test_only_slices_are_read_and_anonymous_memory_stays_at_the_weights(tmp_path: Path) -> None:
-    """200 MB in 2 shards, half of it converted: no second copy of a shard, and of a slice only that is read."""
-    weight_map = {}
-    for shard in range(2):
-        file = f"model-{shard}.safetensors"
-        save_file({f"w{i}": torch.full((5 << 20,), i, dtype=torch.bfloat16) for i in range(shard, 20, 2)},
-                  tmp_path / file)  # fmt: skip
-        weight_map.update({f"w{i}": file for i in range(shard, 20, 2)})
-    write_index(tmp_path, weight_map)
-    for ranks, most_read in ((1, 140), (4, 65)):  # a shard has 100 MB; pages come by up to 2 MB
-        command = [sys.executable, "-c", MEASURE, str(tmp_path), str(ranks)]
-        extra, weights, read = map(float, subprocess.check_output(command, text=True).split())
-        assert weights == 300 / ranks
-        assert -20 < extra < 40, f"{extra:.0f} MB of anonymous memory beyond the weights of {weights:.0f} MB"
-        assert 100 / ranks <= read < most_read, f"{read:.0f} MB of a shard were read by a rank of {ranks}"

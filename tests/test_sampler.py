@@ -539,10 +539,8 @@ def test_a_long_list_of_biases_takes_no_more_memory() -> None:
 
 def test_samples_of_one_request_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = []
-    upload = sampler._upload
-    monkeypatch.setattr(
-        sampler, "_upload", lambda values, device: (sent.append(values.size), upload(values, device))[1]
-    )
+    upload = sampler.upload
+    monkeypatch.setattr(sampler, "upload", lambda values, device: (sent.append(values.size), upload(values, device))[1])
     params = SamplingParams(logit_bias=dict.fromkeys(range(500), 1.0))
     LaneState(64, 1000, CPU).start([lane_start(lane, params) for lane in range(64)])
     assert sum(sent) < 64 * 15 + 2 * 500 + 65

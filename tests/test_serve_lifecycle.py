@@ -21,10 +21,9 @@ from serving import STUB, Server, alive, request_bytes, until
 
 from fastgen import processes
 from fastgen.cli.serve.app import make_app
-from fastgen.cli.serve.grammar import Grammar
 from fastgen.cli.serve.main import main
-from fastgen.cli.serve.models import Queue, Served, Service
-from fastgen.cli.serve.options import ModelOptions, read_options
+from fastgen.cli.serve.models import Service
+from fastgen.cli.serve.options import read_options
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -203,24 +202,6 @@ def test_a_client_that_goes_while_it_waits_or_sends_leaves_nothing(server: Serve
     running.close()
     until(server.idle, 3)
     assert server.stats()["aborted_total"] - before["aborted_total"] == 2
-
-
-def test_grammars_that_take_long_do_not_hold_up_the_prompts_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = threading.Event()
-    monkeypatch.setattr(Served, "_compile", lambda *_: done.wait())
-    model = Served(ModelOptions("x", None, {}), Queue(1, 1))
-
-    async def ask() -> None:
-        checks = [asyncio.ensure_future(model.check_grammar(Grammar("start: /a/"))) for _ in range(100)]
-        try:
-            await asyncio.sleep(0)
-            await asyncio.wait_for(asyncio.to_thread(int), 10)
-            assert not any(check.done() for check in checks)
-        finally:
-            done.set()
-        await asyncio.gather(*checks)
-
-    asyncio.run(ask())
 
 
 def test_the_time_in_the_queue_is_measured(server: Server) -> None:

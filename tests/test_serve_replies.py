@@ -57,7 +57,7 @@ class Chat:
     def __init__(self, gen: Generator, **fields: Any) -> None:
         body = {"messages": MESSAGES, "seed": 5, "max_tokens": 12, **fields}
         self.request = read_request(ChatRequest, json.dumps(body).encode())
-        self.prompt = encode_chat(self.request, gen.tokenizer)
+        self.prompt = encode_chat(self.request, gen.tokenizer, body["messages"])
         assert gen.tokenizer is not None
         self.vocabulary = Vocabulary(gen.tokenizer)
         said = run(gen, [self.prompt], self.request.sampling_params(SamplingParams()))

@@ -111,7 +111,7 @@ def test_an_echo_is_the_text_that_was_given(chatty: Tokenizer) -> None:
 
 def test_a_chat_as_its_template_writes_it(chatty: Tokenizer) -> None:
     def written(**fields: Any) -> str:
-        ids = encode_chat(ChatRequest(messages=HELLO, **fields), chatty).ids  # type: ignore[arg-type]
+        ids = encode_chat(ChatRequest(messages=HELLO, **fields), chatty, HELLO).ids  # type: ignore[arg-type]
         return chatty.decode(ids, special=True)
 
     assert written().endswith("[answer] ")
@@ -132,7 +132,7 @@ def test_a_chat_as_its_template_writes_it(chatty: Tokenizer) -> None:
 def test_variables_that_a_template_can_not_have(chatty: Tokenizer, name: str) -> None:
     request = ChatRequest(messages=HELLO, chat_template_kwargs={name: "x"})  # type: ignore[arg-type]
     with pytest.raises(ApiError) as raised:
-        encode_chat(request, chatty)
+        encode_chat(request, chatty, HELLO)
     assert raised.value.status == 400
     assert name in raised.value.message
 

@@ -1,4 +1,4 @@
-"""sleeping.py: a Generator that has slept answers as before. (Ranks do in test_tensor_parallel.py.)"""
+"""updating.py: a Generator that has slept answers as before. (Ranks do in test_tensor_parallel.py.)"""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_a_generator_gives_the_same_items_on_all_ranks(leave: int | None) -> Non
         source.close()
         return found
 
-    program = Program(lambda follower: (take(follower.iterate("stream")), follower.call("stats")))
+    program = Program(lambda follower: (take(follower.iterate("stream", items())), follower.call("stats")))
     assert take(program.leader.iterate("stream", items())) == list(range(6))[:leave]  # type: ignore[arg-type]
     assert closed == [True]
     assert program.leader.call("stats", lambda: 7) == 7
@@ -222,7 +222,7 @@ def test_an_error_of_a_generator_is_raised_on_all_ranks() -> None:
         yield 1
         raise ValueError("bad")
 
-    program = Program(lambda follower: list(follower.iterate("stream")))
+    program = Program(lambda follower: list(follower.iterate("stream", items())))
     with pytest.raises(ValueError, match="bad"):
         list(program.leader.iterate("stream", items()))  # type: ignore[arg-type]
     assert [str(outcome) for outcome in program.join()] == ["bad", "bad"]

@@ -125,9 +125,9 @@ def test_columns_of_a_file_of_many_pages(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(views, 1), tensor)
 
 
-def test_load_takes_this_way_when_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_takes_this_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors, targets = write_tensors(tmp_path), empty_targets(torch.float32)
-    load(targets, tmp_path, progress=True, staged=True)
+    load(targets, tmp_path, progress=True)
     assert all(torch.equal(targets[name].view, tensor.float()) for name, tensor in tensors.items())
     shown = capsys.readouterr().err
     assert "100%" in shown
@@ -142,7 +142,7 @@ def test_tensors_may_lie_at_odd_places_in_a_file(tmp_path: Path) -> None:
     assert (8 + len(header)) % 2 == 1
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + values.numpy().tobytes())
     view = torch.zeros(100)
-    load({"w": Part.whole(view)}, tmp_path, staged=True)
+    load({"w": Part.whole(view)}, tmp_path)
     assert torch.equal(view, values)
 
 
@@ -155,11 +155,11 @@ def test_nothing_is_copied_where_something_is_wrong(tmp_path: Path) -> None:
     for change, message in cases:
         targets = {**empty_targets(torch.float32), **change}
         with pytest.raises(ValueError, match=message):
-            load(targets, tmp_path, staged=True)
+            load(targets, tmp_path)
         assert targets["a"].view.isnan().all()
     save_file({"b": torch.zeros(7, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"tensor 'b' is I8; bfloat16, float16 and float32 weights are supported"):
-        load({"b": Part.whole(torch.zeros(7))}, tmp_path, staged=True)
+        load({"b": Part.whole(torch.zeros(7))}, tmp_path)
     with pytest.raises(ValueError, match=r"unexpected tensor 'b'"):
         loader._pieces({}, tmp_path)
 

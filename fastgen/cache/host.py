@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fastgen.cache.pool import KVPool
 from fastgen.kernels.copies import copy_pages
-from fastgen.pinned import Pinned
+from fastgen.pinned import Pinned, upload
 
 STAGING_BYTES = 1 << 28
 STAGING_PAGES = 64  # at most
@@ -115,7 +115,7 @@ class HostTier:
         with self._beside(self._out):
             if self._loaded is not None:
                 self._loaded.wait()
-            pages = self._upload([page for page, _ in pairs])
+            pages = upload(np.array([page for page, _ in pairs], dtype=np.int64), self.device)
             for start in range(0, len(pairs), len(entries)):
                 part = pairs[start : start + len(entries)]
                 order = self._order[: len(part)]
@@ -137,7 +137,7 @@ class HostTier:
         with self._beside(self._in):
             for saved in {self._saved.pop(slot) for slot, _ in pairs if slot in self._saved}:
                 saved.wait()
-            pages = self._upload([page for _, page in pairs])
+            pages = upload(np.array([page for _, page in pairs], dtype=np.int64), self.device)
             for group in self._groups:
                 for start in range(0, len(pairs), len(group.entries)):
                     part = pairs[start : start + len(group.entries)]
@@ -159,8 +159,3 @@ class HostTier:
     def _event(self) -> torch.cuda.Event | None:
         """Recorded anew for each step: who waits for it is told to before that."""
         return torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def _upload(self, numbers: list[int]) -> Tensor:
-        """int64 on the device, in the order of the current stream; does not wait."""
-        tensor = torch.from_numpy(np.array(numbers, dtype=np.int64))
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)

@@ -114,13 +114,9 @@ class PageAllocator:
         """How many pages so many tokens take."""
         return -(-num_tokens // self.page_size)
 
-    def missing(self, pages: list[int], num_tokens: int) -> int:
-        """How many more pages a page table needs to hold `num_tokens` tokens."""
-        return max(0, self.count(num_tokens) - len(pages))
-
     def grow(self, pages: list[int], num_tokens: int) -> bool:
         """Extend a page table to hold `num_tokens` tokens; False, and nothing changed, where too few are available."""
-        count = self.missing(pages, num_tokens)
+        count = max(0, self.count(num_tokens) - len(pages))
         if count > self.available:
             return False
         for _ in range(count):
@@ -278,7 +274,8 @@ class PageAllocator:
         if node.slot >= 0:
             self._host.move_to_end(node)  # its slot may be older than those of its children, which went before it
         elif not self._save(node):
-            self._drop(node)
+            assert not node.children, "they were evicted before it, and have lost their slots"
+            self._unlink(node)
         node.page = -1
         self._nodes[page] = None
         self._take_from_idle(node)
@@ -338,15 +335,6 @@ class PageAllocator:
         self._loads[node.slot] = page
         node.page = page
         self._nodes[page] = node
-
-    def _drop(self, node: Node) -> None:
-        """Take a node out of the tree, and with it all behind it, which is on the host alone."""
-        self._unlink(node)
-        todo = list(node.children.values())
-        while todo:
-            child = todo.pop()
-            todo.extend(child.children.values())
-            self._free_slots.append(self._lose_slot(child))
 
     @staticmethod
     def _unlink(node: Node) -> None:

@@ -20,7 +20,6 @@ from test_arch import KNOWN
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
-from fastgen.loader import load_weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 
@@ -86,7 +85,7 @@ def engine_logprobs(
     raw logprobs that came with the answers."""
     count, prompt, answer = sizes
     with Generator(folder, load="dummy", seed=0, **options) as gen:
-        load_weights(gen._runner.model.targets(), weights.items())
+        gen.update_weights(weights)
         draw = np.random.default_rng(0)
         prompts = [draw.integers(0, gen.model_config.vocab_size, prompt).tolist() for _ in range(count)]
         outputs = gen.generate(prompts, SamplingParams(max_tokens=answer, ignore_eos=True))

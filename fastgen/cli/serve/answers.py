@@ -15,9 +15,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from fastgen.cli.serve.engine import Stream
 from fastgen.cli.serve.fields import NamedTool
-from fastgen.cli.serve.grammar import Grammar, answer_rule
+from fastgen.cli.serve.grammar import answer_rule
 from fastgen.cli.serve.metrics import Meter
-from fastgen.cli.serve.models import Place, Served, Service
+from fastgen.cli.serve.models import Place, Service
 from fastgen.cli.serve.protocol import (
     ApiError,
     ChatRequest,
@@ -139,15 +139,14 @@ async def answer(service: Service, request: Request, send: Send) -> None:
         reply, params = await asyncio.to_thread(prepare, model, request)
         for number, prompt in enumerate(reply.prompts):
             place.count(number, len(prompt.ids))
-        if isinstance(request, ChatRequest) and isinstance(params.mask, Grammar):
-            await _check_grammar(model, request, params.mask)
         model.check_ready()  # it may have died meanwhile
         streams = []
         for number, prompt in enumerate(reply.prompts):
             name, every_step = f"{reply.id}-{number}", bool(request.stream)
             stream = model.engine.submit(name, prompt.ids, params, every_step=every_step)
             streams.append(stack.enter_context(stream))
-        async with aclosing(_turns(streams, place, meter)) as turns:
+        param = ruled_by(request) if isinstance(request, ChatRequest) and params.mask is not None else None
+        async with aclosing(_turns(streams, place, meter, param)) as turns:
             if request.stream:
                 await _send_stream(reply, turns, send)
             else:
@@ -193,9 +192,10 @@ def _body(reply: Reply, events: Sequence[list[Event]]) -> bytes:
 
 
 async def _turns(
-    streams: Sequence[Stream], place: Place, meter: Meter
+    streams: Sequence[Stream], place: Place, meter: Meter, param: str | None
 ) -> AsyncGenerator[tuple[int, list[Event]], None]:
-    """What comes of several prompts, as it comes: (number of the prompt, events). Raises ApiError."""
+    """What comes of several prompts, as it comes: (number of the prompt, events). Raises ApiError. param: the field
+    that is wrong, where the engine does not take them."""
     try:
         async with aclosing(_together(streams)) as turns:
             async for number, events in turns:
@@ -203,7 +203,7 @@ async def _turns(
                 meter.take(number, events)
                 yield number, events
     except (ValueError, TypeError) as error:
-        raise refused(error) from None
+        raise refused(error, param) from None
 
 
 async def _together(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, list[Event]], None]:
@@ -310,14 +310,6 @@ def _prepare_chat(model: Model, request: ChatRequest) -> tuple[ChatReply, Sampli
         raise refused(error, ruled_by(request)) from None
     params = request.sampling_params(model.defaults, grammar)  # type: ignore[arg-type]  # a MaskFactory
     return ChatReply(request, model.name, prompt, model.vocabulary, lambda: calling.parser() or Plain()), params
-
-
-async def _check_grammar(model: Served, request: ChatRequest, grammar: Grammar) -> None:
-    """Raises ApiError where it can not be compiled."""
-    try:
-        await model.check_grammar(grammar)
-    except ValueError as error:
-        raise refused(error, ruled_by(request)) from None
 
 
 def ruled_by(request: ChatRequest) -> str:

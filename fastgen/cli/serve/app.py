@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastgen import __version__
+from fastgen.cli.serve import shapes
 from fastgen.cli.serve.answers import Answer, answer, error_response, json_response, limited
 from fastgen.cli.serve.fields import Strict
 from fastgen.cli.serve.models import Service
@@ -30,16 +31,6 @@ from fastgen.cli.serve.protocol import (
     read_request,
 )
 from fastgen.cli.serve.replies import model_list
-from fastgen.cli.serve.shapes import (
-    ChatCompletion,
-    Completion,
-    DetokenizeReply,
-    Model,
-    ModelList,
-    Status,
-    TokenizeReply,
-    TokenizerInfo,
-)
 from fastgen.cli.serve.tokens import detokenize, needed, tokenize, tokenizer_info
 
 OPEN = ("/health", "/ready", "/metrics")  # that need no key
@@ -123,10 +114,10 @@ class _Routes:
     def router(self) -> APIRouter:
         router = APIRouter()
         posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[Strict], Any, dict[str, Any]]] = [
-            ("/chat/completions", self.chat, ChatRequest, ChatCompletion, stream("ChatChunk")),
-            ("/completions", self.completions, CompletionRequest, Completion, stream("Completion")),
-            ("/tokenize", self.tokenize, TokenizeRequest, TokenizeReply, {}),
-            ("/detokenize", self.detokenize, DetokenizeRequest, DetokenizeReply, {}),
+            ("/chat/completions", self.chat, ChatRequest, shapes.ChatCompletion, stream("ChatChunk")),
+            ("/completions", self.completions, CompletionRequest, shapes.Completion, stream("Completion")),
+            ("/tokenize", self.tokenize, TokenizeRequest, shapes.TokenizeReply, {}),
+            ("/detokenize", self.detokenize, DetokenizeRequest, shapes.DetokenizeReply, {}),
         ]
         for path, handler, wanted, told, content in posts:
             router.add_api_route(
@@ -138,11 +129,11 @@ class _Routes:
                 openapi_extra=body(wanted),
             )
         gets: list[tuple[str, Callable[..., Awaitable[Response]], Any]] = [
-            ("/models", self.models, ModelList),
-            ("/models/{name:path}", self.model, Model),
-            ("/tokenizer_info", self.tokenizer_info, TokenizerInfo),
-            ("/health", self.health, Status),
-            ("/ready", self.ready, Status),
+            ("/models", self.models, shapes.ModelList),
+            ("/models/{name:path}", self.model, shapes.Model),
+            ("/tokenizer_info", self.tokenizer_info, shapes.TokenizerInfo),
+            ("/health", self.health, shapes.Status),
+            ("/ready", self.ready, shapes.Status),
         ]
         for path, handler, told in gets:
             router.add_api_route(path, handler, response_model=None, responses={200: {"model": told}})

@@ -17,7 +17,6 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -99,9 +98,7 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -123,11 +120,13 @@ class Stream:
         if self._every_step or self._ended or not self._begun:
             self._news.set()
 
-    def _end(self, reason: str | None = None, error: str | None = None) -> None:
-        """End it here, and its unfinished samples with an event for this reason, where there is one."""
-        if reason is not None:
+    def _end(self, error: str | None = None) -> None:
+        """End it here, and its unfinished samples with an event for this error, where there is one."""
+        if error is not None:
             unfinished = (index for index in range(self._samples) if index not in self._finished)
-            self._events += [Event(self.request_id, index, [], [], [], "", reason, None, error) for index in unfinished]
+            self._events += [
+                Event(self.request_id, index, [], [], [], "", "error", None, error) for index in unfinished
+            ]
         self._ended = True
         self._news.set()
 
@@ -232,9 +231,7 @@ class Engine:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property
@@ -285,15 +282,6 @@ class Engine:
         self._running[request_id] = number
         self._writer.write(message)
         return stream
-
-    def abort(self, request_id: str) -> None:
-        """End a request: its samples that run get a last event, of finish_reason "abort". Others are skipped."""
-        number = self._running.get(request_id)
-        if number is not None:
-            stream = self._streams.get(number)
-            self._forget(number, request_id)
-            if stream is not None:
-                stream._end("abort")
 
     def _forget(self, number: int, request_id: str) -> None:
         """Tell the engine to abort a request, if it runs."""
@@ -366,7 +354,7 @@ class Engine:
         self._streams.clear()
         self._running.clear()
         for stream in streams:
-            stream._end("error", self.dead)
+            stream._end(self.dead)
 
 
 async def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:

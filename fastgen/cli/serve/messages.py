@@ -67,7 +67,7 @@ class EngineInfo:
     """What a model's server has to know of it.
 
     tokenizer: the folder or hub id that it was loaded from, None where there is none. max_model_len: of prompt and
-    answer together, in tokens. max_seqs: sequences that run at a time. pages: of the KV pool, page_size tokens each.
+    answer together, in tokens. max_seqs: sequences that run at a time.
     """
 
     folder: str
@@ -76,8 +76,6 @@ class EngineInfo:
     vocab_size: int
     eos_ids: tuple[int, ...]
     max_seqs: int
-    page_size: int
-    pages: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fastgen.arch import sampling_defaults
 from fastgen.cli.serve.engine import Engine
-from fastgen.cli.serve.grammar import Compiler, Grammar
 from fastgen.cli.serve.metrics import Metrics
 from fastgen.cli.serve.options import ModelOptions, Options
 from fastgen.cli.serve.protocol import ApiError, choose_model
@@ -83,8 +81,6 @@ class Served:
         self.defaults = SamplingParams()
         self.trouble: str | None = None
         self._read = False
-        self._compiler: Compiler | None = None
-        self._compiling = ThreadPoolExecutor(1, "fgserve-compile")
 
     async def start(self) -> None:
         """Raises what Engine.start does."""
@@ -116,18 +112,6 @@ class Served:
         """Raises ApiError where it is not ready."""
         if not self.ready:
             raise ApiError(503, self.trouble or f"the model {self.name} is being loaded", code="not_ready")
-
-    async def check_grammar(self, grammar: Grammar) -> None:
-        """Raises ValueError where it can not be compiled. That may take seconds, in a thread of its own: prompts of
-        others are tokenized meanwhile."""
-        await asyncio.get_running_loop().run_in_executor(self._compiling, self._compile, grammar)
-
-    def _compile(self, grammar: Grammar) -> None:
-        if self._compiler is None:
-            assert self.tokenizer is not None, "a grammar comes of a chat"
-            info = self.engine.info
-            self._compiler = Compiler(self.tokenizer, info.vocab_size, info.eos_ids)
-        self._compiler.compile(grammar)
 
     async def keep(self, restart: bool) -> None:
         """Start the engine again where it dies, once. Raises RuntimeError, saying why, when that was all."""
@@ -165,10 +149,6 @@ class Service:
     async def close(self) -> None:
         """End the engines."""
         await asyncio.gather(*(model.engine.close() for model in self.models.values()))
-
-    @property
-    def ready(self) -> bool:
-        return all(model.ready for model in self.models.values())
 
     @property
     def trouble(self) -> str | None:

@@ -217,8 +217,6 @@ def _info(gen: Generator) -> EngineInfo:
         vocab_size=gen.model_config.vocab_size,
         eos_ids=tuple(gen.model_config.eos_ids),
         max_seqs=gen.config.max_seqs,
-        page_size=gen.config.page_size,
-        pages=gen.config.num_pages,
     )
 
 

@@ -12,45 +12,23 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
+from fastgen.cli.serve import shapes
 from fastgen.cli.serve.messages import joined
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest
-from fastgen.cli.serve.shapes import (
-    Alternative,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatMessage,
-    Completion,
-    CompletionChoice,
-    Delta,
-    Logprobs,
-    Model,
-    ModelList,
-    TokenLogprob,
-    ToolCall,
-    Usage,
-)
 from fastgen.cli.serve.tokens import PromptTokens, Vocabulary
+from fastgen.cli.serve.toolcalls import ToolParser
 from fastgen.request import Event
 
 UNLIKELY = -9999.0  # stands for minus infinity, which JSON does not have
 
 
-class TextFilter(Protocol):
-    """Turns the text of one choice into what its message gets: content, and pieces of tool calls."""
-
-    def push(self, text: str, last: bool) -> list[Delta]:
-        """The deltas that new text makes; last: nothing more will come. They hold content or tool_calls, no role."""
-
-
 class Plain:
-    """All text is content."""
+    """Stands where a ToolParser does: all text of a choice is content of its message."""
 
-    def push(self, text: str, last: bool) -> list[Delta]:
+    def push(self, text: str, last: bool = False) -> list[shapes.Delta]:
+        """The deltas that new text makes; they hold content or tool_calls, no role. last: nothing more will come."""
         return [{"content": text}] if text else []
 
 
@@ -78,7 +56,7 @@ class _Reply(Generic[RequestT]):
             raise ApiError(400, message, "logprobs", "invalid_value")
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> shapes.Usage:
         """Of all that has been pushed: a prompt counts once, however many its choices are."""
         return {
             "prompt_tokens": self._prompt_tokens,
@@ -127,18 +105,18 @@ class ChatReply(_Reply[ChatRequest]):
         model: str,
         prompt: PromptTokens,
         vocabulary: Vocabulary | None,
-        text_filter: Callable[[], TextFilter] = Plain,
+        text_filter: Callable[[], ToolParser | Plain] = Plain,
     ) -> None:
         super().__init__(request, model, [prompt], vocabulary)
         self._filters = [text_filter() for _ in range(request.choices)]
         self._begun = [False] * request.choices
         self._calls = [False] * request.choices
 
-    def push(self, events: Iterable[Event], prompt: int = 0) -> list[ChatChunk]:
+    def push(self, events: Iterable[Event], prompt: int = 0) -> list[shapes.ChatChunk]:
         """The chunks that new events make: of each choice first the role, then what it says, then why it ended."""
         return [chunk for event in checked(events) for chunk in self._chunks(event)]
 
-    def _chunks(self, event: Event) -> Iterable[ChatChunk]:
+    def _chunks(self, event: Event) -> Iterable[shapes.ChatChunk]:
         index, ids = event.index, event.token_ids
         if not self._begun[index]:
             self._begun[index] = True
@@ -155,7 +133,7 @@ class ChatReply(_Reply[ChatRequest]):
         if event.finish_reason is not None:
             yield self._delta(index, {}, reason=self._reason(event))
 
-    def _said(self, event: Event) -> list[Delta]:
+    def _said(self, event: Event) -> list[shapes.Delta]:
         deltas = self._filters[event.index].push(event.text, event.finish_reason is not None)
         self._calls[event.index] |= any("tool_calls" in delta for delta in deltas)
         return deltas
@@ -167,27 +145,27 @@ class ChatReply(_Reply[ChatRequest]):
     def _delta(
         self,
         index: int,
-        delta: Delta,
-        logprobs: ChatLogprobs | None = None,
+        delta: shapes.Delta,
+        logprobs: shapes.ChatLogprobs | None = None,
         reason: str | None = None,
         ids: list[int] | None = None,
-    ) -> ChatChunk:
-        choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    ) -> shapes.ChatChunk:
+        choice: shapes.ChatChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         if self.request.return_token_ids:
             choice["token_ids"] = ids or []
-        return cast(ChatChunk, self._chunk(choice))
+        return cast(shapes.ChatChunk, self._chunk(choice))
 
-    def whole(self, events: Iterable[Event]) -> ChatCompletion:
+    def whole(self, events: Iterable[Event]) -> shapes.ChatCompletion:
         """The answer that all events of the request make."""
         choices = [self._choice(event) for event in joined(checked(events))]
         reply = {**self._envelope(choices, "chat.completion"), "usage": self.usage}
         if self.request.return_token_ids:
             reply["prompt_token_ids"] = self.prompts[0].ids
-        return cast(ChatCompletion, reply)
+        return cast(shapes.ChatCompletion, reply)
 
-    def _choice(self, event: Event) -> ChatChoice:
+    def _choice(self, event: Event) -> shapes.ChatChoice:
         self._count(event, 0)
-        choice: ChatChoice = {
+        choice: shapes.ChatChoice = {
             "index": event.index,
             "message": _message(self._said(event)),
             "logprobs": self._logprobs(event),
@@ -197,11 +175,11 @@ class ChatReply(_Reply[ChatRequest]):
             choice["token_ids"] = event.token_ids
         return choice
 
-    def _logprobs(self, event: Event) -> ChatLogprobs | None:
+    def _logprobs(self, event: Event) -> shapes.ChatLogprobs | None:
         """An entry a token, the stop token's included."""
         if self.request.alternatives is None:
             return None
-        content: list[TokenLogprob] = []
+        content: list[shapes.TokenLogprob] = []
         for place, (token, logprob) in enumerate(zip(event.token_ids, event.raw_logprobs, strict=True)):
             top = event.top_logprobs[place] if event.top_logprobs else {}
             tops = [self._alternative(*pair) for pair in top.items()]
@@ -209,23 +187,23 @@ class ChatReply(_Reply[ChatRequest]):
             content.append({**own, "top_logprobs": tops})
         return {"content": content, "refusal": None}
 
-    def _alternative(self, token: int, logprob: float) -> Alternative:
+    def _alternative(self, token: int, logprob: float) -> shapes.Alternative:
         words = self._words
         return {"token": words.text(token), "logprob": _finite(logprob), "bytes": list(words.raw(token))}
 
 
-def _message(deltas: Iterable[Delta]) -> ChatMessage:
+def _message(deltas: Iterable[shapes.Delta]) -> shapes.ChatMessage:
     """The message that deltas add up to."""
-    content, calls = "", dict[int, ToolCall]()
+    content, calls = "", dict[int, shapes.ToolCall]()
     for delta in deltas:
         content += delta.get("content", "")
         for piece in delta.get("tool_calls", ()):
-            blank: ToolCall = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+            blank: shapes.ToolCall = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
             call = calls.setdefault(piece["index"], blank)
             call["id"] += piece.get("id", "")
             call["function"]["name"] += piece["function"].get("name", "")
             call["function"]["arguments"] += piece["function"].get("arguments", "")
-    message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
+    message: shapes.ChatMessage = {"role": "assistant", "content": content, "refusal": None}
     if calls:
         message["content"] = content or None
         message["tool_calls"] = [calls[index] for index in sorted(calls)]
@@ -251,7 +229,7 @@ class CompletionReply(_Reply[CompletionRequest]):
         self._begun: set[int] = set()
         self._offsets: dict[int, _Offsets] = {}
 
-    def push(self, events: Iterable[Event], prompt: int = 0) -> list[Completion]:
+    def push(self, events: Iterable[Event], prompt: int = 0) -> list[shapes.Completion]:
         """The chunks that new events of a prompt make.
 
         With echo and logprobs they are held back until the prompt's logprobs come, with the end of its sample 0.
@@ -282,16 +260,16 @@ class CompletionReply(_Reply[CompletionRequest]):
     def _index(self, event: Event, prompt: int) -> int:
         return prompt * self.request.choices + event.index
 
-    def whole(self, events: SequenceOf[Iterable[Event]]) -> Completion:
+    def whole(self, events: SequenceOf[Iterable[Event]]) -> shapes.Completion:
         """The answer that all events make, which are given by prompt."""
         choices = []
         for prompt, own in enumerate(events):
             merged = joined(checked(own))
             self._scored(merged, prompt)
             choices += [self._choice(event, prompt) for event in merged]
-        return cast(Completion, {**self._envelope(choices), "usage": self.usage})
+        return cast(shapes.Completion, {**self._envelope(choices), "usage": self.usage})
 
-    def _choice(self, event: Event, prompt: int) -> CompletionChoice:
+    def _choice(self, event: Event, prompt: int) -> shapes.CompletionChoice:
         self._count(event, prompt)
         index, given, text = self._index(event, prompt), self.prompts[prompt], event.text
         first = index not in self._begun
@@ -301,7 +279,7 @@ class CompletionReply(_Reply[CompletionRequest]):
         logprobs = None
         if self.request.logprobs is not None:
             logprobs = self._logprobs(event, prompt, first)
-        choice: CompletionChoice = {
+        choice: shapes.CompletionChoice = {
             "index": index,
             "text": text,
             "logprobs": logprobs,
@@ -313,9 +291,9 @@ class CompletionReply(_Reply[CompletionRequest]):
                 choice["prompt_token_ids"] = given.ids
         return choice
 
-    def _logprobs(self, event: Event, prompt: int, first: bool) -> Logprobs:
+    def _logprobs(self, event: Event, prompt: int, first: bool) -> shapes.Logprobs:
         """An entry a token, the stop token's included; those of the prompt before the first, where it is echoed."""
-        found: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        found: shapes.Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         given, index = self.prompts[prompt], self._index(event, prompt)
         if first:
             offsets = self._offsets[index] = _Offsets(self._words)
@@ -330,7 +308,7 @@ class CompletionReply(_Reply[CompletionRequest]):
         return found
 
     def _list(
-        self, ids: list[int], logprobs: list[float], tops: list[dict[int, float]] | None, found: Logprobs
+        self, ids: list[int], logprobs: list[float], tops: list[dict[int, float]] | None, found: shapes.Logprobs
     ) -> None:
         """Append tokens to lists of logprobs. A token is among its alternatives, so that they are one more at times."""
         name = self._words.name
@@ -396,9 +374,9 @@ def checked(events: Iterable[Event]) -> list[Event]:
     return events
 
 
-def model_list(names: Iterable[str], created: int, contexts: Iterable[int]) -> ModelList:
+def model_list(names: Iterable[str], created: int, contexts: Iterable[int]) -> shapes.ModelList:
     """Of /models; contexts: tokens of prompt and answer together, at most, of each."""
-    data: list[Model] = [
+    data: list[shapes.Model] = [
         {"id": name, "object": "model", "created": created, "owned_by": "fastgen", "max_model_len": context}
         for name, context in zip(names, contexts, strict=True)
     ]

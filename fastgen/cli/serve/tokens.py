@@ -109,16 +109,13 @@ def encode_text(prompt: str | SequenceOf[int], tokenizer: Tokenizer | None, echo
 def encode_chat(
     request: ChatRequest | TokenizeRequest,
     tokenizer: Tokenizer | None,
-    messages: SequenceOf[Message] | None = None,
+    messages: SequenceOf[Message],
     variables: Mapping[str, Any] | None = None,
 ) -> PromptTokens:
-    """The messages of a request as the chat template writes them. Raises ApiError.
+    """A request's messages, as `Calling` has prepared them, written by the chat template. Raises ApiError.
 
-    messages: to be written instead of the request's own; variables: of the template, beside the request's own (such as
-    tools).
+    variables: of the template, beside the request's own (such as tools).
     """
-    if messages is None:
-        messages = [message.for_template() for message in request.messages or ()]
     named = {**(variables or {}), **(request.chat_template_kwargs or {})}
     prompting = request.add_generation_prompt is not False
     try:
