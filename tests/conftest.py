@@ -12,6 +12,7 @@ from typing import Any
 # Read when torch is first imported, here and in processes that tests start. pytest-xdist has a worker a core, and
 # threads that wait for each other's core are many times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "passive"  # where a test has several threads
 
 import numpy as np
 import pytest
@@ -26,18 +27,9 @@ from fastgen import Generator
 
 if os.environ.get("TRITON_INTERPRET"):
     with suppress(ImportError):
-        from triton.runtime import interpreter
+        from interpreter import hasten
 
-        patch, core = interpreter._patch_lang, interpreter.tl.core
-
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            """As the interpreter calls a function from a kernel, whose launch has patched Triton's language: to do that
-            again for each call is a third of all time. What Triton's own functions use is patched once, and stays."""
-            if core.is_builtin(core.load):
-                patch(self.fn)
-            return self.rewrite()(*args, **kwargs)
-
-        interpreter.InterpretedFunction.__call__ = call
+        hasten()
 
 VOCAB = 320
 EOS = 2
@@ -48,6 +40,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                         "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32, "num_attention_heads": 8}),
 }  # fmt: skip
+
+
+def families_with(values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Each family with every second value, so that each value meets one family with windows and one without."""
+    return [
+        (family, value)
+        for at, family in enumerate(FAMILIES)
+        for place, value in enumerate(values)
+        if (at + place) % 2 == 0
+    ]
+
+
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": EOS,

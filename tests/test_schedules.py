@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Checkpoint, Turns, check_idle, random_ids
+from conftest import Checkpoint, Turns, check_idle, families_with, random_ids
 from hash_model import hopeful
 
 from fastgen import Generator, RequestOutput, SamplingParams
@@ -46,9 +47,14 @@ def answers(gen: Generator, requests: list[tuple[list[int], SamplingParams]] = R
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def alone(family: Path) -> list[Answer]:
     """Each request by itself."""
+    return each_alone(family)
+
+
+@cache
+def each_alone(family: Path) -> list[Answer]:
     with Generator(family) as gen:
         found = [answers(gen, [request])[0] for request in REQUESTS]
     said = [completion.token_ids for completions, _, _ in found for completion in completions]
@@ -66,7 +72,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("family", "schedule"), families_with([*SCHEDULES]), indirect=["family"])
 def test_batched_and_chunked_as_alone(schedule: str, family: Path, alone: list[Answer]) -> None:
     with Generator(family, **SCHEDULES[schedule]) as gen:
         assert answers(gen) == alone
@@ -88,19 +94,18 @@ GROWING = [  # the last ones are preempted first
 ]
 
 
-@pytest.fixture(scope="module")
+@cache
 def growing_alone(family: Path) -> list[Answer]:
     with Generator(family) as gen:
         return [answers(gen, [request])[0] for request in GROWING]
 
 
-@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 240), (16, 18), (32, 5)])
-def test_preempted_and_resumed_as_alone(
-    page_size: int, num_pages: int, family: Path, growing_alone: list[Answer]
-) -> None:
+@pytest.mark.parametrize(("family", "pages"), families_with([(1, 240), (16, 18), (32, 5)]), indirect=["family"])
+def test_preempted_and_resumed_as_alone(pages: tuple[int, int], family: Path) -> None:
+    page_size, num_pages = pages
     with Generator(family, page_size=page_size, num_pages=num_pages, max_seqs=16, max_step_tokens=40) as gen:
         gen._scheduler = hopeful(gen.config)
-        assert answers(gen, GROWING) == growing_alone
+        assert answers(gen, GROWING) == growing_alone(family)
         assert gen.stats.preemptions > 0
 
 

@@ -5,11 +5,12 @@ Held against a Generator that keeps nothing and runs one sequence at a time, in 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Turns, check_idle, random_ids
+from conftest import Turns, check_idle, families_with, random_ids
 from hash_model import hopeful
 from test_schedules import Answer, answer, answers
 
@@ -33,9 +34,14 @@ REQUESTS = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def apart(family: Path) -> list[Answer]:
     """Each request by itself, its samples one after the other."""
+    return each_apart(family)
+
+
+@cache
+def each_apart(family: Path) -> list[Answer]:
     with Generator(family, prefix_cache=False, max_seqs=1) as gen:
         found = [answers(gen, [request])[0] for request in REQUESTS]
         assert gen.stats.cached_tokens == 0
@@ -54,7 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("family", "name"), families_with([*OPTIONS]), indirect=["family"])
 def test_cold_and_warm_as_apart(name: str, family: Path, apart: list[Answer]) -> None:
     with Generator(family, **OPTIONS[name]) as gen:
         for _ in range(2):

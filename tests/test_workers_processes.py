@@ -30,9 +30,21 @@ def batch(step: int) -> Batch:
     return Batch((step,), (), (), (), False)
 
 
+# A rank whose runner is a stub. What computes and torch are absent: to import them would take most of a test's time.
 FAKE = """
-import os, time
-from types import SimpleNamespace
+import os, sys, time
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+class Absent(ModuleType):
+    def __getattr__(self, name):
+        return type(name, (), {})
+
+names = ("exchange", "parallel", "profiling", "runner", "sleeping", "startup", "transfer", "weights")
+for name in ("torch", "torch.distributed", *(f"fastgen.{name}" for name in names)):
+    sys.modules[name] = Absent(name)
+sys.modules["fastgen.profiling"].LocalTracer = lambda *_, **__: SimpleNamespace(span=nullcontext)
+
 from fastgen.config import EngineConfig
 from fastgen.links import Port
 from fastgen.request import StepResult

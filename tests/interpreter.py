@@ -1,0 +1,62 @@
+"""Triton's interpreter, in which kernels run where there is no GPU, does here without what takes most of its time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.runtime import interpreter
+
+core = interpreter.tl.core
+
+
+def hasten() -> None:
+    """From now on, in this process. What kernels compute stays as it is."""
+    # Sums are checked for overflow, and what is found is then dropped, as `debug` is False.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.InterpretedFunction.__call__ = _call
+    interpreter._get_np_dtype = _numpy_type
+    core._unwrap_shape = _sizes
+    core.tuple.__init__ = _init_tuple
+    core.tuple.type = property(_type_of_tuple, _set_type)
+
+
+patch = interpreter._patch_lang
+numpy_type, numpy_types = interpreter._get_np_dtype, {}
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """As the interpreter calls a function from a kernel, whose launch has patched Triton's language: to do that
+    again for each call is a third of all time. What Triton's own functions use is patched once, and stays."""
+    if core.is_builtin(core.load):
+        patch(function.fn)
+    return function.rewrite()(*args, **kwargs)
+
+
+def _numpy_type(type: Any) -> Any:
+    """It makes a dictionary of all types for each look into it."""
+    found = numpy_types.get(type.name)
+    if found is None:
+        found = numpy_types[type.name] = numpy_type(type)
+    return found
+
+
+def _sizes(shape: Any) -> list[int]:
+    if isinstance(shape, core.constexpr):
+        shape = shape.value
+    return [size.value if isinstance(size, core.constexpr) else size for size in shape]
+
+
+def _init_tuple(self: Any, args: Any, type: Any = None) -> None:
+    """Every tensor's shape is one, whose type nobody asks for."""
+    self.values = [*args]
+    self._type = type if type is None or isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+
+def _type_of_tuple(self: Any) -> Any:
+    if self._type is None:
+        self._type = core._type_for_tuple_values(self.values)
+    return self._type
+
+
+def _set_type(self: Any, type: Any) -> None:
+    self._type = type
