@@ -1,0 +1,199 @@
+"""Compile a Generator's Triton kernels for GPUs that are not here: do they fit, and do their numbers fit registers?
+
+    python scripts/compile_kernels.py            # all chips and models; writes scripts/data/kernels-compiled.json
+    python scripts/compile_kernels.py --smoke    # one of each, to see that it runs; writes nothing
+
+A Generator of random weights runs on the CPU, in a process for each chip. Where a GPU would launch a kernel, with the
+arguments and the configuration that it would have on that chip, the kernel is compiled for it (ptxas included), and its
+torch twin computes the result. So what is compiled is what would run, but for all-reduces and what flash-attn does.
+Needs Triton, and no GPU.
+
+shared: bytes of shared memory, of those that a block may have on that chip; spilled: bytes of a thread's numbers that
+have no register, and are in memory instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import triton
+from bench import DATA
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from fastgen.kernels import launch
+from fastgen.kernels.launch import Chip, Kernel
+
+CHIPS = {
+    "A100": Chip((8, 0), 108, 166_912),
+    "RTX A5000": Chip((8, 6), 64, 101_376),
+    "RTX 3090": Chip((8, 6), 82, 101_376),
+    "RTX 4090": Chip((8, 9), 128, 101_376),
+    "H200": Chip((9, 0), 132, 232_448),
+    "B200": Chip((10, 0), 148, 232_448),
+    "RTX 5090": Chip((12, 0), 170, 101_376),
+}
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 8,
+         "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 4096, "max_position_embeddings": 4096,
+         "rms_norm_eps": 1e-5, "hidden_act": "silu"}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Mistral 7B": {"architectures": ["MistralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+                   "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32768, "sliding_window": None},
+    "head size 64": {"architectures": ["LlamaForCausalLM"], "head_dim": 64},
+    "head size 96, window": {"architectures": ["MistralForCausalLM"], "head_dim": 96, "sliding_window": 100},
+    "8 heads a KV head": {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 1},
+    "5 heads a KV head, biases": {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 10},
+    "a KV head each, norms": {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 8},
+}  # fmt: skip
+DTYPES = ("bfloat16", "float16", "float32")
+ENGINE = {"load": "dummy", "device": "cpu", "num_pages": 128, "max_seqs": 32, "max_step_tokens": 512, "seed": 0}
+
+
+class Target:
+    """What Triton asks a driver for, which knows no more than for which chip to compile."""
+
+    def __init__(self, chip: Chip) -> None:
+        major, minor = chip.capability
+        self._target = GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+class Compiled:
+    """Kernels as they are compiled, instead of launched. what: that is compiled now; rows: a kernel each."""
+
+    def __init__(self, chip: Chip) -> None:
+        self.what = ""
+        self.rows: list[dict[str, Any]] = []
+        self._seen: set[str] = set()
+        driver.set_active(Target(chip))
+        compiled = self
+
+        class Compile(triton.JITFunction):  # type: ignore[misc, name-defined]
+            def run(self, *args: Any, warmup: bool, **options: Any) -> Any:
+                kernel = super().run(*args, warmup=True, **options)
+                compiled.add(f"{self.fn.__module__}.{self.fn.__name__}", kernel)
+                return kernel
+
+        launch._quick = lambda: Compile  # type: ignore[assignment]  # before a module with kernels is imported
+
+    def add(self, name: str, kernel: Any) -> None:
+        if kernel.hash in self._seen:
+            return
+        self._seen.add(kernel.hash)
+        registers, spilled = resources(kernel.asm["cubin"])
+        meta = kernel.metadata
+        row = {"kernel": name, "first_in": self.what, "warps": meta.num_warps, "stages": meta.num_stages}
+        self.rows.append(row | {"shared": meta.shared, "registers": registers, "spilled": spilled})
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, spilled bytes) of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (found,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
+    registers, stack, local = map(int, found)
+    return registers, max(stack, local)
+
+
+@contextmanager
+def as_on(chip: Chip) -> Iterator[Compiled]:
+    """Have Generators on the CPU decide as on a GPU of this kind."""
+    compiled = Compiled(chip)
+    Chip.of = staticmethod(lambda device: chip)  # type: ignore[method-assign, assignment]
+
+    from fastgen import model, startup
+    from fastgen.attention.paged import PagedAttention
+
+    def call(self: Kernel, *args: Any, **options: Any) -> Any:
+        self.launch(*args, **options)
+        return self.twin(*args, **options)
+
+    def few(x: Any, linear: Any) -> bool:
+        outputs, inputs = linear.weight.shape
+        return x.element_size() == 2 and model.product.pays(len(x), outputs, inputs, chip)
+
+    Kernel.__call__, Kernel.runs_on = call, lambda self, device: True  # type: ignore[method-assign]
+    model._few = few
+    PagedAttention.capturable = property(lambda self: False)  # type: ignore[assignment, method-assign]
+    startup.make_attention = lambda name, *arguments: PagedAttention(*arguments)
+    yield compiled
+
+
+def run_all(models: list[str], dtypes: tuple[str, ...], chip: Chip) -> list[dict[str, Any]]:
+    """Have everything compiled that the models need in these dtypes."""
+    with as_on(chip) as compiled:
+        for name in models:
+            for dtype in dtypes if name == "Mistral 7B" else dtypes[:2]:
+                compiled.what = f"{name}, {dtype}"
+                run(name, dtype)
+    return compiled.rows
+
+
+def run(name: str, dtype: str) -> None:
+    """Steps of all kinds: prefills long and short, decodes of few and many, samples that share a prompt, scores."""
+    from fastgen import Generator, SamplingParams
+
+    plain = SamplingParams(max_tokens=3, ignore_eos=True)
+    full = SamplingParams(
+        n=16, max_tokens=3, ignore_eos=True, temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1,
+        presence_penalty=0.1, min_tokens=1, logit_bias={7: 1.0}, logprobs=5, return_sampling_mask=True,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**SIZES, **MODELS[name]}))
+        with Generator(folder, dtype=dtype, **ENGINE) as gen:
+            for params in (plain, full):
+                for lengths in ([400], [9] * 6, [9] * 12, [70] * 20):
+                    outputs = gen.generate([[5] * length for length in lengths], params)
+                    assert all(output.error is None for output in outputs)
+            gen.score([[5] * 40])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chip", choices=CHIPS, help="print what becomes of this one, as JSON")
+    parser.add_argument("--smoke", action="store_true")
+    arguments = parser.parse_args(argv)
+    models, dtypes = ([*MODELS][1:2], DTYPES[:1]) if arguments.smoke else ([*MODELS], DTYPES)
+    if arguments.chip:
+        json.dump(run_all(models, dtypes, CHIPS[arguments.chip]), sys.stdout)
+        return 0
+    report, bad = {"triton": triton.__version__, "chips": {}}, 0
+    for name, chip in list(CHIPS.items())[1:2] if arguments.smoke else CHIPS.items():
+        command = [sys.executable, __file__, "--chip", name, *["--smoke"] * arguments.smoke]
+        rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        report["chips"][name] = {"capability": chip.capability, "shared_memory": chip.shared_memory, "kernels": rows}
+        large, spilling = ([row for row in rows if row[what] > most] for what, most in
+                           (("shared", chip.shared_memory), ("spilled", 0)))  # fmt: skip
+        bad += len(large)
+        modules = " ".join(sorted({row["kernel"].split(".")[-2] for row in rows}))
+        most = f"at most {max(row['shared'] for row in rows)} of {chip.shared_memory} bytes of shared memory"
+        print(f"{name}: {len(rows)} kernels of {modules}, {most}", flush=True)
+        for row in [*large, *spilling]:
+            print(f"  {row}")
+    if not arguments.smoke:
+        (DATA / "kernels-compiled.json").write_text(json.dumps(report, indent=1) + "\n")
+    return min(bad, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
