@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 # threads that wait for each other's core are many times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"  # where a test has several threads
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind `nohup pytest &`: tests of Ctrl-C would wait for ever
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
 import pytest
