@@ -5,8 +5,8 @@
 
 A Generator of random weights runs on the CPU, in a process for each chip. Where a GPU would launch a kernel, with the
 arguments and the configuration that it would have on that chip, the kernel is compiled for it (ptxas included), and its
-torch twin computes the result. So what is compiled is what would run, but for all-reduces and what flash-attn does.
-Needs Triton, and no GPU.
+torch twin computes the result. So what is compiled is what one GPU would run, without deterministic mode and
+flash-attn. Needs Triton, and no GPU.
 
 shared: bytes of shared memory, of those that a block may have on that chip; spilled: bytes of a thread's numbers that
 have no register, and are in memory instead.
@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,6 @@ from fastgen.kernels.launch import Chip, Kernel
 CHIPS = {
     "A100": Chip((8, 0), 108, 166_912),
     "RTX A5000": Chip((8, 6), 64, 101_376),
-    "RTX 3090": Chip((8, 6), 82, 101_376),
     "RTX 4090": Chip((8, 9), 128, 101_376),
     "H200": Chip((9, 0), 132, 232_448),
     "B200": Chip((10, 0), 148, 232_448),
@@ -150,7 +151,8 @@ def run_all(models: list[str], dtypes: tuple[str, ...], chip: Chip) -> list[dict
 
 
 def run(name: str, dtype: str) -> None:
-    """Steps of all kinds: prefills long and short, decodes of few and many, samples that share a prompt, scores."""
+    """Steps of all kinds: prefills long and short, decodes of few and many, samples that share a prompt, scores; and
+    what CUDA graphs of decodes hold, of lanes that share keys too."""
     from fastgen import Generator, SamplingParams
 
     plain = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -166,6 +168,7 @@ def run(name: str, dtype: str) -> None:
                     outputs = gen.generate([[5] * length for length in lengths], params)
                     assert all(output.error is None for output in outputs)
             gen.score([[5] * 40])
+            gen._runner.capture([1, 8, 32], [])  # what graphs hold; without a GPU there are none
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -178,9 +181,17 @@ def main(argv: list[str] | None = None) -> int:
         json.dump(run_all(models, dtypes, CHIPS[arguments.chip]), sys.stdout)
         return 0
     report, bad = {"triton": triton.__version__, "chips": {}}, 0
-    for name, chip in list(CHIPS.items())[1:2] if arguments.smoke else CHIPS.items():
+    chips = dict([*CHIPS.items()][1:2]) if arguments.smoke else CHIPS
+
+    def compiled(name: str) -> list[dict[str, Any]]:
         command = [sys.executable, __file__, "--chip", name, *["--smoke"] * arguments.smoke]
-        rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
+        return json.loads(found)  # type: ignore[no-any-return]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        all_rows = pool.map(compiled, chips)
+    for (name, chip), rows in zip(chips.items(), all_rows, strict=True):
         report["chips"][name] = {"capability": chip.capability, "shared_memory": chip.shared_memory, "kernels": rows}
         large, spilling = ([row for row in rows if row[what] > most] for what, most in
                            (("shared", chip.shared_memory), ("spilled", 0)))  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 from fastgen.kernels.launch import triton
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "compile_kernels.py"
-KERNELS = {"attention", "items", "norm", "rope", "product", "swiglu", "sampling", "scoring", "truncation"}
+KERNELS = {"attention", "items", "lanes", "norm", "rope", "product", "swiglu", "sampling", "scoring", "truncation"}
 
 
 @pytest.mark.skipif(triton is None, reason="needs Triton")
