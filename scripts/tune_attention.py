@@ -78,9 +78,9 @@ PREFILLS = [
     (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (64, 32, 4, 3), (128, 32, 8, 3), (64, 64, 4, 3),
     (64, 32, 4, 2), (128, 64, 4, 2), (32, 64, 4, 2),
 ]  # fmt: skip
-# The same of deterministic mode, where both must have as many keys and warps, and the same instruction.
-FIXED_DECODES = [(keys, warps, stages, 255, False) for keys in (32, 64) for warps in (2, 4) for stages in (2, 3, 4)]
-FIXED_PREFILLS = [(rows, keys, warps, 2) for rows in (16, 32) for keys in (32, 64) for warps in (2, 4)]
+# The same of deterministic mode, where both must have as many keys, and the same instruction.
+FIXED_DECODES = [(64, 4, 2, 160, False), (64, 4, 2, 184, False), (64, 4, 3, 160, False), (64, 4, 2, 128, False)]
+FIXED_PREFILLS = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)]
 SPLITS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -236,10 +236,13 @@ def configured(setup: Setup, rows: int, keys: int, warps: int, stages: int, regi
     rows = rows or max(16, 1 << (group - 1).bit_length())
     merge_rows = min(rows if phase == tiles.PREFILL else 1 << (group - 1).bit_length(), 32)
     merge_splits = min(max(tiles.MERGED[phase] * warps * 32 // (merge_rows * dims), 1), 16)
-    size = tiles.shared_bytes(rows, keys, stages, dims, torch.bfloat16, chip)
+    own = setup.paged.configs[phase]
+    if own.fixed:
+        merge_splits = min(4 * merge_splits, 8)
+    size = tiles.shared_bytes(rows, keys, stages, dims, torch.bfloat16, chip, own.swap)
     programs = tiles.programs_of(size, registers, warps, chip)
-    fixed = setup.paged.configs[phase].fixed
-    return tiles.Config(rows, keys, warps, stages, registers, programs, peel, merge_rows, merge_splits, fixed)
+    merging = merge_rows, merge_splits
+    return tiles.Config(rows, keys, warps, stages, registers, programs, peel, *merging, own.fixed, own.swap)
 
 
 class Tuner:
@@ -283,7 +286,8 @@ class Tuner:
             print(f"{case.name:18} flash: {flash}", flush=True)
         else:
             self.note(setup, {"implementation": "flash"}, *flash)
-        shapes = [(0, *shape) for shape in DECODES] if case.decodes else [(*shape, 255, True) for shape in PREFILLS]
+        rows = own[phase].rows if own[phase].fixed else 0
+        shapes = [(rows, *shape) for shape in DECODES] if case.decodes else [(*shape, 255, True) for shape in PREFILLS]
         for shape in shapes:
             config = configured(setup, *shape)
             if config not in found and setup.paged.group <= config.rows:

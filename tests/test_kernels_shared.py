@@ -19,6 +19,7 @@ from fastgen.attention.reference import ReferenceAttention
 from fastgen.cache.pool import KVPool
 from fastgen.kernels import attention as kernel
 from fastgen.kernels import items as lists
+from fastgen.kernels import tiles
 from fastgen.kernels.launch import Kernel
 
 __all__ = ["launched"]
@@ -30,6 +31,7 @@ TREE = [2, [2, [2, 1]], [1, [1, 1]], [1, 1]]  # see `make`
 @pytest.fixture(autouse=True)
 def pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARING_PAYS", 1)
+    monkeypatch.setattr(module, "FILLS", 0)
     monkeypatch.setattr(shared, "SHORTEST", 64)
 
 
@@ -43,9 +45,9 @@ class Shared:
     kv_lens: np.ndarray
     table: Tensor
 
-    def paged(self, window: int, max_seqs: int = 24) -> PagedAttention:
+    def paged(self, window: int, max_seqs: int = 24, deterministic: bool = False) -> PagedAttention:
         windows = (0, window) if window else (0,)
-        attention = PagedAttention(self.pool, self.q.shape[1], windows, max_seqs, 64, 4096)
+        attention = PagedAttention(self.pool, self.q.shape[1], windows, max_seqs, 64, 4096, deterministic)
         attention.chip = H200  # for which ranges are split
         return attention
 
@@ -144,6 +146,41 @@ def test_other_shapes_agree_with_the_twins(head_size: int, group: int, monkeypat
         close(found[0], case.expected(window))
 
 
+@pytest.mark.parametrize(
+    ("page_size", "dtype", "window"), [(64, torch.float32, 0), (64, HALF, 150), (16, HALF, 0), (48, HALF, 100)]
+)
+def test_deterministic_rows_do_not_tell_what_they_share(page_size: int, dtype: torch.dtype, window: int) -> None:
+    """To the bit; where private keys are one item, and where they have one for each block."""
+    case = make([4, [2, [2, 1]], [1, [1, 1]], [1, 1]], head_size=64, page_size=page_size, dtype=dtype)
+    paged = case.paged(window, deterministic=True)
+    alone = paged.attend(case.plan(paged, shared=False), 1, case.q, window)
+    close(alone, case.expected(window))
+    assert case.share(paged)
+    assert int(paged._shared.rows.priors.max()) == 1
+    for slots in (paged.slots, 0):  # 0: of no use for splits
+        paged.slots = slots
+        plan = case.plan(paged)
+        items = plan.work[window][1].list  # type: ignore[attr-defined]
+        splits = items[lists.HEADER :].view(-1, lists.FIELDS)[: int(items[0]), lists.SPLIT] // lists.SPLITS
+        assert (int(splits.max()) > 1) == (slots > 0 and page_size > 16)
+        assert torch.equal(paged.attend(plan, 1, case.q, window), alone)
+
+
+def test_swapped_rows_give_the_same() -> None:
+    """As on Hopper, where a decode's rows are on the right side of its products; but for the order of BLAS's sums."""
+    case = make(TREE, head_size=64, dtype=HALF)
+    for window in (0, 100):
+        paged = case.paged(window, deterministic=True)
+        for phase in (tiles.DECODE, tiles.FEW, tiles.GROUP):
+            paged.configs[phase] = tiles.configure(phase, 4, 64, HALF, H200, deterministic=True)
+        assert paged.configs[tiles.DECODE].swap
+        assert case.share(paged)
+        for slots in (paged.slots, 0):
+            paged.slots = slots
+            for shared_too in (True, False):
+                close(paged.attend(case.plan(paged, shared_too), 1, case.q, window), case.expected(window))
+
+
 def test_the_lists_agree_with_the_twin() -> None:
     case = make([2, [2, [2, 9, 1]], [2, [1, 1]], [1, 2]])
     paged = case.paged(100)
@@ -201,6 +238,15 @@ def test_sharing_pays_only_where_much_is_saved(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "SHARING_PAYS", saved + 1)
     assert not case.share(case.paged(0))
     monkeypatch.setattr(module, "SHARING_PAYS", saved)
+    assert case.share(case.paged(0))
+
+
+def test_deterministic_rows_share_only_where_that_fills_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No range is split there: a few rows behind a long prefix would wait for a few programs."""
+    case = make([2, [1, 1], [1, 1]])
+    assert case.share(case.paged(0, deterministic=True))
+    monkeypatch.setattr(module, "FILLS", 0.5)
+    assert not case.share(case.paged(0, deterministic=True))
     assert case.share(case.paged(0))
 
 

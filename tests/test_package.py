@@ -105,6 +105,20 @@ def global_state() -> Iterator[tuple[str, Any]]:
     yield "numpy's random numbers", [np.asarray(part).tolist() for part in np.random.get_state()]
 
 
+def test_kernels_are_not_needed() -> None:
+    """Without Triton, as on other systems than Linux, their modules are there and their twins run."""
+    code = """
+import importlib, pkgutil, sys
+sys.modules["triton"] = None
+import fastgen.attention.paged, fastgen.kernels
+for found in pkgutil.iter_modules(fastgen.kernels.__path__):
+    importlib.import_module(f"fastgen.kernels.{found.name}")
+assert fastgen.kernels.launch.triton is None
+print("imported")
+"""
+    assert python(code).split() == ["imported"]
+
+
 def test_making_and_using_generators_changes_nothing_global(folder: Path) -> None:
     before = dict(global_state())
     for options in ({"dtype": "bfloat16"}, {"load": "dummy"}, {}):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fastgen.attention import shared
-from fastgen.attention.shared import Level, saved_keys, shared_items, shared_ranges
+from fastgen.attention.shared import Level, roots, saved_keys, shared_items, shared_ranges
 from fastgen.kernels.items import BEGIN, END, FIRST, LANE, SPLIT, TOKENS
 
 PAGE = 16
@@ -71,6 +71,15 @@ def test_all_that_is_shared_is_found_once(seed: int) -> None:
         shared = [len(holders[page]) > 1 for page in table[:count].tolist()]
         assert covered(ranges, row) == list(range(sum(shared)))
     assert saved_keys(levels, PAGE) == PAGE * sum(len(rows) - 1 for rows in holders.values())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_roots_are_whole_blocks_from_the_first_key_on(seed: int) -> None:
+    tables, full = random_tables(seed)
+    levels = shared_ranges(tables, np.arange(len(full)), full)
+    wanted = [Range(each.rows, 0, each.last // 4 * 4) for each in ranges_of(levels) if not each.first and each.last > 3]
+    assert ranges_of(roots(levels, PAGE, 4 * PAGE)) == wanted
+    assert ranges_of(roots(levels, PAGE, PAGE)) == ranges_of(levels[:1])
 
 
 def test_nothing_shared() -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgen.attention.interface import StepLayout
-from fastgen.attention.shared import SharedItems, saved_keys, shared_items, shared_ranges
+from fastgen.attention.shared import SharedItems, roots, saved_keys, shared_items, shared_ranges
 from fastgen.cache.pool import KVPool
 from fastgen.kernels import attention as kernel
 from fastgen.kernels import items as lists
@@ -22,6 +22,7 @@ from fastgen.kernels.launch import Chip
 FIXED_SLOTS = 8192  # partial results of a decode step whose splits are fixed: where it has more, it has none
 PREFILL_SLOTS = 2048  # partial results, of a query token each, that there is room for at least
 SHARING_PAYS = 16e6  # bytes of a layer's keys and values that are not read again
+FILLS = 0.5  # of the programs that a chip holds, items of shared keys that are not split
 DEPTH = 64  # priors of a row, at most, where few rows share
 
 
@@ -38,7 +39,7 @@ class PagedAttention:
     serves each layer once.
 
     num_heads: H; windows: of the layers, 0 for none; max_seqs, max_step_tokens: of a step, with padding; context: the
-    longest kv_len. deterministic: a query's answer is the same to the bit in whatever step; nothing is shared then.
+    longest kv_len. deterministic: a query's answer is the same to the bit in whatever step.
     All memory but that of answers and prefill lists is taken here, and graphs share it: `slots` partial
     results of (H * (D + 1) + K) * 4 bytes, and 32 bytes a slot and distinct window. At H = 32, K = 8, D = 128 with 1024
     sequences these are 9216 slots, 153 MB and 0.3 MB, however large the pool is.
@@ -66,16 +67,17 @@ class PagedAttention:
         self.group = num_heads // num_kv
         self.configs = {
             phase: tiles.configure(phase, self.group, head_size, dtype, self.chip, deterministic)
-            for phase in (tiles.DECODE, tiles.FEW, tiles.PREFILL, *((tiles.GROUP,) if not deterministic else ()))
+            for phase in (tiles.DECODE, tiles.FEW, tiles.PREFILL, tiles.GROUP)
         }
-        self._fixed = self.configs[tiles.DECODE].fixed
-        self._most_fixed = -(-context // self._fixed) if self._fixed else 0
+        self._fixed = deterministic
+        self._most_fixed = -(-context // self.configs[tiles.DECODE].keys)
         self.windows = tuple(sorted(set(windows)))
         self.priors = max(min(lists.SLOTS, DEPTH * max_seqs), max_seqs)  # of all rows together
         decode_slots = lists.slots_for(max_seqs, context) + self.priors
-        if self._fixed:
-            decode_slots = max(min(max_seqs * (self._most_fixed + 1), FIXED_SLOTS), self._most_fixed + 1, 2 * max_seqs)
         self.slots = max(decode_slots, min(PREFILL_SLOTS, max_step_tokens * lists.MOST_SPLITS))
+        if self._fixed:  # prefills are not split then, and a row has one prior
+            alone = self._most_fixed + 1
+            self.slots = max(min(max_seqs * alone, FIXED_SLOTS), alone, 2 * max_seqs)
         self._windows = torch.tensor(self.windows, dtype=torch.int32, device=device)
         size = lists.HEADER + self.slots * lists.FIELDS
         self._lists = torch.zeros(len(self.windows), size, dtype=torch.int32, device=device)
@@ -89,19 +91,23 @@ class PagedAttention:
 
     @property
     def shares(self) -> bool:
-        return not self._fixed and self.pool.keys.device not in kernel.sharing.refused
+        return self.pool.keys.device not in kernel.sharing.refused
 
     def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
         levels = shared_ranges(tables, lanes, full)
         page_size, head_size = self.pool.keys.shape[3:]
+        if self._fixed:
+            levels = roots(levels, page_size, self.configs[tiles.GROUP].keys)
         key_bytes = 2 * self.num_kv * head_size * self.pool.keys.element_size()
         if not levels or saved_keys(levels, page_size) * key_bytes < SHARING_PAYS:
             self._shared.clear()
             return False
         config = self.configs[tiles.GROUP]
         tile, units = config.rows // self.group, max(self.chip.processors * config.programs // self.num_kv, 1)
-        found = shared_items(levels, lanes, page_size, tile, config.keys, units, self.priors)
-        if int(found.priors.sum()) > self.priors:  # trees so deep that there is no room
+        slots = 0 if self._fixed else self.priors  # 0: no range is split
+        found = shared_items(levels, lanes, page_size, tile, config.keys, units, slots)
+        idle = self._fixed and len(found.items) < FILLS * units  # where it is slower than each row's own splits
+        if idle or int(found.priors.sum()) > self.priors:  # or trees are so deep that there is no room
             self._shared.clear()
             return False
         self._shared.write(found)
@@ -128,11 +134,15 @@ class PagedAttention:
         return plan
 
     def _splits(self, sequences: int) -> tuple[int, int]:
-        """Keys of a decode's split, and the most splits that a sequence has before they get longer."""
+        """Keys of a decode's split, and the most splits that a sequence has before they get longer. (Where they are
+        fixed none has more: longer ones would have other bits.)"""
         if not self._fixed:
             return lists.split_of(sequences, self.num_kv, self.chip), lists.splits_of(sequences)
-        if sequences * (self._most_fixed + 1) <= self.slots:
-            return self._fixed, self._most_fixed
+        config = self.configs[tiles.DECODE]
+        idle = sequences * self.num_kv < self.chip.processors * config.programs
+        room = sequences * (self._most_fixed + 1) <= self.slots and self._most_fixed < lists.SPLITS // 2
+        if idle and room:
+            return config.keys, self._most_fixed
         return lists.WHOLE, 1
 
     def plan(self, layout: StepLayout) -> _Plan:
@@ -149,11 +159,8 @@ class PagedAttention:
             tile = config.rows // self.group
             units = max(self.chip.processors * config.programs // self.num_kv, 1)
             for window in self.windows:
-                arguments = chunks, window, tile, config.keys, units, self.slots
-                if self._fixed:
-                    items = lists.fixed_prefill_items(*arguments, self._fixed)
-                else:
-                    items = lists.prefill_items(*arguments)
+                slots = 0 if self._fixed else self.slots  # 0: no tile's keys are split
+                items = lists.prefill_items(chunks, window, tile, config.keys, units, slots)
                 counts.append(len(items))
                 pieces.append(lists.prefill_list(items))
         on_device = _upload(pieces, device)

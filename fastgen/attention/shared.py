@@ -9,7 +9,8 @@ Shape letters: S rows of the step, P page size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +67,21 @@ def _first_differences(tables: NDArray[np.int32], lanes: Ints, full: Ints, rows:
     return np.minimum(np.where(same.all(1), width, same.argmin(1)), full[rows])
 
 
+def roots(levels: list[Level], page_size: int, block: int) -> list[Level]:
+    """The first level alone, of ranges that end at multiples of `block` keys: what can be gone through from position 0
+    on in the order in which a row alone would."""
+    step = block // math.gcd(block, page_size)
+    whole = [replace(each, last=each.last // step * step) for each in levels[:1]]
+    return [
+        Level(
+            each.rows[np.repeat(each.last > 0, each.count)],
+            *(x[each.last > 0] for x in (each.count, each.first, each.last)),
+        )
+        for each in whole
+        if each.last.any()
+    ]
+
+
 def saved_keys(levels: list[Level], page_size: int) -> int:
     """Keys that are not read because others have read them, in all rows together."""
     return sum(int(((each.count - 1) * (each.last - each.first)).sum()) for each in levels) * page_size
@@ -87,7 +103,7 @@ def shared_items(
     """The items of ranges, in tiles of up to `tile` rows, longest first. lanes: [S].
 
     Ranges are split, evenly and at multiples of `block` keys, where they have more than their even share of `units`
-    items, but not so far that all priors together are more than `slots`.
+    items, but not so far that all priors together are more than `slots` (0: not at all).
     """
     members, count, first, last = (
         np.concatenate([getattr(each, name) for each in levels]) for name in ("rows", "count", "first", "last")

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.kernels.blocks import join, left, nothing, softmax_block, softmax_block_swapped
 from fastgen.kernels.items import (
     BEGIN,
     END,
@@ -36,7 +37,7 @@ from fastgen.kernels.items import (
     dependent,
 )
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
-from fastgen.kernels.merging import fold, join, leave, merge, merge_fixed
+from fastgen.kernels.merging import fold, leave, merge, merge_fixed
 from fastgen.kernels.tiles import REGISTERS, Config, power_of_two
 
 PLAIN, SHARED, PRIVATE = 0, 1, 2  # what a list's items are: see the top
@@ -85,18 +86,18 @@ def _attention_kernel(
     members_ptr, bases_ptr, lens_ptr, layer, num_pages, table_width,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr, FIXED: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, KIND: tl.constexpr,
+    SWAP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, KIND: tl.constexpr,
     PLAIN: tl.constexpr, SHARED: tl.constexpr, PRIVATE: tl.constexpr,
     HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Units are taken in order: the first by the program's number, others from the layer's counter in the header."""
-    # PRIVATE ones begin beside SHARED ones, and wait for them only where their partial results are wanted: so these say
-    # that the next may come when they know that all before them has ended.
+    # PRIVATE ones begin beside SHARED ones, and wait for them only where their partial results are wanted (where the
+    # order is fixed, from the start): so these say that the next may come when they know that all before has ended.
     if PDL and KIND == SHARED:
         tl.extra.cuda.gdc_wait()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if PDL and KIND == PLAIN:
+    if PDL and (KIND == PLAIN or (KIND == PRIVATE and FIXED)):
         tl.extra.cuda.gdc_wait()
     G: tl.constexpr = H // K
     programs = tl.num_programs(0)
@@ -123,18 +124,26 @@ def _attention_kernel(
             high = tl.max(query, 0)
         at = (query_row * H + q_head)[:, None] * D + dim
         q = tl.load(q_ptr + at, mask=here, other=0.0)
-        acc, peak, total = _attended(
-            q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr + lane * table_width, layer * num_pages,
-            head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL, FIXED,
+        acc, peak, total = nothing(ROWS, DIMS, SWAP)
+        if KIND == PRIVATE and FIXED:  # where the shared keys end, unless `merge_fixed` goes on from there
+            prior = (token < tokens % SPLITS) & (tokens // SPLITS > 0) & (split // SPLITS == 1)
+            acc, peak, total = left(parts_ptr, lse_ptr, totals_ptr, part * H + q_head, prior, D, DIMS, SWAP)
+        acc, peak, total = _softmax(
+            acc, peak, total, q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr + lane * table_width,
+            layer * num_pages, head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL, FIXED, SWAP,
         )  # fmt: skip
         if KIND == SHARED:
-            slot = tl.load(bases_ptr + query_row) + split
-            acc = acc / total[:, None]
-            leave(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
+            slot = (tl.load(bases_ptr + query_row) + split) * H + q_head
+            if FIXED:
+                tl.store(totals_ptr + slot, total, mask=token < tokens)
+                leave(acc, peak, parts_ptr, lse_ptr, slot, token < tokens, D, DIMS)
+            else:
+                acc = acc / total[:, None]
+                leave(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot, token < tokens, D, DIMS)
         else:
             _finish(
                 acc, peak, total, out_ptr, parts_ptr, lse_ptr, totals_ptr, arrivals_ptr, first, tokens, part, split,
-                head, H, K, D, ROWS, DIMS, MERGE_ROWS, MERGE_SPLITS, SPLITS, KIND == PRIVATE, FIXED > 0, PDL,
+                head, H, K, D, ROWS, DIMS, MERGE_ROWS, MERGE_SPLITS, SPLITS, KIND == PRIVATE, FIXED, PDL,
             )  # fmt: skip
         unit = count * K
         if unit > programs:
@@ -157,41 +166,15 @@ def _item(item_ptr):
 
 
 @jit()
-def _attended(
-    q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
+def _softmax(
+    acc, peak, total, q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr, FIXED: tl.constexpr,
+    SWAP: tl.constexpr,
 ):  # fmt: skip
-    """`_softmax`; where it is FIXED, of so many keys at a time, from position 0 on."""
-    stop = end
-    if FIXED > 0:
-        stop = tl.minimum(begin // FIXED * FIXED + FIXED, end)
-    acc, peak, total = _softmax(
-        q, query, low, high, begin, stop, keys_ptr, values_ptr, table_ptr, first_page, head,
-        K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL,
-    )  # fmt: skip
-    if FIXED > 0:
-        for start in range(stop, end, FIXED):
-            next_acc, next_peak, next_total = _softmax(
-                q, query, low, high, start, tl.minimum(start + FIXED, end), keys_ptr, values_ptr, table_ptr, first_page,
-                head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL,
-            )  # fmt: skip
-            acc, peak, total = join(acc, peak, total, next_acc, next_peak, next_total)
-    return acc, peak, total
-
-
-@jit()
-def _softmax(
-    q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
-    K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr,
-):  # fmt: skip
-    """The softmax of q [ROWS, DIMS] at positions query [ROWS], from low to high, over the keys [begin, end), not yet
-    divided by its sum: acc [ROWS, DIMS], and peak and total [ROWS], the sum in units of 2**peak. A row that sees none
-    of the keys has a peak of -1e30, which weighs nothing beside another."""
-    acc = tl.zeros([ROWS, DIMS], tl.float32)
-    peak = tl.full([ROWS], -1e30, tl.float32)  # finite, so that a row that has seen nothing gives no NaN
-    total = tl.zeros([ROWS], tl.float32)
+    """The softmax of q [ROWS, DIMS] at positions query [ROWS], from low to high, over keys before and those of
+    [begin, end), not yet divided by its sum: acc [ROWS, DIMS], and peak and total [ROWS], the sum in units of 2**peak.
+    A row that has seen no keys has a peak (-1e20 or less) that weighs nothing beside another."""
     full_begin = begin
     full_end = end
     if PEEL:
@@ -200,25 +183,29 @@ def _softmax(
             full_begin = tl.minimum(full_begin, end)
             acc, peak, total = _blocks(
                 acc, peak, total, q, query, begin, full_begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
-                K, D, P, WINDOW, SCALE, KEYS, DIMS, True,
+                K, D, P, WINDOW, SCALE, KEYS, DIMS, True, FIXED, SWAP,
             )  # fmt: skip
         full_end = full_begin + tl.maximum(tl.minimum(end, low + 1) - full_begin, 0) // KEYS * KEYS
         acc, peak, total = _blocks(
             acc, peak, total, q, query, full_begin, full_end, end, keys_ptr, values_ptr, table_ptr, first_page, head,
-            K, D, P, WINDOW, SCALE, KEYS, DIMS, False,
+            K, D, P, WINDOW, SCALE, KEYS, DIMS, False, FIXED, SWAP,
         )  # fmt: skip
         full_begin = full_end
-    return _blocks(
+    acc, peak, total = _blocks(
         acc, peak, total, q, query, full_begin, end, end, keys_ptr, values_ptr, table_ptr, first_page, head,
-        K, D, P, WINDOW, SCALE, KEYS, DIMS, True,
+        K, D, P, WINDOW, SCALE, KEYS, DIMS, True, FIXED, SWAP,
     )  # fmt: skip
+    if SWAP:
+        acc = tl.trans(acc)
+        total = tl.max(total, 0)
+    return acc, peak, total
 
 
 @jit()
 def _blocks(
     acc, peak, total, q, query, begin, end, limit, keys_ptr, values_ptr, table_ptr, first_page, head,
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    KEYS: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr,
+    KEYS: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr, FIXED: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     """Go on with the keys [begin, end), of which those from `limit` on are not there: what is in the pool in their
     place may be anything, so that it is not loaded."""
@@ -245,22 +232,44 @@ def _blocks(
         else:
             k = tl.load(keys_ptr + base + at, mask=dim < D, other=0.0)
             v = tl.load(values_ptr + base + at, mask=dim < D, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if MASKED:
-            seen = (key[None, :] <= query[:, None]) & (key < limit)[None, :]
-            if WINDOW > 0:
-                seen = seen & (key[None, :] > query[:, None] - WINDOW)
-            scores = tl.where(seen, scores * SCALE, -1e30)
-            higher = tl.maximum(peak, tl.max(scores, 1))
-            weights = tl.exp2(scores - higher[:, None])
-        else:  # a fused multiply-add, which would not do for -1e30: it takes a rounded product from an exact one
-            higher = tl.maximum(peak, tl.max(scores, 1) * SCALE)
-            weights = tl.exp2(scores * SCALE - higher[:, None])
-        shrink = tl.exp2(peak - higher)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        peak = higher
+        if FIXED:
+            seen = None
+            if MASKED:
+                seen = _seen(key, query, limit, WINDOW, SWAP)
+            if SWAP:
+                next_acc, next_peak, next_total = softmax_block_swapped(q, k, v, seen, SCALE)
+            else:
+                next_acc, next_peak, next_total = softmax_block(q, k, v, seen, SCALE)
+            acc, peak, total = join(acc, peak, total, next_acc, next_peak, next_total, SWAP)
+        else:
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if MASKED:
+                scores = tl.where(_seen(key, query, limit, WINDOW, False), scores * SCALE, -1e30)
+                higher = tl.maximum(peak, tl.max(scores, 1))
+                weights = tl.exp2(scores - higher[:, None])
+            else:  # a fused multiply-add, which would not do for -1e30: it takes a rounded product from an exact one
+                higher = tl.maximum(peak, tl.max(scores, 1) * SCALE)
+                weights = tl.exp2(scores * SCALE - higher[:, None])
+            shrink = tl.exp2(peak - higher)
+            total = total * shrink + tl.sum(weights, 1)
+            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            peak = higher
     return acc, peak, total
+
+
+@jit()
+def _seen(key, query, limit, WINDOW: tl.constexpr, SWAP: tl.constexpr):
+    """Whether keys [KEYS] are seen by queries [ROWS]: [ROWS, KEYS], or the other way round."""
+    if SWAP:
+        key = key[:, None]
+        query = query[None, :]
+    else:
+        key = key[None, :]
+        query = query[:, None]
+    seen = (key <= query) & (key < limit)
+    if WINDOW > 0:
+        seen = seen & (key > query - WINDOW)
+    return seen
 
 
 @jit()
@@ -271,7 +280,7 @@ def _finish(
     FIXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the answer of a tile, or of one of its splits the partial results; who is last merges them."""
-    if PRIORS and PDL:  # for the launch that left them
+    if PRIORS and PDL and not FIXED:  # for the launch that left them
         tl.extra.cuda.gdc_wait()
     priors = tokens // SPLITS
     tokens = tokens % SPLITS
@@ -282,7 +291,7 @@ def _finish(
     dim = tl.arange(0, DIMS)[None, :]
     here = (token < tokens)[:, None] & (dim < D)
     if splits == 1:
-        if PRIORS:
+        if PRIORS and not FIXED:
             acc, peak, total = fold(acc, peak, total, parts_ptr, lse_ptr, part, priors, q_head, here, H, D, DIMS)
         at = ((first + token) * H + q_head)[:, None] * D + dim
         tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=here)
@@ -299,8 +308,8 @@ def _finish(
         if arrived == splits - 1:
             if FIXED:
                 merge_fixed(
-                    out_ptr, parts_ptr, lse_ptr, totals_ptr, first, tokens, part, splits, head,
-                    H, H // K, D, DIMS, MERGE_ROWS,
+                    out_ptr, parts_ptr, lse_ptr, totals_ptr, first, tokens, part, priors + splits, head,
+                    H, H // K, D, DIMS, MERGE_ROWS, MERGE_SPLITS,
                 )  # fmt: skip
             else:
                 merge(
@@ -343,7 +352,7 @@ def _launch(
         q, out, keys, values, page_table, items.list, workspace.parts, workspace.lse, workspace.totals,
         workspace.arrivals, members, items.bases, items.kv_lens, layer, num_pages, page_table.stride(0),
         num_heads, num_kv, head_size, page_size, window, head_size**-0.5 * math.log2(math.e),
-        config.rows, config.keys, dims, config.peel, config.fixed, config.merge_rows, config.merge_splits,
+        config.rows, config.keys, dims, config.peel, config.fixed, config.swap, config.merge_rows, config.merge_splits,
         items.kind, PLAIN, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
         num_warps=config.warps, num_stages=config.stages, **options,
     )  # fmt: skip

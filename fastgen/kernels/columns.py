@@ -14,18 +14,11 @@ to the same bits in any company and in all variants of the kernels.
 
 from __future__ import annotations
 
-from typing import Any
-
-from fastgen.kernels.launch import tl
+from fastgen.kernels.launch import constant
 
 CHUNK = 4096
 SUB = 512
 WARPS = 8
-
-
-def constant(value: float) -> Any:
-    """A number that kernels can name."""
-    return value if tl is None else tl.constexpr(value)
 
 
 # Columns of `record`.

@@ -164,7 +164,7 @@ def _launch(
     assert kv_lens.is_contiguous()
     assert lists.stride() == (lists.shape[1], 1)
     assert len(windows) == len(lists)
-    assert base % ALIGN == 0
+    assert base % ALIGN == 0 or ALIGN % base == 0
     assert 0 < count <= min(capacity, BLOCKS[-1])
     block = next(size for size in BLOCKS if size >= count)
     pdl = dependent(Chip.of(lanes.device))
@@ -188,8 +188,9 @@ def _twin(
     """Write the lists of a step of one token a sequence: lists int32 [W, HEADER + capacity * FIELDS].
 
     lanes: int64 [S]; kv_lens: int32 [S], with the token itself; windows: int32 [W], 0 for none. A sequence's keys are
-    cut at multiples of its split: `base` keys (a multiple of ALIGN), doubled until the range that it sees has `most`
-    splits. shared: what the sequences share, whose `bases` are written too and whose list may be taken from anew.
+    cut at multiples of its split: `base` keys (a multiple of ALIGN, or a divisor), doubled until the range that it sees
+    has `most` splits. shared: what the sequences share, whose `bases` are written too and whose list may be taken from
+    anew.
     """
     lanes_of, lens = (_host(x) for x in (lanes, kv_lens))
     ends, priors = (_host(x)[: len(lens)] for x in (shared.ends, shared.priors)) if shared else (None, None)
@@ -261,7 +262,8 @@ def prefill_items(chunks: Chunks, window: int, tile: int, block: int, units: int
     """The items [n, FIELDS] of prefill chunks, in tiles of up to `tile` tokens, those with most keys first.
 
     A tile's keys are split, evenly, only where it has many more of them than each of `units` items would if all had
-    equal shares, and never so that all partial results need more than `slots`. Ranges begin at multiples of `block`.
+    equal shares, and never so that all partial results need more than `slots` (0: not at all). Ranges begin at
+    multiples of `block`.
     """
     first, tokens, lanes, position, begin, end = _prefill_tiles(chunks, window, tile, block)
     length = end - begin
@@ -274,19 +276,6 @@ def prefill_items(chunks: Chunks, window: int, tile: int, block: int, units: int
             break
         share *= 2
     items, nominal = cut(first, tokens, lanes, position, begin, end, begin, split)
-    return items[np.argsort(-nominal, kind="stable")]
-
-
-def fixed_prefill_items(
-    chunks: Chunks, window: int, tile: int, block: int, units: int, slots: int, split: int
-) -> NDArray[np.int32]:
-    """As `prefill_items`, but a tile's keys are split at multiples of `split` positions or not at all: they are where
-    there are fewer tiles than `units`, and room."""
-    first, tokens, lanes, position, begin, end = _prefill_tiles(chunks, window, tile, block)
-    count = -(-end // split) - begin // split
-    whole = len(first) >= units or int((tokens * count)[count > 1].sum()) > slots
-    splits = np.full_like(end, WHOLE if whole else split)
-    items, nominal = cut(first, tokens, lanes, position, begin, end, np.zeros_like(end), splits)
     return items[np.argsort(-nominal, kind="stable")]
 
 

@@ -36,6 +36,11 @@ triton, tl = _optional("triton"), _optional("triton.language")
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def constant(value: float) -> Any:
+    """A number that kernels can name."""
+    return value if tl is None else tl.constexpr(value)
+
+
 def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
     """triton.jit, which compiles nothing anew for other values of the `unspecialized` arguments; without Triton the
     function as it is, which nothing then calls."""

@@ -6,12 +6,13 @@ beside others. H query heads, D head size; DIMS: D, up to a power of two; G: que
 
 from __future__ import annotations
 
+from fastgen.kernels.blocks import join, left, nothing
 from fastgen.kernels.launch import jit, tl
 
 
 @jit()
 def leave(acc, lse, parts_ptr, lse_ptr, slot, here, D: tl.constexpr, DIMS: tl.constexpr):
-    """Partial results acc [ROWS, DIMS], and the log2 of their sums [ROWS], for who merges them."""
+    """Partial results acc [ROWS, DIMS] for who merges them, and [ROWS] the log2 of their sums (fixed: their peaks)."""
     dim = tl.arange(0, DIMS)[None, :]
     tl.store(parts_ptr + slot[:, None] * D + dim, acc, mask=here[:, None] & (dim < D))
     tl.store(lse_ptr + slot, lse, mask=here)
@@ -38,19 +39,9 @@ def fold(
 
 
 @jit()
-def join(acc, peak, total, next_acc, next_peak, next_total):
-    """The softmax over some keys and the next ones, from what attention gives for both: a row at a time, and in one way
-    whoever does it, so that it may be done here or there."""
-    higher = tl.maximum(peak, next_peak)
-    weight = tl.exp2(peak - higher)
-    next_weight = tl.exp2(next_peak - higher)
-    return acc * weight[:, None] + next_acc * next_weight[:, None], higher, total * weight + next_total * next_weight
-
-
-@jit()
 def merge_fixed(
     out_ptr, parts_ptr, peak_ptr, totals_ptr, first, tokens, part, splits, head,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """As `merge`, one after the other, as the program of all keys joins them."""
     dim = tl.arange(0, DIMS)[None, :]
@@ -59,16 +50,15 @@ def merge_fixed(
         token = row // G
         q_head = head * G + row % G
         here = token < tokens
-        acc = tl.zeros([ROWS, DIMS], tl.float32)
-        peak = tl.full([ROWS], -1e30, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        for split in range(0, splits):
-            slot = (part + split * tokens + token) * H + q_head
-            next_peak = tl.load(peak_ptr + slot, mask=here, other=0.0, cache_modifier=".cg")
-            next_total = tl.load(totals_ptr + slot, mask=here, other=1.0, cache_modifier=".cg")
-            inside = here[:, None] & (dim < D)
-            next_acc = tl.load(parts_ptr + slot[:, None] * D + dim, mask=inside, other=0.0, cache_modifier=".cg")
-            acc, peak, total = join(acc, peak, total, next_acc, next_peak, next_total)
+        acc, peak, total = nothing(ROWS, DIMS, False)
+        for first_split in range(0, splits, SPLITS):
+            for number in tl.static_range(SPLITS):  # unrolled, so that their loads are on their way together
+                split = first_split + number
+                slot = (part + split * tokens + token) * H + q_head
+                next_acc, next_peak, next_total = left(
+                    parts_ptr, peak_ptr, totals_ptr, slot, here & (split < splits), D, DIMS, False
+                )
+                acc, peak, total = join(acc, peak, total, next_acc, next_peak, next_total, False)
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         at = ((first + token) * H + q_head)[:, None] * D + dim
         tl.store(out_ptr + at, out, mask=here[:, None] & (dim < D))

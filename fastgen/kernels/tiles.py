@@ -25,8 +25,9 @@ HOPPER = (9, 0)
 class Config:
     """rows: of a query tile, tokens * G or more; keys: of an iteration; registers: that a thread may have; programs:
     that a processor is given; peel: blocks of keys that all rows see in full have a loop of their own, without a mask;
-    merge_rows, merge_splits: of the partial results that are read at once. fixed: keys that are summed by themselves
-    before they are added to those before them, from position 0 on; 0: the keys of an item."""
+    merge_rows, merge_splits: of the partial results that are read at once. fixed: an iteration's keys are summed by
+    themselves before they are added to those before them, so that it does not matter who does that; swap: the rows are
+    then the right side of its products."""
 
     rows: int
     keys: int
@@ -37,7 +38,8 @@ class Config:
     peel: bool
     merge_rows: int
     merge_splits: int
-    fixed: int = 0
+    fixed: bool = False
+    swap: bool = False
 
 
 # Per phase, and whether a number takes 2 bytes: (rows, keys, warps, stages), the first of which fits is taken. Rows 0:
@@ -54,14 +56,21 @@ CONFIGS = {
     (GROUP, True): ((64, 32, 4, 3), *_HALF_PREFILL),
     (GROUP, False): ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
 }
-# Where the bits of a row must not tell its phase: as many keys an iteration in all of them, as many warps, which share
-# the keys of a sum in one way, and the same instruction of the tensor cores (64 rows with four warps have another).
+# Where the bits of a row must not tell its phase: as many keys an iteration in all of them, and the same instruction of
+# the tensor cores. Hopper's own takes 64 rows or more on the left, so that a decode's rows are on the right.
 FIXED_CONFIGS = {
-    (DECODE, True): ((0, 32, 2, 2),),
-    (FEW, True): ((0, 32, 2, 4), (0, 32, 2, 2)),
-    (PREFILL, True): ((32, 32, 2, 3), (32, 32, 2, 2)),
-} | {(phase, False): ((32, 32, 4, 2),) for phase in (DECODE, FEW, PREFILL)}
-FIXED_KEYS = 256
+    (DECODE, True): ((0, 64, 2, 2),),
+    (FEW, True): ((0, 64, 2, 2),),
+    (PREFILL, True): ((32, 64, 2, 2),),
+    (GROUP, True): ((32, 64, 2, 2),),
+} | {(phase, False): ((32, 32, 4, 2),) for phase in (DECODE, FEW, PREFILL, GROUP)}
+FIXED_HOPPER = {
+    DECODE: ((0, 64, 4, 2),),
+    FEW: ((0, 64, 4, 2),),
+    PREFILL: ((128, 64, 8, 3), (64, 64, 4, 2)),
+    GROUP: ((64, 64, 4, 2),),
+}
+SWAPPED_REGISTERS = 160  # of a thread: three programs a processor
 
 
 def configure(
@@ -70,19 +79,25 @@ def configure(
     """The configuration for `group` query heads a KV head (G)."""
     dims, least = power_of_two(head_size), max(power_of_two(group), 16)
     wide = dims > 128  # then a tile of half the rows has as many numbers
-    for rows, keys, warps, stages in (FIXED_CONFIGS if deterministic else CONFIGS)[phase, dtype.itemsize == 2]:
-        if deterministic:  # with as many rows as dimensions, warps share the rows out, and not the keys
+    hopper = deterministic and chip.capability[0] == HOPPER[0] and dtype.itemsize == 2 and 64 <= dims <= 128
+    choices = (FIXED_CONFIGS if deterministic else CONFIGS)[phase, dtype.itemsize == 2]
+    for rows, keys, warps, stages in FIXED_HOPPER[phase] if hopper else choices:
+        if deterministic and not hopper:  # so that warps share keys out in all phases, as it was tested
             rows = min(rows, dims // 2)
         rows = max(rows // 2 if wide else rows, least)
         warps = max(warps, min(rows // 16, 8) if rows == least else 0, 4 if wide else 0)
-        size = shared_bytes(rows, keys, stages, dims, dtype, chip)
+        swap = hopper and phase in (DECODE, FEW)
+        size = shared_bytes(rows, keys, stages, dims, dtype, chip, swap)
         if size <= chip.shared_memory:
             tiles = phase in (PREFILL, GROUP)
             merge_rows = min(rows if tiles else power_of_two(group), 32)
             merge_splits = min(max(MERGED[phase] * warps * 32 // (merge_rows * dims), 1), 16)
-            programs = programs_of(size, REGISTERS, warps, chip)
-            fixed = FIXED_KEYS if deterministic else 0
-            return Config(rows, keys, warps, stages, REGISTERS, programs, tiles, merge_rows, merge_splits, fixed)
+            if deterministic:  # one after the other, of which many are on their way
+                merge_splits = min(4 * merge_splits, 8)
+            registers = SWAPPED_REGISTERS if swap else REGISTERS
+            programs = programs_of(size, registers, warps, chip)
+            merging = merge_rows, merge_splits
+            return Config(rows, keys, warps, stages, registers, programs, tiles, *merging, deterministic, swap)
     raise ValueError(
         f"attention='paged' can not run {group} query heads a KV head of size {head_size} in {dtype} on this GPU, "
         f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"
@@ -96,9 +111,11 @@ def programs_of(shared_memory: int, registers: int, warps: int, chip: Chip) -> i
     return max(min(by_memory, by_registers, 16), 1)
 
 
-def shared_bytes(rows: int, keys: int, stages: int, dims: int, dtype: torch.dtype, chip: Chip) -> int:
+def shared_bytes(
+    rows: int, keys: int, stages: int, dims: int, dtype: torch.dtype, chip: Chip, swap: bool = False
+) -> int:
     """Of shared memory, that a program takes: rounded up, since the compiler decides."""
-    ahead = stages if chip.capability >= HOPPER and rows >= 64 else max(stages - 1, 1)
+    ahead = stages if swap or (chip.capability >= HOPPER and rows >= 64) else max(stages - 1, 1)
     numbers = 2 * ahead * keys * dims + rows * dims + rows * keys
     return max(numbers * dtype.itemsize, rows * dims * 4) + 2048
 
