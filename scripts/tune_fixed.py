@@ -32,8 +32,19 @@ from fastgen.kernels.launch import Chip, triton
 from fastgen.kernels.product import Fused
 
 MODEL = MODELS["mistral-7b"]
-TOKENS = (1, 8192, 512, 1024, 64, 8, 256, 32, 128)
+TOKENS = (1, 8192, 512, 1024, 64, 8, 256, 32, 128, 2048)
 MOST = 8192
+LARGE = (
+    (128, 256, 8),
+    (256, 128, 8),
+    (128, 128, 4),
+    (128, 128, 8),
+    (64, 256, 4),
+    (64, 128, 4),
+    (128, 64, 4),
+    (64, 64, 4),
+)
+"""Tokens, rows and warps to try for more than 64 tokens."""
 
 
 def products() -> list[Product]:
@@ -57,11 +68,8 @@ def shapes(tokens: int) -> Iterator[tuple[int, int, int, int, bool]]:
         for rows, depth in ((32, 128), (16, 128), (64, 128), (32, 64), (64, 64), (32, 256), (16, 256), (128, 128)):
             yield 64, rows, depth, 4, False
     else:
-        for tile, rows in ((128, 128), (128, 256), (256, 128), (64, 128), (128, 64), (64, 256), (64, 64)):
-            for depth in (64, 128):
-                for warps in (4, 8):
-                    if 64 * 128 <= tile * rows * 4 // warps <= 256 * 64 and tile >= 16 * warps:
-                        yield tile, rows, depth, warps, False
+        for tile, rows, warps in LARGE:
+            yield tile, rows, 64, warps, False
 
 
 def configs(tokens: int, chip: Chip) -> Iterator[Config]:

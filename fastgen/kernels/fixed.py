@@ -3,8 +3,8 @@
 Letters: T tokens, N outputs, K inputs. A number of the result is summed over K in order, by one program and in one
 accumulator, 16 inputs an instruction of the tensor cores, whatever the tile: so the tile may follow the number of
 tokens. It may do so only among those for which a chip takes the same instruction. On Hopper the left side of the
-product has 64 rows or more and the right side 16, and there are four warps, or the instruction is another (mma.sync and
-not wgmma), which sums otherwise: of few tokens the weight is the left side.
+product has 64 rows or more and the right side 16, and there are 4 warps or 8, or the instruction is another (mma.sync
+and not wgmma), which sums otherwise: of few tokens the weight is the left side.
 
 What comes behind a product is done here as well, for any number of tokens, from the sums before they are rounded.
 """
@@ -30,14 +30,14 @@ FEW = {16: (128, 128), 32: (128, 64), 64: (64, 128)}
 """Padded tokens -> rows and depth for weights that have many rows; for others these are NARROW."""
 
 NARROW = (64, 128)
-MANY = ((128, 128, 64), (64, 128, 64), (64, 64, 64))
-"""Tokens, rows and depth beyond FEW: the one is taken that keeps the busiest processor for the shortest time."""
+MANY = ((256, 128, 64, 8), (128, 128, 64, 4), (128, 64, 64, 4))
+"""Tokens, rows, depth and warps beyond FEW: the one is taken that keeps the busiest processor for the shortest time."""
 
 MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 3, 3, 12  # of 2-byte weights: programs a processor
-SIDES = 16  # multiplications in the time that it takes to bring a row of a tile's sides
+SIDES, TILE = 16, 4096  # multiplications in the time that a row of a tile's sides takes, and a tile whatever its size
 
-SIZES = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Tokens to run once at the start, so that few products compile later."""
+SIZES = (1, 16, 32, 64, 128, 129, 256, 257, 512, 1024, 2048, 4096)
+"""Tokens whose products are compiled at the start, so that few are later."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def _product_kernel(
     if HALF > 0:  # the first of each pair
         row = (head + number // PAIRS) * 2 * HALF + first_row + number % PAIRS
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD == 0:
+            tl.extra.cuda.gdc_launch_dependents()
         if AHEAD > 0:  # of the weight, which depends on no kernel
             fetch(weight_ptr + tl.minimum(row, N - 1).to(tl.int64)[:, None] * K, 0, K, AHEAD)
             if HALF > 0:
@@ -104,6 +105,8 @@ def _product_kernel(
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    if PDL and AHEAD > 0:  # not before: as long as there are few free processors, the next programs crowd on these
+        tl.extra.cuda.gdc_launch_dependents()
     if SWAP:
         acc = tl.trans(acc)
     token = first_token + tl.arange(0, TOKENS)[:, None]
@@ -183,9 +186,10 @@ def config(tokens: int, outputs: int, dtype: torch.dtype, chip: Chip) -> Config:
     if padded:
         wide = outputs >= FEW[padded][0] * chip.processors
         found = Config(padded, *(FEW[padded] if wide else NARROW), 4, 1, swap=True)
-    else:
-        found = min((Config(*each, 4, 1) for each in MANY), key=lambda each: _cost(each, tokens, outputs, chip))
-    return staged(found, _tiles(found, tokens, outputs), dtype.itemsize, chip)
+        return staged(found, _tiles(found, tokens, outputs), dtype.itemsize, chip)
+    several = [replace(each, stages=_stages(each, 1, dtype.itemsize, chip)) for each in (Config(*x, 1) for x in MANY)]
+    several = [each for each in several if each.stages >= LEAST_STAGES] or several[-1:]
+    return min(several, key=lambda each: _cost(each, tokens, outputs, chip))
 
 
 def _tiles(found: Config, tokens: int, outputs: int) -> int:
@@ -194,18 +198,23 @@ def _tiles(found: Config, tokens: int, outputs: int) -> int:
 
 def _cost(found: Config, tokens: int, outputs: int, chip: Chip) -> int:
     """How long the busiest processor works, in multiplications of one."""
-    sides = SIDES * (found.tokens + found.rows)
-    return -(-_tiles(found, tokens, outputs) // chip.processors) * (found.tokens * found.rows + sides)
+    tile = found.tokens * found.rows + SIDES * (found.tokens + found.rows) + TILE
+    return -(-_tiles(found, tokens, outputs) // chip.processors) * tile
 
 
 def staged(found: Config, tiles: int, item_size: int, chip: Chip) -> Config:
     """The same with as many stages as shared memory holds: of one program a processor, if all tiles then run at once;
     else of as many programs as leave each LEAST_STAGES."""
-    step = (found.tokens + found.rows) * found.depth * item_size
-    stages = [(chip.shared_memory // programs - 3072) // step for programs in range(1, MOST_PROGRAMS + 1)]
+    stages = [_stages(found, programs, item_size, chip) for programs in range(1, MOST_PROGRAMS + 1)]
     several = [each for each in stages if each >= LEAST_STAGES]
     chosen = several[-1] if several and tiles > chip.processors else stages[0]
-    return replace(found, stages=max(min(chosen, MOST_STAGES), 1))
+    return replace(found, stages=max(chosen, 1))
+
+
+def _stages(found: Config, programs: int, item_size: int, chip: Chip) -> int:
+    """That shared memory holds of so many programs."""
+    step = (found.tokens + found.rows) * found.depth * item_size
+    return min((chip.shared_memory // programs - 3072) // step, MOST_STAGES)
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
@@ -243,7 +252,7 @@ def launch_as(chosen: Config, x: Tensor, weight: Tensor, bias: Tensor | None, fu
     pdl = chip.dependent_launch
     tiles = -(-len(weight) // heads) * -(-half // block[2]) if half else -(-outputs // chosen.rows)
     ahead = 0
-    if pdl and tokens <= max(FEW):
+    if pdl and chosen.swap:
         ahead = small.columns_ahead(tiles, chosen.rows, inputs, x.dtype.itemsize, chip)
     # No multiplication is fused with an addition behind the sums: one tile's compilation might, and another's not.
     _product_kernel[(-(-tokens // chosen.tokens) * tiles,)](
