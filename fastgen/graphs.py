@@ -56,9 +56,10 @@ class Graphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._lock = threading.Lock()
 
-    def capture(self, step: Callable[[int], None]) -> None:
-        """Run `step(size)`, the launches of the graph of that number, once for each of `sizes`, so that all kernels are
-        compiled, and capture it; the largest first, whose memory the others then share.
+    def capture(self, step: Callable[[int], None], compiled: bool = False) -> None:
+        """Capture `step(size)`, the launches of the graph of that number, for each of `sizes`; the largest first, whose
+        memory the others then share. Each runs once before, so that all kernels are compiled; where they are `compiled`
+        the largest alone does, so that the stream has what a library keeps for it.
 
         It reads and writes memory at fixed addresses only. Kept is what it launched, and not `step` itself.
         """
@@ -66,8 +67,9 @@ class Graphs:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for size in reversed(self.sizes):
-                step(size)
-                torch.cuda.synchronize(self._device)
+                if not compiled or size == self.sizes[-1]:
+                    step(size)
+                    torch.cuda.synchronize(self._device)
                 graph = torch.cuda.CUDAGraph()  # not torch.cuda.graph, which collects garbage each time
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:

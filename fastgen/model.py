@@ -386,6 +386,18 @@ class Transformer:
         num_kv, page_size = pool.keys.shape[2:4]
         return Places(positions, slots, self.cos, self.sin, real, num_kv, page_size)
 
+    def products(self, places: Places, pool: KVPool) -> list[tuple[Linear, product.Fused]]:
+        """Each kind there is of the products of one token that stands at `places`, with what comes behind it."""
+        layer, rope = self.layers[0], product.RopeWrite(places, pool.keys[0], pool.values[0])
+        stream = layer.qkv.weight.new_zeros(1, self.config.hidden_size)
+        return [
+            (layer.qkv, product.Fused(rope=rope if layer.head_norm is None else None)),
+            (layer.o, product.Fused(add=stream)),
+            (layer.gate_up, product.Fused(swiglu=True)),
+            (layer.down, product.Fused(add=stream)),
+            (self.lm_head, product.Fused(out_dtype=torch.float32)),
+        ]
+
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """float32 [R, V] of rows x [R, hidden] of what `forward` gives, in `out` where it is given; None on all ranks
         but 0."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -118,18 +117,19 @@ class Runner:
         self._step.lanes.fill_(most)
         rows = most if self.group.rank == 0 else 0  # elsewhere there are no logits
         self._logits = torch.empty(rows, self.model.config.vocab_size, device=self.device)
-        several = (False, True) if self.share_prefixes else (False,)
         with current(self.device):
-            for size, shared in itertools.product(sizes, several):  # all kernels compile now, or are known not to
-                self.decode(size, shared)
+            for size in sizes:  # all kernels compile now, or are known not to
+                self.decode(size)
+            for size in shared_sizes(sizes) if self.share_prefixes else ():
+                self.decode(size, shared=True)
             self.share_prefixes = self.share_prefixes and self.attention.shares
             if self.attention.capturable:
                 plain = Graphs(sizes, self.device)
-                plain.capture(self.decode)
+                plain.capture(self.decode, compiled=True)
                 self.graphs = {False: plain}
                 if self.share_prefixes:
                     self.graphs[True] = Graphs(shared_sizes(sizes), self.device, beside=plain)
-                    self.graphs[True].capture(lambda size: self.decode(size, shared=True))
+                    self.graphs[True].capture(lambda size: self.decode(size, shared=True), compiled=True)
                 for graphs in self.graphs.values():
                     self.group.hold(graphs)
                 if pieces:

@@ -11,6 +11,7 @@ import gc
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +27,11 @@ from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
 from fastgen.graphs import batch_sizes, shared_sizes
 from fastgen.kernels import fixed, product
-from fastgen.kernels.launch import current, triton
+from fastgen.kernels.launch import Chip, current, triton
 from fastgen.loader import fill_random
 from fastgen.loader import load as load_checkpoint
 from fastgen.memory import device_memory, release_memory
-from fastgen.model import Transformer
+from fastgen.model import Linear, Transformer
 from fastgen.parallel import Group
 from fastgen.pieces import piece_sizes
 from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams, Score
@@ -99,13 +100,16 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
             model = _build_model(model_config, config, folder, load, group)
         if device.type == "cpu":
             return _assemble(model, config)
-        if not config.num_pages:
+        measured = not config.num_pages
+        if measured:
             config = config.settle(_measure_pages(model, config, free))
         runner = _assemble(model, config)
-        _rehearse(runner)  # first, so that a kernel which does not compile is known by now
+        if not measured:  # first, so that a kernel which does not compile is known by now
+            _compile(runner)
+            _rehearse(runner)
         if runner.attention.capturable:
             runner.capture()
-            _rehearse(runner)
+        _rehearse(runner)
         model.group.ready()
     log.info(
         "%d pages of %d tokens; %.1f GB free", config.num_pages, config.page_size, device_memory(config.device) / 1e9
@@ -147,6 +151,7 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     weights = free - device_memory(config.device)
     # One slot of the host tier takes as much of the GPU's memory as all of them.
     probe = _assemble(model, replace(config, num_pages=1, host_pages=min(config.host_pages, 1)))
+    _compile(probe)
     _rehearse(probe)
     pieces = piece_sizes(config.max_step_tokens)
     if probe.attention.capturable:
@@ -172,6 +177,47 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     return min(pages, config.useful_pages())
 
 
+def _compile(runner: Runner) -> None:
+    """Run products of the sizes that they are compiled for, so that few are later."""
+    config, model = runner.config, runner.model
+    if model.lm_head.fixed:
+        _compile_products(model, runner.pool, [*fixed.SIZES, config.max_step_tokens])
+        return
+    for size in product.SIZES:
+        count = min(size, config.max_step_tokens, config.max_model_len - 1)
+        start = LaneStart(0, SamplingParams(), 0, 0, count, frozenset(), ())
+        zeros = np.zeros(count, dtype=np.int32)
+        scored = Prefill(0, 0, zeros, True, Score(0, zeros, 0, 1.0))  # so that the head is run too
+        runner.collect(runner.launch(Batch((), (scored,), (start,), (), masked=False)))
+
+
+def _compile_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None:
+    """Of deterministic mode, whose sizes are compiled for one by one: several at a time, as each takes a second."""
+    device, chip = pool.keys.device, Chip.of(pool.keys.device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    products = model.products(model.places(pool, zero, zero - 1, 1), pool)
+    jobs = [
+        (linear, fused, found)
+        for linear, fused in products
+        for found in {fixed.config(size, len(linear.weight), linear.weight.dtype, chip) for size in sizes}
+    ]
+
+    def run(linear: Linear, fused: product.Fused, found: fixed.Config) -> None:
+        with current(device), torch.inference_mode():
+            x = linear.weight.new_zeros(1, linear.weight.shape[1])
+            fixed.launch_as(found, x, linear.weight, linear.bias, fused)
+
+    run(*jobs[0])  # alone, so that what Triton sets up once is there
+    with ThreadPoolExecutor() as threads:
+        try:
+            for done in [threads.submit(run, *job) for job in jobs[1:]]:
+                done.result()
+        finally:  # after a failure the others need not be waited for
+            threads.shutdown(cancel_futures=True)
+    if device.type == "cuda":  # what they took may be in use on their own stream
+        torch.cuda.synchronize(device)
+
+
 def _rehearse(runner: Runner) -> None:
     """Run the largest steps there can be, on made-up tokens: with all that a request can ask for, and with nothing."""
     plain = SamplingParams()
@@ -180,8 +226,6 @@ def _rehearse(runner: Runner) -> None:
         logit_bias={0: 1.0}, logprobs=min(MAX_LOGPROBS, runner.model.config.vocab_size), return_sampling_mask=True,
     )  # fmt: skip
     demanding = SamplingParams(temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1)
-    for batch in _small_batches(runner.config):
-        runner.collect(runner.launch(batch))
     for params in (everything, demanding, plain):
         for batch in _largest_batches(runner.config, params):
             runner.collect(runner.launch(batch))
@@ -214,16 +258,6 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
     saves, loads = (((spare, 0),), ((0, spare),)) if config.host_pages else ((), ())
     yield Batch((), prefills, starts, (), masked=False, fresh=(spare,), saves=saves, loads=loads)
     yield Batch(tuple(range(lanes)), (), (), (), masked=False, copies=((0, spare),))
-
-
-def _small_batches(config: EngineConfig) -> Iterator[Batch]:
-    """A prompt of each size that products of few tokens are compiled for, all scored, so that the head is too."""
-    for size in fixed.SIZES if config.deterministic else product.SIZES:
-        count = min(size, config.max_step_tokens, config.max_model_len - 1)
-        start = LaneStart(0, SamplingParams(), 0, 0, count, frozenset(), ())
-        zeros = np.zeros(count, dtype=np.int32)
-        scored = Prefill(0, 0, zeros, True, Score(0, zeros, 0, 1.0))
-        yield Batch((), (scored,), (start,), (), masked=False)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class Called(Graphs):
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
         self.ran: list[int] = []
 
-    def capture(self, step: Callable[[int], None]) -> None:
+    def capture(self, step: Callable[[int], None], compiled: bool = False) -> None:
         self._step = step
 
     def run(self, size: int) -> None:

@@ -13,11 +13,16 @@ from fastgen.arch import read_config
 from fastgen.cache.host import HostTier
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
+from fastgen.kernels import fixed
+from fastgen.kernels.launch import Chip
+from fastgen.kernels.product import Fused
+from fastgen.model import Transformer
 from fastgen.parallel import Group
 from fastgen.request import SamplingParams
 from fastgen.startup import (
     _assemble,
     _build_model,
+    _compile_products,
     _largest_batches,
     _measure_pages,
     _rehearse,
@@ -63,6 +68,30 @@ def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
     before = runner.pool.whole.clone()
     _rehearse(runner)
     assert torch.equal(runner.pool.whole[:, :, :9], before[:, :, :9])
+
+
+def test_deterministic_products_of_all_sizes_are_compiled_at_the_start(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, cpu, ran = read_config(llama), torch.device("cpu"), set()
+    model = Transformer(config, torch.bfloat16, cpu, context=64)
+    pool = KVPool(config.num_layers, 2, config.num_kv_heads, 16, config.head_size, torch.bfloat16, cpu)
+    zero = torch.zeros(1, dtype=torch.int64)
+    products = model.products(model.places(pool, zero, zero, 1), pool)
+
+    def about(weight: torch.Tensor, behind: Fused) -> tuple[object, ...]:
+        return weight.shape, *(each is not None and each is not False for each in behind)
+
+    monkeypatch.setattr(Chip, "of", lambda device: Chip((9, 0), 132, 232_448))
+    monkeypatch.setattr(
+        fixed, "launch_as", lambda found, x, weight, bias, behind: ran.add((*about(weight, behind), found))
+    )
+    _compile_products(model, pool, [*fixed.SIZES, 5000])
+    for linear, behind in products:
+        outputs = len(linear.weight)
+        for tokens in range(1, 5001):
+            found = fixed.config(tokens, outputs, torch.bfloat16, Chip((9, 0), 132, 232_448))
+            assert (*about(linear.weight, behind), found) in ran, tokens
 
 
 def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:
