@@ -94,9 +94,15 @@ def write(targets: Mapping[str, Part], tensors: Iterable[tuple[str, Tensor]]) ->
         try:
             part = targets[name]
             with torch.no_grad():
-                part.view.copy_(part.of(tensor))
+                part.view.copy_(_near(part.of(tensor), part.view.device))
         except Exception as error:
             failure = failure or error
         del tensor
     if failure is not None:
         raise failure
+
+
+def _near(tensor: Tensor, device: torch.device) -> Tensor:
+    """On `device` where it is on another GPU: that one can not write to memory which is mapped for ours alone (see
+    fastgen.memory)."""
+    return tensor.to(device) if tensor.is_cuda and tensor.device != device else tensor
