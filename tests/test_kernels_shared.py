@@ -261,10 +261,20 @@ def test_what_was_shared_is_forgotten() -> None:
     close(paged.attend(short.plan(paged), 1, case.q, 0), short.expected(0))
 
 
-def test_where_a_chip_refuses_them_the_rest_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_where_a_chip_refuses_them_the_rest_still_runs(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    def launch(*arguments: object) -> None:
+        raise OutOfResources(2, 1, "shared memory")
+
     case = make(TREE)
-    paged = case.paged(0)
+    paged = case.paged(0, deterministic=deterministic)
     assert paged.shares
-    monkeypatch.setattr(kernel.sharing, "refused", {case.pool.keys.device})
+    assert case.share(paged)
+    monkeypatch.setattr(kernel.sharing, "refused", set())
+    monkeypatch.setattr(kernel.sharing, "launch", launch)
+    close(paged.attend(case.plan(paged), 1, case.q, 0), case.expected(0))
     assert not paged.shares
     assert not kernel.attention.refused
+    close(paged.attend(case.plan(paged, shared=False), 1, case.q, 0), case.expected(0))

@@ -177,7 +177,9 @@ class PagedAttention:
         out = torch.empty_like(q)
         for items in plan.work[window]:
             launch: Callable[..., Any] = kernel.attention if items.kind == kernel.PLAIN else kernel.sharing
-            if self._fixed:  # where it does not compile, no twin gives the same bits for all steps
+            # Where it does not compile, no twin gives the same bits for all steps. (Of shared keys that is known from
+            # the start on, and nothing is shared then.)
+            if self._fixed and items.kind == kernel.PLAIN:
                 launch = kernel.attention.launch
             launch(q, out, self.pool.keys, self.pool.values, plan.page_table, items, self._workspace, layer, window)
         return out
