@@ -10,7 +10,7 @@ Shape letters: S rows of the step, P page size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,16 +70,13 @@ def _first_differences(tables: NDArray[np.int32], lanes: Ints, full: Ints, rows:
 def roots(levels: list[Level], page_size: int, block: int) -> list[Level]:
     """The first level alone, of ranges that end at multiples of `block` keys: what can be gone through from position 0
     on in the order in which a row alone would."""
-    step = block // math.gcd(block, page_size)
-    whole = [replace(each, last=each.last // step * step) for each in levels[:1]]
-    return [
-        Level(
-            each.rows[np.repeat(each.last > 0, each.count)],
-            *(x[each.last > 0] for x in (each.count, each.first, each.last)),
-        )
-        for each in whole
-        if each.last.any()
-    ]
+    if not levels:
+        return []
+    root, step = levels[0], block // math.gcd(block, page_size)
+    last = root.last // step * step
+    kept = last > 0
+    found = Level(root.rows[np.repeat(kept, root.count)], root.count[kept], root.first[kept], last[kept])
+    return [found] if kept.any() else []
 
 
 def saved_keys(levels: list[Level], page_size: int) -> int:
