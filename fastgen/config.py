@@ -14,6 +14,7 @@ ATTENTION = ("flash", "paged", "reference")
 LANE_BYTES = 22  # a token of the vocabulary: penalty counts, logits and what the sampler makes of them
 MOST_SEQS = 8192  # that the kernels which list a step's work can take
 DEFAULT_KV_CACHE_GB = 4.0  # without a GPU, whose memory is measured
+HOPPER = 9  # the first number of its compute capability
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,13 @@ class EngineConfig:
         host_cache_gb: float = 0,
         attention: str = "auto",
         tensor_parallel: int = 1,
-        deterministic: bool = False,
+        deterministic: bool | None = None,
+        capability: tuple[int, int] | None = None,
     ) -> EngineConfig:
         """Fill in what was left open, from the model and the GPU's memory in bytes (0: there is no GPU).
 
-        model: as a rank holds it (`ModelConfig.split`). kv_cache_gb and host_cache_gb are of all ranks together. Raises
-        ValueError with what to change.
+        model: as a rank holds it (`ModelConfig.split`). kv_cache_gb and host_cache_gb are of all ranks together.
+        capability: of the GPU, where Triton is there too. Raises ValueError with what to change.
         """
         gpu = device.split(":")[0] != "cpu"
         if dtype == "auto":
@@ -76,8 +78,10 @@ class EngineConfig:
             raise ValueError(f"attention is {attention!r}; it must be 'auto' or one of {', '.join(ATTENTION)}")
         if attention in ("flash", "paged") and not gpu:
             raise ValueError(f"attention is {attention!r}, which needs a GPU; use 'auto' or 'reference'")
-        if deterministic:
-            attention = _deterministic(model, attention, tensor_parallel, gpu)
+        if deterministic is None:
+            deterministic = tensor_parallel == 1 and (not gpu or _cheap(model, dtype, attention, capability))
+        elif deterministic:
+            _check_deterministic(model, attention, tensor_parallel, gpu)
         if not 0 < memory_fraction <= 1:
             raise ValueError(f"memory_fraction is {memory_fraction}; it must be above 0 and at most 1")
         for name, value in (("prefix_cache", prefix_cache), ("deterministic", deterministic)):
@@ -93,7 +97,7 @@ class EngineConfig:
             max_step_tokens=max_step_tokens,
             page_size=page_size,
             num_pages=0,
-            attention="reference" if attention == "auto" and not gpu else attention,
+            attention=_attention(attention, deterministic, gpu),
             memory_fraction=memory_fraction,
             prefix_cache=prefix_cache,
             tensor_parallel=tensor_parallel,
@@ -124,24 +128,46 @@ class EngineConfig:
         return self.max_seqs * -(-self.max_model_len // self.page_size) + 1
 
 
-def _deterministic(model: ModelConfig, attention: str, ranks: int, gpu: bool) -> str:
-    """The attention to use where bits must not depend on the schedule."""
+def _attention(asked: str, deterministic: bool, gpu: bool) -> str:
+    if asked != "auto":
+        return asked
+    if not gpu:
+        return "reference"
+    return "paged" if deterministic else "auto"
+
+
+def _check_deterministic(model: ModelConfig, attention: str, ranks: int, gpu: bool) -> None:
+    """Raise ValueError where bits can not but depend on the schedule."""
     if ranks > 1:
         raise ValueError(
             f"deterministic=True with {ranks} ranks: their sums are not made in one order for steps of all sizes; "
             "leave deterministic or tensor parallelism out"
         )
     if not gpu:
-        return attention
+        return
     if attention not in ("auto", "paged"):
         raise ValueError(f"deterministic=True needs attention='paged' on a GPU, not {attention!r}; use 'auto'")
-    inputs = model.hidden_size, model.num_heads * model.head_size, model.intermediate_size
-    if any(size % 8 for size in inputs):
+    if not _aligned(model):
         raise ValueError(
             f"deterministic=True needs layers whose inputs are multiples of 8 on a GPU, and this model's are "
-            f"{', '.join(map(str, inputs))}; leave it out"
+            f"{', '.join(map(str, _inputs(model)))}; leave it out"
         )
-    return "paged"
+
+
+def _cheap(model: ModelConfig, dtype: str, attention: str, capability: tuple[int, int] | None) -> bool:
+    """Whether deterministic mode can be had on a GPU, and was measured to cost little there."""
+    measured = (
+        capability is not None and capability[0] == HOPPER and dtype != "float32" and 64 <= model.head_size <= 128
+    )
+    return measured and attention in ("auto", "paged") and _aligned(model)
+
+
+def _inputs(model: ModelConfig) -> tuple[int, ...]:
+    return model.hidden_size, model.num_heads * model.head_size, model.intermediate_size
+
+
+def _aligned(model: ModelConfig) -> bool:
+    return not any(size % 8 for size in _inputs(model))
 
 
 def token_bytes(model: ModelConfig, dtype: str) -> int:

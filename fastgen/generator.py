@@ -56,7 +56,8 @@ class Generator(BetweenSteps):
     tp_group: the same inside a program that has ranks already: a torch.distributed process group, or a DeviceMesh of
         one dimension. Every rank makes the Generator and calls the same methods in the same order; rank 0's arguments
         count, it alone reads the iterable of `stream`, and all get the same result.
-    deterministic: no bit of tokens and logprobs depends on the schedule. So it is on the CPU anyway; of GPUs, on one.
+    deterministic: no bit of tokens and logprobs depends on the schedule. None: where it costs little, which is on one
+        Hopper GPU (H100, H200) in bfloat16 or float16, and on the CPU; the attribute config.deterministic tells.
     load: "auto", or "dummy" for random weights.
     seed: where requests without one derive theirs from; None: from the operating system.
 
@@ -84,7 +85,7 @@ class Generator(BetweenSteps):
         attention: str = "auto",
         tensor_parallel: int = 1,
         tp_group: Any = None,
-        deterministic: bool = False,
+        deterministic: bool | None = None,
         load: str = "auto",
         seed: int | None = None,
     ) -> None:

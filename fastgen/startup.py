@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
 from fastgen.graphs import batch_sizes, shared_sizes
 from fastgen.kernels import fixed, product
-from fastgen.kernels.launch import Chip, current, triton
+from fastgen.kernels.launch import Chip, current, refused, triton
 from fastgen.loader import fill_random
 from fastgen.loader import load as load_checkpoint
 from fastgen.memory import device_memory, release_memory
@@ -81,14 +82,25 @@ def build_rank(
 ) -> Runner:
     """What a rank of `group` runs. options: of EngineConfig.make, but for the device, its memory and the ranks."""
     release_memory(device)
-    config = EngineConfig.make(
+    gpu = torch.device(device)
+    make = partial(
+        EngineConfig.make,
         model_config.split(group.size),
         device=device,
         memory=group.least(device_memory(device)),
         tensor_parallel=group.size,
-        **options,
+        capability=Chip.of(gpu).capability if gpu.type == "cuda" and triton is not None else None,
     )
-    return build_runner(model_config, config, folder, load, group)
+    config = make(**options)
+    try:
+        return build_runner(model_config, config, folder, load, group)
+    except Exception as error:
+        if not config.deterministic or options.get("deterministic") is not None or not refused(error):
+            raise
+        log.warning("a kernel of deterministic mode does not compile on %s; it is off: %s", device, error)
+    gc.collect()  # what was built so far
+    release_memory(device)
+    return build_runner(model_config, make(**{**options, "deterministic": False}), folder, load, group)
 
 
 def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Runner:
@@ -196,11 +208,14 @@ def _compile_products(model: Transformer, pool: KVPool, sizes: list[int]) -> Non
     device, chip = pool.keys.device, Chip.of(pool.keys.device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     products = model.products(model.places(pool, zero, zero - 1, 1), pool)
-    jobs = [
-        (linear, fused, found)
-        for linear, fused in products
-        for found in {fixed.config(size, len(linear.weight), linear.weight.dtype, chip) for size in sizes}
-    ]
+    jobs = []
+    for linear, fused in products:
+        turned = fused.rope is not None
+        kinds = {
+            (fixed.config(size, len(linear.weight), linear.weight.dtype, chip), turned and fixed.turns(size))
+            for size in sizes
+        }
+        jobs += [(linear, fused if turns else fused._replace(rope=None), found) for found, turns in kinds]
 
     def run(linear: Linear, fused: product.Fused, found: fixed.Config) -> None:
         with current(device), torch.inference_mode():

@@ -57,12 +57,12 @@ def write_report(arguments: argparse.Namespace, name: str, report: dict[str, Any
 
 
 def bench_deterministic(arguments: argparse.Namespace) -> None:
-    """The workloads in default and in deterministic mode, one engine after the other. cost_percent: how much longer the
+    """The workloads without and with deterministic mode, one engine after the other. cost_percent: how much longer the
     latter takes."""
     found: dict[str, dict[str, Any]] = {}
     for deterministic in (False, True):
         with bench_gpu.ready_generator(arguments, deterministic=deterministic) as (generator, ready):
-            mode = "deterministic" if deterministic else "default"
+            mode = "with" if deterministic else "without"
             for name in arguments.only or ("headline", "short", "chat1"):
                 one = bench_gpu.measure_workload(arguments, generator, name, None, 1) | {"ready_seconds": ready}
                 found.setdefault(name, {})[mode] = one
@@ -70,8 +70,8 @@ def bench_deterministic(arguments: argparse.Namespace) -> None:
         if not arguments.smoke:  # the next engine takes what is free
             torch.cuda.empty_cache()
     for name, modes in found.items():
-        default, other = (modes[mode]["tokens_per_second"] for mode in ("default", "deterministic"))
-        modes["cost_percent"] = 100 * (default / other - 1)
+        rate = {mode: one["tokens_per_second"] for mode, one in modes.items()}
+        modes["cost_percent"] = 100 * (rate["without"] / rate["with"] - 1)
         print(f"{name}: deterministic mode costs {modes['cost_percent']:.1f} %", flush=True)
     write_report(arguments, "deterministic", {"workloads": found})
 

@@ -62,7 +62,7 @@ def decode(count: int, length: int) -> Case:
 
 CASES = [
     decode(256, 1100), decode(512, 1100), decode(1, 384), decode(8, 384), decode(32, 384), decode(64, 400),
-    decode(64, 4000),
+    decode(64, 4000), decode(1024, 300),
     decode(1, 32000), Case("8x1024 fresh", 8, 1024, 0), Case("4x2048 over 8192", 4, 2048, 8192),
     Case("1x16 over 32000", 1, 16, 32000),
 ]  # fmt: skip
@@ -79,7 +79,7 @@ PREFILLS = [
     (64, 32, 4, 2), (128, 64, 4, 2), (32, 64, 4, 2),
 ]  # fmt: skip
 # The same of deterministic mode, where both must have as many keys, and the same instruction.
-FIXED_DECODES = [(64, 4, 2, 160, False), (64, 4, 2, 184, False), (64, 4, 3, 160, False), (64, 4, 2, 128, False)]
+FIXED_DECODES = [(64, 4, 2, 168, False), (64, 4, 2, 184, False), (64, 4, 3, 168, False), (64, 4, 2, 128, False)]
 FIXED_PREFILLS = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)]
 SPLITS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -242,7 +242,7 @@ def configured(setup: Setup, rows: int, keys: int, warps: int, stages: int, regi
     size = tiles.shared_bytes(rows, keys, stages, dims, torch.bfloat16, chip, own.swap)
     programs = tiles.programs_of(size, registers, warps, chip)
     merging = merge_rows, merge_splits
-    return tiles.Config(rows, keys, warps, stages, registers, programs, peel, *merging, own.fixed, own.swap)
+    return tiles.Config(rows, keys, warps, stages, registers, programs, peel, *merging, own.fixed, own.swap, own.dealt)
 
 
 class Tuner:

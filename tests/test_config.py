@@ -48,6 +48,7 @@ def test_the_defaults() -> None:
         page_size=64,
         num_pages=256 * 16 + 1,  # what every lane could ever use, and one more; far below the default size
         attention="reference",
+        deterministic=True,
     )
 
 
@@ -109,14 +110,32 @@ def test_a_pool_of_its_own_making_never_lowers_the_context() -> None:
 
 
 def test_deterministic_mode() -> None:
-    assert make().deterministic is False
-    assert make(deterministic=True).attention == "reference"
-    assert make(device="cuda").attention == "auto"
+    assert make(deterministic=True).attention == make().attention == "reference"
     assert make(device="cuda", deterministic=True).attention == "paged"
     odd = replace(MODEL, intermediate_size=100)
     assert EngineConfig.make(odd, deterministic=True).deterministic
     with pytest.raises(ValueError, match=r"inputs are multiples of 8 on a GPU.* 100; leave it out"):
         EngineConfig.make(odd, device="cuda", memory=10**10, deterministic=True)
+
+
+def test_deterministic_mode_is_on_where_it_costs_little() -> None:
+    assert make().deterministic
+    assert not make(deterministic=False).deterministic
+    assert not make(tensor_parallel=2).deterministic
+    hopper: dict[str, Any] = {"device": "cuda", "capability": (9, 0), "dtype": "bfloat16"}
+    model = replace(MODEL, head_size=128)
+
+    def modes(model: ModelConfig = model, **options: Any) -> tuple[bool, str]:
+        config = EngineConfig.make(model, memory=10**11, **hopper | options)
+        return config.deterministic, config.attention
+
+    assert modes() == modes(dtype="float16") == modes(attention="paged") == (True, "paged")
+    assert modes(deterministic=False) == (False, "auto")
+    assert modes(attention="flash") == (False, "flash")
+    for other in ({"dtype": "float32"}, {"capability": (8, 6)}, {"capability": None}, {"tensor_parallel": 2}):
+        assert modes(**other) == (False, "auto"), other
+    for change in ({"head_size": 256}, {"head_size": 32}, {"intermediate_size": 100}):
+        assert modes(replace(model, **change)) == (False, "auto"), change
 
 
 def test_the_smallest_values_work() -> None:

@@ -264,10 +264,13 @@ def test_programs_take_units_until_there_are_none(monkeypatch: pytest.MonkeyPatc
     plan = paged.plan(case.layout)
     whole = paged.attend(plan, 1, case.q, 0)
     close(whole, case.expected(0))
-    counts = [(int(items.list[0]) * KV_HEADS, int(items.list[2])) for items in plan.work[0]]
     programs = Chip.of(DEVICE).processors
-    assert counts == [(units, units) if units > programs else (units, 0) for units, _ in counts]
-    assert counts[0][0] > 4
+    for items in plan.work[0]:
+        units, asked = int(items.list[0]) * KV_HEADS, int(items.list[2])
+        assert units > 4 * programs
+        dealt = (units // programs - kernel.OPEN_ROUNDS) * programs if items.config.dealt else programs
+        assert asked == units - dealt + programs, "each program is told once that there are no more"
+    assert [items.config.dealt for items in plan.work[0]] == [True, False]
     rng = np.random.default_rng(0)
     for _ in range(2):
         plan = paged.plan(case.layout)
@@ -347,8 +350,9 @@ for phase, D in json.loads(sys.argv[1]):
     types |= {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr") and name not in types}
     constants = {
         "H": 32, "K": 8, "D": D, "P": 64, "WINDOW": 0, "SCALE": 0.1, "ROWS": c.rows, "KEYS": c.keys, "DIMS": D,
-        "PEEL": c.peel, "FIXED": c.fixed, "SWAP": c.swap, "MERGE_ROWS": c.merge_rows, "MERGE_SPLITS": c.merge_splits,
-        "KIND": 0, "PLAIN": 0, "SHARED": 1, "PRIVATE": 2, "HEADER": items.HEADER, "FIELDS": items.FIELDS,
+        "PEEL": c.peel, "FIXED": c.fixed, "SWAP": c.swap, "DEALT": c.dealt, "MERGE_ROWS": c.merge_rows,
+        "MERGE_SPLITS": c.merge_splits, "KIND": 0, "OPEN_ROUNDS": attention.OPEN_ROUNDS, "PLAIN": 0,
+        "SHARED": 1, "PRIVATE": 2, "HEADER": items.HEADER, "FIELDS": items.FIELDS,
         "SPLITS": items.SPLITS, "PDL": True, **dict.fromkeys(nobody),
     }
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}

@@ -63,6 +63,11 @@ def test_rope_behind_the_product(tokens: int, heads: int, num_kv: int, head_size
     for found, other, right in ((out, twin, exact), (pool, twin_pool, exact_pool)):
         assert error(found, right) <= 1.1 * error(other, right)
     assert torch.equal((pool != before).any(-1), (twin_pool != before).any(-1))
+    chosen, alone = config(tokens, len(weight), dtype, Chip.of(x.device)), before.clone()
+    within = launch_as(chosen, x, weight, bias, Fused(rope=RopeWrite(places, *alone)))
+    assert torch.equal(within, out), "as behind it"
+    assert torch.equal(alone, pool)
+    assert fixed.turns(tokens) == (tokens <= 64)
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -87,7 +92,7 @@ def test_config(chip: Chip) -> None:
             assert not found.swap or tokens <= found.tokens < max(2 * tokens, 17)
             assert found.swap or found.tokens >= 64, "Hopper's instruction takes no fewer on the left"
             assert config(tokens, outputs, torch.float32, chip) == Config(*fixed.FLOAT32), "one for all"
-    assert config(8192, 28672, torch.bfloat16, chip).tokens == (128 if chip == RTX_3090 else 256)
+    assert config(8192, 28672, torch.bfloat16, chip).rows == (128 if chip == RTX_3090 else 256)
     few = config(128, 4096, torch.bfloat16, chip)
     assert -(-128 // few.tokens) * 4096 // few.rows >= min(chip.processors / 2, 64)
 
@@ -115,7 +120,7 @@ for capability, config, what in json.loads(sys.argv[1]):
     constants = {
         "K": 4096, "HALF": half, "KV": 8 * (what == "rope"), "P": 64, "ADD": what == "add", "TOKENS": config.tokens,
         "ROWS": config.rows, "HEADS": heads, "DEPTH": config.depth, "STAGES": config.stages, "SWAP": config.swap,
-        "GROUP": module.GROUP, "PDL": capability >= 90, "AHEAD": 256 * (capability >= 90 and config.swap),
+        "GROUP": config.group, "PDL": capability >= 90, "AHEAD": 256 * (capability >= 90 and config.swap),
     }
     signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in aligned})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fastgen import Generator, startup
-from fastgen.arch import read_config
+from fastgen.arch import ModelConfig, read_config
 from fastgen.cache.host import HostTier
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
@@ -19,6 +20,7 @@ from fastgen.kernels.product import Fused
 from fastgen.model import Transformer
 from fastgen.parallel import Group
 from fastgen.request import SamplingParams
+from fastgen.runner import Runner
 from fastgen.startup import (
     _assemble,
     _build_model,
@@ -91,7 +93,31 @@ def test_deterministic_products_of_all_sizes_are_compiled_at_the_start(
         outputs = len(linear.weight)
         for tokens in range(1, 5001):
             found = fixed.config(tokens, outputs, torch.bfloat16, Chip((9, 0), 132, 232_448))
-            assert (*about(linear.weight, behind), found) in ran, tokens
+            now = behind if fixed.turns(tokens) else behind._replace(rope=None)
+            assert (*about(linear.weight, now), found) in ran, tokens
+
+
+def test_deterministic_mode_is_off_where_its_kernels_do_not_compile(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    build, asked = startup.build_runner, []
+
+    def refusing(model_config: ModelConfig, config: EngineConfig, *rest: Any) -> Runner:
+        asked.append(config.deterministic)
+        if config.deterministic:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return build(model_config, config, *rest)
+
+    monkeypatch.setattr(startup, "build_runner", refusing)
+    with caplog.at_level("WARNING"), Generator(llama) as gen:
+        assert not gen.config.deterministic
+        assert len(gen.generate([[5, 6, 7]], SamplingParams(max_tokens=3))[0].completions[0].token_ids) > 0
+    assert asked == [True, False]
+    assert "does not compile on cpu; it is off: out of resource" in caplog.text
+    with pytest.raises(OutOfResources):
+        Generator(llama, deterministic=True)
 
 
 def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:

@@ -41,6 +41,7 @@ from fastgen.kernels.merging import fold, leave, merge, merge_fixed
 from fastgen.kernels.tiles import REGISTERS, Config, power_of_two
 
 PLAIN, SHARED, PRIVATE = 0, 1, 2  # what a list's items are: see the top
+OPEN_ROUNDS = 2  # of units that are not dealt out: who is done first takes the next
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,12 @@ def _attention_kernel(
     members_ptr, bases_ptr, lens_ptr, layer, num_pages, table_width,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr, FIXED: tl.constexpr,
-    SWAP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, KIND: tl.constexpr,
-    PLAIN: tl.constexpr, SHARED: tl.constexpr, PRIVATE: tl.constexpr,
+    SWAP: tl.constexpr, DEALT: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, KIND: tl.constexpr,
+    OPEN_ROUNDS: tl.constexpr, PLAIN: tl.constexpr, SHARED: tl.constexpr, PRIVATE: tl.constexpr,
     HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Units are taken in order: the first by the program's number, others from the layer's counter in the header."""
+    """Units are taken in order: the first by the program's number, others from the layer's counter in the header. Where
+    they are short (DEALT) all but the last rounds are dealt out, so that an item is read while another is worked on."""
     # PRIVATE ones begin beside SHARED ones, and wait for them only where their partial results are wanted (where the
     # order is fixed, from the start): so these say that the next may come when they know that all before has ended.
     if PDL and KIND == SHARED:
@@ -104,26 +106,27 @@ def _attention_kernel(
     unit = tl.program_id(0)
     # An item is read together with the number of items, and not after it, which is what a small step waits for.
     count = tl.load(list_ptr)
-    item_ptr = list_ptr + HEADER + unit // K * FIELDS
-    first, tokens, lane, position, begin, end, part, split = _item(item_ptr)
+    item = _item(list_ptr + HEADER + unit // K * FIELDS)
+    dealt = programs
+    if DEALT:
+        dealt = tl.maximum(count * K // programs - OPEN_ROUNDS, 1) * programs
     while unit < count * K:
+        next_unit = unit + programs
+        next_item = _item(list_ptr + HEADER + tl.minimum(next_unit // K, count - 1) * FIELDS)
+        first, tokens, lane, position, begin, end, part, split = item
         head = unit % K
         row = tl.arange(0, ROWS)
         token = row // G
         q_head = head * G + row % G
         dim = tl.arange(0, DIMS)[None, :]
         here = (token < tokens % SPLITS)[:, None] & (dim < D)
-        query_row = first + token
-        query = position + token
-        low = position
-        high = position + tokens % SPLITS - 1
+        query_row, query = first + token, position + token
+        low, high = position, position + tokens % SPLITS - 1
         if KIND == SHARED:
             query_row = tl.load(members_ptr + query_row, mask=token < tokens, other=0)
             query = tl.load(lens_ptr + query_row) - 1
-            low = end  # all positions are behind the range
-            high = tl.max(query, 0)
-        at = (query_row * H + q_head)[:, None] * D + dim
-        q = tl.load(q_ptr + at, mask=here, other=0.0)
+            low, high = end, tl.max(query, 0)  # all positions are behind the range
+        q = tl.load(q_ptr + (query_row * H + q_head)[:, None] * D + dim, mask=here, other=0.0)
         acc, peak, total = nothing(ROWS, DIMS, SWAP)
         if KIND == PRIVATE and FIXED:  # where the shared keys end, unless `merge_fixed` goes on from there
             prior = (token < tokens % SPLITS) & (tokens // SPLITS > 0) & (split // SPLITS == 1)
@@ -145,11 +148,19 @@ def _attention_kernel(
                 acc, peak, total, out_ptr, parts_ptr, lse_ptr, totals_ptr, arrivals_ptr, first, tokens, part, split,
                 head, H, K, D, ROWS, DIMS, MERGE_ROWS, MERGE_SPLITS, SPLITS, KIND == PRIVATE, FIXED, PDL,
             )  # fmt: skip
-        unit = count * K
-        if unit > programs:
-            unit = programs + tl.atomic_add(list_ptr + 1 + layer, 1, sem="relaxed")
-        item_ptr = list_ptr + HEADER + tl.minimum(unit // K, count - 1) * FIELDS
-        first, tokens, lane, position, begin, end, part, split = _item(item_ptr)
+        if next_unit >= dealt:
+            next_unit = _ask(list_ptr + 1 + layer, count * K, dealt)
+            next_item = _item(list_ptr + HEADER + tl.minimum(next_unit // K, count - 1) * FIELDS)
+        unit, item = next_unit, next_item
+
+
+@jit()
+def _ask(counter_ptr, units, dealt):
+    """The next of the units that are not dealt out."""
+    next_unit = units
+    if units > tl.num_programs(0):
+        next_unit = dealt + tl.atomic_add(counter_ptr, 1, sem="relaxed")
+    return next_unit
 
 
 @jit()
@@ -352,8 +363,8 @@ def _launch(
         q, out, keys, values, page_table, items.list, workspace.parts, workspace.lse, workspace.totals,
         workspace.arrivals, members, items.bases, items.kv_lens, layer, num_pages, page_table.stride(0),
         num_heads, num_kv, head_size, page_size, window, head_size**-0.5 * math.log2(math.e),
-        config.rows, config.keys, dims, config.peel, config.fixed, config.swap, config.merge_rows, config.merge_splits,
-        items.kind, PLAIN, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
+        config.rows, config.keys, dims, config.peel, config.fixed, config.swap, config.dealt, config.merge_rows,
+        config.merge_splits, items.kind, OPEN_ROUNDS, PLAIN, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
         num_warps=config.warps, num_stages=config.stages, **options,
     )  # fmt: skip
 

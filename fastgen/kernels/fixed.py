@@ -21,16 +21,17 @@ from torch import Tensor
 from fastgen.kernels import product as small
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
 from fastgen.kernels.product import Fused, fetch
+from fastgen.kernels.rope import rope_write
 
 ALIGN = 8  # inputs of a weight are a multiple, so that its rows begin at multiples of 16 bytes
-GROUP = 8  # tiles of tokens that share the weight's tiles while these are in the L2 cache
+GROUP = 2048  # tokens of tiles that share the weight's
 
 FLOAT32 = (32, 32, 32, 4, 2)  # tokens, rows, depth, warps, stages of Config at any number of tokens
 FEW = {16: (128, 128), 32: (128, 64), 64: (64, 128)}
 """Padded tokens -> rows and depth for weights that have many rows; for others these are NARROW."""
 
 NARROW = (64, 128)
-MANY = ((256, 128, 64, 8), (128, 128, 64, 4), (128, 64, 64, 4))
+MANY = ((128, 256, 64, 8), (128, 128, 64, 4), (128, 64, 64, 4))
 """Tokens, rows, depth and warps beyond FEW: the one is taken that keeps the busiest processor for the shortest time."""
 
 MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 3, 3, 12  # of 2-byte weights: programs a processor
@@ -51,6 +52,11 @@ class Config:
     warps: int
     stages: int
     swap: bool = False
+
+    @property
+    def group(self) -> int:
+        """Tiles of tokens that share the weight's tiles while these are in the L2 cache."""
+        return max(GROUP // self.tokens, 1)
 
     def shared_memory(self, item_size: int) -> int:
         """Bytes that a program needs at most: the stages, or what the results pass through at the end."""
@@ -155,7 +161,9 @@ def _turn(
     a, b, token, head, at, here, q_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, N,
     HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Turn the pairs (a, b) [TOKENS, ROWS / 2] as fastgen.kernels.rope does, and store them."""
+    """Turn the pairs (a, b) [TOKENS, ROWS / 2] as fastgen.kernels.rope does, to the bit, and store them."""
+    a = a.to(q_ptr.dtype.element_ty).to(tl.float32)
+    b = b.to(q_ptr.dtype.element_ty).to(tl.float32)
     queries = N // (2 * HALF) - 2 * KV
     position = tl.load(positions_ptr + token, mask=here, other=0)
     cos = tl.load(cos_ptr + position * HALF + at, mask=here, other=0.0)
@@ -217,8 +225,19 @@ def _stages(found: Config, programs: int, item_size: int, chip: Chip) -> int:
     return min((chip.shared_memory // programs - 3072) // step, MOST_STAGES)
 
 
+def turns(tokens: int) -> bool:
+    """Whether rope, where it is wanted, is part of the kernel: behind a tile of many tokens it takes longer than its
+    own kernel does. It is the same to the bit."""
+    return tokens <= max(FEW)
+
+
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
-    return launch_as(config(len(x), len(weight), x.dtype, Chip.of(x.device)), x, weight, bias, fused)
+    chosen = config(len(x), len(weight), x.dtype, Chip.of(x.device))
+    if fused.rope is None or turns(len(x)):
+        return launch_as(chosen, x, weight, bias, fused)
+    qkv = launch_as(chosen, x, weight, bias, fused._replace(rope=None))
+    turned: Tensor = rope_write.launch(qkv, fused.rope.places, fused.rope.keys, fused.rope.values)
+    return turned
 
 
 def launch_as(chosen: Config, x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
@@ -259,7 +278,7 @@ def launch_as(chosen: Config, x: Tensor, weight: Tensor, bias: Tensor | None, fu
         Described(x, [tokens, inputs], [inputs, 1], [chosen.tokens, chosen.depth]),
         Described(weight, [*weight.shape], [*weight.stride()], block), weight, bias, out, *turned, tokens, outputs,
         inputs, half, num_kv, page_size, fused.add is not None,
-        chosen.tokens, chosen.rows, heads, chosen.depth, chosen.stages, chosen.swap, GROUP, pdl, ahead,
+        chosen.tokens, chosen.rows, heads, chosen.depth, chosen.stages, chosen.swap, chosen.group, pdl, ahead,
         num_warps=chosen.warps, enable_fp_fusion=False, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out if fused.rope is None else out.view(tokens, -1, 2 * half)

@@ -144,7 +144,7 @@ class Kernel:
             try:
                 return self.launch(x, *arguments, **options)
             except Exception as error:
-                if not _refused(error):
+                if not refused(error):
                     raise
                 self.refused.add(x.device)
                 name = self.launch.__module__.rpartition(".")[2]
@@ -157,8 +157,10 @@ class Kernel:
         return device.type == "cuda" and triton is not None and device not in self.refused
 
 
-def _refused(error: Exception) -> bool:
+def refused(error: Exception) -> bool:
     """Whether Triton could not make a kernel: its language, a pass of its compiler, ptxas, or for want of resources."""
+    if triton is None:
+        return False
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 

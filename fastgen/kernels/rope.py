@@ -123,11 +123,12 @@ def _launch(qkv: Tensor, places: Places, keys: Tensor, values: Tensor, norm: Hea
     q = torch.empty(tokens, num_q, head_size, dtype=qkv.dtype, device=qkv.device)
     pdl = Chip.of(qkv.device).dependent_launch
     options = {"launch_pdl": True} if pdl else {}
+    # No multiplication is fused with an addition, so that the bits are those of rope in fastgen.kernels.fixed.
     _rope_kernel[(tokens, -(-(num_q + 2 * num_kv) // HEADS))](
         qkv, places.cos, places.sin, places.positions, places.slots, q, keys, values,
         norm.q if norm else qkv, norm.k if norm else qkv, norm.eps if norm else 0.0,
         num_q, num_kv, head_size, page_size, HEADS, triton.next_power_of_2(head_size // 2), norm is not None, pdl,
-        num_warps=4, **options,
+        num_warps=4, enable_fp_fusion=False, **options,
     )  # fmt: skip
     return q
 

@@ -27,7 +27,7 @@ class Config:
     that a processor is given; peel: blocks of keys that all rows see in full have a loop of their own, without a mask;
     merge_rows, merge_splits: of the partial results that are read at once. fixed: an iteration's keys are summed by
     themselves before they are added to those before them, so that it does not matter who does that; swap: the rows are
-    then the right side of its products."""
+    then the right side of its products. dealt: a program knows most of its units from the start."""
 
     rows: int
     keys: int
@@ -40,6 +40,7 @@ class Config:
     merge_splits: int
     fixed: bool = False
     swap: bool = False
+    dealt: bool = False
 
 
 # Per phase, and whether a number takes 2 bytes: (rows, keys, warps, stages), the first of which fits is taken. Rows 0:
@@ -70,7 +71,7 @@ FIXED_HOPPER = {
     PREFILL: ((128, 64, 8, 3), (64, 64, 4, 2)),
     GROUP: ((64, 64, 4, 2),),
 }
-SWAPPED_REGISTERS = 160  # of a thread: three programs a processor
+SWAPPED_REGISTERS = 168  # of a thread: three programs a processor
 
 
 def configure(
@@ -97,7 +98,9 @@ def configure(
             registers = SWAPPED_REGISTERS if swap else REGISTERS
             programs = programs_of(size, registers, warps, chip)
             merging = merge_rows, merge_splits
-            return Config(rows, keys, warps, stages, registers, programs, tiles, *merging, deterministic, swap)
+            return Config(
+                rows, keys, warps, stages, registers, programs, tiles, *merging, deterministic, swap, dealt=not tiles
+            )  # fmt: skip
     raise ValueError(
         f"attention='paged' can not run {group} query heads a KV head of size {head_size} in {dtype} on this GPU, "
         f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"
