@@ -274,6 +274,8 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     device, dtype = ("cpu", "float32") if arguments.smoke else ("cuda", "bfloat16")
     if arguments.no_prefix_cache:
         given["prefix_cache"] = False
+    if arguments.no_deterministic:
+        given["deterministic"] = False
     if arguments.tensor_parallel > 1:
         given["tensor_parallel"] = arguments.tensor_parallel
     return {"load": "dummy", "device": device, "dtype": dtype, "seed": 0, **given}
@@ -303,9 +305,10 @@ def slug(gpu: str) -> str:
 
 
 def report_path(arguments: argparse.Namespace, gpu: str, part: str = "") -> Path:
-    """MODEL-GPU-tpN-PART-nocache.json, as far as there are several GPUs, a part and no cache."""
+    """MODEL-GPU-tpN-PART-nocache-nondeterministic.json, as far as there are several GPUs, a part and these options."""
     several = f"tp{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
-    parts = (arguments.model, slug(gpu), several, part, "nocache" if arguments.no_prefix_cache else "")
+    without = {"nocache": arguments.no_prefix_cache, "nondeterministic": arguments.no_deterministic}
+    parts = (arguments.model, slug(gpu), several, part, *(name for name, so in without.items() if so))
     folder: Path = arguments.out or DATA
     return folder / f"{'-'.join(filter(None, parts))}.json"
 
@@ -439,6 +442,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options.add_argument("--attention")
     options.add_argument("--memory-fraction", type=float)
     options.add_argument("--no-prefix-cache", action="store_true", help="the file's name ends in -nocache")
+    options.add_argument("--no-deterministic", action="store_true", help="... in -nondeterministic")
     arguments = parser.parse_args(argv)
     if arguments.turns and arguments.no_prefix_cache:
         parser.error("--turns measures with and without the prefix cache; leave --no-prefix-cache out")
@@ -448,6 +452,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--busy and --load look into one process; leave --tensor-parallel out")
     if arguments.tensor_parallel > 1 and arguments.deterministic:
         parser.error("--deterministic is of one GPU; leave --tensor-parallel out")
+    if arguments.deterministic and arguments.no_deterministic:
+        parser.error("--deterministic measures with and without deterministic mode; leave --no-deterministic out")
     if arguments.tensor_parallel > 1 and arguments.scaling:
         parser.error("--scaling takes 1, 2 and 4 GPUs itself; leave --tensor-parallel out")
     if arguments.tensor_parallel < 2 and arguments.broadcast:

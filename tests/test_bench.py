@@ -234,6 +234,14 @@ def test_without_the_prefix_cache_the_file_has_another_name(tmp_path: Path) -> N
     assert bench_gpu.report_path(arguments, "NVIDIA H200", "perf") == tmp_path / "mistral7-h200-perf-nocache.json"
 
 
+def test_without_deterministic_mode(tmp_path: Path) -> None:
+    reports = smoke(tmp_path, "--no-deterministic", "--only", "chat1", "--skip-ceilings")
+    engine = reports["mistral7-cpu-nondeterministic.json"]["workloads"]["chat1"]["engine"]
+    assert engine["deterministic"] is False
+    with pytest.raises(SystemExit):
+        bench_gpu.parse(["--deterministic", "--no-deterministic"])
+
+
 def test_deterministic_mode_runs_small(tmp_path: Path) -> None:
     report = smoke(tmp_path, "--deterministic", "--only", "headline,chat1")["mistral7-cpu-deterministic.json"]
     assert list(report["workloads"]) == ["headline", "chat1"]

@@ -6,7 +6,8 @@ tokens. It may do so only among those for which a chip takes the same instructio
 product has 64 rows or more and the right side 16, and there are 4 warps or 8, or the instruction is another (mma.sync
 and not wgmma), which sums otherwise: of few tokens the weight is the left side.
 
-What comes behind a product is done here as well, for any number of tokens, from the sums before they are rounded.
+What comes behind a product is done here as well, for any number of tokens, from the sums before they are rounded; but
+rope turns rounded numbers, as its own kernel does behind many tokens.
 """
 
 from __future__ import annotations

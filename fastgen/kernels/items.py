@@ -4,8 +4,8 @@ An item is a tile of query tokens of one sequence against a range of its keys. A
 ranges has an item for each (a split); the attention kernel merges them. Items of equal splits come first, those with
 fewest keys last, so that the programs which take them one by one end together.
 
-A list is int32 [HEADER + items * FIELDS]. The header is the number of items, and then a counter a layer, of what the
-programs have taken. An item's fields:
+A list is int32 [HEADER + items * FIELDS]. The header is the number of items, and then a counter a layer, of what
+programs have asked for. An item's fields:
   FIRST      its first query token in the step
   TOKENS     its query tokens (of a decode + SPLITS * its priors, see below)
   LANE       the row of the page table
