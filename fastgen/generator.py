@@ -51,13 +51,15 @@ class Generator(BetweenSteps):
         that were preempted, need not compute it again.
     host_cache_gb: 10^9 bytes of the host's memory, pinned, where such pages go when the pool needs their place, and
         come back from; 0: none.
-    attention: "auto" (what measured fastest on the device), "flash", "paged" or "reference".
+    attention: "auto" (what measured fastest on the device; in deterministic mode paged), "flash", "paged" or
+        "reference".
     tensor_parallel: so many GPUs hold the model together, each driven by a process that is started here.
     tp_group: the same inside a program that has ranks already: a torch.distributed process group, or a DeviceMesh of
         one dimension. Every rank makes the Generator and calls the same methods in the same order; rank 0's arguments
         count, it alone reads the iterable of `stream`, and all get the same result.
     deterministic: no bit of tokens and logprobs depends on the schedule. None: where it costs little, which is on one
-        Hopper GPU (H100, H200) in bfloat16 or float16, and on the CPU; the attribute config.deterministic tells.
+        Hopper GPU (H100, H200) in bfloat16 or float16 with heads of 64 to 128, and on the CPU; config.deterministic
+        tells.
     load: "auto", or "dummy" for random weights.
     seed: where requests without one derive theirs from; None: from the operating system.
 

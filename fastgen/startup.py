@@ -97,7 +97,7 @@ def build_rank(
     except Exception as error:
         if not config.deterministic or options.get("deterministic") is not None or not refused(error):
             raise
-        log.warning("a kernel of deterministic mode does not compile on %s; it is off: %s", device, error)
+        log.warning("a kernel of deterministic mode does not compile on %s; it is off: %s", device, str(error))
     gc.collect()  # what was built so far
     release_memory(device)
     return build_runner(model_config, make(**{**options, "deterministic": False}), folder, load, group)

@@ -28,14 +28,17 @@ Launch = tuple[Batch, float]  # and the seconds that the call took
 
 
 def bench_scaling(arguments: argparse.Namespace) -> None:
-    """The workloads on 1, 2 and 4 GPUs, as far as there are so many. efficiency: tokens/s of N GPUs / (N x one's)."""
+    """The workloads on 1, 2 and 4 GPUs, as far as there are so many. efficiency: tokens/s of N GPUs / (N x one's). All
+    without deterministic mode, which several have not."""
     smoke = arguments.smoke
     rates = bench_gpu.ceilings(arguments)
     about = bench_gpu.machine("cpu" if smoke else "cuda")
     path = bench_gpu.report_path(arguments, about["gpu"], "scaling")
     report: dict[str, Any] = {"model": arguments.model, **about, "rates": rates, "ready_seconds": {}, "workloads": {}}
     for gpus in gpu_counts(2 if smoke else torch.cuda.device_count()):
-        options = {"tensor_parallel": gpus} if gpus > 1 else {}
+        options: dict[str, Any] = {"deterministic": False}
+        if gpus > 1:
+            options["tensor_parallel"] = gpus
         with bench_gpu.ready_generator(arguments, **options) as (generator, ready):
             report["ready_seconds"][str(gpus)] = ready
             for name in arguments.only or SCALED:

@@ -287,6 +287,7 @@ def test_scaling_runs_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(report["workloads"]) == ["headline", "chat1"]
     for by_gpus in report["workloads"].values():
         one, two = by_gpus["1"], by_gpus["2"]
+        assert not one["engine"]["deterministic"], "as several GPUs are not"
         assert one["efficiency"] == 1
         assert two["efficiency"] == pytest.approx(two["tokens_per_second"] / one["tokens_per_second"] / 2)
         assert two["limit"]["h200"] == pytest.approx(2 * one["limit"]["h200"])

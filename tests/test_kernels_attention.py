@@ -253,13 +253,14 @@ def test_a_decode_step_is_planned_from_the_device() -> None:
         close(out, case.expected(window)[pick])
 
 
-def test_programs_take_units_until_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_programs_take_units_until_there_are_none(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer programs than units, and partial results that arrive in any order: the bits stay."""
     monkeypatch.setattr(lists, "SHORTEST_PREFILL", 128)
     case = make([1] * 3 + [20], [300, 200, 5, 340], 32)
     paged = case.paged(0)
     for phase, config in paged.configs.items():
-        paged.configs[phase] = replace(config, programs=1, merge_splits=1)
+        paged.configs[phase] = replace(config, programs=1, merge_splits=1, dealt=ahead and not config.peel)
     paged.chip = H200  # for which prefills are split too
     plan = paged.plan(case.layout)
     whole = paged.attend(plan, 1, case.q, 0)
@@ -270,7 +271,7 @@ def test_programs_take_units_until_there_are_none(monkeypatch: pytest.MonkeyPatc
         assert units > 4 * programs
         dealt = (units // programs - kernel.OPEN_ROUNDS) * programs if items.config.dealt else programs
         assert asked == units - dealt + programs, "each program is told once that there are no more"
-    assert [items.config.dealt for items in plan.work[0]] == [True, False]
+    assert [items.config.dealt for items in plan.work[0]] == [ahead, False]
     rng = np.random.default_rng(0)
     for _ in range(2):
         plan = paged.plan(case.layout)

@@ -103,11 +103,12 @@ def test_deterministic_mode_is_off_where_its_kernels_do_not_compile(
     from triton.runtime.errors import OutOfResources
 
     build, asked = startup.build_runner, []
+    error: Exception = OutOfResources(300_000, 232_448, "shared memory")
 
     def refusing(model_config: ModelConfig, config: EngineConfig, *rest: Any) -> Runner:
         asked.append(config.deterministic)
         if config.deterministic:
-            raise OutOfResources(300_000, 232_448, "shared memory")
+            raise error
         return build(model_config, config, *rest)
 
     monkeypatch.setattr(startup, "build_runner", refusing)
@@ -118,6 +119,10 @@ def test_deterministic_mode_is_off_where_its_kernels_do_not_compile(
     assert "does not compile on cpu; it is off: out of resource" in caplog.text
     with pytest.raises(OutOfResources):
         Generator(llama, deterministic=True)
+    error = RuntimeError("another")
+    with pytest.raises(RuntimeError, match="another"):
+        Generator(llama)
+    assert asked == [True, False, True, True]
 
 
 def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:

@@ -83,7 +83,8 @@ MODEL = (
     Option("prefix_cache", bool, "keep the KV of prompts for those that begin alike", "true"),
     Option("host_cache_gb", float, "the host's memory for KV that the GPU has no room for, in 10^9 bytes", "0", low=0),
     Option("attention", str, "auto, flash, paged or reference", "auto"),
-    Option("deterministic", bool, "no bit of an answer depends on what else is asked", "on one H100 or H200"),
+    Option("deterministic", bool, "no bit of an answer depends on what else is asked",
+           "on the CPU and on one H100 or H200"),
     Option("load", str, "auto, or dummy for random weights", "auto"),
     Option("seed", int, "the same requests then get the same answers", "other ones every time"),
 )  # fmt: skip

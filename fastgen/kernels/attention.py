@@ -102,8 +102,7 @@ def _attention_kernel(
     if PDL and (KIND == PLAIN or (KIND == PRIVATE and FIXED)):
         tl.extra.cuda.gdc_wait()
     G: tl.constexpr = H // K
-    programs = tl.num_programs(0)
-    unit = tl.program_id(0)
+    unit, programs = tl.program_id(0), tl.num_programs(0)
     # An item is read together with the number of items, and not after it, which is what a small step waits for.
     count = tl.load(list_ptr)
     item = _item(list_ptr + HEADER + unit // K * FIELDS)
@@ -112,7 +111,8 @@ def _attention_kernel(
         dealt = tl.maximum(count * K // programs - OPEN_ROUNDS, 1) * programs
     while unit < count * K:
         next_unit = unit + programs
-        next_item = _item(list_ptr + HEADER + tl.minimum(next_unit // K, count - 1) * FIELDS)
+        if DEALT:
+            next_item = _item(list_ptr + HEADER + tl.minimum(next_unit // K, count - 1) * FIELDS)
         first, tokens, lane, position, begin, end, part, split = item
         head = unit % K
         row = tl.arange(0, ROWS)
@@ -148,7 +148,7 @@ def _attention_kernel(
                 acc, peak, total, out_ptr, parts_ptr, lse_ptr, totals_ptr, arrivals_ptr, first, tokens, part, split,
                 head, H, K, D, ROWS, DIMS, MERGE_ROWS, MERGE_SPLITS, SPLITS, KIND == PRIVATE, FIXED, PDL,
             )  # fmt: skip
-        if next_unit >= dealt:
+        if not DEALT or next_unit >= dealt:
             next_unit = _ask(list_ptr + 1 + layer, count * K, dealt)
             next_item = _item(list_ptr + HEADER + tl.minimum(next_unit // K, count - 1) * FIELDS)
         unit, item = next_unit, next_item

@@ -27,7 +27,8 @@ class Config:
     that a processor is given; peel: blocks of keys that all rows see in full have a loop of their own, without a mask;
     merge_rows, merge_splits: of the partial results that are read at once. fixed: an iteration's keys are summed by
     themselves before they are added to those before them, so that it does not matter who does that; swap: the rows are
-    then the right side of its products. dealt: a program knows most of its units from the start."""
+    then the right side of its products. dealt: a program knows most
+    of its units from the start."""
 
     rows: int
     keys: int
@@ -98,9 +99,8 @@ def configure(
             registers = SWAPPED_REGISTERS if swap else REGISTERS
             programs = programs_of(size, registers, warps, chip)
             merging = merge_rows, merge_splits
-            return Config(
-                rows, keys, warps, stages, registers, programs, tiles, *merging, deterministic, swap, dealt=not tiles
-            )  # fmt: skip
+            fixed = deterministic, swap, deterministic and not tiles
+            return Config(rows, keys, warps, stages, registers, programs, tiles, *merging, *fixed)
     raise ValueError(
         f"attention='paged' can not run {group} query heads a KV head of size {head_size} in {dtype} on this GPU, "
         f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"

@@ -198,6 +198,13 @@ def test_under_a_random_schedule_as_alone(model: Model, seed: int) -> None:
         assert gen.stats.preemptions > 3
 
 
+def test_it_is_the_default_on_hopper() -> None:
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    for dtype in ("bfloat16", "float16", "float32"):
+        with Generator(device="cuda", dtype=dtype, kv_cache_gb=0.1, max_seqs=2) as gen:
+            assert gen.config.deterministic == (hopper and dtype != "float32")
+
+
 def test_float32_too() -> None:
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "deterministic": True, "max_model_len": CONTEXT}
     with Generator(**options, max_seqs=2, prefix_cache=False) as gen:
