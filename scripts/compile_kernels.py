@@ -5,8 +5,8 @@
 
 A Generator of random weights runs on the CPU, in a process for each chip. Where a GPU would launch a kernel, with the
 arguments and the configuration that it would have on that chip, the kernel is compiled for it (ptxas included), and its
-torch twin computes the result. So what is compiled is what one GPU would run, without deterministic mode and
-flash-attn. Needs Triton, and no GPU.
+torch twin computes the result. So what is compiled is what one GPU would run, without deterministic mode and then with
+it, but for flash-attn. Needs Triton, and no GPU.
 
 shared: bytes of shared memory, of those that a block may have on that chip; spilled: bytes of a thread's numbers that
 have no register, and are in memory instead.
@@ -63,7 +63,6 @@ ENGINE = {
     "max_seqs": 32,
     "max_step_tokens": 512,
     "seed": 0,
-    "deterministic": False,
 }
 
 
@@ -132,6 +131,7 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
 
     from fastgen import model, startup
     from fastgen.attention.paged import PagedAttention
+    from fastgen.kernels import attention, fixed
 
     def call(self: Kernel, *args: Any, **options: Any) -> Any:
         self.launch(*args, **options)
@@ -139,10 +139,19 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
 
     def few(x: Any, linear: Any) -> bool:
         outputs, inputs = linear.weight.shape
-        return x.element_size() == 2 and model.product.pays(len(x), outputs, inputs, chip)
+        pays = model.product.pays(len(x), outputs, inputs, chip)
+        return pays and x.element_size() == 2 and not linear.fixed
 
+    def launched(kernel: Kernel) -> None:
+        """Of a kernel that deterministic mode launches, and has no twin for."""
+        launch, twin = kernel.launch, kernel.twin
+        kernel.launch = lambda *args: (launch(*args), twin(*args))[1]
+
+    launched(fixed.product)
+    launched(attention.attention)
     Kernel.__call__, Kernel.runs_on = call, lambda self, device: True  # type: ignore[method-assign]
     model._few = few
+    model.Transformer.pack = lambda self: None  # type: ignore[method-assign]  # a GPU's weights are as they are
     PagedAttention.capturable = property(lambda self: False)  # type: ignore[assignment, method-assign]
     startup.make_attention = lambda name, *arguments: PagedAttention(*arguments)
     yield compiled
@@ -153,15 +162,17 @@ def run_all(models: list[str], dtypes: tuple[str, ...], chip: Chip) -> list[dict
     with as_on(chip) as compiled:
         for name in models:
             for dtype in dtypes if name == "Mistral 7B" else dtypes[:2]:
-                compiled.what = f"{name}, {dtype}"
-                run(name, dtype)
+                for deterministic in (False, True) if name == "Mistral 7B" or dtype == "bfloat16" else (False,):
+                    compiled.what = f"{name}, {dtype}{', deterministic' * deterministic}"
+                    run(name, dtype, deterministic)
     return compiled.rows
 
 
-def run(name: str, dtype: str) -> None:
+def run(name: str, dtype: str, deterministic: bool) -> None:
     """Steps of all kinds: prefills long and short, decodes of few and many, samples that share a prompt, scores; and
     what CUDA graphs of decodes hold, of lanes that share keys too."""
-    from fastgen import Generator, SamplingParams
+    from fastgen import Generator, SamplingParams, startup
+    from fastgen.kernels import fixed
 
     plain = SamplingParams(max_tokens=3, ignore_eos=True)
     full = SamplingParams(
@@ -170,13 +181,23 @@ def run(name: str, dtype: str) -> None:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**SIZES, **MODELS[name]}))
-        with Generator(folder, dtype=dtype, **ENGINE) as gen:
+        with Generator(folder, dtype=dtype, deterministic=deterministic, **ENGINE) as gen:
+            if deterministic:
+                fix(gen._runner.model)
+                startup._compile_products(gen._runner.model, gen._runner.pool, [*fixed.SIZES])
             for params in (plain, full):
                 for lengths in ([400], [9] * 6, [9] * 12, [70] * 20):
                     outputs = gen.generate([[5] * length for length in lengths], params)
                     assert all(output.error is None for output in outputs)
             gen.score([[5] * 40])
             gen._runner.capture([1, 8, 32], [])  # what graphs hold; without a GPU there are none
+
+
+def fix(model: Any) -> None:
+    """Have its products made as on a GPU."""
+    linears = [getattr(layer, name) for layer in model.layers for name in ("qkv", "o", "gate_up", "down")]
+    for linear in (*linears, model.lm_head):
+        object.__setattr__(linear, "fixed", True)  # they are frozen
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,9 @@ import pytest
 from fastgen.kernels.launch import triton
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "compile_kernels.py"
-KERNELS = {"attention", "items", "lanes", "norm", "rope", "product", "swiglu", "sampling", "scoring", "truncation"}
+KERNELS = {
+    "attention", "fixed", "items", "lanes", "norm", "rope", "product", "swiglu", "sampling", "scoring", "truncation"
+}  # fmt: skip
 
 
 @pytest.mark.skipif(triton is None, reason="needs Triton")
