@@ -56,14 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "a KV head each, norms": {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 8},
 }  # fmt: skip
 DTYPES = ("bfloat16", "float16", "float32")
-ENGINE = {
-    "load": "dummy",
-    "device": "cpu",
-    "num_pages": 128,
-    "max_seqs": 32,
-    "max_step_tokens": 512,
-    "seed": 0,
-}
+ENGINE = {"load": "dummy", "device": "cpu", "num_pages": 128, "max_seqs": 32, "max_step_tokens": 512, "seed": 0}
 
 
 class Target:

@@ -126,7 +126,7 @@ def _attention_kernel(
             query_row = tl.load(members_ptr + query_row, mask=token < tokens, other=0)
             query = tl.load(lens_ptr + query_row) - 1
             low, high = end, tl.max(query, 0)  # all positions are behind the range
-        q = tl.load(q_ptr + (query_row * H + q_head)[:, None] * D + dim, mask=here, other=0.0)
+        q = tl.load(q_ptr + ((query_row * H + q_head)[:, None] * D + dim), mask=here, other=0.0)
         acc, peak, total = nothing(ROWS, DIMS, SWAP)
         if KIND == PRIVATE and FIXED:  # where the shared keys end, unless `merge_fixed` goes on from there
             prior = (token < tokens % SPLITS) & (tokens // SPLITS > 0) & (split // SPLITS == 1)
@@ -149,17 +149,17 @@ def _attention_kernel(
                 head, H, K, D, ROWS, DIMS, MERGE_ROWS, MERGE_SPLITS, SPLITS, KIND == PRIVATE, FIXED, PDL,
             )  # fmt: skip
         if not DEALT or next_unit >= dealt:
-            next_unit = _ask(list_ptr + 1 + layer, count * K, dealt)
+            next_unit = _ask(list_ptr, layer, count * K, dealt)
             next_item = _item(list_ptr + HEADER + tl.minimum(next_unit // K, count - 1) * FIELDS)
         unit, item = next_unit, next_item
 
 
 @jit()
-def _ask(counter_ptr, units, dealt):
+def _ask(list_ptr, layer, units, dealt):
     """The next of the units that are not dealt out."""
     next_unit = units
     if units > tl.num_programs(0):
-        next_unit = dealt + tl.atomic_add(counter_ptr, 1, sem="relaxed")
+        next_unit = dealt + tl.atomic_add(list_ptr + 1 + layer, 1, sem="relaxed")
     return next_unit
 
 
