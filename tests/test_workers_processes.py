@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -134,6 +135,7 @@ def test_a_rank_that_dies_ends_all(death: str, kind: type[Exception], text: str)
 
 def test_closing_ends_ranks_whatever_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "GRACE", 0.3)
+    gc.collect()  # what failing tests left in cycles would be closed while this one counts
     before = len(os.listdir("/proc/self/fd"))
     ranks = spawned(death="exits")
     pids = [process.pid for process in ranks._processes]
@@ -144,7 +146,7 @@ def test_closing_ends_ranks_whatever_they_do(monkeypatch: pytest.MonkeyPatch) ->
     first, second = (process.returncode for process in ranks._processes)
     assert first in (1, -signal.SIGKILL)  # whichever comes first, where all are slow
     assert second == -signal.SIGKILL
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     ranks.close()
     for call in (lambda: ranks.launch(batch(1)), ranks.delays):
         with pytest.raises(RuntimeError, match="closed"):
