@@ -37,7 +37,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,19 +55,13 @@ class DepartedError(RuntimeError):
     """Another rank has left the group, or does not answer."""
 
 
-class Event(Protocol):
-    """What torch.cuda.Event is here."""
-
-    def wait(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Gathering:
     """The next product's input on its way. y is kept, since it is being read."""
 
     x: Tensor
     y: Tensor
-    done: Event | None
+    done: torch.cuda.Event | None
 
     def wait(self) -> Tensor:
         """[T, hidden], which may be read by what is launched from now on, on the current stream, and before the next
@@ -172,31 +166,6 @@ class Shared(NamedTuple):
     handle: Any  # keeps what the peers' addresses are of
 
 
-class Side(Protocol):
-    """A stream beside the current one. Addresses are what this rank sees memory of any rank at."""
-
-    def begin(self) -> None:
-        """What comes next waits for all that the current stream holds by now."""
-
-    def copy(self, target: int, source: int, size: int) -> None:
-        """`size` bytes."""
-
-    def write(self, address: int, value: int) -> None:
-        """Set a flag, behind all that was copied before."""
-
-    def wait(self, address: int, value: int) -> None:
-        """Until a flag is `value`, or by less than 2 ** 31 beyond it."""
-
-    def launch(self, function: Callable[..., object], *arguments: Any) -> None:
-        """What the function launches on the current stream comes here."""
-
-    def end(self) -> Event:
-        """That all this is done."""
-
-    def is_idle(self) -> bool:
-        """Whether all is done."""
-
-
 class CopyExchange(Exchange):
     """By copies into memory that all ranks can write: `shared`, of Layout.end bytes. sides: a stream a half."""
 
@@ -218,7 +187,7 @@ class CopyExchange(Exchange):
     @classmethod
     def make(cls, rank: int, shared: Shared, tokens: int, hidden: int, dtype: torch.dtype) -> CopyExchange:
         """Among the GPUs of one host; the shared memory is zeros."""
-        sides = [_Stream(shared.memory.device) for _ in range(HALVES)]
+        sides = [Side(shared.memory.device) for _ in range(HALVES)]
         return cls(rank, shared, sides, tokens, hidden, dtype)
 
     def interrupt(self) -> None:
@@ -267,8 +236,9 @@ class CopyExchange(Exchange):
         return self._shared.peers[holder] + self._layout.flags + 4 * ((kind * HALVES + half) * self.size + sender)
 
 
-class _Stream:
-    """A stream of a GPU as a Side: through the driver, as torch has nothing to wait for a value with."""
+class Side:
+    """A stream beside the current one; through the driver, as torch has nothing to wait for a value with. Addresses are
+    what this rank sees memory of any rank at."""
 
     def __init__(self, device: torch.device) -> None:
         # Its few kernels come first, or they would wait until the products of the other half leave room.
@@ -277,26 +247,33 @@ class _Stream:
         self._driver = _driver()
 
     def begin(self) -> None:
+        """What comes next waits for all that the current stream holds by now."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def copy(self, target: int, source: int, size: int) -> None:
+        """`size` bytes."""
         _check(self._driver.cuMemcpyAsync(target, source, size, self._handle))
 
     def write(self, address: int, value: int) -> None:
+        """Set a flag, behind all that was copied before."""
         _check(self._driver.cuStreamWriteValue32_v2(self._handle, address, value, 0))
 
     def wait(self, address: int, value: int) -> None:
+        """Until a flag is `value`, or by less than 2 ** 31 beyond it."""
         _check(self._driver.cuStreamWaitValue32_v2(self._handle, address, value, 0))
 
     def launch(self, function: Callable[..., object], *arguments: Any) -> None:
+        """What the function launches on the current stream comes here."""
         with torch.cuda.stream(self._stream):
             function(*arguments)
 
-    def end(self) -> Event:
+    def end(self) -> torch.cuda.Event:
+        """That all this is done."""
         event: torch.cuda.Event = self._stream.record_event()
         return event
 
     def is_idle(self) -> bool:
+        """Whether all is done."""
         idle: bool = self._stream.query()
         return idle
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -126,35 +126,11 @@ class HostMemory(Memory):
         pass  # the system does it as they are written to
 
 
-class Driver(Protocol):
-    """A device's addresses and physical memory. Sizes and addresses are multiples of `granularity`."""
-
-    granularity: int
-
-    def reserve(self) -> tuple[int, int]:
-        """A range of addresses for as much as the device has: its address and size."""
-
-    def free(self, address: int, size: int) -> None:
-        """Give such a range back."""
-
-    def map(self, address: int, size: int) -> None:
-        """Take physical memory. Raises torch.OutOfMemoryError where there is too little."""
-
-    def unmap(self, address: int, size: int) -> None:
-        """Give back what one call of `map` took."""
-
-    def settle(self) -> None:
-        """Wait until nothing is on its way."""
-
-    def tensor(self, address: int, size: int, owner: object) -> Tensor:
-        """uint8 [size] of memory that is mapped; keeps `owner` alive."""
-
-
 class DeviceMemory(Memory):
     """Tensors one behind the other in a reserved range, where memory is mapped as far as they go. Copies of what is
     kept are in pinned memory of the host, which stays for the next time: to pin it takes longer than the copy."""
 
-    def __init__(self, driver: Driver, device: torch.device) -> None:
+    def __init__(self, driver: CudaDriver, device: torch.device) -> None:
         self._driver, self._device = driver, device
         self._address, size = driver.reserve()
         self._used = self._mapped = 0  # bytes; the latter also while it is released
@@ -209,14 +185,14 @@ class DeviceMemory(Memory):
         return self._driver.tensor(self._address + start, end - start, self)
 
 
-def _unmap(driver: Driver, pieces: list[tuple[int, int]]) -> None:
+def _unmap(driver: CudaDriver, pieces: list[tuple[int, int]]) -> None:
     driver.settle()
     while pieces:
         driver.unmap(*pieces[-1])
         pieces.pop()
 
 
-def _give_up(driver: Driver, pieces: list[tuple[int, int]], address: int, size: int) -> None:
+def _give_up(driver: CudaDriver, pieces: list[tuple[int, int]], address: int, size: int) -> None:
     """When the last tensor is gone."""
     _unmap(driver, pieces)
     driver.free(address, size)
@@ -266,7 +242,10 @@ class _Mapped:
 
 
 class CudaDriver:
-    """Driver of a GPU. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html"""
+    """A GPU's addresses and physical memory. Sizes and addresses are multiples of `granularity`.
+
+    https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -278,14 +257,17 @@ class CudaDriver:
         self.granularity = granularity.value
 
     def reserve(self) -> tuple[int, int]:
+        """A range of addresses for as much as the device has: its address and size."""
         address, size = ctypes.c_uint64(), _rounded(self._total, self.granularity)
         self._call("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
         return address.value, size
 
     def free(self, address: int, size: int) -> None:
+        """Give such a range back."""
         self._call("cuMemAddressFree", address, size)
 
     def map(self, address: int, size: int) -> None:
+        """Take physical memory. Raises torch.OutOfMemoryError where there is too little."""
         handle = ctypes.c_uint64()
         create = "cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._allocation), 0
         status = self._status(*create)
@@ -307,12 +289,15 @@ class CudaDriver:
         self._call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
 
     def unmap(self, address: int, size: int) -> None:
+        """Give back what one call of `map` took."""
         self._call("cuMemUnmap", address, size)
 
     def settle(self) -> None:
+        """Wait until nothing is on its way."""
         torch.cuda.synchronize(self._device)
 
     def tensor(self, address: int, size: int, owner: object) -> Tensor:
+        """uint8 [size] of memory that is mapped; keeps `owner` alive."""
         return torch.as_tensor(_Mapped(address, size, owner), device=self._device)
 
     def _status(self, name: str, *arguments: Any) -> int:

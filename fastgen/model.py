@@ -24,7 +24,6 @@ from fastgen.cache.host import Arrivals
 from fastgen.cache.pool import KVPool
 from fastgen.exchange import HALVES
 from fastgen.kernels import fixed, product
-from fastgen.kernels.launch import Chip
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import HeadNorm, Places, rope_write
 from fastgen.kernels.swiglu import swiglu
@@ -170,9 +169,8 @@ class Stream:
 
 def _few(x: Tensor, linear: Linear) -> bool:
     """Whether x has so few rows that a product of our own is faster."""
-    outputs, inputs = linear.weight.shape
     ours = x.is_cuda and x.dtype != torch.float32 and not linear.fixed
-    return ours and product.pays(len(x), outputs, inputs, Chip.of(x.device))
+    return ours and product.pays(*x.shape)
 
 
 class Transformer:

@@ -54,21 +54,19 @@ def end(processes: Sequence[subprocess.Popen[bytes]], tell: Callable[[], None] =
     """Tell processes to end, and wait for them; those that do not are killed."""
     try:
         tell()
-        _all_ended(processes, GRACE)
+        _wait(processes)
     finally:  # a second Ctrl-C ends the wait
         for process in processes:
             process.kill()
-        _all_ended(processes, GRACE)
+        _wait(processes)
 
 
-def _all_ended(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    try:
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended, or for GRACE."""
+    deadline = time.monotonic() + GRACE
+    with suppress(subprocess.TimeoutExpired):
         for process in processes:
             process.wait(max(deadline - time.monotonic(), 0))
-    except subprocess.TimeoutExpired:
-        return False
-    return True
 
 
 def ending(status: int | None) -> str:

@@ -131,9 +131,7 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
         return self.twin(*args, **options)
 
     def few(x: Any, linear: Any) -> bool:
-        outputs, inputs = linear.weight.shape
-        pays = model.product.pays(len(x), outputs, inputs, chip)
-        return pays and x.element_size() == 2 and not linear.fixed
+        return model.product.pays(*x.shape) and x.element_size() == 2 and not linear.fixed
 
     def launched(kernel: Kernel) -> None:
         """Of a kernel that deterministic mode launches, and has no twin for."""

@@ -169,9 +169,7 @@ def test_on_the_cpu_the_twin_answers() -> None:
 
 @pytest.mark.parametrize("chip", [H200, A100, RTX_3090, SMALL])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("plain", [False, True])
-def test_config(chip: Chip, dtype: torch.dtype, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PLAIN", plain)
+def test_config(chip: Chip, dtype: torch.dtype) -> None:
     for outputs, inputs in SHAPES:
         for tokens in (1, 2, 8, 9, 33, MOST):
             found = config(outputs, inputs, tokens, dtype, chip)
@@ -203,7 +201,7 @@ def test_one_kernel_for_the_tokens_of_a_padded_number() -> None:
 def test_the_sizes_to_run_at_the_start_are_all_that_pay() -> None:
     made = {config(4096, 4096, size, torch.bfloat16, H200) for size in SIZES}
     for tokens in range(1, MOST + 1):
-        if pays(tokens, 4096, 4096, H200):
+        if pays(tokens, 4096):
             assert padded(tokens) in SIZES
             assert config(4096, 4096, tokens, torch.bfloat16, H200) in made
     assert max(SIZES) <= PAYS
@@ -247,10 +245,10 @@ def test_rope_behind_the_product(tokens: int, heads: int, num_kv: int, head_size
 
 
 def test_pays() -> None:
-    assert pays(1, 4096, 4096, H200)
-    assert pays(32, 4096, 4096, RTX_3090)
-    assert not pays(2048, 4096, 4096, H200)
-    assert not pays(1, 4096, 4097, H200), "rows that are not aligned"
+    assert pays(1, 4096)
+    assert pays(32, 4096)
+    assert not pays(2048, 4096)
+    assert not pays(1, 4097), "rows that are not aligned"
 
 
 COMPILE = """

@@ -22,7 +22,7 @@ from torch import Tensor
 from fastgen.kernels import product as small
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
 from fastgen.kernels.product import Fused, fetch
-from fastgen.kernels.rope import rope_write
+from fastgen.kernels.rope import rope_write, turn
 
 ALIGN = 8  # inputs of a weight are a multiple, so that its rows begin at multiples of 16 bytes
 GROUP = 2048  # tokens of tiles that share the weight's
@@ -148,42 +148,15 @@ def _finish_pairs(
         b += tl.load(bias_ptr + row + HALF, mask=there, other=0.0).to(tl.float32)
     here = there & (token < T)
     if KV > 0:
-        _turn(
-            a, b, token, head, at, here, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr,
-            N, HALF, KV, P,
+        a = a.to(out_ptr.dtype.element_ty).to(tl.float32)
+        b = b.to(out_ptr.dtype.element_ty).to(tl.float32)
+        turn(
+            a, b, token.to(tl.int64), head, at, here, here, here, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr,
+            keys_ptr, values_ptr, N // (2 * HALF) - 2 * KV, KV, HALF, P,
         )  # fmt: skip
     else:
         out = a / (1 + tl.exp(-a)) * b
         tl.store(out_ptr + token.to(tl.int64) * HALF + at, out.to(out_ptr.dtype.element_ty), mask=here)
-
-
-@jit()
-def _turn(
-    a, b, token, head, at, here, q_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, N,
-    HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """Turn the pairs (a, b) [TOKENS, ROWS / 2] as fastgen.kernels.rope does, to the bit, and store them."""
-    a = a.to(q_ptr.dtype.element_ty).to(tl.float32)
-    b = b.to(q_ptr.dtype.element_ty).to(tl.float32)
-    queries = N // (2 * HALF) - 2 * KV
-    position = tl.load(positions_ptr + token, mask=here, other=0)
-    cos = tl.load(cos_ptr + position * HALF + at, mask=here, other=0.0)
-    sin = tl.load(sin_ptr + position * HALF + at, mask=here, other=0.0)
-    turned = head < queries + KV
-    first = tl.where(turned, a * cos - b * sin, a).to(q_ptr.dtype.element_ty)
-    second = tl.where(turned, b * cos + a * sin, b).to(q_ptr.dtype.element_ty)
-    to_q = q_ptr + (token.to(tl.int64) * queries + head) * 2 * HALF + at
-    tl.store(to_q, first, mask=here & (head < queries))
-    tl.store(to_q + HALF, second, mask=here & (head < queries))
-    slot = tl.load(slots_ptr + token, mask=here, other=-1)
-    kept = here & (slot >= 0)
-    cell = slot // P * KV * P + slot % P
-    to_k = keys_ptr + (cell + (head - queries) * P) * 2 * HALF + at
-    tl.store(to_k, first, mask=kept & turned & (head >= queries))
-    tl.store(to_k + HALF, second, mask=kept & turned & (head >= queries))
-    to_v = values_ptr + (cell + (head - queries - KV) * P) * 2 * HALF + at
-    tl.store(to_v, first, mask=kept & (head >= queries + KV))
-    tl.store(to_v + HALF, second, mask=kept & (head >= queries + KV))
 
 
 @lru_cache(maxsize=4096)

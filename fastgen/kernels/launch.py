@@ -137,7 +137,6 @@ class Kernel:
     def __init__(self, launch: Callable[..., Any], twin: Callable[..., Any]) -> None:
         self.launch, self.twin = launch, twin
         self.refused: set[torch.device] = set()
-        self.__doc__ = launch.__doc__
 
     def __call__(self, x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         if self.runs_on(x.device):

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
-from fastgen.kernels.rope import Places, rope_write
+from fastgen.kernels.rope import Places, rope_write, turn
 
 MOST = 64
 """Tokens that one product takes."""
@@ -33,15 +33,10 @@ MOST = 64
 PAYS = 32
 """Tokens up to which these products beat cuBLAS."""
 
-PLAIN = True
-"""Whether one token is multiplied without the tensor cores."""
-
 NARROW = {1: (8, 1024, 4, 4), 8: (64, 128, 4, 6), 16: (64, 128, 4, 5), 32: (64, 128, 4, 4), 64: (64, 128, 4, 3)}
 WIDE = {1: (16, 512, 4, 3), 8: (128, 128, 8, 2), 16: (128, 128, 8, 3), 32: (128, 128, 8, 2), 64: (128, 64, 8, 4)}
 """Padded tokens -> (rows, depth, warps, stages) of Config, for 2-byte weights; WIDE where 128 rows a program still fill
 the chip. As measured on an H200 (scripts/tune_product.py)."""
-
-BLOCKS_FLOAT32 = (32, 32, 4, 2)
 
 PROGRAMS = 2
 """Programs a processor that it takes to keep enough bytes on their way."""
@@ -222,45 +217,17 @@ def _finish(
     if HALF > 0:
         a, b = tl.split(tl.permute(tl.reshape(acc, [acc.shape[0] // 2, 2, acc.shape[1]]), (0, 2, 1)))
         if KV > 0:
-            _turn(
-                a, b, tile, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, T, N, HALF, KV, P
-            )
+            pair = (tile * a.shape[0] + tl.arange(0, a.shape[0]))[:, None]
+            token = tl.arange(0, a.shape[1])[None, :]
+            here = (pair < N // 2) & (token < T)
+            turn(
+                a, b, token, pair // HALF, pair % HALF, token < T, here, here, out_ptr, positions_ptr, slots_ptr,
+                cos_ptr, sin_ptr, keys_ptr, values_ptr, N // (2 * HALF) - 2 * KV, KV, HALF, P,
+            )  # fmt: skip
         else:
             _store(a / (1 + tl.exp(-a)) * b, tile, out_ptr, T, N // 2, ADD)
     else:
         _store(acc, tile, out_ptr, T, N, ADD)
-
-
-@jit()
-def _turn(
-    a: tl.tensor, b: tl.tensor, tile: tl.tensor, q_ptr: tl.tensor, positions_ptr: tl.tensor, slots_ptr: tl.tensor,
-    cos_ptr: tl.tensor, sin_ptr: tl.tensor, keys_ptr: tl.tensor, values_ptr: tl.tensor, T: tl.tensor, N: tl.tensor,
-    HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr,
-) -> None:  # fmt: skip
-    """Turn the pairs (a, b) [ROWS / 2, TOKENS] of queries and keys as fastgen.kernels.rope does, and store them."""
-    pair = (tile * a.shape[0] + tl.arange(0, a.shape[0]))[:, None]
-    head, at = pair // HALF, pair % HALF
-    queries = N // (2 * HALF) - 2 * KV
-    token = tl.arange(0, a.shape[1])[None, :]
-    here = (pair < N // 2) & (token < T)
-    position = tl.load(positions_ptr + token, mask=token < T, other=0)
-    cos = tl.load(cos_ptr + position * HALF + at, mask=here, other=0.0)
-    sin = tl.load(sin_ptr + position * HALF + at, mask=here, other=0.0)
-    turned = head < queries + KV
-    first = tl.where(turned, a * cos - b * sin, a).to(q_ptr.dtype.element_ty)
-    second = tl.where(turned, b * cos + a * sin, b).to(q_ptr.dtype.element_ty)
-    to_q = q_ptr + (token * queries + head) * 2 * HALF + at
-    tl.store(to_q, first, mask=here & (head < queries))
-    tl.store(to_q + HALF, second, mask=here & (head < queries))
-    slot = tl.load(slots_ptr + token, mask=token < T, other=-1)
-    kept = here & (slot >= 0)
-    cell = slot // P * KV * P + slot % P
-    to_k = keys_ptr + (cell + (head - queries) * P) * 2 * HALF + at
-    tl.store(to_k, first, mask=kept & turned & (head >= queries))
-    tl.store(to_k + HALF, second, mask=kept & turned & (head >= queries))
-    to_v = values_ptr + (cell + (head - queries - KV) * P) * 2 * HALF + at
-    tl.store(to_v, first, mask=kept & (head >= queries + KV))
-    tl.store(to_v + HALF, second, mask=kept & (head >= queries + KV))
 
 
 @jit()
@@ -277,7 +244,7 @@ def _store(
     tl.store(out_ptr, result.to(out_ptr.dtype.element_ty), mask=here)
 
 
-def pays(tokens: int, outputs: int, inputs: int, chip: Chip) -> bool:
+def pays(tokens: int, inputs: int) -> bool:
     """Whether the product of `tokens` tokens with a weight [outputs, inputs] of 2-byte numbers beats cuBLAS."""
     return tokens <= PAYS and inputs % 8 == 0
 
@@ -293,7 +260,7 @@ def config(outputs: int, inputs: int, tokens: int, dtype: torch.dtype, chip: Chi
 
 def padded(tokens: int) -> int:
     """How many tokens the kernel that multiplies `tokens` of them is compiled for."""
-    return max(1 if PLAIN and tokens == 1 else 8, 1 << (tokens - 1).bit_length())
+    return 1 if tokens == 1 else max(8, 1 << (tokens - 1).bit_length())
 
 
 SIZES = tuple(sorted({padded(tokens) for tokens in range(1, PAYS + 1)}))
@@ -302,8 +269,7 @@ SIZES = tuple(sorted({padded(tokens) for tokens in range(1, PAYS + 1)}))
 
 @lru_cache(maxsize=1024)
 def _config(outputs: int, inputs: int, tokens: int, dtype: torch.dtype, chip: Chip) -> Config:
-    blocks = WIDE if outputs >= 128 * chip.processors else NARROW
-    rows, depth, warps, stages = BLOCKS_FLOAT32 if dtype == torch.float32 else blocks[tokens]
+    rows, depth, warps, stages = (WIDE if outputs >= 128 * chip.processors else NARROW)[tokens]
     depth = min(depth, max(16, 1 << (inputs - 1).bit_length()))
     found = Config(tokens, rows, depth, 1, warps, stages)
     while found.shared_memory(dtype.itemsize) > chip.shared_memory and found.depth > 16:

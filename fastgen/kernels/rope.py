@@ -57,6 +57,33 @@ class Places:
         return (row + torch.arange(self.num_kv, device=row.device) * self.page_size).flatten()
 
 
+@jit()
+def turn(
+    a, b, token, head, at, known, table, here, q_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr,
+    H, K: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Turn the pairs (a, b) that stand at places `at` of the halves of heads (H of queries, K of keys, then of values),
+    and store them. Masks: known, of tokens; table, of what is read of cos and sin; here, of pairs."""
+    position = tl.load(positions_ptr + token, mask=known, other=0)
+    cos = tl.load(cos_ptr + position * HALF + at, mask=table, other=0.0)
+    sin = tl.load(sin_ptr + position * HALF + at, mask=table, other=0.0)
+    turned = head < H + K
+    first = tl.where(turned, a * cos - b * sin, a).to(q_ptr.dtype.element_ty)
+    second = tl.where(turned, b * cos + a * sin, b).to(q_ptr.dtype.element_ty)
+    to_q = q_ptr + (token * H + head) * 2 * HALF + at
+    tl.store(to_q, first, mask=here & (head < H))
+    tl.store(to_q + HALF, second, mask=here & (head < H))
+    slot = tl.load(slots_ptr + token, mask=known, other=-1)
+    kept = here & (slot >= 0)
+    cell = slot // P * K * P + slot % P
+    to_k = keys_ptr + (cell + (head - H) * P) * 2 * HALF + at
+    tl.store(to_k, first, mask=kept & turned & (head >= H))
+    tl.store(to_k + HALF, second, mask=kept & turned & (head >= H))
+    to_v = values_ptr + (cell + (head - H - K) * P) * 2 * HALF + at
+    tl.store(to_v, first, mask=kept & (head >= H + K))
+    tl.store(to_v + HALF, second, mask=kept & (head >= H + K))
+
+
 @jit("eps")
 def _rope_kernel(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_ptr, keys_ptr, values_ptr, q_norm_ptr, k_norm_ptr, eps,
@@ -69,44 +96,29 @@ def _rope_kernel(
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    turn = tl.arange(0, HALF)[None, :]
-    half = turn < D // 2
+    place = tl.arange(0, HALF)[None, :]
+    half = place < D // 2
     here = half & (head < H + 2 * K)
-    at = qkv_ptr + token * (H + 2 * K) * D + head * D + turn
+    at = qkv_ptr + token * (H + 2 * K) * D + head * D + place
     a = tl.load(at, mask=here, other=0.0).to(tl.float32)
     b = tl.load(at + D // 2, mask=here, other=0.0).to(tl.float32)
     is_q = head < H
     turned = head < H + K
     if NORM:
         scale = 1 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
-        q_a = tl.load(q_norm_ptr + turn, mask=half, other=0.0).to(tl.float32)
-        q_b = tl.load(q_norm_ptr + D // 2 + turn, mask=half, other=0.0).to(tl.float32)
-        k_a = tl.load(k_norm_ptr + turn, mask=half, other=0.0).to(tl.float32)
-        k_b = tl.load(k_norm_ptr + D // 2 + turn, mask=half, other=0.0).to(tl.float32)
+        q_a = tl.load(q_norm_ptr + place, mask=half, other=0.0).to(tl.float32)
+        q_b = tl.load(q_norm_ptr + D // 2 + place, mask=half, other=0.0).to(tl.float32)
+        k_a = tl.load(k_norm_ptr + place, mask=half, other=0.0).to(tl.float32)
+        k_b = tl.load(k_norm_ptr + D // 2 + place, mask=half, other=0.0).to(tl.float32)
         # Rounded twice, as transformers does.
         normed_a = (a * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * tl.where(is_q, q_a, k_a)
         normed_b = (b * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * tl.where(is_q, q_b, k_b)
         a = tl.where(turned, normed_a.to(q_ptr.dtype.element_ty).to(tl.float32), a)
         b = tl.where(turned, normed_b.to(q_ptr.dtype.element_ty).to(tl.float32), b)
-    position = tl.load(positions_ptr + token)
-    cos = tl.load(cos_ptr + position * (D // 2) + turn, mask=half, other=0.0)
-    sin = tl.load(sin_ptr + position * (D // 2) + turn, mask=half, other=0.0)
-    first = tl.where(turned, a * cos - b * sin, a).to(q_ptr.dtype.element_ty)
-    second = tl.where(turned, b * cos + a * sin, b).to(q_ptr.dtype.element_ty)
-    to_q = q_ptr + (token * H + head) * D + turn
-    tl.store(to_q, first, mask=here & is_q)
-    tl.store(to_q + D // 2, second, mask=here & is_q)
-    slot = tl.load(slots_ptr + token)
-    written = here & (slot >= 0)
-    row = (slot // P) * K * P + slot % P
-    to_k = keys_ptr + (row + (head - H) * P) * D + turn
-    is_k = turned & (head >= H)
-    tl.store(to_k, first, mask=written & is_k)
-    tl.store(to_k + D // 2, second, mask=written & is_k)
-    to_v = values_ptr + (row + (head - H - K) * P) * D + turn
-    is_v = head >= H + K
-    tl.store(to_v, first, mask=written & is_v)
-    tl.store(to_v + D // 2, second, mask=written & is_v)
+    turn(
+        a, b, token, head, place, True, half, here, q_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr,
+        values_ptr, H, K, D // 2, P,
+    )  # fmt: skip
 
 
 def _launch(qkv: Tensor, places: Places, keys: Tensor, values: Tensor, norm: HeadNorm | None = None) -> Tensor:

@@ -27,8 +27,7 @@ class Config:
     that a processor is given; peel: blocks of keys that all rows see in full have a loop of their own, without a mask;
     merge_rows, merge_splits: of the partial results that are read at once. fixed: an iteration's keys are summed by
     themselves before they are added to those before them, so that it does not matter who does that; swap: the rows are
-    then the right side of its products. dealt: a program knows most
-    of its units from the start."""
+    then the right side of its products. dealt: a program knows most of its units from the start."""
 
     rows: int
     keys: int
