@@ -13,6 +13,8 @@ from fastgen.request import Prompt
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 CONTEXT_IDS = 6  # prompt ids that are decoded along with an answer, so that its first token keeps its leading space
+USUAL_CHARS = 8  # of a token, or fewer
+CLEARLY_MORE = 1000  # tokens; those that a cut adds to a text are far fewer
 BROKEN = "\ufffd"
 
 
@@ -35,17 +37,32 @@ class Tokenizer:
         """The tokenizer of a folder, or None where the folder has none."""
         return cls(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of a text; special: with the special tokens that this tokenizer adds (such as BOS)."""
+    def encode(self, text: str, special: bool = True, most: int | None = None) -> list[int]:
+        """Ids of a text; special: with the special tokens that this tokenizer adds (such as BOS).
+
+        most: where there are more, some that are more as well will do, as megabytes of text take seconds, and gigabytes
+        of memory. Then there are more by CLEARLY_MORE.
+        """
+        if most is not None:
+            size = USUAL_CHARS * (most + CLEARLY_MORE)
+            while size < len(text):
+                ids = self.encode(text[:size], special)
+                if len(ids) > most + CLEARLY_MORE:  # a cut changes the last few
+                    return ids
+                size *= USUAL_CHARS
         # verbose: it would warn of a long text, which may be meant to be refused
         return list(self.hf(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], prompting: bool = True, variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        prompting: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         """Ids of a conversation. The template brings its own special tokens.
 
-        prompting: up to where an answer begins; variables: for the template, such as tools.
+        prompting: up to where an answer begins; variables: for the template, such as tools; most: as of `encode`.
         """
         if self.hf.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; give the prompt as text or ids")
@@ -59,7 +76,7 @@ class Tokenizer:
             )
         except Exception as error:  # jinja2's own errors and the templates' raise_exception
             raise ValueError(f"the chat template does not take these messages: {error}") from error
-        return self.encode(text, special=False)
+        return self.encode(text, special=False, most=most)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Text of ids; special: with special tokens."""

@@ -140,6 +140,14 @@ def alive(process: int) -> bool:
         return False
 
 
+def is_called(process: int, name: bytes) -> bool:
+    """Whether a process runs whose command line begins so."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().startswith(name)
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return False
+
+
 def until(condition: Callable[[], Any], seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

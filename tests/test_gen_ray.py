@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from generating import by_row, read, write
-from serving import ROOT, until
+from serving import ROOT, is_called, until
 
 from fastgen import Generator, SamplingParams
 from fastgen.cli.gen import main, outputs
@@ -82,7 +82,7 @@ def end(process: int) -> bool:
 
 
 def replicas(process: subprocess.Popen[str]) -> list[int]:
-    return [one for one in session(process) if Path(f"/proc/{one}/cmdline").read_bytes().startswith(REPLICA)]
+    return [one for one in session(process) if is_called(one, REPLICA)]
 
 
 def written(output: str) -> int:

@@ -19,7 +19,7 @@ import openai
 import pytest
 import serve_stub
 import yaml
-from serving import FGSERVE, ROOT, Server, alive, children, descendants, until
+from serving import FGSERVE, ROOT, Server, alive, children, descendants, is_called, until
 
 import fastgen.ray
 from fastgen import processes
@@ -59,7 +59,7 @@ def server() -> Iterator[Server]:
 def replicas(server: Server) -> list[int]:
     """Their processes."""
     found = descendants(server.process.pid)
-    return [one for one in found if Path(f"/proc/{one}/cmdline").read_bytes().startswith(b"ray::ServeReplica")]
+    return [one for one in found if is_called(one, b"ray::ServeReplica")]
 
 
 def requests_of(server: Server, session: str) -> float:

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from openai import OpenAI
 from serving import FGSERVE, Server, alive, request_bytes, until
 
-from fastgen.cli.serve.main import listen
+from fastgen.cli.serve.main import UNREAD_SECONDS, listen
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -64,13 +65,15 @@ def test_a_model_without_a_format_for_tools_says_so(client: OpenAI) -> None:
     assert caught.value.param == "tools"
 
 
-def test_connections_send_small_pieces_at_once() -> None:
+def test_connections_send_small_pieces_at_once_and_to_those_that_take_them() -> None:
     with (
         listen("127.0.0.1", 0) as listener,
         socket.create_connection(listener.getsockname()),
         listener.accept()[0] as accepted,
     ):
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        if sys.platform == "linux":
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * UNREAD_SECONDS
 
 
 def test_tokens_and_models(server: Server, client: OpenAI) -> None:

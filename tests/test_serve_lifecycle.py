@@ -78,8 +78,8 @@ def reply(connection: socket.socket) -> bytes:
 
 
 def test_where_there_is_no_room_a_client_is_told_to_come_again(server: Server) -> None:
-    def post(prompt: Any) -> httpx.Response:
-        return server.post("/completions", {"prompt": prompt, "max_tokens": 1})
+    def post(prompt: Any, **more: Any) -> httpx.Response:
+        return server.post("/completions", {"prompt": prompt, "max_tokens": 1, **more})
 
     with server.client().completions.create(stream=True, **LONG) as running:
         next(iter(running))
@@ -88,8 +88,9 @@ def test_where_there_is_no_room_a_client_is_told_to_come_again(server: Server) -
         refused = post([5] * 41)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
         assert refused.headers["Retry-After"] == "1"
-        assert "1 prompts of 60 tokens are waiting" in refused.json()["error"]["message"]
+        assert "1 samples of prompts of 60 tokens are waiting" in refused.json()["error"]["message"]
         assert post([[5], [5], [5]]).status_code == 503, "it would be four"
+        assert post([5], n=3).status_code == 503, "and here too"
         never = post([[5]] * 4)
         assert (never.status_code, never.json()["error"]["param"]) == (400, "prompt")
         waiting.close()

@@ -287,6 +287,10 @@ def test_a_request_that_has_no_room_is_one_that_the_engine_refuses_or_cuts(gen: 
             else:
                 assert (error.code, error.param) == ("context_length_exceeded", "prompt")
                 assert str(context) in error.message
+                assert f"requested {length + wanted} tokens" in error.message
+    cut = refusal(partial(check_prompt, [5] * (context + 1001), request, context, vocab))
+    assert cut is not None
+    assert f"requested at least {context + 1001 + wanted} tokens" in cut.message
     with pytest.raises(ApiError) as raised:
         check_prompt([5] * 10, read(ChatRequest, max_completion_tokens=10**30), context, vocab)
     assert (raised.value.param, raised.value.code) == ("messages", "context_length_exceeded")
@@ -309,12 +313,19 @@ def test_ids_outside_the_vocabulary_are_named() -> None:
 def test_an_echo_that_would_fill_the_memory_is_refused() -> None:
     whole = {"echo": True, "logprobs": 19, "max_tokens": 1}
     check_echo(read(CompletionRequest, **whole), [150_000, 50_000])
-    check_echo(read(CompletionRequest, n=128, echo=True), [200_000])
+    check_echo(read(CompletionRequest, n=20, echo=True), [200_000])
+    check_echo(read(CompletionRequest, n=20, return_token_ids=True, logprobs=20), [200_000])
     check_echo(read(CompletionRequest, n=128, logprobs=20), [200_000])
-    for fields, lengths in (({}, [200_001]), ({"n": 2}, [150_000])):
+    ids = {"return_token_ids": True}
+    for fields, lengths, param in (
+        (whole, [200_001], "echo"),
+        ({**whole, "n": 2}, [150_000], "echo"),
+        ({"echo": True, "n": 128}, [200_000], "echo"),
+        ({**ids, "n": 128}, [200_000], "return_token_ids"),
+    ):
         with pytest.raises(ApiError, match="lower n or logprobs") as raised:
-            check_echo(read(CompletionRequest, **whole, **fields), lengths)
-        assert (raised.value.status, raised.value.param) == (400, "echo")
+            check_echo(read(CompletionRequest, **fields), lengths)
+        assert (raised.value.status, raised.value.param) == (400, param)
 
 
 def test_a_model_by_name() -> None:

@@ -12,15 +12,14 @@ import pytest
 from conftest import EOS, VOCAB, allow
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion as OpenAICompletion
-from openai.types import Model as OpenAIModel
 from openai.types.chat import ChatCompletion as OpenAIChat
 from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from pydantic import BaseModel, TypeAdapter
 
 from fastgen import Generator
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, read_request
-from fastgen.cli.serve.replies import ChatReply, CompletionReply, Plain, model_list
-from fastgen.cli.serve.shapes import ChatChunk, ChatCompletion, Completion, Delta, ModelList
+from fastgen.cli.serve.replies import ChatReply, CompletionReply, Plain
+from fastgen.cli.serve.shapes import ChatChunk, ChatCompletion, Completion, Delta
 from fastgen.cli.serve.tokens import PromptTokens, Vocabulary, encode_chat, encode_text
 from fastgen.request import Event, SamplingParams
 from fastgen.tokenizer import BROKEN
@@ -333,13 +332,16 @@ def test_a_message_of_calls_alone_has_no_content(tiny: Generator) -> None:
 def test_a_failed_sample_fails_the_request(gen: Generator) -> None:
     chat = Chat(gen)
     text = Text(gen, prompt="a", echo=True, logprobs=1)
-    for reason, error, message in (("error", "the mask allowed no token", "the mask"), ("abort", None, "was aborted")):
+    for reason, error, message, status, kind in (
+        ("error", "the logits are not finite", "not finite", 500, "server_error"),
+        ("error", "the mask allowed no token", "the mask", 400, "invalid_request_error"),
+        ("abort", None, "was aborted", 500, "server_error"),
+    ):
         bad = Event(0, 0, [], [], [], "", finish_reason=reason, error=error)
         for say in (chat.reply().push, chat.reply().whole, text.reply().push, lambda bad: text.reply().whole([bad])):
             with pytest.raises(ApiError, match=message) as raised:
                 say([bad])
-            assert raised.value.body["error"]["type"] == "server_error"
-            assert raised.value.status == 500
+            assert (raised.value.status, raised.value.body["error"]["type"]) == (status, kind)
 
 
 # ------------------------------------------------------------------------------------------------- completions
@@ -487,11 +489,3 @@ def test_logprobs_need_names() -> None:
     with pytest.raises(ApiError, match="no tokenizer files") as raised:
         CompletionReply(CompletionRequest(prompt=[1], logprobs=0), "tiny", [PromptTokens([1])], None)
     assert raised.value.param == "logprobs"
-
-
-def test_models_are_listed() -> None:
-    listed = model_list(["a", "b"], 5, [10, 20])
-    TypeAdapter(ModelList).validate_python(listed, strict=True)
-    for model in listed["data"]:
-        assert extras(OpenAIModel.model_validate(model, strict=True)) <= EXTENSIONS
-    assert [model["id"] for model in listed["data"]] == ["a", "b"]

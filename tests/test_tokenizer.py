@@ -15,7 +15,7 @@ import torch
 from conftest import VOCAB
 from transformers import AutoTokenizer
 
-from fastgen.tokenizer import BROKEN, AnswerText, Detokenizer, StopFinder, Tokenizer, encode_prompt
+from fastgen.tokenizer import BROKEN, CLEARLY_MORE, AnswerText, Detokenizer, StopFinder, Tokenizer, encode_prompt
 
 TEXTS = [
     "hello world, the quick brown fox",
@@ -51,6 +51,26 @@ def test_text_that_grows_is_the_text(tokenizer: Tokenizer, text: str) -> None:
         new = pieces(tokenizer, prompt, ids, [size] * -(-len(ids) // size))
         assert "".join(new) == whole
         assert BROKEN not in "".join(new)
+
+
+def test_of_a_text_that_is_too_long_only_a_beginning_is_encoded(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    encode = tokenizer.hf
+
+    def noted(text: str, **options: Any) -> Any:
+        seen.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "hf", noted)
+    for text in ("hello world " * 5_000, "a" * 40_000, " " * 40_000):
+        for most in (50, 400):
+            seen.clear()
+            ids, whole = tokenizer.encode(text, most=most), encode(text)["input_ids"]
+            assert most + CLEARLY_MORE < len(ids) < len(whole)
+            assert sum(seen) < len(text) / 2
+            assert tokenizer.encode(text, most=len(text)) == whole
 
 
 def test_any_ids_grow_to_one_text_and_broken_characters_wait(tokenizer: Tokenizer) -> None:

@@ -8,20 +8,11 @@ from typing import Any
 
 def pyarrow(part: str = "") -> Any:
     """pyarrow, or a module of it. Raises ValueError where it is not installed."""
-    return _needed(f"pyarrow.{part}".rstrip("."), "parquet", "Parquet files")
+    return needed(f"pyarrow.{part}".rstrip("."), "parquet", "Parquet files")
 
 
-def batches() -> Any:
-    """The module for OpenAI's batch files. Raises ValueError where what fgserve needs is not installed."""
-    return _needed("fastgen.cli.gen.batch", "serve", "OpenAI's batch files")
-
-
-def rays() -> Any:
-    """The module for work on Ray. Raises ValueError where it is not installed."""
-    return _needed("fastgen.cli.gen.rays", "ray", "actors of Ray")
-
-
-def _needed(module: str, extra: str, what: str) -> Any:
+def needed(module: str, extra: str, what: str) -> Any:
+    """A module of what an extra installs, for `what`. Raises ValueError where it is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from fastgen import __version__
-from fastgen.cli.gen.extras import batches, rays
+from fastgen.cli.gen.extras import needed
 from fastgen.cli.gen.outputs import Indices, InOrder, Lines, Output, Parts, begin, parquet_schema
 from fastgen.cli.gen.rows import PARQUET, SUFFIXES, Source
 from fastgen.cli.gen.work import (
@@ -189,7 +189,7 @@ def _working(
     """The work on the rows that are not done, in this process or on Ray."""
     if args.ray:
         make = partial(_make, args, template, source.batch, seed)
-        yield rays().work_on_ray(args, make, source, done)
+        yield needed("fastgen.cli.gen.rays", "ray", "actors of Ray").work_on_ray(args, make, source, done)
         return
     with _load(args) as gen:
         yield work(_job(args, gen, template, source.batch, seed), source.rows(done), gen.stream)
@@ -224,7 +224,8 @@ def _job(args: argparse.Namespace, gen: Generator, template: Template | None, ba
     params = SamplingParams(**{**sampling_defaults(gen.folder), **_sampling(args)})
     params.validate(gen.model_config.vocab_size)
     if batch:
-        job: Job = batches().BatchJob(gen, args.model, params, seed)
+        batches = needed("fastgen.cli.gen.batch", "serve", "OpenAI's batch files")
+        job: Job = batches.BatchJob(gen, args.model, params, seed)
         return job
     if gen.tokenizer is None and not args.logprobs:
         raise ValueError("this model has no tokenizer files, so answers have no text; --logprobs gives their token ids")

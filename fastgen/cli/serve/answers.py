@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1  # that a client is told to wait where there is no room
 FAREWELL_SECONDS = 2.0  # that a client has to take the error that ends its answer
+MANY = 1024  # tokens whose reply is made beside the event loop, as others wait for that
 CHARS = 4  # of a text, a token, as long as it is not counted
 
 Request = ChatRequest | CompletionRequest
@@ -135,7 +136,7 @@ async def answer(service: Service, request: Request, send: Send) -> None:
     model = service.choose(request.model)
     meter = Meter(service.metrics, model.name)
     with ExitStack() as stack:
-        place = stack.enter_context(model.queue.enter(_sizes(request)))
+        place = stack.enter_context(model.queue.enter(_sizes(request), request.choices))
         reply, params = await asyncio.to_thread(prepare, model, request)
         for number, prompt in enumerate(reply.prompts):
             place.count(number, len(prompt.ids))
@@ -156,7 +157,7 @@ async def answer(service: Service, request: Request, send: Send) -> None:
 async def _send_stream(reply: Reply, turns: AsyncIterator[tuple[int, list[Event]]], send: Send) -> None:
     begun = False
     async for number, events in turns:
-        if any(event.prompt_logprobs for event in events):  # very many, perhaps
+        if sum(len(event.token_ids) + len(event.prompt_logprobs or ()) for event in events) > MANY:
             data = await asyncio.to_thread(_chunks, reply, events, number)
         else:
             data = _chunks(reply, events, number)
@@ -211,7 +212,8 @@ async def _together(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, list
         async for events in streams[0]:
             yield 0, events
         return
-    news: asyncio.Queue[tuple[int, list[Event] | Exception | None]] = asyncio.Queue()
+    # Room for one: what is not read yet stays with the streams, which join it.
+    news: asyncio.Queue[tuple[int, list[Event] | Exception | None]] = asyncio.Queue(1)
     tasks = [asyncio.create_task(_pump(number, stream, news)) for number, stream in enumerate(streams)]
     try:
         running = len(streams)
@@ -231,10 +233,10 @@ async def _together(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, list
 async def _pump(number: int, stream: Stream, news: asyncio.Queue[tuple[int, list[Event] | Exception | None]]) -> None:
     try:
         async for events in stream:
-            news.put_nowait((number, events))
-        news.put_nowait((number, None))
+            await news.put((number, events))
+        await news.put((number, None))
     except Exception as error:
-        news.put_nowait((number, error))
+        await news.put((number, error))
 
 
 # ------------------------------------------------------------------------------------------------- prompts
@@ -273,7 +275,7 @@ def prepare(model: Model, request: Request) -> tuple[Reply, SamplingParams]:
         reply, params = _prepare_chat(model, request)
     else:
         echo = bool(request.echo)
-        prompts = [encode_text(prompt, model.tokenizer, echo) for prompt in request.prompts]
+        prompts = [encode_text(prompt, model.tokenizer, echo, model.max_model_len) for prompt in request.prompts]
         reply = CompletionReply(request, model.name, prompts, model.vocabulary)
         params = request.sampling_params(model.defaults)
         check_echo(request, [len(prompt.ids) for prompt in prompts])
@@ -301,7 +303,7 @@ def _prepare_chat(model: Model, request: ChatRequest) -> tuple[ChatReply, Sampli
         messages = calling.template_messages(request.template_messages())
     except ValueError as error:
         raise refused(error, "messages") from None
-    prompt = encode_chat(request, tokenizer, messages, {"tools": calling.template_tools})
+    prompt = encode_chat(request, tokenizer, messages, {"tools": calling.template_tools}, model.max_model_len)
     wanted = request.response_format
     try:
         rule = answer_rule(None if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True))

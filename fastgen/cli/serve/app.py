@@ -19,7 +19,7 @@ from fastgen import __version__
 from fastgen.cli.serve import shapes
 from fastgen.cli.serve.answers import Answer, answer, error_response, json_response, limited
 from fastgen.cli.serve.fields import Strict
-from fastgen.cli.serve.models import Service
+from fastgen.cli.serve.models import Served, Service
 from fastgen.cli.serve.openapi import ERRORS, body, describe, stream
 from fastgen.cli.serve.protocol import (
     ApiError,
@@ -30,7 +30,6 @@ from fastgen.cli.serve.protocol import (
     TokenizeRequest,
     read_request,
 )
-from fastgen.cli.serve.replies import model_list
 from fastgen.cli.serve.tokens import detokenize, needed, tokenize, tokenizer_info
 
 OPEN = ("/health", "/ready", "/metrics")  # that need no key
@@ -167,13 +166,20 @@ class _Routes:
     async def models(self) -> Response:
         """The models that have been loaded."""
         loaded = [model for model in self._service.models.values() if model.ready]
-        contexts = [model.engine.info.max_model_len for model in loaded]
-        return json_response(model_list([model.name for model in loaded], self._created, contexts))
+        return json_response({"object": "list", "data": [self._told(model) for model in loaded]})
 
     async def model(self, name: str) -> Response:
         """One of them, chosen as a request's `model` chooses."""
-        model = self._service.choose(name)
-        return json_response(model_list([model.name], self._created, [model.engine.info.max_model_len])["data"][0])
+        return json_response(self._told(self._service.choose(name)))
+
+    def _told(self, model: Served) -> shapes.Model:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "fastgen",
+            "max_model_len": model.max_model_len,
+        }
 
     async def health(self) -> Response:
         """Whether the engines are idle or getting on."""

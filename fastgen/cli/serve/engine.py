@@ -27,7 +27,6 @@ from fastgen.cli.serve.messages import (
     EngineInfo,
     Failed,
     Message,
-    Ready,
     Refused,
     Start,
     Submit,
@@ -262,8 +261,8 @@ class Engine:
         """Begin a request; returns the stream of its events.
 
         prompt: best a list of ids, as the engine turns others into ids between two steps. params: its mask may be a
-        TokenMask or a MaskFactory, and is pickled. every_step: False where only the whole answer is of use; then the
-        stream has two lists, the first events and all others.
+        TokenMask or what makes one (see Submit), and is pickled. every_step: False where only the whole answer is of
+        use; then the stream has two lists, the first events and all others.
 
         Raises ValueError or TypeError for wrong params and for an id that is running, RuntimeError where the engine
         is not ready.
@@ -327,8 +326,8 @@ class Engine:
                 if stream is not None:
                     self._finish(message.number, stream)
                     stream._refuse(message.error)
-            case Ready():
-                self._info, self._loaded = message.info, True
+            case EngineInfo():
+                self._info, self._loaded = message, True
                 self._ready.set_result(None)
             case Failed():
                 self._failure = message.error

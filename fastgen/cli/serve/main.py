@@ -24,6 +24,7 @@ from fastgen.cli.serve.options import Options, read_options
 from fastgen.cli.serve.protocol import ApiError
 
 MAX_HEAD = 65536  # bytes of a request's first line and headers
+UNREAD_SECONDS = 120  # after which a client that takes nothing of what is sent to it is gone
 KEEP_ALIVE_SECONDS = 120  # longer than clients keep a connection that they do not use, so that it is theirs to close
 
 
@@ -71,6 +72,8 @@ def listen(host: str, port: int) -> socket.socket:
     # Connections inherit it. asyncio would set it, but not where the listener's protocol is 0, which means TCP as well;
     # without it each small write waits for the acknowledgement of the one before, often 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; its answer would be kept as long as the connection is
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
     return listener
 
 

@@ -11,30 +11,16 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from fastgen.outputs import Stats
-from fastgen.request import Event, Prompt, SamplingParams, TokenMask
-
-if TYPE_CHECKING:
-    from fastgen.generator import Generator
+from fastgen.request import Event, Prompt, SamplingParams
 
 HEAD = struct.Struct("!I")  # bytes of the message that follows
 
 PIECE = 1024  # positions of a prompt's logprobs that go in one message, so that reading it is short
 
 _row: Callable[[Event], tuple[Any, ...]] = attrgetter(*Event.__dataclass_fields__)
-
-
-class MaskFactory(Protocol):
-    """Stands in SamplingParams.mask for a mask that the engine process makes. It is pickled."""
-
-    def compile(self, gen: Generator, kept: dict[Any, Any]) -> TokenMask:
-        """Make the mask, in a thread beside the steps: of `gen` only what does not change may be read.
-
-        kept: the same dict for all compilations of an engine, which come one after another. Raises ValueError for what
-        can not be made, and that request alone fails with it.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +33,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """To the engine: a request. mask: a pickled TokenMask or MaskFactory, which `params` leave out."""
+    """To the engine: a request.
+
+    mask: pickled, which `params` leave out: a TokenMask, or what has a method `compile(gen, kept) -> TokenMask`. That
+    runs in a thread beside the steps, and may read of the Generator only what does not change; kept: the same dict for
+    all compilations of an engine, which come one after another. A ValueError fails that request alone.
+    """
 
     number: int
     prompt: Prompt
@@ -64,25 +55,16 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a model's server has to know of it.
+    """From the engine, when its Generator is made: what a model's server has to know of it.
 
     tokenizer: the folder or hub id that it was loaded from, None where there is none. max_model_len: of prompt and
-    answer together, in tokens. max_seqs: sequences that run at a time.
+    answer together, in tokens.
     """
 
     folder: str
     tokenizer: str | None
     max_model_len: int
     vocab_size: int
-    eos_ids: tuple[int, ...]
-    max_seqs: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """From the engine: its Generator is made."""
-
-    info: EngineInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +93,7 @@ class Failed:
     trace: str
 
 
-Message = Start | Submit | Abort | Ready | Refused | Turn | Failed
+Message = Start | Submit | Abort | EngineInfo | Refused | Turn | Failed
 
 
 def frame(message: Message) -> bytes:

@@ -20,32 +20,34 @@ log = logging.getLogger(__name__)
 
 
 class Queue:
-    """Counts the prompts that have come and have no first token yet, and their tokens."""
+    """Counts the samples that have come and whose prompts have no first token yet, and the tokens of these prompts."""
 
-    def __init__(self, max_prompts: int, max_tokens: int) -> None:
-        self._max_prompts, self._max_tokens = max_prompts, max_tokens
-        self.prompts = self.tokens = 0
+    def __init__(self, max_samples: int, max_tokens: int) -> None:
+        self._max_samples, self._max_tokens = max_samples, max_tokens
+        self.samples = self.tokens = 0
 
-    def enter(self, sizes: Sequence[int]) -> Place:
-        """Let a request of so many tokens a prompt in. Raises ApiError where there is no room now.
+    def enter(self, sizes: Sequence[int], samples: int = 1) -> Place:
+        """Let in a request of prompts of so many tokens, and so many samples of each. Raises ApiError where there is no
+        room now.
 
-        Where nothing waits, a request of any number of tokens comes in: there will never be more room.
+        Where nothing waits, a request of any number of samples and tokens comes in: there will never be more room.
         """
-        if len(sizes) > self._max_prompts:
-            message = f"prompt holds {len(sizes)} prompts; one request may have {self._max_prompts}"
+        if len(sizes) > self._max_samples:
+            message = f"prompt holds {len(sizes)} prompts; one request may have {self._max_samples}"
             raise ApiError(400, message, "prompt", "invalid_value")
-        full = self.prompts + len(sizes) > self._max_prompts or self.tokens + sum(sizes) > self._max_tokens
-        if self.prompts and full:
-            message = f"{self.prompts} prompts of {self.tokens} tokens are waiting; try again later"
+        more = samples * len(sizes)
+        full = self.samples + more > self._max_samples or self.tokens + sum(sizes) > self._max_tokens
+        if self.samples and full:
+            message = f"{self.samples} samples of prompts of {self.tokens} tokens are waiting; try again later"
             raise ApiError(503, message, code="overloaded")
-        return Place(self, sizes)
+        return Place(self, sizes, samples)
 
 
 class Place:
     """What one request counts in a queue; leaving the `with` block, nothing."""
 
-    def __init__(self, queue: Queue, sizes: Sequence[int]) -> None:
-        self._queue, self._sizes = queue, dict[int, int]()
+    def __init__(self, queue: Queue, sizes: Sequence[int], samples: int) -> None:
+        self._queue, self._sizes, self._samples = queue, dict[int, int](), samples
         for prompt, size in enumerate(sizes):
             self.count(prompt, size)
 
@@ -53,13 +55,13 @@ class Place:
         """A prompt has so many tokens."""
         self.leave(prompt)
         self._sizes[prompt] = size
-        self._queue.prompts += 1
+        self._queue.samples += self._samples
         self._queue.tokens += size
 
     def leave(self, prompt: int) -> None:
         """A prompt waits no more."""
         if prompt in self._sizes:
-            self._queue.prompts -= 1
+            self._queue.samples -= self._samples
             self._queue.tokens -= self._sizes.pop(prompt)
 
     def __enter__(self) -> Place:

@@ -17,15 +17,15 @@ from fastgen.cli.options import BUNDLED, MODEL, PREFIX, Option, Value, add_flag
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Times in seconds. max_queued_requests, max_queued_tokens: of each model, prompts and their tokens that have come
-    and have no first token yet. request_timeout: None for no end. replicas, max_replicas: the least and the
-    most; None and None for one without Ray. replica_requests: under way at each, on average, that call for another
-    replica. replica_gpus: None for those of its models, where Ray has GPUs."""
+    """Times in seconds. max_queued_requests, max_queued_tokens: of each model, samples (n for each prompt) whose
+    prompts have come and have no first token yet, and the tokens of these. request_timeout: None for no end. replicas,
+    max_replicas: the least and the most; None and None for one without Ray. replica_requests: under way at each, on
+    average, that call for another replica. replica_gpus: None for those of its models, where Ray has GPUs."""
 
     host: str = "127.0.0.1"
     port: int = 5678
     api_key: str | None = None
-    max_queued_requests: int = 4096
+    max_queued_requests: int = 16384
     max_queued_tokens: int = 8_000_000
     max_body_mb: float = 8.0
     request_timeout: float | None = None
@@ -63,8 +63,9 @@ SERVER = (
     Option("host", str, "address to listen at; 0.0.0.0 is all of this machine's", "127.0.0.1"),
     Option("port", int, "0 takes a free one", "5678", low=0, high=65535),
     Option("api_key", str, "what clients have to send as their key", "none is needed"),
-    Option("max_queued_requests", int, "prompts of a model that may wait for their first token", "4096", low=1),
-    Option("max_queued_tokens", int, "tokens of such prompts", "8000000", low=1),
+    Option("max_queued_requests", int, "samples (n a prompt) of a model that may wait for their first token", "16384",
+           low=1),
+    Option("max_queued_tokens", int, "tokens of their prompts", "8000000", low=1),
     Option("max_body_mb", float, "size of a request, in 10^6 bytes", "8", low=0, above=True),
     Option("request_timeout", float, "seconds that a request may take", "no end", low=0, above=True),
     Option("shutdown_timeout", float, "seconds that running requests have to finish after a SIGTERM", "30", low=0),

@@ -30,7 +30,6 @@ from fastgen.cli.serve.messages import (
     EngineInfo,
     Failed,
     Message,
-    Ready,
     Refused,
     Start,
     Submit,
@@ -215,8 +214,6 @@ def _info(gen: Generator) -> EngineInfo:
         tokenizer=None if gen.tokenizer is None else str(gen.tokenizer.hf.name_or_path),
         max_model_len=gen.max_model_len,
         vocab_size=gen.model_config.vocab_size,
-        eos_ids=tuple(gen.model_config.eos_ids),
-        max_seqs=gen.config.max_seqs,
     )
 
 
@@ -232,7 +229,7 @@ def serve(connection: socket.socket) -> None:
 
         gen = Generator(**start.options)
         trace_on_signal(gen, Path())
-        channel.send(Ready(_info(gen)))
+        channel.send(_info(gen))
         Loop(gen, channel).run()
     except BaseException as error:
         trace = "".join(traceback.format_exception(error))

@@ -24,11 +24,12 @@ from pydantic_core import ErrorDetails, from_json
 
 from fastgen.cli.serve.fields import ChatMessage, NamedTool, ResponseFormat, StreamOptions, Strict, Tool, wrong
 from fastgen.request import MAX_BIASES, MAX_LOGPROBS, Message, SamplingParams, TokenMask
+from fastgen.tokenizer import CLEARLY_MORE
 
 COMPLETION_TOKENS = 16  # of /completions without max_tokens, as OpenAI has it
 MAX_CHOICES = 128
 MAX_STOPS = 64
-MAX_ECHOED = 4_000_000  # logprobs of prompts and their alternatives in a reply, which are 1 GB while it is made
+MAX_ECHOED = 4_000_000  # tokens of prompts, their logprobs and alternatives in a reply: 1 GB while it is made
 INT32 = 2**31 - 1
 BIASED = "^[0-9]{1,10}$"  # the keys of logit_bias
 
@@ -378,25 +379,27 @@ def check_prompt(ids: Sequence[int], request: ChatRequest | CompletionRequest, c
     limit = request.limit if isinstance(request, ChatRequest) else request.max_tokens
     answer = 1 if limit is None else limit
     if len(ids) + answer > context:
-        wanted = f"{len(ids)} in the prompt, {answer} for the answer"
+        least = "at least " if len(ids) > context + CLEARLY_MORE else ""  # only so many of them were made
+        wanted = f"{least}{len(ids)} in the prompt, {answer} for the answer"
         message = (
-            f"This model's maximum context length is {context} tokens. However, you requested {len(ids) + answer} "
-            f"tokens ({wanted}). Shorten one of them."
+            f"This model's maximum context length is {context} tokens. However, you requested {least}"
+            f"{len(ids) + answer} tokens ({wanted}). Shorten one of them."
         )
         raise ApiError(400, message, param, "context_length_exceeded")
 
 
 def check_echo(request: CompletionRequest, lengths: Sequence[int]) -> None:
-    """Whether a reply can hold the logprobs of all prompts, of so many tokens, once a choice. Raises ApiError."""
-    if not request.echo or request.logprobs is None:
+    """Whether a reply can hold all prompts, of so many tokens, once a choice, and their logprobs. Raises ApiError."""
+    if not request.echo and not request.return_token_ids:
         return
-    count = sum(lengths) * request.choices * (1 + request.logprobs)
+    count = sum(lengths) * request.choices * (1 + (request.logprobs or 0 if request.echo else 0))
     if count > MAX_ECHOED:
+        param = "echo" if request.echo else "return_token_ids"
         raise ApiError(
             400,
-            f"echo repeats the prompt's logprobs for each choice: {count} numbers, of which a reply may have "
+            f"{param} repeats the prompt for each choice: {count} tokens and logprobs, of which a reply may have "
             f"{MAX_ECHOED}. Send fewer prompts, or lower n or logprobs.",
-            "echo",
+            param,
             "invalid_value",
         )
 

@@ -370,14 +370,8 @@ def checked(events: Iterable[Event]) -> list[Event]:
     events = list(events)
     for event in events:
         if event.finish_reason in ("error", "abort"):
-            raise ApiError(500, event.error or "the request was aborted", code="engine_error")
+            error = event.error or "the request was aborted"
+            if error.startswith("the mask"):  # which the request has asked for: to send it again is of no use
+                raise ApiError(400, error, code="invalid_value")
+            raise ApiError(500, error, code="engine_error")
     return events
-
-
-def model_list(names: Iterable[str], created: int, contexts: Iterable[int]) -> shapes.ModelList:
-    """Of /models; contexts: tokens of prompt and answer together, at most, of each."""
-    data: list[shapes.Model] = [
-        {"id": name, "object": "model", "created": created, "owned_by": "fastgen", "max_model_len": context}
-        for name, context in zip(names, contexts, strict=True)
-    ]
-    return {"object": "list", "data": data}

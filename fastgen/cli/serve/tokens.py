@@ -98,10 +98,13 @@ _BYTES = _byte_letters()
 # ------------------------------------------------------------------------------------------------- prompts
 
 
-def encode_text(prompt: str | SequenceOf[int], tokenizer: Tokenizer | None, echo: bool = False) -> PromptTokens:
-    """A prompt of /completions. echo: its text is wanted; that of ids leaves special tokens out."""
+def encode_text(
+    prompt: str | SequenceOf[int], tokenizer: Tokenizer | None, echo: bool = False, most: int | None = None
+) -> PromptTokens:
+    """A prompt of /completions. echo: its text is wanted; that of ids leaves special tokens out. most: as of
+    Tokenizer.encode."""
     if isinstance(prompt, str):
-        return PromptTokens(needed(tokenizer).encode(prompt), prompt)
+        return PromptTokens(needed(tokenizer).encode(prompt, most=most), prompt)
     ids = list(prompt)
     return PromptTokens(ids, tokenizer.decode(ids) if echo and tokenizer is not None else "")
 
@@ -111,6 +114,7 @@ def encode_chat(
     tokenizer: Tokenizer | None,
     messages: SequenceOf[Message],
     variables: Mapping[str, Any] | None = None,
+    most: int | None = None,
 ) -> PromptTokens:
     """A request's messages, as `Calling` has prepared them, written by the chat template. Raises ApiError.
 
@@ -119,7 +123,7 @@ def encode_chat(
     named = {**(variables or {}), **(request.chat_template_kwargs or {})}
     prompting = request.add_generation_prompt is not False
     try:
-        return PromptTokens(needed(tokenizer).encode_chat(messages, prompting, named))
+        return PromptTokens(needed(tokenizer).encode_chat(messages, prompting, named, most))
     except ValueError as error:
         raise refused(error, "messages") from None
 

@@ -28,7 +28,6 @@ class Syntax:
     A bare call must be of a function that is known. listed: the objects are in one list.
     """
 
-    name: str
     opens: str
     closes: str
     arguments: str

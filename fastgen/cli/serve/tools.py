@@ -20,9 +20,9 @@ from fastgen.cli.serve.grammar import Grammar, json_rule
 from fastgen.cli.serve.toolcalls import Syntax, ToolParser
 from fastgen.tokenizer import Tokenizer
 
-HERMES = Syntax("hermes", opens="<tool_call>", closes="</tool_call>", arguments="arguments", bare="")
-MISTRAL = Syntax("mistral", opens="[TOOL_CALLS]", closes="", arguments="arguments", bare="anywhere", listed=True)
-LLAMA = Syntax("llama", opens="<|python_tag|>", closes="", arguments="parameters", bare="start")
+HERMES = Syntax(opens="<tool_call>", closes="</tool_call>", arguments="arguments", bare="")
+MISTRAL = Syntax(opens="[TOOL_CALLS]", closes="", arguments="arguments", bare="anywhere", listed=True)
+LLAMA = Syntax(opens="<|python_tag|>", closes="", arguments="parameters", bare="start")
 
 
 def find_syntax(tokenizer: Tokenizer) -> Syntax | None:
