@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from fastgen.cache.pages import PageAllocator
 from fastgen.request import Sequence
+
+LOOKS = 64  # how many times of the future are looked at
+LEAVING = 4  # steps from the one that computes a last token until its sequence, and what is copied of it, is gone
 
 
 @dataclass
@@ -96,6 +101,25 @@ class Reservations:
     def fits(self, need: int) -> bool:
         """Whether one that needs so many pages beyond those that others hold has room beside all that run."""
         return self.growth + need <= self.pages.available
+
+    def fit_in_time(self, sequence: Sequence, count: int, running: list[Sequence], budget: int) -> bool:
+        """Whether so many as one that waits fit beside those that run at any time from now on.
+
+        All that decode go on by a token a step, so that it is known how long each will be at a step, and at which one
+        it has left, if by nothing else then at its max_len. What is shared counts for each that holds it. budget:
+        tokens that a step has at least for prefills; until all that is known is computed, those to prefill may wait.
+        """
+        known = len(sequence.token_ids)
+        rows = [(s.length, s.prefill_len - s.computed, s.max_len, self._reserved[s.lane], 1) for s in running]
+        rows.append((known, known, sequence.max_len, self.expected(sequence), count))
+        lengths, prefills, most, reserved, counts = np.array(rows).T
+        delay = np.maximum(prefills, 0) @ counts // budget + 1
+        ends = most - lengths + np.where(prefills > 0, delay, 0) + LEAVING
+        between = -(-int(ends.max()) // LOOKS)
+        times = between * np.arange(1, LOOKS + 1)[:, None]
+        pages = np.minimum(-(-(lengths + times) // self.pages.page_size), reserved)
+        pages[ends <= times - between] = 0
+        return bool((pages @ counts).max() <= self.pages.num_pages - self.pages.copied)
 
     def all_fit(self) -> bool:
         """Whether all that run and wait have room at once."""

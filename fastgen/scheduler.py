@@ -30,8 +30,9 @@ class Scheduler:
     **Admission.** A sequence reserves the pages that it is expected to fill: those of the tokens it knows and of the
     answer that `expectation` says, as far as its max_len lets it grow. Who has come further reserves a page more than
     it holds. The first that waits is admitted where its reservation, less the pages that others hold already, fits the
-    pool beside those of all that run; a lone one always is. So where answers end as expected, or at a max_tokens below
-    that, nobody is ever preempted, and no prefill is done twice.
+    pool beside those of all that run, or where it will have room as others come to their max_len and leave; a lone one
+    always is. So where answers end as expected, or at a max_tokens below that, nobody is ever preempted, and no prefill
+    is done twice.
 
     **Sharing.** Full pages of a prompt are indexed as soon as a step is scheduled that computes them, and those of an
     answer when the sequence leaves. One that is admitted begins behind the longest prefix that is cached. When the last
@@ -39,7 +40,8 @@ class Scheduler:
     draw from its last row, and compute nothing; a last page that is not full is copied for each.
 
     **Waves.** Where nothing else will come (`closed`) and what is there does not fit at once, no more run at a time
-    than make the waves equal: a small rest, alone at the end, would take as long as a wave and leave the GPU idle.
+    than make the waves equal: a small rest, alone at the end, would take as long as a wave and leave the GPU idle. The
+    next wave begins before the end of the one ahead, as soon as all of it will have room.
 
     **Preemption.** Where expectations were too low and pages run out, the youngest gives up its lane and pages, and
     computes again what is not cached when it comes back. `running` is in order of arrival.
@@ -211,13 +213,13 @@ class Scheduler:
         sequence = next(iter(self.waiting))
         limit = cacheable(sequence) if self.config.prefix_cache else 0
         expected = self.reservations.expected(sequence)
-        if not self._fits(expected, expected - limit // self.config.page_size):  # at the best
+        if not self._fits(sequence, expected, expected - limit // self.config.page_size):  # at the best
             return False
         state = (sequence, self.pages.available, self.reservations.sum, len(self.running), self.closed)
         if state == self._refused:  # nothing has changed since its whole prompt was looked up
             return False
         nodes = self.pages.match(sequence.token_ids, limit)
-        if not self._fits(expected, expected - self.pages.held(nodes)):
+        if not self._fits(sequence, expected, expected - self.pages.held(nodes)):
             self._refused = state
             return False
         tip = nodes[-1] if nodes else self.pages.root
@@ -240,7 +242,7 @@ class Scheduler:
                 break
             copy = known + 1 < sequence.max_len and known % self.config.page_size != 0  # it will write its last page
             expected = self.reservations.expected(sequence)
-            if not self._fits(expected, expected - len(source.pages) + copy):
+            if not self._fits(sequence, expected, expected - len(source.pages) + copy):
                 break
             self._start(sequence, expected, self._tips[source.lane])
             self.pages.fork(sequence.pages, source.pages, copy)
@@ -251,14 +253,20 @@ class Scheduler:
             forks.append(sequence.lane)
         return tuple(forks)
 
-    def _fits(self, expected: int, need: int) -> bool:
+    def _fits(self, sequence: Sequence, expected: int, need: int) -> bool:
         """Whether one that waits may run: one that is expected to hold, and needs, so many pages."""
-        if not self.running:
+        running, waiting, count = len(self.running), len(self.waiting), 1
+        if not running:
             return True
-        if not self.reservations.fits(need):
-            return False
-        everybody = len(self.running) + len(self.waiting)
-        return not self.closed or len(self.running) < -(-everybody // self.reservations.waves(expected, need))
+        wave = running + 1
+        if self.closed:
+            wave = -(-(running + waiting) // self.reservations.waves(expected, need))
+        if running >= wave:
+            count = (waiting - 1) % wave + 1  # all that is left of its own wave, or none
+        elif self.reservations.fits(need):
+            return True
+        budget = self.config.max_step_tokens - min(running + count, self.config.max_seqs) + 1
+        return self.reservations.fit_in_time(sequence, count, self.running, budget)
 
     def _start(self, sequence: Sequence, expected: int, tip: Node | None) -> None:
         """Take a sequence from the queue and give it a lane."""

@@ -108,6 +108,11 @@ class PageAllocator:
         """Pages that can be handed out: those free, and those in the cache that nobody holds."""
         return len(self._free) + len(self._idle)
 
+    @property
+    def copied(self) -> int:
+        """Pages, at most, that no page table may hold any more, as a step in flight or the next copies them."""
+        return len(self._copies) + len(self._later_copies) + sum(len(batch.copied) for batch in self._in_flight)
+
     # ------------------------------------------------------------------------------------------ page tables
 
     def count(self, num_tokens: int) -> int:
