@@ -108,7 +108,7 @@ def _attention_kernel(
     item = _item(list_ptr + HEADER + unit // K * FIELDS)
     dealt = programs
     if DEALT:
-        dealt = tl.maximum(count * K // programs - OPEN_ROUNDS, 1) * programs
+        unit, programs, dealt = _deal(unit, programs, count * K, OPEN_ROUNDS)
     while unit < count * K:
         next_unit = unit + programs
         if DEALT:
@@ -152,6 +152,15 @@ def _attention_kernel(
             next_unit = _ask(list_ptr, layer, count * K, dealt)
             next_item = _item(list_ptr + HEADER + tl.minimum(next_unit // K, count - 1) * FIELDS)
         unit, item = next_unit, next_item
+
+
+@jit()
+def _deal(unit, programs, units, OPEN_ROUNDS: tl.constexpr):
+    """A program's first unit, how many programs take any, and how many units are dealt out. As few programs as need no
+    more rounds: the last round's, were they few, would not fill the memory."""
+    programs = tl.cdiv(units, tl.maximum(tl.cdiv(units, programs), 1))
+    dealt = tl.maximum(units // tl.maximum(programs, 1) - OPEN_ROUNDS, 1) * programs
+    return tl.where(unit < programs, unit, units), programs, dealt
 
 
 @jit()
