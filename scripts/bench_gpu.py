@@ -86,6 +86,8 @@ def measure_rates(model: ModelConfig, device: str, smoke: bool) -> dict[str, flo
 
     shapes = product_shapes(model)
     copied = 2 * size / copy_seconds()  # read and written
+    if device != "cpu":  # before cuBLAS takes a workspace, for good, out of that memory, which then could not go back
+        torch.cuda.empty_cache()
     total = sum(product_seconds(*shape) for shape in shapes)
     if device != "cpu":
         torch.cuda.empty_cache()  # the engine takes what is free

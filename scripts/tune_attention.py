@@ -80,7 +80,7 @@ PREFILLS = [
 ]  # fmt: skip
 # The same of deterministic mode, where both must have as many keys, and the same instruction.
 FIXED_DECODES = [
-    (64, 4, 2, 168, False), (64, 4, 2, 184, False), (64, 4, 3, 168, False), (64, 4, 2, 128, False),
+    (64, 4, 2, 168, False), (64, 4, 3, 168, False), (64, 4, 3, 200, False), (64, 4, 3, 255, False),
 ]  # fmt: skip
 FIXED_PREFILLS = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)]
 SPLITS = (64, 128, 256, 512, 1024, 2048, 4096)
