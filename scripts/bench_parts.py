@@ -295,7 +295,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def bench_perf(arguments: argparse.Namespace) -> None:
-    """tok/s over 16 to 2048 generated tokens for 512 prompts of 1024; scripts/plot_perf.py draws it.
+    """tok/s over 16 to 2048 generated tokens for 512 prompts of 1024; scripts/plot.py draws it.
 
     A length that the file holds already, or that is a workload measured before, is not measured again.
     """

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-from plot_serve import plot
+from plot import plot
 from serve_cost import Burst, lines, measure
 from serve_load import Clients, Load, figures
 from serve_process import BUNDLED, Server, model_folder
@@ -123,7 +123,7 @@ def bench_load(arguments: argparse.Namespace) -> None:
         try:
             plot(report, path.with_suffix(".png"))
         except ModuleNotFoundError as error:
-            print(f"not plotted, as there is no {error.name}; see scripts/plot_serve.py")
+            print(f"not plotted, as there is no {error.name}; see scripts/plot.py")
 
 
 def line(point: dict[str, Any]) -> str:

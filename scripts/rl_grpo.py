@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from bench import DATA, processor
 from bench_gpu import slug
-from plot_rl import plot
+from plot import plot
 from tiny_skills import fact_key
 from tiny_task import is_held_out
 from torch import Tensor

@@ -28,6 +28,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from plot import plot
 from tiny_words import number_in_words
 
 from fastgen import Generator
@@ -129,22 +130,6 @@ def report(seeds: Path, data: Path) -> dict[str, Any]:
         "right_share_of_kept": kept_right / max(kept, 1),
         "lengths_of_kept": dict(sorted(lengths.items())),
     }
-
-
-def plot(found: dict[str, Any], path: Path) -> None:
-    """A histogram of the lengths."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
-    axes.bar(*zip(*found["lengths_of_kept"].items(), strict=True), width=0.9)
-    axes.set_title(f"{found['kept']} of {found['answers']} answers kept; right: {100 * found['right_share']:.1f} % "
-                   f"before, {100 * found['right_share_of_kept']:.1f} % after", fontsize="medium")  # fmt: skip
-    axes.set(xlabel="tokens of an answer", ylabel="answers kept")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import bench_gpu  # noqa: E402
 import bench_limits  # noqa: E402
 import bench_parallel  # noqa: E402
 import bench_parts  # noqa: E402
-import plot_perf  # noqa: E402
+import plot  # noqa: E402
 import tune_allreduce  # noqa: E402
 
 from fastgen import Generator  # noqa: E402
@@ -394,7 +394,7 @@ def test_what_else_is_measured_runs_small(kind: str, fields: set[str], tmp_path:
     if kind == "busy":
         assert 0.2 < report["decode"]["busy"] <= 1
     if kind == "perf":
-        lengths, speeds, limits = plot_perf.series(report)
+        lengths, speeds, limits = plot.perf_series(report)
         assert lengths == [16, 32, 64]
         assert all(speed < limit for speed, limit in zip(speeds, limits, strict=True))
 
@@ -410,7 +410,7 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
         }
         for length in (16, 64, 32)
     ]
-    plot_perf.plot({"model": "mistral7", "gpu": "NVIDIA H200", "points": points}, tmp_path / "perf.png")
+    plot.plot({"model": "mistral7", "gpu": "NVIDIA H200", "points": points}, tmp_path / "perf.png")
     assert (tmp_path / "perf.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -20,7 +20,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import bench_serve  # noqa: E402
-import plot_serve  # noqa: E402
+import plot  # noqa: E402
 import serve_cost  # noqa: E402
 import serve_load  # noqa: E402
 import serve_process  # noqa: E402
@@ -233,5 +233,5 @@ def test_it_measures_a_server_that_it_starts(tmp_path: Path, monkeypatch: pytest
         assert point["tokens_per_second"] == pytest.approx(8 * 8 / point["seconds"])
         assert 0 < point["ttft"]["p50"] <= point["end_to_end"]["p50"] <= point["seconds"]
     assert plotted == [tmp_path / "serve-smoke.png"]
-    by, places, _ = plot_serve.series(report)
+    by, places, _ = plot.serve_series(report)
     assert (by, places) == ("concurrency", [1, 4])

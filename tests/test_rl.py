@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import plot_rl  # noqa: E402
+import plot  # noqa: E402
 import rl_grpo  # noqa: E402
 
 from fastgen import Completion, Generator, RequestOutput, SamplingParams  # noqa: E402
@@ -151,7 +151,7 @@ def test_the_report_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_learning_curve_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib, which fastgen does not")
-    plot_rl.plot(json.loads((SCRIPTS / "data" / "rl-grpo-cpu.json").read_text()), tmp_path / "curve.png")
+    plot.plot(json.loads((SCRIPTS / "data" / "rl-grpo-cpu.json").read_text()), tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
