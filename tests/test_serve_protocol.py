@@ -264,7 +264,7 @@ def test_tools_and_formats_are_as_they_were_sent() -> None:
     function = {"name": "f", "description": "does", "parameters": {"type": "object", "properties": {"a": {"x": None}}}}
     tools = [{"type": "function", "function": function}]
     request = read(ChatRequest, tools=tools, tool_choice={"type": "function", "function": {"name": "f"}})
-    assert request.template_tools() == tools
+    assert [tool.for_template() for tool in request.tools] == tools
     assert request.tool_choice.function.name == "f"
     schema = {"type": "object", "properties": {"a": {"const": None}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}

@@ -13,6 +13,7 @@ from grammars import MARKS, accepts, add, allowed, byte_level, walk
 
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.answers import prepare
+from fastgen.cli.serve.fields import Tool
 from fastgen.cli.serve.grammar import Compiler, Grammar, answer_rule
 from fastgen.cli.serve.models import Queue, Served
 from fastgen.cli.serve.options import ModelOptions
@@ -60,6 +61,10 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "get", "description": None, "strict": False}},
 ]
 STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+
+
+def calling_of(tokenizer: Tokenizer, tools: list[dict[str, Any]], **asked: Any) -> Calling:
+    return Calling(tokenizer, [Tool.model_validate(tool) for tool in tools], **asked)
 
 
 # ------------------------------------------------------------------------------------------------- parsing
@@ -275,7 +280,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 def forced(model: Model, rng: random.Random, **asked: Any) -> list[tuple[str, dict[str, Any]]]:
     """The calls of an answer that a grammar has made, which is nothing but calls."""
     _, tokenizer, compiler, size = model
-    calling = Calling(tokenizer, TOOLS, **asked)
+    calling = calling_of(tokenizer, TOOLS, **asked)
     grammar, parser = calling.grammar(), calling.parser()
     assert grammar is not None
     assert parser is not None
@@ -324,7 +329,7 @@ RIGHT, WRONG = '{"city": "Paris", "days": [3]}', '{"city": "Rome", "days": [3]}'
 def test_calls_are_forced_as_templates_write_them(model: Model) -> None:
     name, tokenizer, compiler, size = model
     for tools, parallel in itertools.product((TOOLS, STRICT), (True, False)):
-        grammar = Calling(tokenizer, tools, choice="required", parallel=parallel).grammar()
+        grammar = calling_of(tokenizer, tools, choice="required", parallel=parallel).grammar()
         assert grammar is not None
         mask = compiler.compile(grammar)
         assert accepts(mask, ids_of(tokenizer, call_text(name, RIGHT)), size)
@@ -337,7 +342,7 @@ def test_calls_are_forced_as_templates_write_them(model: Model) -> None:
 @pytest.mark.parametrize("parallel", [True, False])
 def test_strict_tools_leave_text_free_and_hold_calls_to_their_schema(model: Model, parallel: bool) -> None:
     name, tokenizer, compiler, size = model
-    grammar = Calling(tokenizer, STRICT, parallel=parallel).grammar()
+    grammar = calling_of(tokenizer, STRICT, parallel=parallel).grammar()
     assert grammar is not None
     text = "Let me <see>: [x] é"
     mask = compiler.compile(grammar)
@@ -356,14 +361,14 @@ def test_strict_tools_leave_text_free_and_hold_calls_to_their_schema(model: Mode
 
 
 def test_without_a_promise_the_model_is_free(model: Model) -> None:
-    assert Calling(model[1], TOOLS).grammar() is None
-    assert Calling(model[1], TOOLS, parallel=False).grammar() is not None
+    assert calling_of(model[1], TOOLS).grammar() is None
+    assert calling_of(model[1], TOOLS, parallel=False).grammar() is not None
 
 
 def test_an_answer_with_a_grammar_may_be_a_call(model: Model) -> None:
     name, tokenizer, compiler, size = model
     rule = answer_rule({"type": "json_schema", "json_schema": {"schema": {"properties": {"x": {"type": "null"}}}}})
-    grammar = Calling(tokenizer, TOOLS).grammar(rule)
+    grammar = calling_of(tokenizer, TOOLS).grammar(rule)
     assert grammar is not None
     mark = LLAMA.opens if name == "llama" else ""
     assert accepts(compiler.compile(grammar), [*ids_of(tokenizer, '{"x": null}'), 0], size)
@@ -371,7 +376,7 @@ def test_an_answer_with_a_grammar_may_be_a_call(model: Model) -> None:
     assert not accepts(compiler.compile(grammar), ids_of(tokenizer, mark + call_text(name, WRONG)), size)
     assert not accepts(compiler.compile(grammar), ids_of(tokenizer, '{"x": 5}'), size)
     assert not accepts(compiler.compile(grammar), ids_of(tokenizer, "Hello"), size)
-    for calling in (Calling(tokenizer, []), Calling(tokenizer, TOOLS, choice="none")):
+    for calling in (Calling(tokenizer, []), calling_of(tokenizer, TOOLS, choice="none")):
         assert calling.grammar(rule) == Grammar(f"start: {rule}")
         assert calling.grammar() is None
 
@@ -380,18 +385,18 @@ def test_a_bad_schema_of_a_function_is_told(model: Model) -> None:
     _, tokenizer, compiler, _ = model
     parameters = {"type": "object", "properties": {"a": {"type": "objekt"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    grammar = Calling(tokenizer, tools, choice="required").grammar()
+    grammar = calling_of(tokenizer, tools, choice="required").grammar()
     assert grammar is not None
     with pytest.raises(ValueError, match=r"^Invalid type: objekt$"):
         compiler.compile(grammar)
     with pytest.raises(ValueError, match="parameters of the function f must be"):
-        Calling(tokenizer, [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}])
+        calling_of(tokenizer, [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}])
 
 
 def test_a_generator_calls(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gen.tokenizer is not None
     monkeypatch.setattr(gen.tokenizer.hf, "chat_template", TEMPLATES["hermes"])
-    calling = Calling(gen.tokenizer, TOOLS, choice="required", parallel=False)
+    calling = calling_of(gen.tokenizer, TOOLS, choice="required", parallel=False)
     grammar = calling.grammar()
     assert grammar is not None
     params = SamplingParams(n=3, max_tokens=300, temperature=1, seed=0, mask=grammar.compile(gen, {}))
@@ -430,7 +435,7 @@ def test_the_template_tells_the_syntax(model: Model, talker: Path) -> None:
 
 def test_templates_are_given_tools_calls_and_results(model: Model) -> None:
     name, tokenizer, _, _ = model
-    text = rendered(tokenizer, Calling(tokenizer, TOOLS), CONVERSATION)
+    text = rendered(tokenizer, calling_of(tokenizer, TOOLS), CONVERSATION)
     assert "It rains." in text
     assert "strict" not in text
     assert "null" not in text
@@ -450,7 +455,7 @@ def test_what_the_template_has_written_is_read_again(model: Model) -> None:
 
 
 def test_without_a_choice_the_template_has_no_tools(model: Model) -> None:
-    calling = Calling(model[1], TOOLS, choice="none")
+    calling = calling_of(model[1], TOOLS, choice="none")
     assert calling.template_tools is None
     assert calling.parser() is None
     assert "It rains." not in rendered(model[1], calling, CONVERSATION)
@@ -466,7 +471,7 @@ def test_wrong_arguments_of_an_earlier_call_are_told(model: Model, arguments: st
 def test_a_model_that_knows_no_tools_says_so(talker: Path) -> None:
     tokenizer = Tokenizer(talker)
     with pytest.raises(ValueError, match="tools are not supported"):
-        Calling(tokenizer, TOOLS)
+        calling_of(tokenizer, TOOLS)
     calling = Calling(tokenizer, [])
     assert calling.template_tools is None
     assert calling.template_messages(CONVERSATION[:1]) == CONVERSATION[:1]

@@ -292,7 +292,7 @@ def _prepare_chat(model: Model, request: ChatRequest) -> tuple[ChatReply, Sampli
     try:
         calling = Calling(
             tokenizer,
-            request.template_tools(),
+            request.tools or (),
             choice="required" if isinstance(choice, NamedTool) else choice,
             function=named,
             parallel=request.parallel_tool_calls is not False,

@@ -121,10 +121,22 @@ class ToolFunction(Strict):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @property
+    def takes(self) -> dict[str, Any]:
+        """The schema of its arguments, which are none where that is left out."""
+        nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+        return nothing if self.parameters is None else self.parameters
+
 
 class Tool(Strict):
     type: Literal["function"]
     function: ToolFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """With all that templates may read, in the order that models have been trained on."""
+        given = self.function
+        function = {"name": given.name, "description": given.description or "", "parameters": given.takes}
+        return {"type": "function", "function": function}
 
 
 class NamedFunction(Strict):

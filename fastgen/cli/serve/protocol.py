@@ -177,9 +177,6 @@ class ChatRequest(Sampled):
     def template_messages(self) -> list[Message]:
         return [message.for_template() for message in self.messages]
 
-    def template_tools(self) -> list[dict[str, Any]]:
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-
 
 def _kind_of_prompt(prompt: Any) -> str:
     """Which of the four it is to be checked as, by what it begins with."""

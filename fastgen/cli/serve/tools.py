@@ -13,9 +13,9 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from fastgen.cli.serve.fields import Tool
 from fastgen.cli.serve.grammar import Grammar, json_rule
 from fastgen.cli.serve.toolcalls import Syntax, ToolParser
 from fastgen.tokenizer import Tokenizer
@@ -39,37 +39,10 @@ def find_syntax(tokenizer: Tokenizer) -> Syntax | None:
     return None
 
 
-@dataclass(frozen=True)
-class Tool:
-    """One function of a request."""
-
-    name: str
-    description: str
-    parameters: Mapping[str, Any]
-    strict: bool
-
-    @classmethod
-    def read(cls, spec: Mapping[str, Any]) -> Tool:
-        """From {"type": "function", "function": {"name", "description", "parameters", "strict"}}."""
-        function = spec["function"]
-        parameters = function.get("parameters")
-        if parameters is None:
-            parameters = {"type": "object", "properties": {}, "additionalProperties": False}
-        if parameters.get("type", "object") != "object":
-            raise ValueError(f"the parameters of the function {function['name']} must be a JSON schema of an object")
-        return cls(function["name"], function.get("description") or "", parameters, bool(function.get("strict")))
-
-    @property
-    def for_template(self) -> dict[str, Any]:
-        """With all that templates may read, in the order that models have been trained on."""
-        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
-        return {"type": "function", "function": function}
-
-
 class Calling:
     """The tool calling of one request.
 
-    tools: the request's, in OpenAI's shape. choice: "auto", "none" or "required"; function: the only one to be called,
+    tools: the request's. choice: "auto", "none" or "required"; function: the only one to be called,
     which implies "required". parallel: whether one answer may hold several calls.
     Raises ValueError where the model has no known way to call tools, or a function's parameters are no object.
     """
@@ -77,24 +50,28 @@ class Calling:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool],
         *,
         choice: Literal["auto", "none", "required"] = "auto",
         function: str | None = None,
         parallel: bool = True,
     ) -> None:
         self._tokenizer, self._syntax = tokenizer, find_syntax(tokenizer)
-        self._tools = [] if choice == "none" else [Tool.read(tool) for tool in tools]
+        self._tools = [] if choice == "none" else list(tools)
+        for tool in self._tools:
+            name, takes = tool.function.name, tool.function.takes
+            if takes.get("type", "object") != "object":
+                raise ValueError(f"the parameters of the function {name} must be a JSON schema of an object")
         if self._tools and self._syntax is None:
             raise ValueError("tools are not supported: this model's chat template has no known format for them")
         self._required, self._parallel = choice == "required" or function is not None, parallel
-        self._callable = [tool for tool in self._tools if function in (None, tool.name)]
+        self._callable = [tool.function for tool in self._tools if function in (None, tool.function.name)]
         assert self._callable or not self._required, "a call is required, and there is no function to call"
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
         """The `tools` of the chat template; none where the model is not to call any."""
-        return [tool.for_template for tool in self._tools] or None
+        return [tool.for_template() for tool in self._tools] or None
 
     def template_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Messages as chat templates take them: arguments of earlier calls are objects there, not text."""
@@ -170,7 +147,7 @@ class Calling:
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(self._callable)))]
         for i, tool in enumerate(self._callable):
             begins = _quoted(f'{{"name": {json.dumps(tool.name)}, "{self._syntax.arguments}": ')
-            rules.append(f'call_{i}: {begins} {json_rule(tool.parameters, strict=tool.strict)} "}}"')
+            rules.append(f'call_{i}: {begins} {json_rule(tool.takes, strict=bool(tool.strict))} "}}"')
         return rules
 
     def _calls(self, mark: str) -> str:
