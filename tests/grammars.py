@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
+from fastgen.cli.serve.fields import ResponseFormat
+from fastgen.cli.serve.grammar import answer_rule
 from fastgen.request import TokenMask
 from fastgen.tokenizer import Tokenizer
 
+FORMAT: TypeAdapter[Any] = TypeAdapter(ResponseFormat)
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 
 
@@ -83,3 +87,8 @@ def add(deltas: Sequence[Any]) -> tuple[str, list[tuple[str, str, str]]]:
             calls[piece["index"]] = (id + piece.get("id", ""), name, arguments + function.get("arguments", ""))
     assert list(calls) == list(range(len(calls)))
     return content, list(calls.values())
+
+
+def rule_of(wanted: dict[str, Any]) -> str | None:
+    """Of a response_format as clients send it."""
+    return answer_rule(FORMAT.validate_python(wanted))

@@ -304,10 +304,8 @@ def _prepare_chat(model: Model, request: ChatRequest) -> tuple[ChatReply, Sampli
     except ValueError as error:
         raise refused(error, "messages") from None
     prompt = encode_chat(request, tokenizer, messages, {"tools": calling.template_tools}, model.max_model_len)
-    wanted = request.response_format
     try:
-        rule = answer_rule(None if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True))
-        grammar = calling.grammar(rule)
+        grammar = calling.grammar(answer_rule(request.response_format))
     except ValueError as error:
         raise refused(error, ruled_by(request)) from None
     params = request.sampling_params(model.defaults, grammar)  # type: ignore[arg-type]  # a MaskFactory

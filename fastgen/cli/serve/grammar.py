@@ -16,7 +16,8 @@ import numpy as np
 
 from fastgen.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # pydantic, which the process of an engine does without, and torch
+    from fastgen.cli.serve.fields import ResponseFormat
     from fastgen.generator import Generator
 
 CACHED_GRAMMARS = 64
@@ -52,19 +53,11 @@ def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
         raise ValueError(f"the JSON schema is not JSON: {error}") from error
 
 
-def answer_rule(response_format: Mapping[str, Any] | None) -> str | None:
-    """The rule of a request's response_format; None where any text will do. Raises ValueError, naming the part."""
-    match response_format:
-        case None | {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return json_rule({"type": "object"}, strict=True)
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema), **others}}:
-            return json_rule(schema, strict=bool(others.get("strict")))
-        case {"type": "json_schema"}:
-            raise ValueError("response_format of type json_schema needs json_schema.schema, an object")
-        case _:
-            raise ValueError("response_format.type must be text, json_object or json_schema")
+def answer_rule(wanted: ResponseFormat | None) -> str | None:
+    """The rule of a request's response_format; None where any text will do. Raises ValueError."""
+    if wanted is not None and wanted.type == "json_schema":
+        return json_rule(wanted.json_schema.schema_, strict=bool(wanted.json_schema.strict))
+    return None if wanted is None or wanted.type == "text" else json_rule({"type": "object"}, strict=True)
 
 
 class Compiler:
