@@ -241,25 +241,6 @@ def test_prompts_of_all_kinds(prompt: Any, prompts: list[Any]) -> None:
     assert read(CompletionRequest, prompt=prompt).prompts == prompts
 
 
-def test_messages_as_templates_know_them() -> None:
-    call: dict[str, Any] = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    read_by_clients = {**call, "index": 0, "function": {**call["function"], "parsed_arguments": {}}}
-    messages = [
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
-        {"role": "assistant", "content": None, "refusal": None, "parsed": {}, "tool_calls": [read_by_clients]},
-        {"role": "tool", "content": "5", "tool_call_id": "c1"},
-        {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None},
-    ]
-    assert read(ChatRequest, messages=messages).template_messages() == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "one\ntwo"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "5", "tool_call_id": "c1"},
-        {"role": "assistant", "content": "x"},
-    ]
-
-
 def test_tools_and_formats_are_as_they_were_sent() -> None:
     function = {"name": "f", "description": "does", "parameters": {"type": "object", "properties": {"a": {"x": None}}}}
     tools = [{"type": "function", "function": function}]

@@ -13,7 +13,7 @@ from grammars import MARKS, accepts, add, allowed, byte_level, walk
 
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.answers import prepare
-from fastgen.cli.serve.fields import Tool
+from fastgen.cli.serve.fields import ChatMessage, Tool
 from fastgen.cli.serve.grammar import Compiler, Grammar, json_rule
 from fastgen.cli.serve.models import Queue, Served
 from fastgen.cli.serve.options import ModelOptions
@@ -423,14 +423,44 @@ CONVERSATION: list[dict[str, Any]] = [
 ]
 
 
+def read(messages: list[dict[str, Any]]) -> list[ChatMessage]:
+    return read_request(ChatRequest, json.dumps({"messages": messages}).encode()).messages
+
+
 def rendered(tokenizer: Tokenizer, calling: Calling, messages: list[dict[str, Any]]) -> str:
-    told = calling.template_messages(messages)
+    told = calling.template_messages(read(messages))
     return str(tokenizer.hf.apply_chat_template(told, tools=calling.template_tools, tokenize=False))
 
 
 def test_the_template_tells_the_syntax(model: Model, talker: Path) -> None:
     assert find_syntax(model[1]) is SYNTAXES[model[0]]
     assert find_syntax(Tokenizer(talker)) is None
+
+
+def test_messages_as_templates_know_them(model: Model) -> None:
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    call = {"id": "call_0123", "type": "function", "function": function}
+    read_by_clients = {**call, "index": 0, "function": {**function, "parsed_arguments": {}}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": None, "refusal": None, "parsed": {}, "tool_calls": [read_by_clients]},
+        {"role": "tool", "content": "5", "tool_call_id": "call_0123"},
+        {"role": "tool", "content": "6", "tool_call_id": "call_0123", "name": "g"},
+        {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None},
+    ]
+    told = Calling(model[1], []).template_messages(read(messages))
+    id = told[3]["tool_call_id"]
+    assert len(id) == 9
+    assert told == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one\ntwo"},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "id": id, "function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "5", "tool_call_id": id, "name": "f"},
+        {"role": "tool", "content": "6", "tool_call_id": id, "name": "g"},
+        {"role": "assistant", "content": "x"},
+    ]  # fmt: skip
 
 
 def test_templates_are_given_tools_calls_and_results(model: Model) -> None:
@@ -465,7 +495,7 @@ def test_without_a_choice_the_template_has_no_tools(model: Model) -> None:
 def test_wrong_arguments_of_an_earlier_call_are_told(model: Model, arguments: str, reason: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "get", "arguments": arguments}}
     with pytest.raises(ValueError, match=f"call of get .*{reason}|call of get {reason}"):
-        Calling(model[1], []).template_messages([{"role": "assistant", "tool_calls": [call]}])
+        Calling(model[1], []).template_messages(read([{"role": "assistant", "tool_calls": [call]}]))
 
 
 def test_a_model_that_knows_no_tools_says_so(talker: Path) -> None:
@@ -474,9 +504,9 @@ def test_a_model_that_knows_no_tools_says_so(talker: Path) -> None:
         calling_of(tokenizer, TOOLS)
     calling = Calling(tokenizer, [])
     assert calling.template_tools is None
-    assert calling.template_messages(CONVERSATION[:1]) == CONVERSATION[:1]
+    assert calling.template_messages(read(CONVERSATION[:1])) == CONVERSATION[:1]
     with pytest.raises(ValueError, match="messages of tools are not supported"):
-        calling.template_messages(CONVERSATION)
+        calling.template_messages(read(CONVERSATION))
     model = Served(ModelOptions("x", None, {}), Queue(1, 1))
     model.tokenizer = tokenizer
     for param, fields in (("tools", {"tools": STRICT}), ("messages", {})):

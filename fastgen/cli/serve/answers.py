@@ -300,7 +300,7 @@ def _prepare_chat(model: Model, request: ChatRequest) -> tuple[ChatReply, Sampli
     except ValueError as error:
         raise refused(error, "tools") from None
     try:
-        messages = calling.template_messages(request.template_messages())
+        messages = calling.template_messages(request.messages)
     except ValueError as error:
         raise refused(error, "messages") from None
     prompt = encode_chat(request, tokenizer, messages, {"tools": calling.template_tools}, model.max_model_len)

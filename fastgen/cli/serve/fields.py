@@ -53,7 +53,7 @@ class CalledFunction(Strict):
 
     name: str
     arguments: str
-    parsed_arguments: Any = Field(None, exclude=True)
+    parsed_arguments: Any = None
 
 
 class ToolCall(Strict):
@@ -62,7 +62,7 @@ class ToolCall(Strict):
     id: str
     type: Literal["function"]
     function: CalledFunction
-    index: int | None = Field(None, ge=0, exclude=True)
+    index: int | None = Field(None, ge=0)
 
 
 Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
@@ -78,12 +78,6 @@ class _Message(Strict):
         """The content; several parts are joined by newlines."""
         return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
 
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates know it: the content is one string, and a developer speaks as the system."""
-        role = "system" if self.role == "developer" else self.role
-        rest = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
-        return {"role": role, "content": self.text or "", **rest}
-
 
 class GivenMessage(_Message):
     role: Literal["system", "developer", "user"]
@@ -94,7 +88,7 @@ class AssistantMessage(_Message):
     """parsed: what a client has read in the content, and sends along."""
 
     role: Literal["assistant"]
-    parsed: Any = Field(None, exclude=True)
+    parsed: Any = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, from_json
 
 from fastgen.cli.serve.fields import ChatMessage, NamedTool, ResponseFormat, StreamOptions, Strict, Tool, wrong
-from fastgen.request import MAX_BIASES, MAX_LOGPROBS, Message, SamplingParams, TokenMask
+from fastgen.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams, TokenMask
 from fastgen.tokenizer import CLEARLY_MORE
 
 COMPLETION_TOKENS = 16  # of /completions without max_tokens, as OpenAI has it
@@ -173,9 +173,6 @@ class ChatRequest(Sampled):
         """defaults: what the fields that are left out mean."""
         limit = defaults.max_tokens if self.limit is None else self.limit
         return self._sampling_params(defaults, max_tokens=limit, logprobs=self.alternatives, mask=mask)
-
-    def template_messages(self) -> list[Message]:
-        return [message.for_template() for message in self.messages]
 
 
 def _kind_of_prompt(prompt: Any) -> str:

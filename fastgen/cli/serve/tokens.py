@@ -140,9 +140,8 @@ def needed(tokenizer: Tokenizer | None) -> Tokenizer:
 
 def tokenize(request: TokenizeRequest, tokenizer: Tokenizer, vocabulary: Vocabulary, context: int) -> TokenizeReply:
     if request.prompt is None:
-        messages = [message.for_template() for message in request.messages or ()]
         try:
-            messages = Calling(tokenizer, []).template_messages(messages)
+            messages = Calling(tokenizer, []).template_messages(request.messages or ())
         except ValueError as error:
             raise refused(error, "messages") from None
         ids = encode_chat(request, tokenizer, messages).ids

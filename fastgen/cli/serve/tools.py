@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from fastgen.cli.serve.fields import Tool
+from fastgen.cli.serve.fields import ChatMessage, Tool, ToolCall
 from fastgen.cli.serve.grammar import Grammar, json_rule
 from fastgen.cli.serve.toolcalls import Syntax, ToolParser
 from fastgen.tokenizer import Tokenizer
@@ -73,40 +73,39 @@ class Calling:
         """The `tools` of the chat template; none where the model is not to call any."""
         return [tool.for_template() for tool in self._tools] or None
 
-    def template_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages as chat templates take them: arguments of earlier calls are objects there, not text."""
-        told = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
-        if told and self._syntax is None:
+    def template_messages(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+        """Messages as chat templates take them: the content is one string, a developer speaks as the system, and
+        arguments of earlier calls are objects, not text."""
+        calls = [call for message in messages if message.role == "assistant" for call in message.tool_calls or ()]
+        if self._syntax is None and (calls or any(message.role == "tool" for message in messages)):
             raise ValueError("messages of tools are not supported: this model's chat template has no format for them")
-        calls = [call for message in messages for call in message.get("tool_calls") or ()]
-        names = {call["id"]: call["function"]["name"] for call in calls}
+        names = {call.id: call.function.name for call in calls}
         return [self._template_message(message, names) for message in messages]
 
-    def _template_message(self, message: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    def _template_message(self, message: ChatMessage, names: Mapping[str, str]) -> dict[str, Any]:
         """names: the functions' by the calls' ids, which Hermes' own template wants of their results."""
-        rest = {key: value for key, value in message.items() if key != "tool_calls"}
-        rest["content"] = "" if message.get("content") is None else message["content"]
-        if message.get("tool_call_id") is not None:
-            if message["tool_call_id"] in names:
-                rest.setdefault("name", names[message["tool_call_id"]])
-            rest["tool_call_id"] = self._template_id(message["tool_call_id"])
-        if message.get("tool_calls"):
-            rest["tool_calls"] = [self._template_call(call) for call in message["tool_calls"]]
-        return rest
+        role = "system" if message.role == "developer" else message.role
+        told: dict[str, Any] = {"role": role, "content": message.text or ""}
+        if message.name is not None:
+            told["name"] = message.name
+        if message.role == "tool":
+            told["tool_call_id"] = self._template_id(message.tool_call_id)
+            if message.tool_call_id in names:
+                told.setdefault("name", names[message.tool_call_id])
+        if message.role == "assistant" and message.tool_calls:
+            told["tool_calls"] = [self._template_call(call) for call in message.tool_calls]
+        return told
 
-    def _template_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        function = call["function"]
+    def _template_call(self, call: ToolCall) -> dict[str, Any]:
+        name = call.function.name
         try:
-            arguments = json.loads(function["arguments"] or "{}")
+            arguments = json.loads(call.function.arguments or "{}")
         except ValueError as error:
-            raise ValueError(f"the arguments of a call of {function['name']} are not JSON: {error}") from error
+            raise ValueError(f"the arguments of a call of {name} are not JSON: {error}") from error
         if not isinstance(arguments, dict):
-            raise ValueError(f"the arguments of a call of {function['name']} must be a JSON object")
-        return {
-            "type": "function",
-            "id": self._template_id(call["id"]),
-            "function": {"name": function["name"], "arguments": arguments},
-        }
+            raise ValueError(f"the arguments of a call of {name} must be a JSON object")
+        function = {"name": name, "arguments": arguments}
+        return {"type": "function", "id": self._template_id(call.id), "function": function}
 
     def _template_id(self, id: str) -> str:
         """Mistral's templates refuse ids of other forms than theirs, which other servers have made."""
