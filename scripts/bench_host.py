@@ -14,8 +14,6 @@ import argparse
 import gc
 import json
 import logging
-import os
-import platform
 import statistics
 import sys
 import time
@@ -25,13 +23,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from bench import DATA, processor
+
 from fastgen import Generator, SamplingParams
 from fastgen.arch import ModelConfig
 from fastgen.config import EngineConfig
 from fastgen.outputs import Sink
 from fastgen.request import Batch, Request, StepResult
 
-DATA = Path(__file__).parent / "data"
 LANES = (1, 64, 256, 1024)
 PAGE_SIZE = 64
 SHORT, LONG = 100, 30_000  # tokens of prompt
@@ -109,14 +108,6 @@ def measure(lanes: int, prompt: int, steps: int, windows: int, read: bool = Fals
     """Microseconds a step."""
     with decoding(lanes, prompt, windows * steps + PAGE_SIZE, read, model) as gen:  # nobody ends before
         return round(seconds(gen, steps, windows) * 1e6, 1)
-
-
-def processor() -> str:
-    """The processor's name, as far as the system tells."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def main() -> None:

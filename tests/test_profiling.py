@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import logging
 import os
@@ -15,12 +14,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from conftest import Checkpoint, Turns, random_ids
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+
+import bench_host
 
 from fastgen import Generator, SamplingParams
 from fastgen.cli.signals import trace_on_signal
@@ -245,39 +247,27 @@ def test_rates_are_of_the_interval(gen: Generator) -> None:
 # What the loop costs. The bounds are wide: the machine may be busy. scripts/bench_host.py measures.
 
 
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    path = Path(__file__).parent.parent / "scripts" / "bench_host.py"
-    spec = importlib.util.spec_from_file_location("bench_host", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_host"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_loop_costs_little_and_no_more_at_long_contexts(bench: ModuleType, checkpoint: Checkpoint) -> None:
+def test_the_loop_costs_little_and_no_more_at_long_contexts(checkpoint: Checkpoint) -> None:
     model = checkpoint("Llama", max_position_embeddings=32768)
     steps, windows = 64, 3
     with (
-        bench.decoding(256, 100, steps * windows * 5, model=model) as short,
-        bench.decoding(256, 30_000, steps * windows * 5, model=model) as long,
+        bench_host.decoding(256, 100, steps * windows * 5, model=model) as short,
+        bench_host.decoding(256, 30_000, steps * windows * 5, model=model) as long,
     ):
         for _ in range(steps):  # the lists of tokens have grown once
             long._advance()
             short._advance()
         found = []
         for _ in range(3):  # side by side
-            found.append((bench.seconds(short, steps, windows), bench.seconds(long, steps, windows)))
+            found.append((bench_host.seconds(short, steps, windows), bench_host.seconds(long, steps, windows)))
             if found[-1][1] < 1.5 * found[-1][0]:
                 break
         assert min(costs[0] for costs in found) < 3e-3
         assert found[-1][1] < 1.5 * found[-1][0], found
 
 
-def test_nothing_of_a_sequence_is_kept_when_it_has_ended(bench: ModuleType) -> None:
-    with bench.decoding(8, 100, 300) as gen:
+def test_nothing_of_a_sequence_is_kept_when_it_has_ended() -> None:
+    with bench_host.decoding(8, 100, 300) as gen:
         while gen.unfinished:
             gen._advance()
         gen._scheduler.check()
