@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -111,10 +111,11 @@ def _save(path: Path, data: bytes) -> None:
     beside.replace(path)
 
 
-def _lock(number: int, path: Path) -> None:
+def _lock(number: int, path: Path, close: Callable[[], None]) -> None:
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        close()
         raise ValueError(f"another fggen is writing {path}; wait for it, or give another -o") from None
 
 
@@ -130,11 +131,7 @@ class Lines:
 
     def open(self) -> bool:
         self._file = self.path.open("ab")
-        try:
-            _lock(self._file.fileno(), self.path)
-        except ValueError:
-            self._file.close()
-            raise
+        _lock(self._file.fileno(), self.path, self._file.close)
         return self.path.stat().st_size > 0
 
     def recover(self) -> Indices:
@@ -204,11 +201,7 @@ class Parts:
             raise ValueError(f"{self.path} is a file, and Parquet is written in parts in a folder; give another -o")
         self.path.mkdir(exist_ok=True)
         self._folder = os.open(self.path, os.O_RDONLY)
-        try:
-            _lock(self._folder, self.path)
-        except ValueError:
-            os.close(self._folder)
-            raise
+        _lock(self._folder, self.path, lambda: os.close(self._folder))
         return any(self.path.glob(f"*{PARQUET}"))
 
     def recover(self) -> Indices:
