@@ -13,7 +13,7 @@ from grammars import MARKS, accepts, add, allowed, byte_level, walk
 
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.answers import prepare
-from fastgen.cli.serve.fields import ChatMessage, Tool
+from fastgen.cli.serve.fields import ChatMessage, NamedTool, Tool
 from fastgen.cli.serve.grammar import Compiler, Grammar, json_rule
 from fastgen.cli.serve.models import Queue, Served
 from fastgen.cli.serve.options import ModelOptions
@@ -311,8 +311,9 @@ def test_a_required_call_is_made(model: Model) -> None:
 
 def test_one_call_of_one_function(model: Model) -> None:
     rng = random.Random(1)
+    only = NamedTool.model_validate({"type": "function", "function": {"name": "get_weather"}})
     for _ in range(6):
-        ((name, arguments),) = forced(model, rng, function="get_weather", parallel=False)
+        ((name, arguments),) = forced(model, rng, choice=only, parallel=False)
         assert name == "get_weather"
         check(name, arguments)
 

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from fastgen.cli.serve.engine import Stream
-from fastgen.cli.serve.fields import NamedTool
 from fastgen.cli.serve.grammar import answer_rule
 from fastgen.cli.serve.metrics import Meter
 from fastgen.cli.serve.models import Place, Service
@@ -287,16 +286,9 @@ def prepare(model: Model, request: Request) -> tuple[Reply, SamplingParams]:
 
 def _prepare_chat(model: Model, request: ChatRequest) -> tuple[ChatReply, SamplingParams]:
     tokenizer = needed(model.tokenizer)
-    choice = request.tool_choice or "auto"
-    named = choice.function.name if isinstance(choice, NamedTool) else None
+    parallel = request.parallel_tool_calls is not False
     try:
-        calling = Calling(
-            tokenizer,
-            request.tools or (),
-            choice="required" if isinstance(choice, NamedTool) else choice,
-            function=named,
-            parallel=request.parallel_tool_calls is not False,
-        )
+        calling = Calling(tokenizer, request.tools or (), choice=request.tool_choice or "auto", parallel=parallel)
     except ValueError as error:
         raise refused(error, "tools") from None
     try:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from fastgen.cli.serve.fields import ChatMessage, Tool, ToolCall
+from fastgen.cli.serve.fields import ChatMessage, NamedTool, Tool, ToolCall
 from fastgen.cli.serve.grammar import Grammar, json_rule
 from fastgen.cli.serve.toolcalls import Syntax, ToolParser
 from fastgen.tokenizer import Tokenizer
@@ -42,8 +42,8 @@ def find_syntax(tokenizer: Tokenizer) -> Syntax | None:
 class Calling:
     """The tool calling of one request.
 
-    tools: the request's. choice: "auto", "none" or "required"; function: the only one to be called,
-    which implies "required". parallel: whether one answer may hold several calls.
+    tools: the request's. choice: the request's; a tool is the only one to be called, and is required. parallel: whether
+    one answer may hold several calls.
     Raises ValueError where the model has no known way to call tools, or a function's parameters are no object.
     """
 
@@ -52,8 +52,7 @@ class Calling:
         tokenizer: Tokenizer,
         tools: Sequence[Tool],
         *,
-        choice: Literal["auto", "none", "required"] = "auto",
-        function: str | None = None,
+        choice: Literal["auto", "none", "required"] | NamedTool = "auto",
         parallel: bool = True,
     ) -> None:
         self._tokenizer, self._syntax = tokenizer, find_syntax(tokenizer)
@@ -64,8 +63,9 @@ class Calling:
                 raise ValueError(f"the parameters of the function {name} must be a JSON schema of an object")
         if self._tools and self._syntax is None:
             raise ValueError("tools are not supported: this model's chat template has no known format for them")
-        self._required, self._parallel = choice == "required" or function is not None, parallel
-        self._callable = [tool.function for tool in self._tools if function in (None, tool.function.name)]
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        self._required, self._parallel = choice == "required" or named is not None, parallel
+        self._callable = [tool.function for tool in self._tools if named in (None, tool.function.name)]
         assert self._callable or not self._required, "a call is required, and there is no function to call"
 
     @property
