@@ -11,6 +11,7 @@ from fastgen.cache.pages import PageAllocator
 from fastgen.request import Sequence
 
 LOOKS = 64  # ends of sequences that are looked at, at the most: who ends between two is taken to stay for the second
+PATIENCE = 8  # steps until one that had no room is looked at again, where nobody comes or leaves
 LEAVING = 4  # steps from the one that computes a last token until its sequence, and what is copied of it, is gone
 
 
@@ -54,7 +55,6 @@ class Reservations:
         self.wanted_sum = 0  # of those that wait
         self._reserved = [0] * max_seqs  # by lane
         self._answer_len = expectation.tokens  # the expectation that these numbers are made with
-        self._refused: tuple[object, ...] = ()  # who had no room in time, and when
 
     def expected(self, sequence: Sequence) -> int:
         """How many pages a sequence will hold at the end: as expected, or else one more than now."""
@@ -80,7 +80,6 @@ class Reservations:
     def restart(self, waiting: Iterable[Sequence]) -> None:
         """Nobody runs, and these wait."""
         self._reserved = [0] * len(self._reserved)
-        self._refused = ()
         self.sum, self.wanted_sum = 0, sum(map(self.expected, waiting))
 
     def learn(self, answer_len: int, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
@@ -108,25 +107,23 @@ class Reservations:
         """Whether so many as one that waits fit beside those that run at any time from now on.
 
         All that decode go on by a token a step, so that it is known how long each will be at a step, and at which one
-        it has left, if by nothing else then at its max_len. What is shared counts for each that holds it. budget:
-        tokens that a step has at least for prefills; until all that is known is computed, those to prefill may wait.
+        it has left, if by nothing else then at its max_len. What is shared counts for each that holds it. Whoever is
+        admitted later is weighed against all that then run, so that what is found here stays true. budget: tokens that
+        a step has at least for prefills; those to prefill may wait until all that is known, of all, is computed.
         """
-        state = sequence, count, self.sum, 8 * self.pages.references // len(running)
-        if state == self._refused:  # nobody has come or gone, and all are an eighth of a page longer at the most
-            return False
-        known = len(sequence.token_ids)
+        known, room = len(sequence.token_ids), self.pages.num_pages - self.pages.copied
+        if self.pages.references + self.pages.count(known) * count > room:
+            return False  # not even now
         rows = [(s.length, s.prefill_len - s.computed, s.max_len, self._reserved[s.lane], 1) for s in running]
         rows.append((known, known, sequence.max_len, self.expected(sequence), count))
-        lengths, prefills, most, reserved, counts = np.array(rows).T
+        lengths, prefills, most, reserved, counts = np.array([*zip(*rows, strict=True)], dtype=np.int32)
         delay = np.maximum(prefills, 0) @ counts // budget + 1
         ends = most - lengths + np.where(prefills > 0, delay, 0) + LEAVING
-        times = np.unique(ends)[::-1]
-        times = times[:: -(-len(times) // LOOKS)][::-1, None]  # the last of all, and evenly of those before
-        pages = np.minimum(-(-(lengths + times) // self.pages.page_size), reserved)
-        pages[ends <= np.insert(times[:-1], 0, 0, axis=0)] = 0
-        fit = bool((pages @ counts).max() <= self.pages.num_pages - self.pages.copied)
-        self._refused = () if fit else state
-        return fit
+        looks = np.unique(ends)[::-1]
+        looks = looks[:: -(-len(looks) // LOOKS)][::-1, None]  # the last of all, and evenly of those before
+        pages = np.minimum((lengths + (looks + self.pages.page_size - 1)) // self.pages.page_size, reserved)
+        pages *= ends > np.insert(looks[:-1], 0, 0, axis=0)
+        return bool((pages @ counts).max() <= room)
 
     def all_fit(self) -> bool:
         """Whether all that run and wait have room at once."""

@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from fastgen.admission import Expectation, Reservations
+from fastgen.admission import PATIENCE, Expectation, Reservations
 from fastgen.cache.pages import Node, PageAllocator
 from fastgen.config import EngineConfig
 from fastgen.request import Batch, LaneStart, Prefill, Sequence, Status, StepResult
@@ -213,10 +213,9 @@ class Scheduler:
         sequence = next(iter(self.waiting))
         limit = cacheable(sequence) if self.config.prefix_cache else 0
         expected = self.reservations.expected(sequence)
-        if not self._fits(sequence, expected, expected - limit // self.config.page_size):  # at the best
-            return False
-        state = (sequence, self.pages.available, self.reservations.sum, len(self.running), self.closed)
-        if state == self._refused:  # nothing has changed since its whole prompt was looked up
+        clock = self.running[0].computed // PATIENCE if self.running else 0
+        state = (sequence, self.reservations.sum, len(self.running), self.closed, clock)
+        if state == self._refused:  # nobody has come or left, and little time has passed
             return False
         nodes = self.pages.match(sequence.token_ids, limit)
         if not self._fits(sequence, expected, expected - self.pages.held(nodes)):
@@ -258,11 +257,11 @@ class Scheduler:
         running, waiting, count = len(self.running), len(self.waiting), 1
         if not running:
             return True
-        wave = running + 1
+        wave = running + 1  # how many may run at a time, if all have room
         if self.closed:
             wave = -(-(running + waiting) // self.reservations.waves(expected, need))
         if running >= wave:
-            count = (waiting - 1) % wave + 1  # all that is left of its own wave, or none
+            count = (waiting - 1) % wave + 1  # the wave ahead is full: all that the next one still lacks, or nobody
         elif self.reservations.fits(need):
             return True
         budget = self.config.max_step_tokens - min(running + count, self.config.max_seqs) + 1
