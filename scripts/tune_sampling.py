@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fastgen import sampler
 from fastgen.kernels import columns, sampling, scoring, truncation
+from fastgen.kernels.launch import INTERPRETED
 from fastgen.request import LaneStart, SamplingParams
 from fastgen.sampler import LaneState, SampleOutput, SamplePlan
 
@@ -288,10 +289,10 @@ def main() -> None:
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda" and not (args.smoke and INTERPRETED):
+        parser.error("there is no GPU here; --smoke with TRITON_INTERPRET=1 runs without")
     if args.smoke:
         args.rows, args.vocab = [1, 2], [5000]
-    elif device.type != "cuda":
-        parser.error("there is no GPU here; --smoke with TRITON_INTERPRET=1 runs without")
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name() if device.type == "cuda" else "none", "near": {}}
     for vocab in args.vocab:
         found["near"][vocab] = check(vocab, device)
