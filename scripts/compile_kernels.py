@@ -86,13 +86,16 @@ class Compiled:
         driver.set_active(Target(chip))
         compiled = self
 
-        class Compile(triton.JITFunction):  # type: ignore[misc, name-defined]
-            def run(self, *args: Any, warmup: bool, **options: Any) -> Any:
-                kernel = super().run(*args, warmup=True, **options)
-                compiled.add(f"{self.fn.__module__}.{self.fn.__name__}", kernel)
-                return kernel
+        def compiling(base: Any) -> Any:
+            class Compile(base):  # type: ignore[misc]
+                def run(self, *args: Any, warmup: bool, **options: Any) -> Any:
+                    kernel = super().run(*args, warmup=True, **options)
+                    compiled.add(f"{self.fn.__module__}.{self.fn.__name__}", kernel)
+                    return kernel
 
-        launch._quick = lambda: Compile  # type: ignore[assignment]  # before a module with kernels is imported
+            return Compile
+
+        launch._quick = compiling  # type: ignore[assignment]  # before a module with kernels is imported
 
     def add(self, name: str, kernel: Any) -> None:
         if kernel.hash in self._seen:

@@ -26,6 +26,7 @@ from tune_product import LAYERS, MODELS, CompileOnly, Product, Weights, theirs, 
 from tune_product import ours as small
 
 from fastgen.kernels import fixed as module
+from fastgen.kernels import hopper
 from fastgen.kernels import product as small_module
 from fastgen.kernels.fixed import Config, config, launch_as
 from fastgen.kernels.launch import Chip, triton
@@ -84,7 +85,8 @@ def configs(tokens: int, chip: Chip) -> Iterator[Config]:
 
 def only_compile() -> None:
     """What a compiling process begins with."""
-    module._product_kernel = CompileOnly(module._product_kernel)
+    for each in (module, hopper):
+        each._product_kernel = CompileOnly(each._product_kernel)
 
 
 def compile_one(job: tuple[Product, Config]) -> bool:

@@ -137,7 +137,7 @@ for capability, config, what in json.loads(sys.argv[1]):
     constants = {
         "K": 4096, "HALF": half, "KV": 8 * (what == "rope"), "P": 64, "ADD": what == "add", "TOKENS": config.tokens,
         "ROWS": config.rows, "HEADS": heads, "DEPTH": config.depth, "STAGES": config.stages, "SWAP": config.swap,
-        "GROUP": config.group, "PDL": capability >= 90, "AHEAD": 256 * (capability >= 90 and config.swap),
+        "GROUP": config.group, "PDL": capability >= 90,
     }
     signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in aligned})
@@ -171,6 +171,7 @@ def test_one_instruction_whatever_the_tile() -> None:
         assert "fma.rn.f32" not in made["ptx"]
         assert ("cp.async.bulk.tensor" in made["ptx"]) == (capability == 90)
         if capability == 90:
-            wait = made["ptx"].index("griddepcontrol.wait")
-            assert wait < made["ptx"].index("cp.async.bulk.tensor")
-            assert not found.swap or made["ptx"].index("prefetch.global.L2") < wait
+            wait, start = (made["ptx"].index(f"griddepcontrol.{what}") for what in ("wait", "launch_dependents"))
+            loads = [each.start() for each in re.finditer(r"cp\.async\.bulk\.tensor", made["ptx"])]
+            assert wait < loads[0]
+            assert start > loads[-1] if found.swap else start < wait

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.kernels import hopper
 from fastgen.kernels import product as small
+from fastgen.kernels.finish import finish_pairs, finish_rows
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
-from fastgen.kernels.product import Fused, fetch
-from fastgen.kernels.rope import rope_write, turn
+from fastgen.kernels.product import Fused
+from fastgen.kernels.rope import rope_write
 
 ALIGN = 8  # inputs of a weight are a multiple, so that its rows begin at multiples of 16 bytes
 GROUP = 2048  # tokens of tiles that share the weight's
@@ -35,7 +37,7 @@ NARROW = (64, 128)
 MANY = ((128, 256, 64, 8), (128, 128, 64, 4), (128, 64, 64, 4))
 """Tokens, rows, depth and warps beyond FEW: the one is taken that keeps the busiest processor for the shortest time."""
 
-MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 3, 3, 12  # of 2-byte weights: programs a processor
+MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 2, 3, 12  # of 2-byte weights: programs a processor
 SIDES, TILE = 16, 4096  # multiplications in the time that a row of a tile's sides takes, and a tile whatever its size
 
 SIZES = (1, 16, 32, 64, 128, 129, 256, 257, 512, 1024, 2048, 4096)
@@ -66,10 +68,10 @@ class Config:
 
 @jit("T")
 def _product_kernel(
-    x_desc, weight_desc, weight_ptr, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr,
-    values_ptr, T, N, K: tl.constexpr, HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr, ADD: tl.constexpr,
+    x_desc, weight_desc, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr,
+    T, N, K: tl.constexpr, HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr, ADD: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    SWAP: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    SWAP: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of the result. What is behind T, N and K is read as zeros.
 
@@ -94,12 +96,8 @@ def _product_kernel(
     if HALF > 0:  # the first of each pair
         row = (head + number // PAIRS) * 2 * HALF + first_row + number % PAIRS
     if PDL:
-        if AHEAD == 0:
+        if not SWAP:  # of few tokens: see behind the loop
             tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD > 0:  # of the weight, which depends on no kernel
-            fetch(weight_ptr + tl.minimum(row, N - 1).to(tl.int64)[:, None] * K, 0, K, AHEAD)
-            if HALF > 0:
-                fetch(weight_ptr + tl.minimum(row + HALF, N - 1).to(tl.int64)[:, None] * K, 0, K, AHEAD)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([ROWS, TOKENS] if SWAP else [TOKENS, ROWS], tl.float32)
     for at in tl.range(0, K, DEPTH, num_stages=STAGES):
@@ -112,7 +110,7 @@ def _product_kernel(
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
-    if PDL and AHEAD > 0:  # not before: as long as there are few free processors, the next programs crowd on these
+    if PDL and SWAP:  # not before: as long as there are few free processors, the next programs crowd on these
         tl.extra.cuda.gdc_launch_dependents()
     if SWAP:
         acc = tl.trans(acc)
@@ -120,43 +118,12 @@ def _product_kernel(
     if HALF > 0:
         acc = tl.permute(tl.reshape(acc, [TOKENS, HEADS, 2, PAIRS]), (0, 1, 3, 2))
         a, b = tl.split(tl.reshape(acc, [TOKENS, ROWS // 2, 2]))
-        _finish_pairs(
+        finish_pairs(
             a, b, token, head + number // PAIRS, first_row + number % PAIRS, bias_ptr, out_ptr, positions_ptr,
             slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, T, N, HALF, KV, P,
         )  # fmt: skip
     else:
-        here = (token < T) & (row < N)[None, :]
-        if bias_ptr is not None:
-            acc += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
-        out_ptr += token.to(tl.int64) * N + row[None, :]
-        if ADD:
-            acc += tl.load(out_ptr, mask=here, other=0.0).to(tl.float32)
-        tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=here)
-
-
-@jit()
-def _finish_pairs(
-    a, b, token, head, at, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, T, N,
-    HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """SwiGLU or rope of the pairs (a, b) [TOKENS, ROWS / 2], which stand at places `at` of halves of heads."""
-    head, at = head[None, :], at[None, :]
-    row = head * 2 * HALF + at
-    there = (row < N) & (at < HALF)
-    if bias_ptr is not None:
-        a += tl.load(bias_ptr + row, mask=there, other=0.0).to(tl.float32)
-        b += tl.load(bias_ptr + row + HALF, mask=there, other=0.0).to(tl.float32)
-    here = there & (token < T)
-    if KV > 0:
-        a = a.to(out_ptr.dtype.element_ty).to(tl.float32)
-        b = b.to(out_ptr.dtype.element_ty).to(tl.float32)
-        turn(
-            a, b, token.to(tl.int64), head, at, here, here, here, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr,
-            keys_ptr, values_ptr, N // (2 * HALF) - 2 * KV, KV, HALF, P,
-        )  # fmt: skip
-    else:
-        out = a / (1 + tl.exp(-a)) * b
-        tl.store(out_ptr + token.to(tl.int64) * HALF + at, out.to(out_ptr.dtype.element_ty), mask=here)
+        finish_rows(acc, token, row, bias_ptr, out_ptr, T, N, ADD)
 
 
 @lru_cache(maxsize=4096)
@@ -167,7 +134,10 @@ def config(tokens: int, outputs: int, dtype: torch.dtype, chip: Chip) -> Config:
     padded = next((each for each in FEW if tokens <= each), None)
     if padded:
         wide = outputs >= FEW[padded][0] * chip.processors
-        found = Config(padded, *(FEW[padded] if wide else NARROW), 4, 1, swap=True)
+        rows, depth = FEW[padded] if wide else NARROW
+        if outputs <= rows * chip.processors and hopper.runs_on(chip, dtype):
+            depth = hopper.DEPTH
+        found = Config(padded, rows, depth, 4, 1, swap=True)
         return staged(found, _tiles(found, tokens, outputs), dtype.itemsize, chip)
     several = [replace(each, stages=_stages(each, 1, dtype.itemsize, chip)) for each in (Config(*x, 1) for x in MANY)]
     several = [each for each in several if each.stages >= LEAST_STAGES] or several[-1:]
@@ -241,20 +211,21 @@ def launch_as(chosen: Config, x: Tensor, weight: Tensor, bias: Tensor | None, fu
     out = x.new_empty(tokens, width, dtype=fused.out_dtype) if fused.add is None else fused.add
     assert out.shape == (tokens, width)
     assert out.is_contiguous()
+    tiles = -(-len(weight) // heads) * -(-half // block[2]) if half else -(-outputs // chosen.rows)
+    others, sizes = (bias, out, *turned), (outputs, inputs, half, num_kv, page_size, fused.add is not None)
     chip = Chip.of(x.device)
     pdl = chip.dependent_launch
-    tiles = -(-len(weight) // heads) * -(-half // block[2]) if half else -(-outputs // chosen.rows)
-    ahead = 0
-    if pdl and chosen.swap:
-        ahead = small.columns_ahead(tiles, chosen.rows, inputs, x.dtype.itemsize, chip)
     # No multiplication is fused with an addition behind the sums: one tile's compilation might, and another's not.
-    _product_kernel[(-(-tokens // chosen.tokens) * tiles,)](
-        Described(x, [tokens, inputs], [inputs, 1], [chosen.tokens, chosen.depth]),
-        Described(weight, [*weight.shape], [*weight.stride()], block), weight, bias, out, *turned, tokens, outputs,
-        inputs, half, num_kv, page_size, fused.add is not None,
-        chosen.tokens, chosen.rows, heads, chosen.depth, chosen.stages, chosen.swap, chosen.group, pdl, ahead,
-        num_warps=chosen.warps, enable_fp_fusion=False, **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    if chosen.swap and tokens <= chosen.tokens and hopper.runs_on(chip, x.dtype):
+        x_block = [chosen.tokens, chosen.depth]
+        hopper.launch(x, x_block, weight, block, tiles, chosen.stages, chosen.warps, others, sizes)
+    else:
+        _product_kernel[(-(-tokens // chosen.tokens) * tiles,)](
+            Described(x, [tokens, inputs], [inputs, 1], [chosen.tokens, chosen.depth]),
+            Described(weight, [*weight.shape], [*weight.stride()], block), *others, tokens, *sizes,
+            chosen.tokens, chosen.rows, heads, chosen.depth, chosen.stages, chosen.swap, chosen.group, pdl,
+            num_warps=chosen.warps, enable_fp_fusion=False, **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip
     return out if fused.rope is None else out.view(tokens, -1, 2 * half)
 
 

@@ -21,7 +21,7 @@ import torch
 log = logging.getLogger(__name__)
 
 
-def _optional(name: str) -> Any:
+def optional(name: str) -> Any:
     """A module of Triton's, where it is there and may be of use: importing it takes a while."""
     useless = torch.version.cuda is None and os.environ.get("TRITON_INTERPRET") != "1"
     if useless and "triton" not in sys.modules:
@@ -32,8 +32,10 @@ def _optional(name: str) -> Any:
         return None
 
 
-triton, tl = _optional("triton"), _optional("triton.language")
+triton, tl = optional("triton"), optional("triton.language")
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+KNOWN = triton is not None and triton.__version__.startswith("3.6.")
+"""Whether this is the Triton whose inner ways we know, and whose Gluon, which is experimental."""
 
 
 def constant(value: float) -> Any:
@@ -48,17 +50,25 @@ def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
         return lambda function: function
     if INTERPRETED:
         return lambda function: triton.jit(function, do_not_specialize=unspecialized)
-    return lambda function: _quick()(function, do_not_specialize=unspecialized)
+    return lambda function: _quick(triton.JITFunction)(function, do_not_specialize=unspecialized)
+
+
+def gluon_jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
+    """As `jit`, for kernels in Gluon, which the interpreter does not know."""
+    if not KNOWN or INTERPRETED:
+        return lambda function: function
+    base = importlib.import_module("triton.experimental.gluon._runtime").GluonJITFunction
+    return lambda function: _quick(base)(function, do_not_specialize=unspecialized)
 
 
 @cache
-def _quick() -> Any:
-    """triton.JITFunction with a shorter way to a kernel that has been compiled: Triton's own takes the host longer than
-    a small kernel takes the GPU, which shows where no graph is replayed, as in short prefills."""
+def _quick(base: Any) -> Any:
+    """A triton.JITFunction with a shorter way to a kernel that has been compiled: Triton's own takes the host longer
+    than a small kernel takes the GPU, which shows where no graph is replayed, as in short prefills."""
+    modules = ("triton.tools.tensor_descriptor", *["triton.experimental.gluon.nvidia.hopper"] * KNOWN)
+    described = tuple(importlib.import_module(name).TensorDescriptor for name in modules)
 
-    described = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
-
-    class Quick(triton.JITFunction):  # type: ignore[misc, name-defined]
+    class Quick(base):  # type: ignore[misc]
         def __init__(self, function: Callable[..., Any], **options: Any) -> None:
             super().__init__(function, **options)
             self._loose = [param.do_not_specialize for param in self.params]
@@ -69,7 +79,7 @@ def _quick() -> Any:
             # What at most Triton compiles anew for.
             kinds = [
                 (arg.dtype, arg.data_ptr() & 15) if isinstance(arg, torch.Tensor)
-                else (arg.base.dtype, *arg.block_shape) if arg.__class__ is described
+                else (arg.base.dtype, *arg.block_shape) if arg.__class__ in described
                 else arg if not loose
                 else isinstance(arg, int) and -(2**31) <= arg < 2**31
                 for arg, loose in zip(args, self._loose, strict=True)
@@ -88,7 +98,7 @@ def _quick() -> Any:
 
 def _launcher(kernel: Any) -> Callable[[tuple[int, ...], int, tuple[Any, ...]], None]:
     """Launches a compiled kernel on a device's current stream; in the way of the Triton that we know, or in any's."""
-    if not triton.__version__.startswith("3.6."):
+    if not KNOWN:
         return lambda grid, device, args: kernel[grid](*args)
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
     stream = torch._C._cuda_getCurrentRawStream

@@ -33,11 +33,13 @@ def _rms_norm_kernel(
     N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program a row of N."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     column = tl.arange(0, BLOCK)
     here = column < N
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    weight = tl.load(weight_ptr + column, mask=here, other=0.0).to(tl.float32)  # which no kernel of a step writes
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * N + column
     x = tl.load(x_ptr + at, mask=here, other=0.0).to(tl.float32)
     if ADD:
@@ -45,7 +47,6 @@ def _rms_norm_kernel(
         x = x.to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + at, x, mask=here)
         x = x.to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=here, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, normed(x, weight, eps, N, out_ptr.dtype.element_ty), mask=here)
 
 
