@@ -28,6 +28,7 @@ from fastgen.kernels import fixed, hopper
 from fastgen.kernels.launch import Chip
 
 H200, kernel = Chip((9, 0), 132, 232_448), hopper._product_kernel
+assert [each.name for each in kernel.params if each.do_not_specialize] == ["T"]  # or it would compile after the start
 for tokens, outputs, half, heads, what in [
     (1, 4096, 0, 1, "add"), (1, 28672, 14336, 1, "swiglu"), (17, 6144, 64, 1, "rope"), (64, 28672, 14336, 1, "swiglu"),
     (1, 1152, 24, 1, "rope"), (33, 4096, 0, 1, "add"), (17, 32768, 0, 1, "logits"), (1, 12288, 16, 2, "rope"),
