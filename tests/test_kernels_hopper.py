@@ -15,7 +15,7 @@ import torch
 from test_kernels_product import A100, H200
 
 from fastgen.kernels import fixed, hopper
-from fastgen.kernels.launch import triton
+from fastgen.kernels.launch import KNOWN
 
 COMPILE = """
 import json
@@ -57,7 +57,7 @@ for tokens, outputs, half, heads, what in [
 """
 
 
-@pytest.mark.skipif(triton is None, reason="needs Triton")
+@pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE]
@@ -82,8 +82,7 @@ def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
 
 
 def test_it_runs_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "KNOWN", True)
-    monkeypatch.setattr(hopper, "INTERPRETED", False)
+    monkeypatch.setattr(hopper, "GLUON", True)
     assert hopper.runs_on(H200, torch.bfloat16)
     assert not hopper.runs_on(H200, torch.float32)
     assert not hopper.runs_on(A100, torch.bfloat16)
@@ -91,8 +90,8 @@ def test_it_runs_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed.config.cache_clear()
     assert fixed.config(1, 6144, torch.bfloat16, H200).depth == hopper.DEPTH
     assert fixed.config(1, 6144, torch.bfloat16, A100).depth == fixed.NARROW[1]
-    monkeypatch.setattr(hopper, "KNOWN", False)
-    assert not hopper.runs_on(H200, torch.bfloat16), "with another Triton, whose Gluon we do not know"
+    monkeypatch.setattr(hopper, "GLUON", False)
+    assert not hopper.runs_on(H200, torch.bfloat16), "as with another Triton, whose Gluon we do not know"
     fixed.config.cache_clear()
     assert fixed.config(1, 6144, torch.bfloat16, H200).depth == fixed.NARROW[1]
     fixed.config.cache_clear()

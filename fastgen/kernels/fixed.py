@@ -6,6 +6,8 @@ tokens. It may do so only among those for which a chip takes the same instructio
 product has 64 rows or more and the right side 16, and there are 4 warps or 8, or the instruction is another (mma.sync
 and not wgmma), which sums otherwise: of few tokens the weight is the left side.
 
+On Hopper the products of few tokens are those of fastgen.kernels.hopper, which has to sum in the same order.
+
 What comes behind a product is done here as well, for any number of tokens, from the sums before they are rounded; but
 rope turns rounded numbers, as its own kernel does behind many tokens.
 """
@@ -135,7 +137,7 @@ def config(tokens: int, outputs: int, dtype: torch.dtype, chip: Chip) -> Config:
     if padded:
         wide = outputs >= FEW[padded][0] * chip.processors
         rows, depth = FEW[padded] if wide else NARROW
-        if outputs <= rows * chip.processors and hopper.runs_on(chip, dtype):
+        if not wide and outputs <= rows * chip.processors and hopper.runs_on(chip, dtype):
             depth = hopper.DEPTH
         found = Config(padded, rows, depth, 4, 1, swap=True)
         return staged(found, _tiles(found, tokens, outputs), dtype.itemsize, chip)

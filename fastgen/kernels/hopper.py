@@ -1,33 +1,35 @@
 """The products of few tokens of fastgen.kernels.fixed, to the bit, on Hopper; in Gluon, Triton's language of layouts.
 
 Between the kernels of a decode step memory would have nothing to do for 3 us each. No kernel of a step writes weights,
-and what did has ended when a step begins: so a weight's first tiles are on their way before the kernel ahead has ended
+and what did has ended when a step's first product begins, since torch's embedding, which is launched in the ordinary
+way, waits for all that came before: so a weight's first tiles are on their way before the kernel ahead has ended
 (programmatic dependent launch), and those of x follow when it has. Triton's own pipeline loads both alike, and can only
 be told to wait before the first of them.
 
-Narrow products have as many programs as tiles, fewer than there are processors, each with all of a processor's memory.
+Narrow products have a program a tile, at most as many as there are processors, each with all of a processor's memory.
 More programs were slower: those of the next kernel begin where a processor is free.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastgen.kernels.finish import finish_pairs, finish_rows
-from fastgen.kernels.launch import INTERPRETED, KNOWN, Chip, gluon_jit, optional, tl
+from fastgen.kernels.launch import GLUON, Chip, gluon_jit, optional, tl
 
-gl: Any = optional("triton.experimental.gluon.language") if KNOWN else None
-nvidia: Any = optional("triton.experimental.gluon.language.nvidia.hopper") if KNOWN else None
+gl: Any = optional("triton.experimental.gluon.language") if GLUON else None
+nvidia: Any = optional("triton.experimental.gluon.language.nvidia.hopper") if GLUON else None
 
 DEPTH = 256  # of a narrow product's tile
 
 
 def runs_on(chip: Chip, dtype: torch.dtype) -> bool:
-    return KNOWN and not INTERPRETED and chip.capability == (9, 0) and dtype.itemsize == 2
+    return GLUON and chip.capability == (9, 0) and dtype.itemsize == 2
 
 
 @gluon_jit("T")
@@ -128,6 +130,7 @@ def launch(
     or [heads, 2, rows of a half, depth]; others, sizes: the kernel's arguments from bias_ptr to values_ptr, and from N
     to ADD."""
     assert len(x) <= x_block[0]
+    assert stages > 1  # a step of the loop fills the stage of the one before it
     heads = block[0] if len(block) > 2 else 1
     _product_kernel[(tiles,)](
         _described(x, x_block), _described(weight, block), *others, len(x), *sizes,
@@ -139,6 +142,10 @@ def launch(
 def _described(tensor: Tensor, block: list[int]) -> object:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    dtype = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], block, layout)
+    return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], block, _layout(*block, dtype=tensor.dtype))
+
+
+@lru_cache(maxsize=256)
+def _layout(*block: int, dtype: torch.dtype) -> Any:
+    """Of a tile in shared memory; it takes longer to find than a small kernel to run."""
+    return gl.NVMMASharedLayout.get_default_for([*block], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)

@@ -1,7 +1,8 @@
 """What the kernels share: Triton where there is one, the chip's properties, and the way from a kernel to its twin.
 
 Triton is not a dependency: without it (or without a GPU) the torch twins run. With TRITON_INTERPRET=1 in the
-environment before Triton is first imported, kernels run on CPU tensors, which is how tests without a GPU see them.
+environment before Triton is first imported, kernels run on CPU tensors, which is how tests without a GPU see them (but
+for those in Gluon, which are only compiled there).
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def optional(name: str) -> Any:
 triton, tl = optional("triton"), optional("triton.language")
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 KNOWN = triton is not None and triton.__version__.startswith("3.6.")
-"""Whether this is the Triton whose inner ways we know, and whose Gluon, which is experimental."""
+"""Whether this is the Triton whose inner ways we know."""
+
+GLUON = KNOWN and not INTERPRETED
+"""Whether kernels in Gluon run: it is experimental, and so of that Triton alone; and no interpreter knows it."""
 
 
 def constant(value: float) -> Any:
@@ -54,8 +58,8 @@ def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def gluon_jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
-    """As `jit`, for kernels in Gluon, which the interpreter does not know."""
-    if not KNOWN or INTERPRETED:
+    """As `jit`, for kernels in Gluon."""
+    if not GLUON:
         return lambda function: function
     base = importlib.import_module("triton.experimental.gluon._runtime").GluonJITFunction
     return lambda function: _quick(base)(function, do_not_specialize=unspecialized)
@@ -76,7 +80,7 @@ def _quick(base: Any) -> Any:
 
         def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
             device = torch.cuda.current_device()
-            # What at most Triton compiles anew for.
+            # What at most Triton compiles anew for. (A descriptor's layout follows from the rest: kernels.hopper.)
             kinds = [
                 (arg.dtype, arg.data_ptr() & 15) if isinstance(arg, torch.Tensor)
                 else (arg.base.dtype, *arg.block_shape) if arg.__class__ in described

@@ -110,7 +110,7 @@ def _product_kernel(
         if EARLY:
             tl.extra.cuda.gdc_launch_dependents()
         if AHEAD > 0:
-            fetch(rows_ptr, begin, K, AHEAD)
+            _fetch(rows_ptr, begin, K, AHEAD)
         tl.extra.cuda.gdc_wait()
 
     token, column = tl.arange(0, TOKENS), tl.arange(0, DEPTH)
@@ -145,7 +145,7 @@ def _product_kernel(
 
 
 @jit()
-def fetch(rows_ptr: tl.tensor, begin: tl.tensor, K: tl.constexpr, AHEAD: tl.constexpr) -> None:
+def _fetch(rows_ptr: tl.tensor, begin: tl.tensor, K: tl.constexpr, AHEAD: tl.constexpr) -> None:
     """Ask for AHEAD columns from `begin` on of rows_ptr [ROWS, 1], a cache line of 128 bytes at a time."""
     line: tl.constexpr = 1024 // rows_ptr.dtype.element_ty.primitive_bitwidth
     wanted = rows_ptr + tl.minimum(begin + tl.arange(0, AHEAD // line) * line, K - 1)[None, :]
@@ -291,7 +291,7 @@ def complete(found: Config, outputs: int, inputs: int, item_size: int, chip: Chi
     split = _split(outputs, inputs, found, chip)
     found = replace(found, split=split, dependent=chip.dependent_launch, early=split == 1)
     programs = -(-outputs // found.rows) * split
-    ahead = columns_ahead(programs, found.rows, inputs // split, item_size, chip) if found.dependent else 0
+    ahead = _columns_ahead(programs, found.rows, inputs // split, item_size, chip) if found.dependent else 0
     return replace(found, ahead=ahead)
 
 
@@ -306,7 +306,7 @@ def _split(outputs: int, inputs: int, found: Config, chip: Chip) -> int:
     return min(range(1, max(1, min(SPLIT_MOST, steps // 2, room)) + 1), key=cost)
 
 
-def columns_ahead(programs: int, rows: int, inputs: int, item_size: int, chip: Chip) -> int:
+def _columns_ahead(programs: int, rows: int, inputs: int, item_size: int, chip: Chip) -> int:
     """Of its rows, that each program fetches ahead, so that those that run at a time fetch AHEAD bytes."""
     columns = min(AHEAD // (min(programs, PROGRAMS * chip.processors) * rows * item_size), inputs)
     return 1 << (columns.bit_length() - 1) if columns >= 128 // item_size else 0
