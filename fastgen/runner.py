@@ -202,7 +202,7 @@ class Runner:
         what they share is read once."""
         step = self._step.first(size)
         advance(self.state.last_token, self.kv_lens, self.page_table, step, self.pool.page_size)
-        plan = self.attention.plan_decode(step.lanes, step.kv_lens, self.page_table, shared)
+        plan = self.attention.plan_decode(step.lanes, step.kv_lens, self.page_table, shared, alone=True)
         places = self.model.places(self.pool, step.positions, step.slots, size)
         x = self.model.forward([StepInput(step.token_ids, places, plan)], self.pool, self.attention)
         self.model.logits(x, self._logits[:size])

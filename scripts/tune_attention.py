@@ -28,8 +28,8 @@ from torch import Tensor
 from fastgen.attention.interface import StepLayout
 from fastgen.attention.paged import PagedAttention
 from fastgen.cache.pool import KVPool
+from fastgen.kernels import hopper_decode, tiles
 from fastgen.kernels import items as lists
-from fastgen.kernels import tiles
 from fastgen.kernels.launch import Chip
 
 DEVICE = torch.device("cuda")
@@ -62,7 +62,7 @@ def decode(count: int, length: int) -> Case:
 
 CASES = [
     decode(256, 1100), decode(512, 1100), decode(1, 384), decode(8, 384), decode(32, 384), decode(64, 400),
-    decode(64, 4000), decode(1024, 300),
+    decode(64, 4000), decode(1024, 300), decode(8, 4000), decode(20, 4000),
     decode(1, 32000), Case("8x1024 fresh", 8, 1024, 0), Case("4x2048 over 8192", 4, 2048, 8192),
     Case("1x16 over 32000", 1, 16, 32000),
 ]  # fmt: skip
@@ -192,7 +192,8 @@ def time_paged(setup: Setup, config: tiles.Config, split: int | None = None) -> 
     answers: list[Tensor] = []
 
     def step() -> None:
-        plan = made or paged.plan_decode(setup.lanes, setup.kv_lens, setup.table)
+        plan = made or paged.plan_decode(setup.lanes, setup.kv_lens, setup.table, alone=True)
+        setup.q.mul_(1)  # as the embedding, which is launched in the ordinary way
         if made:  # once; the counters have to begin anew at each replay
             for items in made.work[0]:
                 items.list[1 : lists.HEADER].zero_()
@@ -206,6 +207,17 @@ def time_paged(setup: Setup, config: tiles.Config, split: int | None = None) -> 
         graph = captured(step)
     taken = seconds_of(graph.replay)
     return taken / setup.layers, setup.error(answers[0])
+
+
+@contextmanager
+def in_triton(setup: Setup) -> Iterator[None]:
+    """Decodes do without the kernel in Gluon."""
+    before = hopper_decode.streams, setup.paged._filled
+    hopper_decode.streams, setup.paged._filled = (lambda *_: False), None
+    try:
+        yield
+    finally:
+        hopper_decode.streams, setup.paged._filled = before
 
 
 def time_flash(setup: Setup) -> tuple[float, float] | str:
@@ -279,6 +291,12 @@ class Tuner:
 
     def tune(self, setup: Setup) -> None:
         """The library's own first; then all configurations; then, of decodes, the splits and merges of the best."""
+        if setup.case.decodes and setup.paged._filled and not self.over:
+            self.note(setup, {"kernel": "hopper_decode"}, *time_paged(setup, setup.paged.configs[tiles.DECODE]))
+        with in_triton(setup):
+            self.tune_triton(setup)
+
+    def tune_triton(self, setup: Setup) -> None:
         case, own = setup.case, setup.paged.configs
         split = lists.split_of(case.count, setup.paged.num_kv, setup.paged.chip)
         phase = tiles.PREFILL if not case.decodes else tiles.FEW if split == lists.SHORTEST else tiles.DECODE

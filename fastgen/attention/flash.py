@@ -126,10 +126,12 @@ class FlashAttention:
     def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
         return self.shares and self.other.share(lanes, full, tables)
 
-    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False) -> _Plan:
+    def plan_decode(
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
+    ) -> _Plan:
         """Has to be made inside the capture that it is for: a replay gathers the pages anew. kv_lens are at least 1."""
         if not self._decodes:
-            return _Plan(len(lanes), self.other.plan_decode(lanes, kv_lens, page_table, shared))
+            return _Plan(len(lanes), self.other.plan_decode(lanes, kv_lens, page_table, shared, alone))
         starts = torch.arange(len(lanes) + 1, dtype=torch.int32, device=lanes.device)
         return _Plan(0, None, starts, kv_lens, page_table.index_select(0, lanes))
 

@@ -60,10 +60,14 @@ class Attention(Protocol):
         Holds for all steps of the same rows. May be called between any two steps, and does not wait for them.
         """
 
-    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False) -> Any:
+    def plan_decode(
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
+    ) -> Any:
         """The plan of a step of one token a sequence that is known on the device alone, so that a CUDA graph can hold
         it: lanes int64 [S], kv_lens int32 [S], page_table int32 [all lanes, slots]; values may change before a replay,
-        and so may what the rows share. shared: read that once; else it makes no difference.
+        and so may what the rows share. shared: read that once; else it makes no difference. alone: the step is of
+        these decodes alone, so that their other keys are of earlier steps, and torch's embedding comes before `attend`:
+        what the step's own layers have not written may be read before the kernel ahead has ended.
         """
 
     def attend(self, plan: Any, layer: int, q: Tensor, window: int) -> Tensor:

@@ -15,8 +15,8 @@ from fastgen.attention.interface import StepLayout
 from fastgen.attention.shared import SharedItems, roots, saved_keys, shared_items, shared_ranges
 from fastgen.cache.pool import KVPool
 from fastgen.kernels import attention as kernel
+from fastgen.kernels import hopper_decode, tiles
 from fastgen.kernels import items as lists
-from fastgen.kernels import tiles
 from fastgen.kernels.launch import Chip
 
 FIXED_SLOTS = 8192  # partial results of a decode step whose splits are fixed: where it has more, it has none
@@ -58,7 +58,7 @@ class PagedAttention:
         context: int,
         deterministic: bool = False,
     ) -> None:
-        _, _, num_kv, _, head_size = pool.keys.shape
+        _, _, num_kv, page_size, head_size = pool.keys.shape
         device, dtype = pool.keys.device, pool.keys.dtype
         self.pool = pool
         self.num_kv = num_kv
@@ -70,6 +70,8 @@ class PagedAttention:
             for phase in (tiles.DECODE, tiles.FEW, tiles.PREFILL, tiles.GROUP)
         }
         self._fixed = deterministic
+        streams = hopper_decode.streams(self.chip, dtype, self.group, head_size, page_size)
+        self._filled = hopper_decode.FILLED if deterministic and streams else None
         self._most_fixed = -(-context // self.configs[tiles.DECODE].keys)
         self.windows = tuple(sorted(set(windows)))
         self.priors = max(min(lists.SLOTS, DEPTH * max_seqs), max_seqs)  # of all rows together
@@ -113,7 +115,9 @@ class PagedAttention:
         self._shared.write(found)
         return True
 
-    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False) -> _Plan:
+    def plan_decode(
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
+    ) -> _Plan:
         """The lists are made on the device, in the step's own graph; that of what is shared is there already."""
         sequences = len(lanes)
         assert sequences <= self.max_seqs
@@ -130,7 +134,8 @@ class PagedAttention:
                 items = kernel.Items(rows.list, self.priors, group, kernel.SHARED, rows, bases, kv_lens)
                 plan.work[window].append(items)
             kind = kernel.PRIVATE if shared else kernel.PLAIN
-            plan.work[window].append(kernel.Items(self._lists[number], sequences * (most + 1), config, kind))
+            items = kernel.Items(self._lists[number], sequences * (most + 1), config, kind, alone=alone)
+            plan.work[window].append(items)
         return plan
 
     def _splits(self, sequences: int) -> tuple[int, int]:
@@ -139,7 +144,7 @@ class PagedAttention:
         if not self._fixed:
             return lists.split_of(sequences, self.num_kv, self.chip), lists.splits_of(sequences)
         config = self.configs[tiles.DECODE]
-        idle = sequences * self.num_kv < self.chip.processors * config.programs
+        idle = sequences * self.num_kv < self.chip.processors * (self._filled or config.programs)
         room = sequences * (self._most_fixed + 1) <= self.slots and self._most_fixed < lists.SPLITS // 2
         if idle and room:
             return config.keys, self._most_fixed

@@ -126,7 +126,9 @@ class ReferenceAttention:
         """Each sequence reads its keys for itself."""
         return False
 
-    def plan_decode(self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False) -> list[_Tiles]:
+    def plan_decode(
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
+    ) -> list[_Tiles]:
         """Reads the lengths from the device, so that no CUDA graph can hold it."""
         ones = torch.ones(len(lanes), dtype=torch.int64)
         return self.plan(StepLayout(ones, kv_lens.cpu().long(), len(lanes), lanes.cpu(), page_table))

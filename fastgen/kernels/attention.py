@@ -8,6 +8,8 @@ the result does not depend on who was last.
 Of keys that rows of a decode step share, a launch of its own attends with tiles of these rows (SHARED), which leaves
 partial results; those of the private keys follow (PRIVATE) and merge them with their own.
 
+In deterministic mode on Hopper, decodes that share nothing are those of fastgen.kernels.hopper_decode.
+
 Shape letters: T tokens in the step, H query heads, K KV heads, D head size, P page size, G = H / K.
 """
 
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.kernels import hopper_decode
 from fastgen.kernels.blocks import join, left, nothing, softmax_block, softmax_block_swapped
 from fastgen.kernels.items import (
     BEGIN,
@@ -39,6 +42,7 @@ from fastgen.kernels.items import (
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
 from fastgen.kernels.merging import fold, leave, merge, merge_fixed
 from fastgen.kernels.tiles import REGISTERS, Config, power_of_two
+from fastgen.kernels.units import ask, deal, item_at
 
 PLAIN, SHARED, PRIVATE = 0, 1, 2  # what a list's items are: see the top
 OPEN_ROUNDS = 2  # of units that are not dealt out: who is done first takes the next
@@ -49,7 +53,7 @@ class Items:
     """A list on the device (see fastgen.kernels.items), the most items that it can have, and how they are run.
 
     kind: PLAIN, SHARED or PRIVATE. Of SHARED ones: rows, whose list it is; bases and kv_lens, int32 [S], of this list's
-    window.
+    window. alone: see fastgen.attention.interface.Attention.plan_decode.
     """
 
     list: Tensor
@@ -59,6 +63,7 @@ class Items:
     rows: SharedRows | None = None
     bases: Tensor | None = None
     kv_lens: Tensor | None = None
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,19 +110,18 @@ def _attention_kernel(
     unit, programs = tl.program_id(0), tl.num_programs(0)
     # An item is read together with the number of items, and not after it, which is what a small step waits for.
     count = tl.load(list_ptr)
-    item = _item(list_ptr + HEADER + unit // K * FIELDS)
+    item = item_at(list_ptr + HEADER + unit // K * FIELDS)
     dealt = programs
     if DEALT:
-        unit, programs, dealt = _deal(unit, programs, count * K, OPEN_ROUNDS)
+        unit, programs, dealt = deal(unit, programs, count * K, OPEN_ROUNDS)
     while unit < count * K:
         next_unit = unit + programs
         if DEALT:
-            next_item = _item(list_ptr + HEADER + tl.minimum(next_unit // K, count - 1) * FIELDS)
+            next_item = item_at(list_ptr + HEADER + tl.minimum(next_unit // K, count - 1) * FIELDS)
         first, tokens, lane, position, begin, end, part, split = item
         head = unit % K
         row = tl.arange(0, ROWS)
-        token = row // G
-        q_head = head * G + row % G
+        token, q_head = row // G, head * G + row % G
         dim = tl.arange(0, DIMS)[None, :]
         here = (token < tokens % SPLITS)[:, None] & (dim < D)
         query_row, query = first + token, position + token
@@ -130,7 +134,8 @@ def _attention_kernel(
         acc, peak, total = nothing(ROWS, DIMS, SWAP)
         if KIND == PRIVATE and FIXED:  # where the shared keys end, unless `merge_fixed` goes on from there
             prior = (token < tokens % SPLITS) & (tokens // SPLITS > 0) & (split // SPLITS == 1)
-            acc, peak, total = left(parts_ptr, lse_ptr, totals_ptr, part * H + q_head, prior, D, DIMS, SWAP)
+            slot = part * H + q_head
+            acc, peak, total = left(parts_ptr, lse_ptr, totals_ptr, slot, prior, tl.arange(0, DIMS), D, SWAP)
         acc, peak, total = _softmax(
             acc, peak, total, q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr + lane * table_width,
             layer * num_pages, head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL, FIXED, SWAP,
@@ -149,40 +154,9 @@ def _attention_kernel(
                 head, H, K, D, ROWS, DIMS, MERGE_ROWS, MERGE_SPLITS, SPLITS, KIND == PRIVATE, FIXED, PDL,
             )  # fmt: skip
         if not DEALT or next_unit >= dealt:
-            next_unit = _ask(list_ptr, layer, count * K, dealt)
-            next_item = _item(list_ptr + HEADER + tl.minimum(next_unit // K, count - 1) * FIELDS)
+            next_unit = ask(list_ptr, layer, count * K, dealt)
+            next_item = item_at(list_ptr + HEADER + tl.minimum(next_unit // K, count - 1) * FIELDS)
         unit, item = next_unit, next_item
-
-
-@jit()
-def _deal(unit, programs, units, OPEN_ROUNDS: tl.constexpr):
-    """A program's first unit, how many programs take any, and how many units are dealt out. As few programs as need no
-    more rounds: the last round's, were they few, would not fill the memory."""
-    programs = tl.cdiv(units, tl.maximum(tl.cdiv(units, programs), 1))
-    dealt = tl.maximum(units // tl.maximum(programs, 1) - OPEN_ROUNDS, 1) * programs
-    return tl.where(unit < programs, unit, units), programs, dealt
-
-
-@jit()
-def _ask(list_ptr, layer, units, dealt):
-    """The next of the units that are not dealt out."""
-    next_unit = units
-    if units > tl.num_programs(0):
-        next_unit = dealt + tl.atomic_add(list_ptr + 1 + layer, 1, sem="relaxed")
-    return next_unit
-
-
-@jit()
-def _item(item_ptr):
-    first = tl.load(item_ptr)
-    tokens = tl.load(item_ptr + 1)
-    lane = tl.load(item_ptr + 2)
-    position = tl.load(item_ptr + 3)
-    begin = tl.load(item_ptr + 4)
-    end = tl.load(item_ptr + 5)
-    part = tl.load(item_ptr + 6)
-    split = tl.load(item_ptr + 7)
-    return first, tokens, lane, position, begin, end, part, split
 
 
 @jit()
@@ -328,8 +302,9 @@ def _finish(
         if arrived == splits - 1:
             if FIXED:
                 merge_fixed(
+                    tl.zeros([MERGE_ROWS, DIMS], tl.float32), tl.arange(0, MERGE_ROWS), tl.arange(0, DIMS),
                     out_ptr, parts_ptr, lse_ptr, totals_ptr, first, tokens, part, priors + splits, head,
-                    H, H // K, D, DIMS, MERGE_ROWS, MERGE_SPLITS,
+                    H, H // K, D, MERGE_ROWS, MERGE_SPLITS,
                 )  # fmt: skip
             else:
                 merge(
@@ -362,7 +337,14 @@ def _launch(
     assert (items.kind == SHARED) == (items.rows is not None)
     members = items.rows.members if items.rows is not None else None
     chip = Chip.of(q.device)
-    pdl = dependent(chip)
+    pdl, scale = dependent(chip), head_size**-0.5 * math.log2(math.e)
+    if config.swap and items.kind == PLAIN and hopper_decode.streams(chip, q.dtype, group, head_size, page_size):
+        partials = workspace.parts, workspace.lse, workspace.totals, workspace.arrivals
+        hopper_decode.launch(
+            q, out, keys, values, page_table, items.list, items.most, items.alone, partials, layer, window, scale,
+            config.merge_splits,
+        )  # fmt: skip
+        return
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     if config.fixed:  # one phase's compilation might fuse a multiplication with an addition, and another's not
         options["enable_fp_fusion"] = False
@@ -371,7 +353,7 @@ def _launch(
     _attention_kernel[(min(items.most * num_kv, chip.processors * config.programs),)](
         q, out, keys, values, page_table, items.list, workspace.parts, workspace.lse, workspace.totals,
         workspace.arrivals, members, items.bases, items.kv_lens, layer, num_pages, page_table.stride(0),
-        num_heads, num_kv, head_size, page_size, window, head_size**-0.5 * math.log2(math.e),
+        num_heads, num_kv, head_size, page_size, window, scale,
         config.rows, config.keys, dims, config.peel, config.fixed, config.swap, config.dealt, config.merge_rows,
         config.merge_splits, items.kind, OPEN_ROUNDS, PLAIN, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
         num_warps=config.warps, num_stages=config.stages, **options,

@@ -57,14 +57,11 @@ def nothing(ROWS: tl.constexpr, DIMS: tl.constexpr, SWAP: tl.constexpr):
 
 
 @jit()
-def left(
-    parts_ptr, peak_ptr, totals_ptr, slot, here, D: tl.constexpr, DIMS: tl.constexpr, SWAP: tl.constexpr,
-):  # fmt: skip
+def left(parts_ptr, peak_ptr, totals_ptr, slot, here, dim, D: tl.constexpr, SWAP: tl.constexpr):
     """The softmax over the keys that another program has gone through, of the rows [ROWS] that are `here`; of others,
-    nothing. It was left at `slot` [ROWS]."""
+    nothing. It was left at `slot` [ROWS]. dim: 0 to DIMS."""
     peak = tl.load(peak_ptr + slot, mask=here, other=-1e30, cache_modifier=".cg")
     total = tl.load(totals_ptr + slot, mask=here, other=0.0, cache_modifier=".cg")
-    dim = tl.arange(0, DIMS)
     if SWAP:
         at = slot[None, :] * D + dim[:, None]
         inside = here[None, :] & (dim < D)[:, None]

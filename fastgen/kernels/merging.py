@@ -6,7 +6,7 @@ beside others. H query heads, D head size; DIMS: D, up to a power of two; G: que
 
 from __future__ import annotations
 
-from fastgen.kernels.blocks import join, left, nothing
+from fastgen.kernels.blocks import join, left
 from fastgen.kernels.launch import jit, tl
 
 
@@ -40,28 +40,30 @@ def fold(
 
 @jit()
 def merge_fixed(
-    out_ptr, parts_ptr, peak_ptr, totals_ptr, first, tokens, part, splits, head,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    nothing, number, dim, out_ptr, parts_ptr, peak_ptr, totals_ptr, first, tokens, part, splits, head,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """As `merge`, one after the other, as the program of all keys joins them."""
-    dim = tl.arange(0, DIMS)[None, :]
+    """As `merge`, one after the other, as the program of all keys joins them. nothing: zeros [ROWS, DIMS]; number, dim:
+    0 to ROWS, and to DIMS. (For Gluon too, whose tensors are made in a layout.)"""
     for first_row in range(0, tokens * G, ROWS):
-        row = first_row + tl.arange(0, ROWS)
+        row = first_row + number
         token = row // G
         q_head = head * G + row % G
         here = token < tokens
-        acc, peak, total = nothing(ROWS, DIMS, False)
+        acc = nothing
+        peak = row * 0.0 - 1e30
+        total = row * 0.0
         for first_split in range(0, splits, SPLITS):
-            for number in tl.static_range(SPLITS):  # unrolled, so that their loads are on their way together
-                split = first_split + number
+            for number_of in tl.static_range(SPLITS):  # unrolled, so that their loads are on their way together
+                split = first_split + number_of
                 slot = (part + split * tokens + token) * H + q_head
                 next_acc, next_peak, next_total = left(
-                    parts_ptr, peak_ptr, totals_ptr, slot, here & (split < splits), D, DIMS, False
+                    parts_ptr, peak_ptr, totals_ptr, slot, here & (split < splits), dim, D, False
                 )
                 acc, peak, total = join(acc, peak, total, next_acc, next_peak, next_total, False)
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-        at = ((first + token) * H + q_head)[:, None] * D + dim
-        tl.store(out_ptr + at, out, mask=here[:, None] & (dim < D))
+        at = ((first + token) * H + q_head)[:, None] * D + dim[None, :]
+        tl.store(out_ptr + at, out, mask=here[:, None] & (dim < D)[None, :])
 
 
 @jit()
