@@ -212,7 +212,7 @@ def _compile_products(model: Transformer, pool: KVPool, sizes: list[int]) -> Non
     for linear, fused in products:
         turned = fused.rope is not None
         kinds = {
-            (fixed.config(size, len(linear.weight), linear.weight.dtype, chip), turned and fixed.turns(size))
+            (fixed.config(size, *linear.weight.shape, linear.weight.dtype, chip), turned and fixed.turns(size))
             for size in sizes
         }
         jobs += [(linear, fused if turns else fused._replace(rope=None), found) for found, turns in kinds]

@@ -111,7 +111,7 @@ class Bench:
         self.weights = [Weights.random(product, product.outputs) for _ in range(1 if product.logits else LAYERS)]
         self.x = torch.randn(MOST, product.inputs, device="cuda", dtype=torch.bfloat16)
         self.residual = torch.randn(MOST, product.outputs, device="cuda", dtype=torch.bfloat16)
-        self.expected = self.result(config(MOST, product.outputs, torch.bfloat16, chip), MOST)
+        self.expected = self.result(config(MOST, product.outputs, product.inputs, torch.bfloat16, chip), MOST)
 
     def result(self, chosen: Config, tokens: int) -> Tensor:
         add = self.residual[:tokens].clone() if self.product.add else None
@@ -140,7 +140,7 @@ class Bench:
 
 def measure(bench: Bench, tokens: int, chosen: list[Config], made: dict[Any, bool], deadline: float) -> dict[str, Any]:
     product = bench.product
-    own = config(tokens, product.outputs, torch.bfloat16, bench.chip)
+    own = config(tokens, product.outputs, product.inputs, torch.bfloat16, bench.chip)
     found: dict[str, Any] = {"product": product.name, "tokens": tokens}
     found |= {name: bench.microseconds(name, tokens) for name in ("cuBLAS", "default")}
     tried = []
@@ -190,7 +190,9 @@ def main() -> None:
         made: dict[Any, bool] = {}
         for tokens in args.tokens:
             chosen = [] if args.own else list(configs(tokens, chip))
-            owns = [(b.product, config(tokens, b.product.outputs, torch.bfloat16, chip)) for b in benches]
+            owns = [
+                (b.product, config(tokens, b.product.outputs, b.product.inputs, torch.bfloat16, chip)) for b in benches
+            ]
             new = [*owns, *((bench.product, each) for bench in benches for each in chosen)]
             new = [job for job in dict.fromkeys(new) if job not in made]
             if time.monotonic() > deadline:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_kernels_product import A100, DEVICE, H200, HALVES, RTX_3090, changed, error, randn
 
-from fastgen.kernels import fixed, rope
+from fastgen.kernels import fixed, hopper, rope
 from fastgen.kernels.fixed import Config, config, launch_as, product
 from fastgen.kernels.launch import Chip, triton
 from fastgen.kernels.product import Fused, RopeWrite
@@ -64,7 +64,7 @@ def test_rope_behind_the_product(tokens: int, dtype: torch.dtype, heads: int, nu
     for found, other, right in ((out, twin, exact), (pool, twin_pool, exact_pool)):
         assert error(found, right) <= 1.1 * error(other, right) + 4 * torch.finfo(torch.float32).eps
     assert torch.equal((pool != before).any(-1), (twin_pool != before).any(-1))
-    chosen, alone = config(tokens, len(weight), dtype, Chip.of(x.device)), before.clone()
+    chosen, alone = config(tokens, *weight.shape, dtype, Chip.of(x.device)), before.clone()
     within = launch_as(chosen, x, weight, bias, Fused(rope=RopeWrite(places, *alone)))
     assert torch.equal(within, out), "as behind it"
     assert torch.equal(alone, pool)
@@ -102,15 +102,15 @@ def test_any_tile_gives_the_same_bits(swap: bool) -> None:
 def test_config(chip: Chip) -> None:
     for tokens in TOKENS:
         for outputs in (4096, 6144, 28672, 50257):
-            found = config(tokens, outputs, torch.bfloat16, chip)
+            found = config(tokens, outputs, 4096, torch.bfloat16, chip)
             assert found.shared_memory(2) <= chip.shared_memory
             assert tokens > 64 or found.swap or outputs < 28672, "many rows are the left side of few tokens"
             assert tokens <= 64 or not found.swap
             assert not found.swap or tokens <= found.tokens < max(2 * tokens, 17)
             assert found.swap or found.tokens >= 64, "Hopper's instruction takes no fewer on the left"
-            assert config(tokens, outputs, torch.float32, chip) == Config(*fixed.FLOAT32), "one for all"
-    assert config(8192, 28672, torch.bfloat16, chip).rows == (128 if chip == RTX_3090 else 256)
-    few = config(128, 4096, torch.bfloat16, chip)
+            assert config(tokens, outputs, 4096, torch.float32, chip) == Config(*fixed.FLOAT32), "one for all"
+    assert config(8192, 28672, 4096, torch.bfloat16, chip).rows == (128 if chip == RTX_3090 else 256)
+    few = config(128, 4096, 4096, torch.bfloat16, chip)
     assert -(-128 // few.tokens) * 4096 // few.rows >= min(chip.processors / 2, 64)
 
 
@@ -148,13 +148,16 @@ for capability, config, what in json.loads(sys.argv[1]):
 
 
 @pytest.mark.skipif(triton is None, reason="needs Triton")
-def test_one_instruction_whatever_the_tile() -> None:
-    """For chips that are not here. The bits of a row rest on it."""
+def test_one_instruction_whatever_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For chips that are not here. The bits of a row rest on it. (In Gluon: test_kernels_hopper.py.)"""
+    monkeypatch.setattr(hopper, "GLUON", False)
+    config.cache_clear()
     surroundings = ("", "add", "swiglu", "rope")
     several, older = (
-        dict.fromkeys(config(tokens, outputs, torch.bfloat16, chip) for tokens in TOKENS for outputs in (4096, 28672))
+        dict.fromkeys(config(tokens, rows, 4096, torch.bfloat16, chip) for tokens in TOKENS for rows in (4096, 28672))
         for chip in (H200, A100)
     )
+    config.cache_clear()
     cases = [(90, each, surroundings[number % 4]) for number, each in enumerate(several)]
     cases.append((80, next(iter(older)), ""))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

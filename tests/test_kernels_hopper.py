@@ -1,4 +1,4 @@
-"""Products for Hopper, which no interpreter knows: what they are compiled to. On a GPU they are seen in
+"""Kernels for Hopper in Gluon, which no interpreter knows: what they are compiled to. On a GPU they are seen in
 test_kernels_fixed.py and in gpu/test_gpu_deterministic.py."""
 
 from __future__ import annotations
@@ -9,89 +9,159 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from test_kernels_product import A100, H200
 
-from fastgen.kernels import fixed, hopper
+from fastgen.kernels import fixed, hopper, hopper_decode
 from fastgen.kernels.launch import KNOWN
 
-COMPILE = """
+BEGIN = """
 import json
 import torch, triton  # before fastgen, which without a GPU does without it
 from dataclasses import asdict
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from fastgen.kernels import fixed, hopper
+from fastgen.kernels import fixed, hopper, hopper_decode, items
 from fastgen.kernels.launch import Chip
 
-H200, kernel = Chip((9, 0), 132, 232_448), hopper._product_kernel
-assert [each.name for each in kernel.params if each.do_not_specialize] == ["T"]  # or it would compile after the start
-for tokens, outputs, half, heads, what in [
-    (1, 4096, 0, 1, "add"), (1, 28672, 14336, 1, "swiglu"), (17, 6144, 64, 1, "rope"), (64, 28672, 14336, 1, "swiglu"),
-    (1, 1152, 24, 1, "rope"), (33, 4096, 0, 1, "add"), (17, 32768, 0, 1, "logits"), (1, 12288, 16, 2, "rope"),
+H200 = Chip((9, 0), 132, 232_448)
+
+def compiled(kernel, types, blocks, constants, aligned, options):
+    for name, block in blocks.items():
+        layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+        types[name] = f"tensordesc<bf16{block},{layout!r}>"
+    loose = [each.name for each in kernel.params if each.do_not_specialize]  # or it would compile after the start
+    types = {name: types.get(name, "i32" if name in aligned + loose else "constexpr") for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    multiples = [name for name in types if name.endswith("_ptr")] + aligned
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
+    source = GluonASTSource(kernel, types, places, attributes)
+    options = {"enable_fp_fusion": False, "maxnreg": hopper.REGISTERS, **options}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return {"shared": made.metadata.shared, "ptx": made.asm["ptx"]}
+"""
+PRODUCTS = """
+kernel = hopper._product_kernel
+for tokens, outputs, inputs, half, heads, what in [
+    (1, 4096, 4096, 0, 1, "add"), (1, 4096, 14336, 0, 1, "add"), (1, 28672, 4096, 14336, 1, "swiglu"),
+    (17, 6144, 4096, 64, 1, "rope"), (64, 28672, 4096, 14336, 1, "swiglu"), (1, 1152, 4096, 24, 1, "rope"),
+    (33, 4096, 4096, 0, 1, "add"), (17, 32768, 4096, 0, 1, "logits"), (9, 12288, 4096, 16, 2, "rope"),
 ]:
-    found = fixed.config(tokens, outputs, torch.bfloat16, H200)
-    blocks = [found.tokens, found.depth], [found.rows, found.depth]
+    found = fixed.config(tokens, outputs, inputs, torch.bfloat16, H200)
+    pieces = 1 if found.rows >= 64 else found.depth // 64
+    block = [found.rows, found.depth // pieces]
     if half:
-        blocks = blocks[0], [heads, 2, found.rows // 2 // heads, found.depth]
+        block = [heads, 2, found.rows // 2 // heads, found.depth // pieces]
     types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
     types |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
     types |= {"out_ptr": "*fp32"} if what == "logits" else {}
-    aligned = [place for place, name in enumerate(kernel.arg_names) if name in types or name == "N"]
-    for name, block in zip(("x_desc", "weight_desc"), blocks):
-        layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-        types[name] = f"tensordesc<bf16{block},{layout!r}>"
     constants = {
-        "K": 4096, "HALF": half, "KV": 8 * (what == "rope"), "P": 64, "ADD": what == "add", "TOKENS": found.tokens,
-        "ROWS": found.rows, "HEADS": heads, "DEPTH": found.depth, "STAGES": found.stages,
+        "K": inputs, "HALF": half, "KV": 8 * (what == "rope"), "P": 64, "ADD": what == "add", "TOKENS": found.tokens,
+        "ROWS": found.rows, "HEADS": heads, "DEPTH": found.depth, "STAGES": found.stages, "SIDE": max(found.rows, 64),
+        "PIECES": pieces, "EARLY": outputs == 6144, "REGISTERS": hopper.LOADING_REGISTERS,
     }
-    types = {name: types.get(name, "i32" if name in "TN" else "constexpr") for name in kernel.arg_names}
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = GluonASTSource(kernel, types, places, {(place,): [["tt.divisibility", 16]] for place in aligned})
-    options = {"num_warps": found.warps, "enable_fp_fusion": False}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    print(json.dumps({**asdict(found), "shared": made.metadata.shared, "ptx": made.asm["ptx"]}))
+    blocks = {"x_desc": [found.tokens, found.depth], "weight_desc": block}
+    made = compiled(kernel, types, blocks, constants, ["N"], {"num_warps": found.warps})
+    print(json.dumps({**asdict(found), "pieces": pieces, "outputs": outputs, **made}))
 """
+DECODES = """
+kernel = hopper_decode._decode_kernel
+for group, head_size, window in [(4, 128, 0), (1, 96, 100), (5, 64, 0), (16, 128, 0)]:
+    rows, dims = hopper_decode.rows_of(group), 1 << (head_size - 1).bit_length()
+    stages = hopper_decode.stages_of(group, dims, 2, H200)
+    types = {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")}
+    types |= {"out_ptr": "*bf16", "table_ptr": "*i32", "list_ptr": "*i32", "arrivals_ptr": "*i32"}
+    constants = {
+        "H": 8 * group, "K": 8, "D": head_size, "P": 64, "WINDOW": window, "SCALE": 0.1, "ROWS": rows, "KEYS": 64,
+        "SOME": 16, "DIMS": dims, "STAGES": stages, "LEAST": 64, "MERGE_ROWS": 1 << (group - 1).bit_length(),
+        "MERGE_SPLITS": 8, "HEADER": items.HEADER, "FIELDS": items.FIELDS, "SPLITS": items.SPLITS,
+        "REGISTERS": hopper.LOADING_REGISTERS,
+    }
+    blocks = {"q_desc": [rows, dims], "keys_desc": [1, 64, dims], "values_desc": [1, 64, dims]}
+    made = compiled(kernel, types, blocks, constants, [], {"num_warps": hopper.WARPS})
+    print(json.dumps({"rows": rows, "stages": stages, **made}))
+"""
+LOAD, WAIT, START = r"cp\.async\.bulk\.tensor\.\dd\.shared", "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+
+
+def compiled(script: str) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", BEGIN + script]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def places(pattern: str, text: str) -> list[int]:
+    return [each.start() for each in re.finditer(pattern, text)]
 
 
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    several = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert {each["depth"] for each in several} == {64, 128, hopper.DEPTH}
+    several = compiled(PRODUCTS)
+    assert {each["rows"] for each in several} == {32, 64, 128}
+    assert {each["tokens"] for each in several} == {8, 16, 32, 64}
     for made in several:
         ptx, stages = made["ptx"], made["stages"]
-        assert made["swap"]
-        programs = 1 if made["depth"] == hopper.DEPTH else 2
-        assert made["shared"] <= (H200.shared_memory - 1024) // programs
-        loads = [each.start() for each in re.finditer(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)]
-        wait, start = ptx.index("griddepcontrol.wait"), ptx.index("griddepcontrol.launch_dependents")
-        assert len(loads) == 2 * stages + 2, "of weight and x: each stage's first ones, and those of the loop"
-        assert loads[stages - 1] < wait < loads[stages], "the weight's first ones"
-        assert ptx.index("ld.global") > wait if "ld.global" in ptx else True
-        assert start > loads[-1]
+        programs = 1 if made["outputs"] <= 132 * made["rows"] else 2
+        assert made["shared"] <= (H200.shared_memory + 1024) // programs - 1024
+        # The part of the four warps, whose wait is the first; then that of the warp that loads.
+        loads, waits = places(LOAD, ptx), places(WAIT, ptx)
+        assert len(waits) == 2
+        assert waits[0] < waits[1]
+        a_stage = made["pieces"] * max(made["depth"] // made["pieces"] // 64, 1)  # instructions: 64 columns each
+        assert len(places(LOAD, ptx[: waits[1]])) == stages * a_stage, "the weight's first ones"
+        x_too = a_stage + max(made["depth"] // 64, 1)
+        assert len(loads) == (stages + 1) * x_too, "each stage's first ones, and those of the loop"
+        assert all(waits[0] < each for each in places("ld.global", ptx))
+        early = made["outputs"] == 6144
+        assert (ptx.index(START) > waits[1]) == early, "where the part that loads says it, when it has waited"
         products = set(re.findall(r"wgmma\.mma_async\S+", ptx))
         assert products == {f"wgmma.mma_async.sync.aligned.m64n{made['tokens']}k16.f32.bf16.bf16"}, "fixed's"
         assert "fma.rn.f32" not in ptx
 
 
-def test_it_runs_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
+def test_decodes_are_compiled() -> None:
+    for made in compiled(DECODES):
+        assert made["shared"] <= (H200.shared_memory + 1024) // hopper_decode.PROGRAMS - 1024
+        assert made["stages"] > 2
+        assert len(places(LOAD, made["ptx"])) > 0
+        products = set(re.findall(r"wgmma\.mma_async\S+", made["ptx"]))
+        assert products == {f"wgmma.mma_async.sync.aligned.m64n{made['rows']}k16.f32.bf16.bf16"}
+
+
+def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "GLUON", True)
     assert hopper.runs_on(H200, torch.bfloat16)
     assert not hopper.runs_on(H200, torch.float32)
     assert not hopper.runs_on(A100, torch.bfloat16)
     assert not hopper.runs_on(replace(H200, capability=(10, 0)), torch.bfloat16), "which has no wgmma"
+    assert hopper_decode.streams(H200, torch.bfloat16, 4, 128, 64)
+    for group, head_size, page_size in ((4, 128, 32), (4, 32, 64), (4, 256, 64), (128, 128, 64)):
+        assert not hopper_decode.streams(H200, torch.bfloat16, group, head_size, page_size)
     fixed.config.cache_clear()
-    assert fixed.config(1, 6144, torch.bfloat16, H200).depth == hopper.DEPTH
-    assert fixed.config(1, 6144, torch.bfloat16, A100).depth == fixed.NARROW[1]
+    assert fixed.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 8
+    assert fixed.config(1, 6144, 4096, torch.bfloat16, A100).tokens == 16
     monkeypatch.setattr(hopper, "GLUON", False)
     assert not hopper.runs_on(H200, torch.bfloat16), "as with another Triton, whose Gluon we do not know"
     fixed.config.cache_clear()
-    assert fixed.config(1, 6144, torch.bfloat16, H200).depth == fixed.NARROW[1]
+    assert fixed.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 16
     fixed.config.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (50257, 512)]
+)
+def test_cut(outputs: int, inputs: int) -> None:
+    for tokens in range(1, 65):
+        padded, rows, depth, _, stages = hopper.cut(tokens, outputs, inputs, H200)
+        programs = 1 if outputs <= rows * H200.processors else 2
+        assert tokens <= padded <= max(2 * tokens, 8)
+        assert stages > 1
+        assert programs * (stages * (padded + rows) * depth * 2 + 2048) <= H200.shared_memory
+        assert (rows < hopper.SIDE) == (outputs == inputs == 4096 and tokens <= 32), "o alone"

@@ -14,7 +14,7 @@ from fastgen.arch import ModelConfig, read_config
 from fastgen.cache.host import HostTier
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
-from fastgen.kernels import fixed
+from fastgen.kernels import fixed, hopper
 from fastgen.kernels.launch import Chip
 from fastgen.kernels.product import Fused
 from fastgen.model import Transformer
@@ -72,9 +72,12 @@ def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
     assert torch.equal(runner.pool.whole[:, :, :9], before[:, :, :9])
 
 
+@pytest.mark.parametrize("gluon", [False, True])
 def test_deterministic_products_of_all_sizes_are_compiled_at_the_start(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, gluon: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(hopper, "GLUON", gluon)
+    fixed.config.cache_clear()
     config, cpu, ran = read_config(llama), torch.device("cpu"), set()
     model = Transformer(config, torch.bfloat16, cpu, context=64)
     pool = KVPool(config.num_layers, 2, config.num_kv_heads, 16, config.head_size, torch.bfloat16, cpu)
@@ -90,11 +93,11 @@ def test_deterministic_products_of_all_sizes_are_compiled_at_the_start(
     )
     _compile_products(model, pool, [*fixed.SIZES, 5000])
     for linear, behind in products:
-        outputs = len(linear.weight)
         for tokens in range(1, 5001):
-            found = fixed.config(tokens, outputs, torch.bfloat16, Chip((9, 0), 132, 232_448))
+            found = fixed.config(tokens, *linear.weight.shape, torch.bfloat16, Chip((9, 0), 132, 232_448))
             now = behind if fixed.turns(tokens) else behind._replace(rope=None)
             assert (*about(linear.weight, now), found) in ran, tokens
+    fixed.config.cache_clear()
 
 
 def test_deterministic_mode_is_off_where_its_kernels_do_not_compile(

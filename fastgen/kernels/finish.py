@@ -1,46 +1,80 @@
 """What comes behind a product's sums, before they are rounded; for kernels in Triton and in Gluon.
 
-T tokens, N outputs. acc, a, b: float32, a row a token; token: its number, [TOKENS, 1]. What is behind T and N is not
-stored.
+It is in two parts, as what has to be read (`read_`) can be on its way while the product is summed.
+
+T tokens, N outputs. token: a row's number, [TOKENS, 1]; row: the weight's rows [ROWS]; or pairs of them, which stand at
+places `at` of the halves of heads `head`, both [ROWS / 2]. What is behind T and N is neither read nor stored.
 """
 
 from __future__ import annotations
 
 from fastgen.kernels.launch import jit, tl
-from fastgen.kernels.rope import turn
+from fastgen.kernels.rope import look_up, turn
 
 
 @jit()
-def finish_rows(acc, token, row, bias_ptr, out_ptr, T, N, ADD: tl.constexpr):
-    """Store acc [TOKENS, ROWS], of the weight's rows `row`, or add it to what is there."""
-    here = (token < T) & (row < N)[None, :]
+def read_rows(token, row, bias_ptr, out_ptr, T, N, ADD: tl.constexpr):
+    """The bias, and what the product is added to; numbers that nothing uses where there is none."""
+    bias = row
+    before = row
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
-    out_ptr += token.to(tl.int64) * N + row[None, :]
+        bias = tl.load(bias_ptr + row, mask=row < N, other=0.0)
     if ADD:
-        acc += tl.load(out_ptr, mask=here, other=0.0).to(tl.float32)
-    tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=here)
+        here = (token < T) & (row < N)[None, :]
+        before = tl.load(out_ptr + (token.to(tl.int64) * N + row[None, :]), mask=here, other=0.0)
+    return bias, before
+
+
+@jit()
+def finish_rows(acc, read, token, row, bias_ptr, out_ptr, T, N, ADD: tl.constexpr):
+    """Store acc float32 [TOKENS, ROWS], or add it to what is there."""
+    bias, before = read
+    if bias_ptr is not None:
+        acc += bias.to(tl.float32)[None, :]
+    if ADD:
+        acc += before.to(tl.float32)
+    here = (token < T) & (row < N)[None, :]
+    tl.store(out_ptr + (token.to(tl.int64) * N + row[None, :]), acc.to(out_ptr.dtype.element_ty), mask=here)
+
+
+@jit()
+def read_pairs(
+    token, head, at, bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, T, N, HALF: tl.constexpr, KV: tl.constexpr,
+):  # fmt: skip
+    """The bias of both, and what rope looks up."""
+    head, at = head[None, :], at[None, :]
+    row = head * 2 * HALF + at
+    there = (row < N) & (at < HALF)
+    bias_a = row
+    bias_b = row
+    found = row, row, row
+    if bias_ptr is not None:
+        bias_a = tl.load(bias_ptr + row, mask=there, other=0.0)
+        bias_b = tl.load(bias_ptr + row + HALF, mask=there, other=0.0)
+    if KV > 0:
+        here = there & (token < T)
+        found = look_up(token.to(tl.int64), at, here, here, positions_ptr, slots_ptr, cos_ptr, sin_ptr, HALF)
+    return bias_a, bias_b, found
 
 
 @jit()
 def finish_pairs(
-    a, b, token, head, at, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, T, N,
+    a, b, read, token, head, at, bias_ptr, out_ptr, keys_ptr, values_ptr, T, N,
     HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """SwiGLU or rope of the pairs (a, b) [TOKENS, ROWS / 2], which stand at places `at` of halves of heads."""
+    """SwiGLU or rope of the pairs (a, b), float32 [TOKENS, ROWS / 2]."""
+    bias_a, bias_b, found = read
     head, at = head[None, :], at[None, :]
-    row = head * 2 * HALF + at
-    there = (row < N) & (at < HALF)
+    here = (head * 2 * HALF + at < N) & (at < HALF) & (token < T)
     if bias_ptr is not None:
-        a += tl.load(bias_ptr + row, mask=there, other=0.0).to(tl.float32)
-        b += tl.load(bias_ptr + row + HALF, mask=there, other=0.0).to(tl.float32)
-    here = there & (token < T)
+        a += bias_a.to(tl.float32)
+        b += bias_b.to(tl.float32)
     if KV > 0:
         a = a.to(out_ptr.dtype.element_ty).to(tl.float32)
         b = b.to(out_ptr.dtype.element_ty).to(tl.float32)
         turn(
-            a, b, token.to(tl.int64), head, at, here, here, here, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr,
-            keys_ptr, values_ptr, N // (2 * HALF) - 2 * KV, KV, HALF, P,
+            a, b, found, token.to(tl.int64), head, at, here, out_ptr, keys_ptr, values_ptr,
+            N // (2 * HALF) - 2 * KV, KV, HALF, P,
         )  # fmt: skip
     else:
         out = a / (1 + tl.exp(-a)) * b

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastgen.kernels import hopper
 from fastgen.kernels import product as small
-from fastgen.kernels.finish import finish_pairs, finish_rows
+from fastgen.kernels.finish import finish_pairs, finish_rows, read_pairs, read_rows
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
 from fastgen.kernels.product import Fused
 from fastgen.kernels.rope import rope_write
@@ -120,25 +120,26 @@ def _product_kernel(
     if HALF > 0:
         acc = tl.permute(tl.reshape(acc, [TOKENS, HEADS, 2, PAIRS]), (0, 1, 3, 2))
         a, b = tl.split(tl.reshape(acc, [TOKENS, ROWS // 2, 2]))
-        finish_pairs(
-            a, b, token, head + number // PAIRS, first_row + number % PAIRS, bias_ptr, out_ptr, positions_ptr,
-            slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, T, N, HALF, KV, P,
-        )  # fmt: skip
+        head += number // PAIRS
+        at = first_row + number % PAIRS
+        read = read_pairs(token, head, at, bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, T, N, HALF, KV)
+        finish_pairs(a, b, read, token, head, at, bias_ptr, out_ptr, keys_ptr, values_ptr, T, N, HALF, KV, P)
     else:
-        finish_rows(acc, token, row, bias_ptr, out_ptr, T, N, ADD)
+        read = read_rows(token, row, bias_ptr, out_ptr, T, N, ADD)
+        finish_rows(acc, read, token, row, bias_ptr, out_ptr, T, N, ADD)
 
 
 @lru_cache(maxsize=4096)
-def config(tokens: int, outputs: int, dtype: torch.dtype, chip: Chip) -> Config:
-    """How to cut up the product of `tokens` tokens with a weight of `outputs` rows; all choices give the same bits."""
+def config(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, chip: Chip) -> Config:
+    """How to cut up the product of `tokens` tokens with a weight [outputs, inputs]; all choices give the same bits."""
     if dtype == torch.float32:
         return Config(*FLOAT32)
     padded = next((each for each in FEW if tokens <= each), None)
+    if padded and hopper.runs_on(chip, dtype):
+        return Config(*hopper.cut(tokens, outputs, inputs, chip), swap=True)
     if padded:
         wide = outputs >= FEW[padded][0] * chip.processors
         rows, depth = FEW[padded] if wide else NARROW
-        if not wide and outputs <= rows * chip.processors and hopper.runs_on(chip, dtype):
-            depth = hopper.DEPTH
         found = Config(padded, rows, depth, 4, 1, swap=True)
         return staged(found, _tiles(found, tokens, outputs), dtype.itemsize, chip)
     several = [replace(each, stages=_stages(each, 1, dtype.itemsize, chip)) for each in (Config(*x, 1) for x in MANY)]
@@ -178,7 +179,7 @@ def turns(tokens: int) -> bool:
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
-    chosen = config(len(x), len(weight), x.dtype, Chip.of(x.device))
+    chosen = config(len(x), *weight.shape, x.dtype, Chip.of(x.device))
     if fused.rope is None or turns(len(x)):
         return launch_as(chosen, x, weight, bias, fused)
     qkv = launch_as(chosen, x, weight, bias, fused._replace(rope=None))
@@ -220,7 +221,7 @@ def launch_as(chosen: Config, x: Tensor, weight: Tensor, bias: Tensor | None, fu
     # No multiplication is fused with an addition behind the sums: one tile's compilation might, and another's not.
     if chosen.swap and tokens <= chosen.tokens and hopper.runs_on(chip, x.dtype):
         x_block = [chosen.tokens, chosen.depth]
-        hopper.launch(x, x_block, weight, block, tiles, chosen.stages, chosen.warps, others, sizes)
+        hopper.launch(x, x_block, weight, block, tiles, chosen.stages, chosen.warps, others, sizes, chip)
     else:
         _product_kernel[(-(-tokens // chosen.tokens) * tiles,)](
             Described(x, [tokens, inputs], [inputs, 1], [chosen.tokens, chosen.depth]),

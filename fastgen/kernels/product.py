@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
-from fastgen.kernels.rope import Places, rope_write, turn
+from fastgen.kernels.rope import Places, look_up, rope_write, turn
 
 MOST = 64
 """Tokens that one product takes."""
@@ -220,9 +220,12 @@ def _finish(
             pair = (tile * a.shape[0] + tl.arange(0, a.shape[0]))[:, None]
             token = tl.arange(0, a.shape[1])[None, :]
             here = (pair < N // 2) & (token < T)
+            found = look_up(
+                token, pair % HALF, token < T, here, positions_ptr, slots_ptr, cos_ptr, sin_ptr, HALF
+            )  # fmt: skip
             turn(
-                a, b, token, pair // HALF, pair % HALF, token < T, here, here, out_ptr, positions_ptr, slots_ptr,
-                cos_ptr, sin_ptr, keys_ptr, values_ptr, N // (2 * HALF) - 2 * KV, KV, HALF, P,
+                a, b, found, token, pair // HALF, pair % HALF, here, out_ptr, keys_ptr, values_ptr,
+                N // (2 * HALF) - 2 * KV, KV, HALF, P,
             )  # fmt: skip
         else:
             _store(a / (1 + tl.exp(-a)) * b, tile, out_ptr, T, N // 2, ADD)

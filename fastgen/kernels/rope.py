@@ -58,22 +58,28 @@ class Places:
 
 
 @jit()
-def turn(
-    a, b, token, head, at, known, table, here, q_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr,
-    H, K: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """Turn the pairs (a, b) that stand at places `at` of the halves of heads (H of queries, K of keys, then of values),
-    and store them. Masks: known, of tokens; table, of what is read of cos and sin; here, of pairs."""
+def look_up(token, at, known, table, positions_ptr, slots_ptr, cos_ptr, sin_ptr, HALF: tl.constexpr):
+    """cos and sin of tokens at places `at`, and their slots. Masks: known, of tokens; table, of cos and sin."""
     position = tl.load(positions_ptr + token, mask=known, other=0)
     cos = tl.load(cos_ptr + position * HALF + at, mask=table, other=0.0)
     sin = tl.load(sin_ptr + position * HALF + at, mask=table, other=0.0)
+    return cos, sin, tl.load(slots_ptr + token, mask=known, other=-1)
+
+
+@jit()
+def turn(
+    a, b, found, token, head, at, here, q_ptr, keys_ptr, values_ptr,
+    H, K: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Turn the pairs (a, b), those `here`, that stand at places `at` of the halves of heads (H of queries, K of keys,
+    then of values), and store them. found: what `look_up` gives."""
+    cos, sin, slot = found
     turned = head < H + K
     first = tl.where(turned, a * cos - b * sin, a).to(q_ptr.dtype.element_ty)
     second = tl.where(turned, b * cos + a * sin, b).to(q_ptr.dtype.element_ty)
     to_q = q_ptr + (token * H + head) * 2 * HALF + at
     tl.store(to_q, first, mask=here & (head < H))
     tl.store(to_q + HALF, second, mask=here & (head < H))
-    slot = tl.load(slots_ptr + token, mask=known, other=-1)
     kept = here & (slot >= 0)
     cell = slot // P * K * P + slot % P
     to_k = keys_ptr + (cell + (head - H) * P) * 2 * HALF + at
@@ -115,10 +121,8 @@ def _rope_kernel(
         normed_b = (b * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * tl.where(is_q, q_b, k_b)
         a = tl.where(turned, normed_a.to(q_ptr.dtype.element_ty).to(tl.float32), a)
         b = tl.where(turned, normed_b.to(q_ptr.dtype.element_ty).to(tl.float32), b)
-    turn(
-        a, b, token, head, place, True, half, here, q_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr,
-        values_ptr, H, K, D // 2, P,
-    )  # fmt: skip
+    found = look_up(token, place, True, half, positions_ptr, slots_ptr, cos_ptr, sin_ptr, D // 2)
+    turn(a, b, found, token, head, place, here, q_ptr, keys_ptr, values_ptr, H, K, D // 2, P)
 
 
 def _launch(qkv: Tensor, places: Places, keys: Tensor, values: Tensor, norm: HeadNorm | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from fastgen import Generator
 from fastgen.attention import StepLayout
 from fastgen.attention.paged import PagedAttention
 from fastgen.cache.pool import KVPool
-from fastgen.kernels import fixed
+from fastgen.kernels import fixed, hopper, hopper_decode
 from fastgen.kernels.launch import Chip
 from fastgen.kernels.product import Fused, RopeWrite
 from fastgen.kernels.rope import Places
@@ -25,7 +25,7 @@ from fastgen.kernels.rope import Places
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 
 MOST = 8192
-TOKENS = (1, 16, 17, 33, 64, 65, 200, 512, 1000)
+TOKENS = (1, 8, 9, 16, 17, 33, 64, 65, 200, 512, 1000)
 SHAPES = {
     "qkv": (6144, 4096),
     "o": (4096, 4096),
@@ -82,14 +82,68 @@ def test_a_row_of_a_product_does_not_depend_on_their_number(name: str, dtype: to
             assert torch.equal(found, want[:tokens]), f"{tokens} tokens"
 
 
-@pytest.mark.parametrize("name", ["qkv", "gate_up", "down"])
-def test_all_configurations_give_the_same_bits(name: str) -> None:
+@pytest.mark.parametrize("gluon", sorted({hopper.GLUON, False}))
+@pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
+def test_all_configurations_give_the_same_bits(name: str, gluon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     product, chip = Product(name, torch.bfloat16), Chip.of(torch.device("cuda", 0))
     expected = product.rows(1000)
-    several = {fixed.config(tokens, outputs, torch.bfloat16, chip) for tokens in TOKENS for outputs in (4096, 28672)}
-    for chosen in several:
-        for found, want in zip(product.rows(77, chosen), expected, strict=True):
-            assert torch.equal(found, want[:77]), chosen
+    monkeypatch.setattr(hopper, "GLUON", gluon)
+    fixed.config.cache_clear()
+    shapes = [(tokens, outputs) for tokens in TOKENS for outputs in (4096, 28672)]
+    for chosen in {fixed.config(*shape, 4096, torch.bfloat16, chip) for shape in shapes}:
+        tokens = min(chosen.tokens, 77) if gluon and chosen.swap else 77
+        for found, want in zip(product.rows(tokens, chosen), expected, strict=True):
+            assert torch.equal(found, want[:tokens]), chosen
+    fixed.config.cache_clear()
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and not hopper.runs_on(Chip.of(torch.device("cuda", 0)), torch.bfloat16),
+    reason="needs Hopper, and Gluon",
+)
+@pytest.mark.parametrize(
+    ("group", "num_kv", "head_size", "window", "dtype"),
+    [
+        (4, 8, 128, 0, torch.bfloat16), (4, 8, 128, 100, torch.bfloat16), (4, 8, 64, 0, torch.bfloat16),
+        (1, 12, 96, 0, torch.bfloat16), (5, 8, 128, 0, torch.float16), (8, 2, 80, 70, torch.bfloat16),
+        (20, 1, 128, 0, torch.bfloat16), (1, 40, 128, 0, torch.bfloat16),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("count", "longest"), [(1, 1), (1, 64), (1, 65), (3, 700), (40, 500), (300, 900)])
+def test_decodes_in_gluon_are_those_in_triton(
+    group: int, num_kv: int, head_size: int, window: int, dtype: torch.dtype, count: int, longest: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Split and not, with what is not written yet being no number; and none where a row of a graph has no sequence."""
+    torch.manual_seed(count + longest)
+    lens = torch.randint(1, longest + 1, (count,), device="cuda", dtype=torch.int32)
+    lens[0] = longest
+    lens[1::7] = 0
+    slots = -(-longest // 64)
+    pool = KVPool(2, count * slots, num_kv, 64, head_size, dtype, torch.device("cuda"))
+    table = torch.randperm(count * slots, device="cuda").int().view(count, slots)
+    written = torch.arange(slots * 64, device="cuda").view(slots, 64) < lens[:, None, None]  # [count, slots, 64]
+    for numbers in (pool.keys, pool.values):
+        numbers.normal_()
+        numbers[:, table.flatten()] *= torch.where(written, 1.0, torch.nan).to(dtype).view(1, -1, 1, 64, 1)
+    q = torch.randn(count, group * num_kv, head_size, dtype=dtype, device="cuda")
+
+    def attended(in_gluon: bool, split: bool, decodes_alone: bool) -> Tensor:
+        with monkeypatch.context() as patch:
+            if not in_gluon:
+                patch.setattr(hopper_decode, "streams", lambda *_: False)
+            paged = PagedAttention(pool, group * num_kv, (window,), count, count, longest, deterministic=True)
+            patch.setattr(paged, "_filled", 1e9 if split else 1e-9)
+            plan = paged.plan_decode(torch.arange(count, device="cuda"), lens, table, alone=decodes_alone)
+            q.add_(0)  # a kernel launched in the ordinary way
+            return torch.stack([paged.attend(plan, layer, q, window) for layer in range(2)])[:, lens > 0]
+
+    expected = attended(False, False, False)
+    assert expected.isfinite().all()
+    assert torch.equal(attended(False, True, False), expected)
+    for split in (False, True):
+        for decodes_alone in (False, True):
+            assert torch.equal(attended(True, split, decodes_alone), expected), (split, decodes_alone)
 
 
 def test_a_product_is_right() -> None:
