@@ -212,12 +212,12 @@ def time_paged(setup: Setup, config: tiles.Config, split: int | None = None) -> 
 @contextmanager
 def in_triton(setup: Setup) -> Iterator[None]:
     """Decodes do without the kernel in Gluon."""
-    before = hopper_decode.streams, setup.paged._filled
-    hopper_decode.streams, setup.paged._filled = (lambda *_: False), None
+    before = hopper_decode.streams, setup.paged._split_below
+    hopper_decode.streams, setup.paged._split_below = (lambda *_: False), None
     try:
         yield
     finally:
-        hopper_decode.streams, setup.paged._filled = before
+        hopper_decode.streams, setup.paged._split_below = before
 
 
 def time_flash(setup: Setup) -> tuple[float, float] | str:
@@ -291,13 +291,14 @@ class Tuner:
 
     def tune(self, setup: Setup) -> None:
         """The library's own first; then all configurations; then, of decodes, the splits and merges of the best."""
-        if setup.case.decodes and setup.paged._filled and not self.over:
-            self.note(setup, {"kernel": "hopper_decode"}, *time_paged(setup, setup.paged.configs[tiles.DECODE]))
+        own = setup.paged.configs
+        if setup.case.decodes and setup.paged._split_below and not self.over:
+            self.note(setup, {"kernel": "hopper_decode"}, *time_paged(setup, own[tiles.DECODE]))
         with in_triton(setup):
-            self.tune_triton(setup)
+            self.tune_triton(setup, own)
 
-    def tune_triton(self, setup: Setup) -> None:
-        case, own = setup.case, setup.paged.configs
+    def tune_triton(self, setup: Setup, own: dict[str, tiles.Config]) -> None:
+        case = setup.case
         split = lists.split_of(case.count, setup.paged.num_kv, setup.paged.chip)
         phase = tiles.PREFILL if not case.decodes else tiles.FEW if split == lists.SHORTEST else tiles.DECODE
         found = {own[phase]: self.try_paged(setup, own[phase])}

@@ -27,6 +27,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported: kernels then run on CPU tensors
 
 from fastgen import Generator
+from fastgen.kernels import fixed
 
 if os.environ.get("TRITON_INTERPRET"):
     with suppress(ImportError):
@@ -250,3 +251,11 @@ class Turns:
     def accept(self, token: int) -> None:
         assert token % 5 == self.count % 5
         self.count += 1
+
+
+@pytest.fixture
+def fresh_configs() -> Iterator[None]:
+    """For a test that changes what deterministic mode's products are cut up by."""
+    fixed.config.cache_clear()
+    yield
+    fixed.config.cache_clear()

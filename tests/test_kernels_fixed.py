@@ -147,17 +147,16 @@ for capability, config, what in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.usefixtures("fresh_configs")
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_one_instruction_whatever_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """For chips that are not here. The bits of a row rest on it. (In Gluon: test_kernels_hopper.py.)"""
     monkeypatch.setattr(hopper, "GLUON", False)
-    config.cache_clear()
     surroundings = ("", "add", "swiglu", "rope")
     several, older = (
         dict.fromkeys(config(tokens, rows, 4096, torch.bfloat16, chip) for tokens in TOKENS for rows in (4096, 28672))
         for chip in (H200, A100)
     )
-    config.cache_clear()
     cases = [(90, each, surroundings[number % 4]) for number, each in enumerate(several)]
     cases.append((80, next(iter(older)), ""))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -50,6 +50,7 @@ for tokens, outputs, inputs, half, heads, what in [
     (1, 4096, 4096, 0, 1, "add"), (1, 4096, 14336, 0, 1, "add"), (1, 28672, 4096, 14336, 1, "swiglu"),
     (17, 6144, 4096, 64, 1, "rope"), (64, 28672, 4096, 14336, 1, "swiglu"), (1, 1152, 4096, 24, 1, "rope"),
     (33, 4096, 4096, 0, 1, "add"), (17, 32768, 4096, 0, 1, "logits"), (9, 12288, 4096, 16, 2, "rope"),
+    (1, 1024, 512, 8, 2, "rope"), (1, 1024, 512, 512, 1, "swiglu"),
 ]:
     found = fixed.config(tokens, outputs, inputs, torch.bfloat16, H200)
     pieces = 1 if found.rows >= 64 else found.depth // 64
@@ -66,7 +67,8 @@ for tokens, outputs, inputs, half, heads, what in [
     }
     blocks = {"x_desc": [found.tokens, found.depth], "weight_desc": block}
     made = compiled(kernel, types, blocks, constants, ["N"], {"num_warps": found.warps})
-    print(json.dumps({**asdict(found), "pieces": pieces, "outputs": outputs, **made}))
+    more = {"pieces": pieces, "outputs": outputs, "steps": -(-inputs // found.depth)}
+    print(json.dumps({**asdict(found), **more, **made}))
 """
 DECODES = """
 kernel = hopper_decode._decode_kernel
@@ -77,7 +79,7 @@ for group, head_size, window in [(4, 128, 0), (1, 96, 100), (5, 64, 0), (16, 128
     types |= {"out_ptr": "*bf16", "table_ptr": "*i32", "list_ptr": "*i32", "arrivals_ptr": "*i32"}
     constants = {
         "H": 8 * group, "K": 8, "D": head_size, "P": 64, "WINDOW": window, "SCALE": 0.1, "ROWS": rows, "KEYS": 64,
-        "SOME": 16, "DIMS": dims, "STAGES": stages, "LEAST": 64, "MERGE_ROWS": 1 << (group - 1).bit_length(),
+        "SOME": 16, "DIMS": dims, "STAGES": stages, "SIDE": 64, "MERGE_ROWS": 1 << (group - 1).bit_length(),
         "MERGE_SPLITS": 8, "HEADER": items.HEADER, "FIELDS": items.FIELDS, "SPLITS": items.SPLITS,
         "REGISTERS": hopper.LOADING_REGISTERS,
     }
@@ -114,9 +116,10 @@ def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
         assert len(waits) == 2
         assert waits[0] < waits[1]
         a_stage = made["pieces"] * max(made["depth"] // made["pieces"] // 64, 1)  # instructions: 64 columns each
-        assert len(places(LOAD, ptx[: waits[1]])) == stages * a_stage, "the weight's first ones"
+        first = min(stages, made["steps"])
+        assert len(places(LOAD, ptx[: waits[1]])) == first * a_stage, "the weight's first ones"
         x_too = a_stage + max(made["depth"] // 64, 1)
-        assert len(loads) == (stages + 1) * x_too, "each stage's first ones, and those of the loop"
+        assert len(loads) == (first + (made["steps"] > stages)) * x_too, "each stage's first ones, and the loop's"
         assert all(waits[0] < each for each in places("ld.global", ptx))
         early = made["outputs"] == 6144
         assert (ptx.index(START) > waits[1]) == early, "where the part that loads says it, when it has waited"
@@ -130,11 +133,17 @@ def test_decodes_are_compiled() -> None:
     for made in compiled(DECODES):
         assert made["shared"] <= (H200.shared_memory + 1024) // hopper_decode.PROGRAMS - 1024
         assert made["stages"] > 2
-        assert len(places(LOAD, made["ptx"])) > 0
+        loads, waits = places(LOAD, made["ptx"]), places(WAIT, made["ptx"])
+        # Two of the four warps: with other steps beside, and before the query. Then that of the warp that loads keys,
+        # which is behind them in the text, as its loads are; it is in a branch of its own.
+        assert len(waits) == 3
+        assert waits[0] < waits[1] < loads[0], "the first query"
+        assert sum(each > waits[1] for each in loads) == len(loads)
         products = set(re.findall(r"wgmma\.mma_async\S+", made["ptx"]))
         assert products == {f"wgmma.mma_async.sync.aligned.m64n{made['rows']}k16.f32.bf16.bf16"}
 
 
+@pytest.mark.usefixtures("fresh_configs")
 def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "GLUON", True)
     assert hopper.runs_on(H200, torch.bfloat16)
@@ -142,16 +151,14 @@ def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not hopper.runs_on(A100, torch.bfloat16)
     assert not hopper.runs_on(replace(H200, capability=(10, 0)), torch.bfloat16), "which has no wgmma"
     assert hopper_decode.streams(H200, torch.bfloat16, 4, 128, 64)
-    for group, head_size, page_size in ((4, 128, 32), (4, 32, 64), (4, 256, 64), (128, 128, 64)):
+    for group, head_size, page_size in ((4, 128, 32), (4, 32, 64), (4, 256, 64), (40, 128, 64), (4, 100, 64)):
         assert not hopper_decode.streams(H200, torch.bfloat16, group, head_size, page_size)
-    fixed.config.cache_clear()
     assert fixed.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 8
     assert fixed.config(1, 6144, 4096, torch.bfloat16, A100).tokens == 16
     monkeypatch.setattr(hopper, "GLUON", False)
     assert not hopper.runs_on(H200, torch.bfloat16), "as with another Triton, whose Gluon we do not know"
     fixed.config.cache_clear()
     assert fixed.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 16
-    fixed.config.cache_clear()
 
 
 @pytest.mark.parametrize(

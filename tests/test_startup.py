@@ -72,12 +72,12 @@ def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
     assert torch.equal(runner.pool.whole[:, :, :9], before[:, :, :9])
 
 
+@pytest.mark.usefixtures("fresh_configs")
 @pytest.mark.parametrize("gluon", [False, True])
 def test_deterministic_products_of_all_sizes_are_compiled_at_the_start(
     llama: Path, gluon: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper, "GLUON", gluon)
-    fixed.config.cache_clear()
     config, cpu, ran = read_config(llama), torch.device("cpu"), set()
     model = Transformer(config, torch.bfloat16, cpu, context=64)
     pool = KVPool(config.num_layers, 2, config.num_kv_heads, 16, config.head_size, torch.bfloat16, cpu)
@@ -97,7 +97,6 @@ def test_deterministic_products_of_all_sizes_are_compiled_at_the_start(
             found = fixed.config(tokens, *linear.weight.shape, torch.bfloat16, Chip((9, 0), 132, 232_448))
             now = behind if fixed.turns(tokens) else behind._replace(rope=None)
             assert (*about(linear.weight, now), found) in ran, tokens
-    fixed.config.cache_clear()
 
 
 def test_deterministic_mode_is_off_where_its_kernels_do_not_compile(

@@ -66,8 +66,9 @@ class Attention(Protocol):
         """The plan of a step of one token a sequence that is known on the device alone, so that a CUDA graph can hold
         it: lanes int64 [S], kv_lens int32 [S], page_table int32 [all lanes, slots]; values may change before a replay,
         and so may what the rows share. shared: read that once; else it makes no difference. alone: the step is of
-        these decodes alone, so that their other keys are of earlier steps, and torch's embedding comes before `attend`:
-        what the step's own layers have not written may be read before the kernel ahead has ended.
+        these decodes alone, so that their other keys are of earlier steps, and between this and the first `attend` a
+        kernel is launched in the ordinary way: what the step's layers do not write may then be read before the kernel
+        ahead has ended.
         """
 
     def attend(self, plan: Any, layer: int, q: Tensor, window: int) -> Tensor:

@@ -45,7 +45,7 @@ class PagedAttention:
     sequences these are 9216 slots, 153 MB and 0.3 MB, however large the pool is.
     """
 
-    needs_clean_pages = False  # values that are not written yet are not read
+    needs_clean_pages = False  # values that are not written yet are in no product
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
     def __init__(
@@ -71,15 +71,15 @@ class PagedAttention:
         }
         self._fixed = deterministic
         streams = hopper_decode.streams(self.chip, dtype, self.group, head_size, page_size)
-        self._filled = hopper_decode.FILLED if deterministic and streams else None
+        self._split_below = hopper_decode.SPLIT_BELOW if deterministic and streams else None
         self._most_fixed = -(-context // self.configs[tiles.DECODE].keys)
         self.windows = tuple(sorted(set(windows)))
         self.priors = max(min(lists.SLOTS, DEPTH * max_seqs), max_seqs)  # of all rows together
         decode_slots = lists.slots_for(max_seqs, context) + self.priors
         self.slots = max(decode_slots, min(PREFILL_SLOTS, max_step_tokens * lists.MOST_SPLITS))
         if self._fixed:  # prefills are not split then, and a row has one prior
-            alone = self._most_fixed + 1
-            self.slots = max(min(max_seqs * alone, FIXED_SLOTS), alone, 2 * max_seqs)
+            each = self._most_fixed + 1
+            self.slots = max(min(max_seqs * each, FIXED_SLOTS), each, 2 * max_seqs)
         self._windows = torch.tensor(self.windows, dtype=torch.int32, device=device)
         size = lists.HEADER + self.slots * lists.FIELDS
         self._lists = torch.zeros(len(self.windows), size, dtype=torch.int32, device=device)
@@ -121,7 +121,7 @@ class PagedAttention:
         """The lists are made on the device, in the step's own graph; that of what is shared is there already."""
         sequences = len(lanes)
         assert sequences <= self.max_seqs
-        split, most = self._splits(sequences)
+        split, most = self._splits(sequences, shared)
         rows = self._shared.rows if shared else None
         lists.plan_decode(lanes, kv_lens, self._windows, self._lists, split, most, rows)
         few = sequences * self.num_kv <= tiles.FILLED * self.chip.processors
@@ -138,13 +138,14 @@ class PagedAttention:
             plan.work[window].append(items)
         return plan
 
-    def _splits(self, sequences: int) -> tuple[int, int]:
+    def _splits(self, sequences: int, shared: bool) -> tuple[int, int]:
         """Keys of a decode's split, and the most splits that a sequence has before they get longer. (Where they are
         fixed none has more: longer ones would have other bits.)"""
         if not self._fixed:
             return lists.split_of(sequences, self.num_kv, self.chip), lists.splits_of(sequences)
         config = self.configs[tiles.DECODE]
-        idle = sequences * self.num_kv < self.chip.processors * (self._filled or config.programs)
+        units = config.programs if shared or self._split_below is None else self._split_below
+        idle = sequences * self.num_kv < self.chip.processors * units
         room = sequences * (self._most_fixed + 1) <= self.slots and self._most_fixed < lists.SPLITS // 2
         if idle and room:
             return config.keys, self._most_fixed

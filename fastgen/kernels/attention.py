@@ -339,10 +339,11 @@ def _launch(
     chip = Chip.of(q.device)
     pdl, scale = dependent(chip), head_size**-0.5 * math.log2(math.e)
     if config.swap and items.kind == PLAIN and hopper_decode.streams(chip, q.dtype, group, head_size, page_size):
+        assert config.keys == hopper_decode.KEYS
         partials = workspace.parts, workspace.lse, workspace.totals, workspace.arrivals
         hopper_decode.launch(
             q, out, keys, values, page_table, items.list, items.most, items.alone, partials, layer, window, scale,
-            config.merge_splits,
+            (config.merge_rows, config.merge_splits),
         )  # fmt: skip
         return
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}

@@ -3,8 +3,8 @@
 Letters: T tokens, N outputs, K inputs. A number of the result is summed over K in order, by one program and in one
 accumulator, 16 inputs an instruction of the tensor cores, whatever the tile: so the tile may follow the number of
 tokens. It may do so only among those for which a chip takes the same instruction. On Hopper the left side of the
-product has 64 rows or more and the right side 16, and there are 4 warps or 8, or the instruction is another (mma.sync
-and not wgmma), which sums otherwise: of few tokens the weight is the left side.
+product has 64 rows or more and, in Triton, the right side 16 (in Gluon 8), and there are 4 warps or 8, or the
+instruction is another (mma.sync and not wgmma), which sums otherwise: of few tokens the weight is the left side.
 
 On Hopper the products of few tokens are those of fastgen.kernels.hopper, which has to sum in the same order.
 

@@ -30,8 +30,11 @@ PIECE = 64  # numbers of K in a row of shared memory
 WIDE = {8: (128, 128), 16: (128, 128), 32: (128, 64), 64: (64, 128)}
 """Padded tokens -> rows and depth of a tile, of weights that have one for each processor or more."""
 
-NARROW = {8: 256, 16: 256, 32: 128, 64: 128}  # padded tokens -> depth, of others, whose tiles have SIDE rows
-SPARE = 1.5  # of the shared memory: what half a tile's rows, of all of K, may take for tiles to be halved
+NARROW = {8: 256, 16: 256, 32: 128, 64: 128}
+"""Padded tokens -> depth, of weights that have no more tiles of SIDE rows than there are processors."""
+
+BETWEEN, HALVED = 128, 256  # depth of other weights, and of tiles with half of SIDE's rows
+SPARE = 1.5  # of the shared memory: what a halved tile, of all of K, may take
 WARPS, REGISTERS, LOADING_REGISTERS = 4, 128, 40  # registers: two programs fit on a processor; of the warp that loads
 
 
@@ -50,14 +53,12 @@ def cut(tokens: int, outputs: int, inputs: int, chip: Chip) -> tuple[int, int, i
     rows, depth = WIDE[padded]
     wide = outputs >= rows * chip.processors
     if not wide:
-        rows, depth = SIDE, PIECE * 2
-        tiles = -(-outputs // SIDE)
-        if tiles <= chip.processors:
-            depth = NARROW[padded]
-        if 2 * tiles <= chip.processors and padded < 64 and inputs * SIDE <= SPARE * chip.shared_memory:
-            rows, depth = SIDE // 2, NARROW[8]
+        tiles, half_bytes = -(-outputs // SIDE), SIDE // 2 * inputs * 2
+        rows, depth = SIDE, NARROW[padded] if tiles <= chip.processors else BETWEEN
+        if 2 * tiles <= chip.processors and padded < 64 and half_bytes <= SPARE * chip.shared_memory:
+            rows, depth = SIDE // 2, HALVED
     programs = 1 if -(-outputs // rows) <= chip.processors else 2
-    room = chip.shared_memory // programs - 3072 - (SIDE - rows if rows < SIDE else 0) * PIECE * 2
+    room = chip.shared_memory // programs - 3072 - max(SIDE - rows, 0) * PIECE * 2
     return padded, rows, depth, WARPS, min(room // ((padded + rows) * depth * 2), 12)
 
 
@@ -71,7 +72,7 @@ def _product_kernel(
     """A program a tile of the weight's rows, and all tokens. What the letters are: see fastgen.kernels.fixed.
 
     SIDE: rows that are multiplied, of which those from ROWS on are not the program's; PIECES: in which a stage's weight
-    is loaded; EARLY: the next kernel's programs begin when this one's have all begun, and not when they end."""
+    is loaded; EARLY: the next kernel's programs may begin when this one's have, and the kernel ahead has ended."""
     PAIRS: gl.constexpr = ROWS // 2 // HEADS
     head = 0
     first_row = gl.program_id(0) * ROWS

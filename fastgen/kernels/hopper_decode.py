@@ -4,8 +4,8 @@ The blocks of keys that a program goes through, of one unit after the other, are
 loaded to shared memory (by TMA), those of the next unit too while four others work on this one's. Where Triton makes
 the loop, each unit begins with a wait for its first block.
 
-In a step of decodes alone keys are new only where its own tokens are, and lists and page tables are older than it: the
-first blocks are then on their way before the kernel ahead has ended (see fastgen.kernels.hopper).
+In a step of decodes alone keys are new only where its own tokens are, and lists and page tables were written before its
+embedding: the first blocks are then on their way before the kernel ahead has ended (see fastgen.kernels.hopper).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels.blocks import join
-from fastgen.kernels.hopper import LOADING_REGISTERS, REGISTERS, WARPS, described, gl, nvidia, runs_on
+from fastgen.kernels.hopper import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described, gl, nvidia, runs_on
 from fastgen.kernels.items import FIELDS, HEADER, SPLITS, dependent
 from fastgen.kernels.launch import Chip, gluon_jit, tl
 from fastgen.kernels.merging import merge_fixed
 from fastgen.kernels.tiles import power_of_two
 from fastgen.kernels.units import deal, item_at
 
-KEYS = 64  # of a block, as in fastgen.kernels.attention
-SOME = 16  # keys that an instruction sums; of a sequence's last block no more of these are loaded than it has
-LEAST = 64  # rows of a product's left side
+KEYS = 64  # of a block, as in tiles.FIXED_HOPPER
+SOME = 16  # keys that an instruction sums: of a sequence's last block so many, or a multiple, are loaded
+MOST_GROUP = 32  # query heads of a KV head: with more, a thread's numbers do not fit its registers
 PROGRAMS = 2  # that a processor is given: REGISTERS are for so many
-FILLED = 0.4  # units a processor, from which decodes are not split
+SPLIT_BELOW = 0.4  # units a processor: with more, decodes are not split
 MOST_STAGES = 8
 
 
@@ -43,7 +43,8 @@ def stages_of(group: int, dims: int, item_size: int, chip: Chip) -> int:
 def streams(chip: Chip, dtype: torch.dtype, group: int, head_size: int, page_size: int) -> bool:
     """Whether decodes of this shape are for this kernel."""
     dims = power_of_two(head_size)
-    fits = page_size % KEYS == 0 and 64 <= dims <= 128
+    loads = page_size % KEYS == 0 and head_size * dtype.itemsize % 16 == 0  # as TMA has it
+    fits = loads and 64 <= dims <= 128 and group <= MOST_GROUP
     return fits and runs_on(chip, dtype) and stages_of(group, dims, dtype.itemsize, chip) > 1
 
 
@@ -53,7 +54,7 @@ def _decode_kernel(
     layer, num_pages, table_width, alone,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, SOME: gl.constexpr, DIMS: gl.constexpr, STAGES: gl.constexpr,
-    LEAST: gl.constexpr, MERGE_ROWS: gl.constexpr, MERGE_SPLITS: gl.constexpr, HEADER: gl.constexpr,
+    SIDE: gl.constexpr, MERGE_ROWS: gl.constexpr, MERGE_SPLITS: gl.constexpr, HEADER: gl.constexpr,
     FIELDS: gl.constexpr, SPLITS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """All units are dealt out. H, K, D, P, ROWS, DIMS and an item's fields: see fastgen.kernels.attention."""
@@ -82,7 +83,7 @@ def _decode_kernel(
         [
             (_attend, (
                 q_desc, qs, asked, blocks, results, items_ptr, unit, units, programs, H, K, D, WINDOW, SCALE, SOME,
-                LEAST, MERGE_ROWS, MERGE_SPLITS, FIELDS, SPLITS,
+                SIDE, MERGE_ROWS, MERGE_SPLITS, FIELDS, SPLITS,
             )),
             (_load_blocks, (
                 keys_desc, values_desc, blocks, items_ptr, table_ptr, table_width, layer * num_pages, unit, units,
@@ -100,7 +101,7 @@ def _load_blocks(
     K: gl.constexpr, P: gl.constexpr, SOME: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
     """Have the blocks of all units loaded, each when a stage is free. A sequence's last block has its keys at the end
-    of the stage, behind what is before the page (zeros) or before these keys in it."""
+    of the stage, behind what is before them in the page, or zeros where the page begins."""
     ks, vs, ready, free = blocks
     STAGES: gl.constexpr = ks.shape[0]
     KEYS: gl.constexpr = ks.shape[2]
@@ -147,7 +148,7 @@ def _load_query(
 def _attend(
     q_desc, qs, asked, blocks, results, items_ptr, unit, units, programs,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, SOME: gl.constexpr,
-    LEAST: gl.constexpr, MERGE_ROWS: gl.constexpr, MERGE_SPLITS: gl.constexpr, FIELDS: gl.constexpr,
+    SIDE: gl.constexpr, MERGE_ROWS: gl.constexpr, MERGE_SPLITS: gl.constexpr, FIELDS: gl.constexpr,
     SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Go through the blocks as they come. A tile's keys are the rows of its products: acc is [DIMS, ROWS]."""
@@ -161,7 +162,7 @@ def _attend(
     ws = gl.allocate_shared_memory(dtype, [ROWS, KEYS], gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], dtype))
     w = ws.permute((1, 0))
     number = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, mma)), 1)
-    ones = gl.full([LEAST, KEYS], 1.0, dtype, gl.DotOperandLayout(0, mma, 2))
+    ones = gl.full([SIDE, KEYS], 1.0, dtype, gl.DotOperandLayout(0, mma, 2))
     if (unit < units) | (gl.program_id(0) == 0):  # program 0, so that this kernel never ends before the one ahead
         tl.extra.cuda.gdc_wait()
     _load_query(q_desc, qs, asked, 0, items_ptr, unit, units, H, K, FIELDS)
@@ -174,7 +175,7 @@ def _attend(
         _load_query(q_desc, qs, asked, slot ^ 1, items_ptr, unit + programs, units, H, K, FIELDS)
         acc = gl.zeros([DIMS, ROWS], gl.float32, mma)
         peak = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(0, mma))
-        total = gl.zeros([LEAST, ROWS], gl.float32, mma)
+        total = gl.zeros([SIDE, ROWS], gl.float32, mma)
         nvidia.mbarrier.wait(asked.index(slot), q_phase)
         q = qs.index(slot).permute((1, 0))
         for start in range(begin, end, KEYS):
@@ -194,7 +195,7 @@ def _attend(
             if end - start + behind < KEYS:
                 _clear(v, end - start + behind)
             nvidia.fence_async_shared()
-            next_total = nvidia.warpgroup_mma(ones, w, gl.zeros([LEAST, ROWS], gl.float32, mma), is_async=True)
+            next_total = nvidia.warpgroup_mma(ones, w, gl.zeros([SIDE, ROWS], gl.float32, mma), is_async=True)
             next_acc = gl.zeros([DIMS, ROWS], gl.float32, mma)
             next_acc = nvidia.warpgroup_mma(v.permute((1, 0)), w, next_acc, is_async=True)
             next_total, next_acc = nvidia.warpgroup_mma_wait(0, deps=[next_total, next_acc])
@@ -261,19 +262,18 @@ def _finish(
 
 def launch(
     q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, items: Tensor, most: int, alone: bool,
-    workspace: tuple[Tensor, ...], layer: int, window: int, scale: float, merge_splits: int,
+    workspace: tuple[Tensor, ...], layer: int, window: int, scale: float, merging: tuple[int, int],
 ) -> None:  # fmt: skip
     """As fastgen.kernels.attention, which checks. items: the list, of `most` items; alone: see
-    fastgen.attention.interface.Attention.plan_decode."""
+    fastgen.attention.interface.Attention.plan_decode; merging: rows and splits that are merged at once."""
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
     chip, group, dims = Chip.of(q.device), num_heads // num_kv, power_of_two(head_size)
-    rows = rows_of(group)
+    rows, stages = rows_of(group), stages_of(group, dims, q.element_size(), chip)
     assert keys.numel() // (page_size * head_size) < 2**31
     pools = (described(x.view(-1, page_size, head_size), [1, KEYS, dims]) for x in (keys, values))
     _decode_kernel[(min(most * num_kv, chip.processors * PROGRAMS),)](
         described(q.view(-1, head_size), [rows, dims]), *pools, out, page_table, items, *workspace,
         layer, num_pages, page_table.stride(0), int(alone), num_heads, num_kv, head_size, page_size, window, scale,
-        rows, KEYS, SOME, dims, stages_of(group, dims, q.element_size(), chip), LEAST, power_of_two(group),
-        merge_splits, HEADER, FIELDS, SPLITS, LOADING_REGISTERS,
+        rows, KEYS, SOME, dims, stages, SIDE, *merging, HEADER, FIELDS, SPLITS, LOADING_REGISTERS,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, **({"launch_pdl": True} if dependent(chip) else {}),
     )  # fmt: skip

@@ -54,8 +54,8 @@ def merge_fixed(
         peak = row * 0.0 - 1e30
         total = row * 0.0
         for first_split in range(0, splits, SPLITS):
-            for number_of in tl.static_range(SPLITS):  # unrolled, so that their loads are on their way together
-                split = first_split + number_of
+            for next_split in tl.static_range(SPLITS):  # unrolled, so that their loads are on their way together
+                split = first_split + next_split
                 slot = (part + split * tokens + token) * H + q_head
                 next_acc, next_peak, next_total = left(
                     parts_ptr, peak_ptr, totals_ptr, slot, here & (split < splits), dim, D, False

@@ -220,9 +220,7 @@ def _finish(
             pair = (tile * a.shape[0] + tl.arange(0, a.shape[0]))[:, None]
             token = tl.arange(0, a.shape[1])[None, :]
             here = (pair < N // 2) & (token < T)
-            found = look_up(
-                token, pair % HALF, token < T, here, positions_ptr, slots_ptr, cos_ptr, sin_ptr, HALF
-            )  # fmt: skip
+            found = look_up(token, pair % HALF, token < T, here, positions_ptr, slots_ptr, cos_ptr, sin_ptr, HALF)
             turn(
                 a, b, found, token, pair // HALF, pair % HALF, here, out_ptr, keys_ptr, values_ptr,
                 N // (2 * HALF) - 2 * KV, KV, HALF, P,

@@ -84,17 +84,16 @@ def test_a_row_of_a_product_does_not_depend_on_their_number(name: str, dtype: to
 
 @pytest.mark.parametrize("gluon", sorted({hopper.GLUON, False}))
 @pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
+@pytest.mark.usefixtures("fresh_configs")
 def test_all_configurations_give_the_same_bits(name: str, gluon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     product, chip = Product(name, torch.bfloat16), Chip.of(torch.device("cuda", 0))
     expected = product.rows(1000)
     monkeypatch.setattr(hopper, "GLUON", gluon)
-    fixed.config.cache_clear()
     shapes = [(tokens, outputs) for tokens in TOKENS for outputs in (4096, 28672)]
     for chosen in {fixed.config(*shape, 4096, torch.bfloat16, chip) for shape in shapes}:
         tokens = min(chosen.tokens, 77) if gluon and chosen.swap else 77
         for found, want in zip(product.rows(tokens, chosen), expected, strict=True):
             assert torch.equal(found, want[:tokens]), chosen
-    fixed.config.cache_clear()
 
 
 @pytest.mark.skipif(
@@ -102,16 +101,16 @@ def test_all_configurations_give_the_same_bits(name: str, gluon: bool, monkeypat
     reason="needs Hopper, and Gluon",
 )
 @pytest.mark.parametrize(
-    ("group", "num_kv", "head_size", "window", "dtype"),
+    ("group", "num_kv", "head_size", "page_size", "window", "dtype"),
     [
-        (4, 8, 128, 0, torch.bfloat16), (4, 8, 128, 100, torch.bfloat16), (4, 8, 64, 0, torch.bfloat16),
-        (1, 12, 96, 0, torch.bfloat16), (5, 8, 128, 0, torch.float16), (8, 2, 80, 70, torch.bfloat16),
-        (20, 1, 128, 0, torch.bfloat16), (1, 40, 128, 0, torch.bfloat16),
+        (4, 8, 128, 64, 0, torch.bfloat16), (4, 8, 128, 64, 100, torch.bfloat16), (4, 8, 64, 128, 0, torch.bfloat16),
+        (1, 12, 96, 64, 0, torch.bfloat16), (5, 8, 128, 192, 0, torch.float16), (8, 2, 80, 64, 70, torch.bfloat16),
+        (20, 1, 128, 64, 0, torch.bfloat16), (1, 40, 128, 128, 90, torch.bfloat16),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("count", "longest"), [(1, 1), (1, 64), (1, 65), (3, 700), (40, 500), (300, 900)])
 def test_decodes_in_gluon_are_those_in_triton(
-    group: int, num_kv: int, head_size: int, window: int, dtype: torch.dtype, count: int, longest: int,
+    group: int, num_kv: int, head_size: int, page_size: int, window: int, dtype: torch.dtype, count: int, longest: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Split and not, with what is not written yet being no number; and none where a row of a graph has no sequence."""
@@ -119,13 +118,15 @@ def test_decodes_in_gluon_are_those_in_triton(
     lens = torch.randint(1, longest + 1, (count,), device="cuda", dtype=torch.int32)
     lens[0] = longest
     lens[1::7] = 0
-    slots = -(-longest // 64)
-    pool = KVPool(2, count * slots, num_kv, 64, head_size, dtype, torch.device("cuda"))
+    slots = -(-longest // page_size)
+    pool = KVPool(2, count * slots, num_kv, page_size, head_size, dtype, torch.device("cuda"))
     table = torch.randperm(count * slots, device="cuda").int().view(count, slots)
-    written = torch.arange(slots * 64, device="cuda").view(slots, 64) < lens[:, None, None]  # [count, slots, 64]
+    written = (
+        torch.arange(slots * page_size, device="cuda").view(slots, page_size) < lens[:, None, None]
+    )  # [count, slots, page]
     for numbers in (pool.keys, pool.values):
         numbers.normal_()
-        numbers[:, table.flatten()] *= torch.where(written, 1.0, torch.nan).to(dtype).view(1, -1, 1, 64, 1)
+        numbers[:, table.flatten()] *= torch.where(written, 1.0, torch.nan).to(dtype).view(1, -1, 1, page_size, 1)
     q = torch.randn(count, group * num_kv, head_size, dtype=dtype, device="cuda")
 
     def attended(in_gluon: bool, split: bool, decodes_alone: bool) -> Tensor:
@@ -133,7 +134,7 @@ def test_decodes_in_gluon_are_those_in_triton(
             if not in_gluon:
                 patch.setattr(hopper_decode, "streams", lambda *_: False)
             paged = PagedAttention(pool, group * num_kv, (window,), count, count, longest, deterministic=True)
-            patch.setattr(paged, "_filled", 1e9 if split else 1e-9)
+            patch.setattr(paged, "_split_below", 1e9 if split else 1e-9)
             plan = paged.plan_decode(torch.arange(count, device="cuda"), lens, table, alone=decodes_alone)
             q.add_(0)  # a kernel launched in the ordinary way
             return torch.stack([paged.attend(plan, layer, q, window) for layer in range(2)])[:, lens > 0]
@@ -253,10 +254,10 @@ def test_under_a_random_schedule_as_alone(model: Model, seed: int) -> None:
 
 
 def test_it_is_the_default_on_hopper() -> None:
-    hopper = torch.cuda.get_device_capability()[0] == 9
+    on_hopper = torch.cuda.get_device_capability()[0] == 9
     for dtype in ("bfloat16", "float16", "float32"):
         with Generator(device="cuda", dtype=dtype, kv_cache_gb=0.1, max_seqs=2) as gen:
-            assert gen.config.deterministic == (hopper and dtype != "float32")
+            assert gen.config.deterministic == (on_hopper and dtype != "float32")
 
 
 def test_float32_too() -> None:
