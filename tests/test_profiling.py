@@ -203,7 +203,7 @@ def test_fgchat_obeys_the_signal(talker: Path, tmp_path: Path) -> None:
     chat.stdin.flush()
     assert chat.stdout.read(1)  # it has begun to answer
     chat.send_signal(signal.SIGUSR2)
-    _, errors = chat.communicate("hello\n" * 3, timeout=60)
+    _, errors = chat.communicate("hello\n" * 2, timeout=60)  # with a third, what was drawn may pass the context
     assert chat.returncode == 0, errors
     (path,) = tmp_path.iterdir()
     assert path.name.startswith(f"fastgen-{chat.pid}-")
