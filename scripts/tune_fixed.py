@@ -64,14 +64,9 @@ def shapes(tokens: int) -> Iterator[tuple[int, int, int, int, bool]]:
     """(tokens, rows, depth, warps, swap) to try, likely ones first."""
     if tokens <= 64:
         padded = max(8 if hopper.GLUON else 16, 1 << (tokens - 1).bit_length())
-        for rows, depth, warps in ((32, 256, 4),) * hopper.GLUON + (
-            (64, 128, 4),
-            (64, 256, 4),
-            (128, 128, 4),
-            (64, 64, 4),
-            (128, 64, 4),
-            (128, 128, 8),
-        ):
+        if hopper.GLUON:
+            yield padded, 32, 256, 4, True
+        for rows, depth, warps in ((64, 128, 4), (64, 256, 4), (128, 128, 4), (64, 64, 4), (128, 64, 4), (128, 128, 8)):
             yield padded, rows, depth, warps, True
         for rows, depth in ((32, 128), (16, 128), (64, 128), (32, 64), (64, 64), (32, 256), (16, 256), (128, 128)):
             yield 64, rows, depth, 4, False

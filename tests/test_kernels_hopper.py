@@ -134,11 +134,10 @@ def test_decodes_are_compiled() -> None:
         assert made["shared"] <= (H200.shared_memory + 1024) // hopper_decode.PROGRAMS - 1024
         assert made["stages"] > 2
         loads, waits = places(LOAD, made["ptx"]), places(WAIT, made["ptx"])
-        # Two of the four warps: with other steps beside, and before the query. Then that of the warp that loads keys,
-        # which is behind them in the text, as its loads are; it is in a branch of its own.
+        # Two of the four warps: where the step is not of decodes alone, and before the first query. And one of the warp
+        # that loads keys, in a branch of its own, for a block with a new key.
         assert len(waits) == 3
-        assert waits[0] < waits[1] < loads[0], "the first query"
-        assert sum(each > waits[1] for each in loads) == len(loads)
+        assert waits[1] < loads[0], "the first query"
         products = set(re.findall(r"wgmma\.mma_async\S+", made["ptx"]))
         assert products == {f"wgmma.mma_async.sync.aligned.m64n{made['rows']}k16.f32.bf16.bf16"}
 

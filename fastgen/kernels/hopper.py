@@ -7,7 +7,7 @@ a weight's first tiles are on their way before the kernel ahead has ended (progr
 x follow when it has. Triton's own pipeline loads both alike, and can only be told to wait before the first of them.
 
 Narrow products have a program a tile, at most as many as there are processors, each with all of a processor's memory.
-More programs were slower: those of the next kernel begin where a processor is free.
+With long rows fewer, larger tiles are faster: the next kernel's programs begin where a processor is free.
 """
 
 from __future__ import annotations
