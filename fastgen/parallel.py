@@ -194,9 +194,12 @@ class Group:
             return collective(*args, **options, group=self.process_group)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError) as error:  # a ValueError where torch's log looks for the group in its list
-            # Its frames hold the group, and so its sockets, whose end others wait for.
-            raise DepartedError(f"another rank is gone: {error}") from error.with_traceback(None)
+        except (RuntimeError, ValueError) as error:
+            # Where a program has a default group, torch logs the error, and raises ValueError as it does not list ours.
+            cause = error.__context__ if isinstance(error, ValueError) and error.__context__ else error
+            for each in (error, cause):  # whose frames hold the group, and so its sockets, whose end others wait for
+                each.__traceback__ = None
+            raise DepartedError(f"another rank is gone: {cause}") from cause
 
     def prepare(self, hidden: int, dtype: torch.dtype, half: int = 0) -> None:
         """Take the memory that is needed to add up [T, hidden] for few tokens T, and in the halves of steps that are

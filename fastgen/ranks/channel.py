@@ -172,9 +172,9 @@ class Peers:
         which there is none; then the first of all."""
         deadline = time.monotonic() + patience
         while True:
-            for rank, failed in self.failures:
-                if not isinstance(failed.error, DepartedError):
-                    return rank, failed
+            for failure in self.failures:
+                if not isinstance(failure[1].error, DepartedError):
+                    return failure
             if time.monotonic() >= deadline:
                 return self.failures[0] if self.failures else None
             time.sleep(0.005)

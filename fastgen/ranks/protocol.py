@@ -31,6 +31,19 @@ from torch import Tensor
 from fastgen.parallel import Group
 from fastgen.rank_errors import DepartedError, portable, raise_first
 from fastgen.ranks.channel import Failed, Peers
+from fastgen.ranks.messages import (
+    Call,
+    Closing,
+    Invoke,
+    Launch,
+    NoMoreWeights,
+    Raise,
+    Reply,
+    Return,
+    Sample,
+    WriteOwn,
+    WriteSent,
+)
 from fastgen.ranks.processes import end, ending
 from fastgen.ranks.weights import SharedMemory, Weight, Written, check_agreement, check_or_write, received
 from fastgen.request import Batch, StepResult
@@ -44,107 +57,6 @@ CONSEQUENCES = 3.0  # seconds in which the leader hears of the failure that anot
 LISTENING = 8.0  # seconds in which a follower hears from the leader what a failure comes of
 MEETING = 1.0  # seconds that a rank which closes waits for the others to close
 POLL = 50e-6  # seconds between two looks at a step that runs
-
-
-# ------------------------------------------------------------------------------------------------ messages
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """From a follower that was started: it joins the group now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """To followers: launch a step. Its batch is without `starts`: rank 0 alone samples."""
-
-    batch: Batch
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """To followers: take the tokens of the last step, whose batch is masked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Invoke:
-    """To followers: call a method of the runner."""
-
-    number: int
-    method: str
-    arguments: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class WriteOwn:
-    """To followers: check the tensors that the follower's program has given, or write them."""
-
-    number: int
-    write: bool
-    partial: bool
-
-
-@dataclass(frozen=True, slots=True)
-class WriteSent:
-    """To followers: write the tensors that follow, each a Weight, until NoMoreWeights."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class NoMoreWeights:
-    """To followers: the update is complete, or was cut short."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """From a follower: the result of the message of this number. A leader skips replies that it no longer waits for."""
-
-    number: int
-    value: Any = None
-    error: Exception | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """From a follower: its program calls this. Calls are numbered, since an interrupted one leaves messages."""
-
-    number: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Return:
-    """To followers: the result of a call, pickled."""
-
-    number: int
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Raise:
-    """To followers: a call raises."""
-
-    number: int
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class Closing:
-    """From each rank to its peers: the rank closes, and leaves its group when all do, since others may still read what
-    it has sent last."""
-
-
-def invoke(asked: Invoke, runner: Runner) -> Reply:
-    """Call a method of this rank's runner. Where there is too little memory, the reply has the error, and all ranks go
-    on; other errors are raised."""
-    try:
-        return Reply(asked.number, getattr(runner, asked.method)(*asked.arguments))
-    except (ValueError, torch.OutOfMemoryError) as error:
-        return Reply(asked.number, error=portable(error))
-
-
-# ------------------------------------------------------------------------------------------------ the ranks
 
 
 @dataclass(frozen=True)
@@ -176,6 +88,15 @@ def error_of(rank: int, failed: Failed, spawned: Spawned | None = None) -> Excep
     if failed.trace:
         error.add_note(f"on rank {rank}:\n{failed.trace}")
     return error
+
+
+def invoke(asked: Invoke, runner: Runner) -> Reply:
+    """Call a method of this rank's runner. Where there is too little memory, the reply has the error, and all ranks go
+    on; other errors are raised."""
+    try:
+        return Reply(asked.number, getattr(runner, asked.method)(*asked.arguments))
+    except (ValueError, torch.OutOfMemoryError) as error:
+        return Reply(asked.number, error=portable(error))
 
 
 class Member(ABC):

@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,16 +30,21 @@ from fastgen.config import EngineConfig
 from fastgen.kernels.launch import current
 from fastgen.parallel import Group, host
 from fastgen.ranks.channel import Failed, Peers, Start
+from fastgen.ranks.messages import Ready
 from fastgen.ranks.processes import end_with_caller, spawn
-from fastgen.ranks.protocol import Follower, Leader, Ready, Spawned, error_of
+from fastgen.ranks.protocol import Follower, Leader, Spawned, error_of
 from fastgen.ranks.weights import SharedMemory
-from fastgen.runner import Runner
 from fastgen.startup import build_rank, find_device, find_devices
 
 log = logging.getLogger(__name__)
 
 HEARING = 5.0  # seconds in which a rank that connects has to send the key
+FOLLOWER = ("-m", "fastgen.ranks.start")  # arguments of Python
 PATIENCE = 60.0  # seconds that the leader waits for the followers of a program to connect
+
+
+MadeOf = tuple[ModelConfig, Mapping[str, Any], Path, str]
+"""The first arguments of `build_rank`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class RankSetup:
             return start_followers(self.size, made_of, self.device)
         return build_rank(*made_of, self.device, Group())
 
-    def _join(self, made_of: tuple[Any, ...], status: Callable[[], Any]) -> Leader | Follower:
+    def _join(self, made_of: MadeOf, status: Callable[[], Any]) -> Leader | Follower:
         """Start the rank of a program. Rank 0's arguments count."""
         given, device = process_group_of(self.tp_group), torch.device(self.device)
         with current(device):
@@ -128,22 +132,15 @@ def process_group_of(tp_group: Any) -> dist.ProcessGroup:
 # ------------------------------------------------------------------------------------------- followers that are started
 
 
-def start_followers(
-    size: int,
-    made_of: tuple[Any, ...],
-    device: str,
-    program: SequenceOf[str] = ("-m", "fastgen.ranks.start"),
-    build: Callable[..., Runner] = build_rank,
-) -> Leader:
-    """Start ranks 1 to size - 1 as processes, and lead them. made_of: the first arguments of `build_rank`; program: of
-    Python, run as each follower; build: makes the leader's runner.
+def start_followers(size: int, made_of: MadeOf, device: str) -> Leader:
+    """Start ranks 1 to size - 1 as processes, and lead them.
 
     The followers import torch first, and then all ranks make a group, which waits for each of them.
     """
     spawned, peers = Spawned([], SharedMemory.make()), Peers()
     try:
         for rank in range(1, size):
-            peers.add(rank, spawn((*program, str(rank)), spawned.processes, spawned.memory.file))
+            peers.add(rank, spawn((*FOLLOWER, str(rank)), spawned.processes, spawned.memory.file))
         listener = socket.create_server(("127.0.0.1", 0))
         port, name = listener.getsockname()[1], f"fastgen-{secrets.token_hex(8)}"
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -162,7 +159,7 @@ def start_followers(
             peers.failed = group.interrupt
             for rank, failed in peers.failures:  # before there was a group to interrupt
                 raise error_of(rank, failed, spawned)
-            return Leader(partial(build, *made_of, device, group), peers, group, spawned)
+            return Leader(partial(build_rank, *made_of, device, group), peers, group, spawned)
     except BaseException:
         spawned.end(peers.close)
         raise
@@ -173,26 +170,16 @@ def device_of(kind: str, rank: int) -> str:
     return f"cuda:{rank}" if kind == "cuda" else kind
 
 
-def follow(rank: int, peers: Peers, build: Callable[..., Runner] = build_rank) -> None:
+def follow(rank: int, peers: Peers) -> None:
     """Be a follower, until the leader ends, which is raised here."""
     _, start = peers.receive()
     assert isinstance(start, Start)
     logging.basicConfig(format=f"rank {rank}: %(message)s")
     logging.getLogger("fastgen").setLevel(max(start.log_level, logging.WARNING))  # the leader logs the rest
-    _follow(rank, peers, build, **start.arguments)
+    _follow(rank, peers, **start.arguments)
 
 
-def _follow(
-    rank: int,
-    peers: Peers,
-    build: Callable[..., Runner],
-    made_of: tuple[Any, ...],
-    kind: str,
-    name: str,
-    port: int,
-    size: int,
-    memory: int,
-) -> None:
+def _follow(rank: int, peers: Peers, made_of: MadeOf, kind: str, name: str, port: int, size: int, memory: int) -> None:
     """See `start_followers`. memory: the number of the file that the leader shares."""
     device = torch.device(device_of(kind, rank))
     try:
@@ -205,7 +192,7 @@ def _follow(
     except BaseException as error:
         peers.send(Failed.of(error))
         raise
-    follower = Follower(partial(build, *made_of, str(device), group), peers, group)
+    follower = Follower(partial(build_rank, *made_of, str(device), group), peers, group)
     gc.freeze()  # or a collection of all that torch has brought along would hold up some step for 80 ms
     follower.run(memory)
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from fastgen import processes
 from fastgen.cli.serve.messages import (
     HEAD,
     Abort,
@@ -36,6 +35,7 @@ from fastgen.cli.serve.messages import (
     joined,
 )
 from fastgen.outputs import Stats
+from fastgen.ranks import processes
 from fastgen.request import Event, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)

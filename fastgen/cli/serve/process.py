@@ -39,7 +39,8 @@ from fastgen.cli.serve.messages import (
     messages_of,
 )
 from fastgen.cli.signals import trace_on_signal
-from fastgen.processes import end_with_caller, portable
+from fastgen.rank_errors import portable
+from fastgen.ranks.processes import end_with_caller
 from fastgen.request import Event, TokenMask
 
 if TYPE_CHECKING:
