@@ -95,7 +95,7 @@ class Compiled:
 
             return Compile
 
-        launch._quick = compiling  # type: ignore[assignment]  # before a module with kernels is imported
+        launch.quick = compiling  # type: ignore[assignment]  # before a module with kernels is imported
 
     def add(self, name: str, kernel: Any) -> None:
         if kernel.hash in self._seen:

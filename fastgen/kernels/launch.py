@@ -35,11 +35,9 @@ def optional(name: str) -> Any:
 
 triton, tl = optional("triton"), optional("triton.language")
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
-KNOWN = triton is not None and triton.__version__.startswith("3.6.")
-"""Whether this is the Triton whose inner ways we know."""
-
-GLUON = KNOWN and not INTERPRETED
-"""Whether kernels in Gluon run: it is experimental, and so of that Triton alone; and no interpreter knows it."""
+KNOWN_TRITON = ("3.6", "3.7", "3.8", "3.9")
+KNOWN = triton is not None and ".".join(triton.__version__.split(".")[:2]) in KNOWN_TRITON
+"""Whether this Triton's launcher and its Gluon are the ones that fastgen was tested with."""
 
 
 def constant(value: float) -> Any:
@@ -54,19 +52,11 @@ def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
         return lambda function: function
     if INTERPRETED:
         return lambda function: triton.jit(function, do_not_specialize=unspecialized)
-    return lambda function: _quick(triton.JITFunction)(function, do_not_specialize=unspecialized)
-
-
-def gluon_jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
-    """As `jit`, for kernels in Gluon."""
-    if not GLUON:
-        return lambda function: function
-    base = importlib.import_module("triton.experimental.gluon._runtime").GluonJITFunction
-    return lambda function: _quick(base)(function, do_not_specialize=unspecialized)
+    return lambda function: quick(triton.JITFunction)(function, do_not_specialize=unspecialized)
 
 
 @cache
-def _quick(base: Any) -> Any:
+def quick(base: Any) -> Any:
     """A triton.JITFunction with a shorter way to a kernel that has been compiled: Triton's own takes the host longer
     than a small kernel takes the GPU, which shows where no graph is replayed, as in short prefills."""
     modules = ("triton.tools.tensor_descriptor", *["triton.experimental.gluon.nvidia.hopper"] * KNOWN)
