@@ -130,9 +130,7 @@ def _load_tiles(
 
 
 @gluon_jit()
-def _load_weight(
-    weight_desc, ring, stage, step, head, first_row, HALF: gl.constexpr, ROWS: gl.constexpr
-):
+def _load_weight(weight_desc, ring, stage, step, head, first_row, HALF: gl.constexpr, ROWS: gl.constexpr):
     """Begin to load the weight of a step into a stage, which is ready when its x is there too."""
     weights, xs, ready, _free = ring
     DEPTH: gl.constexpr = xs.shape[2]
