@@ -151,7 +151,7 @@ def _multiply(
     STEPS: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr, ROWS: gl.constexpr,
     EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Return the product [ROWS, TOKENS] of the tiles as they arrive, and what its end needs, which is read meanwhile."""
+    """Return the product [ROWS, TOKENS] of the tiles as they arrive, and what its end reads."""
     weights, xs, ready, free = ring
     bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr = tables
     STAGES: gl.constexpr = xs.shape[0]
