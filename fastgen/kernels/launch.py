@@ -35,8 +35,16 @@ def optional(name: str) -> Any:
 
 triton, tl = optional("triton"), optional("triton.language")
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
-KNOWN_TRITON = ("3.6", "3.7", "3.8", "3.9")
-KNOWN = triton is not None and ".".join(triton.__version__.split(".")[:2]) in KNOWN_TRITON
+
+
+def version() -> tuple[int, int]:
+    """Return Triton's major and minor version; (0, 0) without Triton."""
+    major, minor = triton.__version__.split(".")[:2] if triton else (0, 0)
+    return int(major), int(minor)
+
+
+KNOWN_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
+KNOWN = version() in KNOWN_TRITON
 """Whether this Triton's launcher and its Gluon are the ones that fastgen was tested with."""
 
 
