@@ -1,6 +1,6 @@
-"""Compile a Generator's Triton kernels for GPUs that are not here: do they fit, and do their numbers fit registers?
+"""Compile a Generator's Triton kernels without access to the GPU: does each fit into shared memory and registers?
 
-    python scripts/compile_kernels.py            # all chips and models; writes scripts/data/kernels-compiled.json
+    python scripts/compile_kernels.py            # all chips and models; writes scripts/data/kernels-compiled-VERSION.json
     python scripts/compile_kernels.py --smoke    # one of each, to see that it runs; writes nothing
 
 A Generator of random weights runs on the CPU, in a process for each chip. Where a GPU would launch a kernel, with the
@@ -8,8 +8,9 @@ arguments and the configuration that it would have on that chip, the kernel is c
 torch twin computes the result. So what is compiled is what one GPU would run, without deterministic mode and then with
 it, but for flash-attn. Needs Triton, and no GPU.
 
-shared: bytes of shared memory, of those that a block may have on that chip; spilled: bytes of a thread's numbers that
-have no register, and are in memory instead.
+VERSION is Triton's. The file has a row for each kernel: variants, the configurations that were compiled, and the largest
+of their figures. shared: bytes of shared memory, of those that a block may have on that chip; spilled: bytes of a
+thread's numbers that have no register, and are in memory instead.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "a KV head each, norms": {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 8},
 }  # fmt: skip
 DTYPES = ("bfloat16", "float16", "float32")
+KERNEL = itemgetter("kernel")
 ENGINE = {"load": "dummy", "device": "cpu", "num_pages": 128, "max_seqs": 32, "max_step_tokens": 512, "seed": 0}
 
 
@@ -194,6 +198,12 @@ def fix(model: Any) -> None:
         object.__setattr__(linear, "fixed", True)  # they are frozen
 
 
+def largest(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of a kernel: the largest figures of its variants."""
+    most = {what: max(row[what] for row in rows) for what in ("shared", "registers", "spilled")}
+    return {"kernel": KERNEL(rows[0]), "variants": len(rows), **most}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", choices=CHIPS, help="print what becomes of this one, as JSON")
@@ -215,7 +225,8 @@ def main(argv: list[str] | None = None) -> int:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         all_rows = pool.map(compiled, chips)
     for (name, chip), rows in zip(chips.items(), all_rows, strict=True):
-        report["chips"][name] = {"capability": chip.capability, "shared_memory": chip.shared_memory, "kernels": rows}
+        kernels = [largest(list(some)) for _, some in groupby(sorted(rows, key=KERNEL), KERNEL)]
+        report["chips"][name] = {"capability": chip.capability, "shared_memory": chip.shared_memory, "kernels": kernels}
         large, spilling = ([row for row in rows if row[what] > most] for what, most in
                            (("shared", chip.shared_memory), ("spilled", 0)))  # fmt: skip
         bad += len(large)
@@ -225,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
         for row in [*large, *spilling]:
             print(f"  {row}")
     if not arguments.smoke:
-        (DATA / "kernels-compiled.json").write_text(json.dumps(report, indent=1) + "\n")
+        (DATA / f"kernels-compiled-{triton.__version__}.json").write_text(json.dumps(report, indent=1) + "\n")
     return min(bad, 1)
 
 
