@@ -1,6 +1,6 @@
 """Compile a Generator's Triton kernels without access to the GPU: does each fit into shared memory and registers?
 
-    python scripts/compile_kernels.py            # all chips and models; writes scripts/data/kernels-compiled-VERSION.json
+    python scripts/compile_kernels.py            # all chips and models; writes kernels-compiled-VERSION.json
     python scripts/compile_kernels.py --smoke    # one of each, to see that it runs; writes nothing
 
 A Generator of random weights runs on the CPU, in a process for each chip. Where a GPU would launch a kernel, with the
@@ -8,7 +8,7 @@ arguments and the configuration that it would have on that chip, the kernel is c
 torch twin computes the result. So what is compiled is what one GPU would run, without deterministic mode and then with
 it, but for flash-attn. Needs Triton, and no GPU.
 
-VERSION is Triton's. The file has a row for each kernel: variants, the configurations that were compiled, and the largest
+VERSION is Triton's. The file has a row for each kernel: variants, its compiled configurations, and the largest
 of their figures. shared: bytes of shared memory, of those that a block may have on that chip; spilled: bytes of a
 thread's numbers that have no register, and are in memory instead.
 """
