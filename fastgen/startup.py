@@ -100,7 +100,10 @@ def build_rank(
     except Exception as error:
         if not config.deterministic or options.get("deterministic") is not None or not refused(error):
             raise
-        log.warning("a kernel of deterministic mode does not compile on %s; it is off: %s", device, str(error))
+        log.warning(
+            "deterministic mode is off: a kernel of it does not compile on %s with Triton %s, where another Triton may "
+            "compile it: %s", device, triton and triton.__version__, error,
+        )  # fmt: skip
     gc.collect()  # what was built so far
     release_memory(device)
     return build_runner(model_config, make(**{**options, "deterministic": False}), folder, load, group)

@@ -160,8 +160,9 @@ class Kernel:
                 self.refused.add(x.device)
                 name = self.launch.__module__.rpartition(".")[2]
                 log.warning(
-                    "the %s kernel does not compile on %s; torch computes it, slower: %s", name, x.device, error
-                )
+                    "the %s kernel does not compile on %s with Triton %s; torch computes it, slower (another Triton "
+                    "may compile it): %s", name, x.device, triton.__version__, error,
+                )  # fmt: skip
         return self.twin(x, *arguments, **options)
 
     def runs_on(self, device: torch.device) -> bool:
