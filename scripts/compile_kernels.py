@@ -93,6 +93,7 @@ class Compiled:
         def compiling(base: Any) -> Any:
             class Compile(base):  # type: ignore[misc]
                 def run(self, *args: Any, warmup: bool, **options: Any) -> Any:
+                    options.setdefault("enable_fp_fusion", True)  # as in launch.quick
                     kernel = super().run(*args, warmup=True, **options)
                     compiled.add(f"{self.fn.__module__}.{self.fn.__name__}", kernel)
                     return kernel

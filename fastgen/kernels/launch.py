@@ -89,6 +89,8 @@ def quick(base: Any) -> Any:
             key = device, *map(type, args), *kinds, *options.items()
             launch = self._compiled.get(key)
             if launch is None or warmup:
+                # Triton 3.9 warns where this is left to its default, which changes in 3.10.
+                options.setdefault("enable_fp_fusion", True)
                 kernel = super().run(*args, grid=grid, warmup=warmup, **options)
                 if not warmup:
                     self._compiled[key] = _launcher(kernel)
