@@ -5,7 +5,7 @@
 
 A Generator of random weights runs on the CPU, in a process for each chip. Where a GPU would launch a kernel, with the
 arguments and the configuration that it would have on that chip, the kernel is compiled for it (ptxas included), and its
-torch twin computes the result. So what is compiled is what one GPU would run, without deterministic mode and then with
+torch twin computes the result (of products and attention it is zeros, which are quicker). So what is compiled is what one GPU would run, without deterministic mode and then with
 it, but for flash-attn. Needs Triton, and no GPU.
 
 VERSION is Triton's. The file has a row for each kernel: variants, its compiled configurations, and the largest
@@ -132,22 +132,30 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
 
     from fastgen import model, startup
     from fastgen.attention.paged import PagedAttention
-    from fastgen.kernels import attention, fixed
+    from fastgen.kernels import attention, fixed, product
 
     def call(self: Kernel, *args: Any, **options: Any) -> Any:
-        self.launch(*args, **options)
-        return self.twin(*args, **options)
+        result = self.launch(*args, **options)
+        return result if self.launch is self.twin else self.twin(*args, **options)
 
     def few(x: Any, linear: Any) -> bool:
         return model.product.pays(*x.shape) and x.element_size() == 2 and not linear.fixed
 
-    def launched(kernel: Kernel) -> None:
-        """Of a kernel that deterministic mode launches, and has no twin for."""
-        launch, twin = kernel.launch, kernel.twin
-        kernel.launch = lambda *args: (launch(*args), twin(*args))[1]
+    def zeros(kernel: Kernel, out: int | None = None) -> None:
+        """Replace the results of a kernel whose twin takes the CPU longer than compiling takes. out: the number of the
+        argument that it writes, where it returns nothing."""
+        launch = kernel.launch
 
-    launched(fixed.product)
-    launched(attention.attention)
+        def compile_alone(*args: Any) -> Any:
+            result = launch(*args)
+            return (result if out is None else args[out]).zero_()
+
+        kernel.launch = kernel.twin = compile_alone
+
+    zeros(product.product)
+    zeros(fixed.product)
+    zeros(attention.attention, out=1)
+    model.Linear.__call__ = lambda self, x, dtype=None: x.new_zeros(*x.shape[:-1], len(self.weight), dtype=dtype)  # type: ignore[method-assign]
     Kernel.__call__, Kernel.runs_on = call, lambda self, device: True  # type: ignore[method-assign]
     model._few = few
     model.Transformer.pack = lambda self: None  # type: ignore[method-assign]  # a GPU's weights are as they are
