@@ -5,8 +5,8 @@
 
 A Generator of random weights runs on the CPU, in a process for each chip. Where a GPU would launch a kernel, with the
 arguments and the configuration that it would have on that chip, the kernel is compiled for it (ptxas included), and its
-torch twin computes the result (of products and attention it is zeros, which are quicker). So what is compiled is what one GPU would run, without deterministic mode and then with
-it, but for flash-attn. Needs Triton, and no GPU.
+torch twin computes the result (of products and attention it is zeros, which are quicker). So what is compiled is what
+one GPU would run, without deterministic mode and then with it, but for flash-attn. Needs Triton, and no GPU.
 
 VERSION is Triton's. The file has a row for each kernel: variants, its compiled configurations, and the largest
 of their figures. shared: bytes of shared memory, of those that a block may have on that chip; spilled: bytes of a
