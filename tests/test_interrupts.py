@@ -293,9 +293,13 @@ class Fuzz:
         self.stream: Iterator[RequestOutput] | None = None
         self.ids = itertools.count()
         self.seen: Counter[str] = Counter()
-        for name in ("launch", "collect", "sample"):
-            setattr(self.gen._runner, name, self._failing(getattr(self.gen._runner, name)))
         self.trouble = 0  # at which call of these it comes
+        for owner, names in (
+            (self.gen._runner, ("launch", "collect", "sample")),
+            (self.gen._scheduler, ("schedule", "update")),
+        ):
+            for name in names:
+                setattr(owner, name, self._failing(getattr(owner, name)))
 
     # Calls.
 
@@ -307,12 +311,7 @@ class Fuzz:
                 self.rng.choice(actions)()
                 self.check()
             self.leave()
-            for _ in range(2000):
-                if not self.gen.unfinished:
-                    break
-                self.tell(self.gen.step())
-            self.tell(self.gen.step())
-            assert not self.open, "a request never ended"
+            self.drain()
             check_idle(self.gen)
             assert self.gen.stats.requests == self.gen.stats.finished + self.gen.stats.aborted
         return self.seen
@@ -328,7 +327,7 @@ class Fuzz:
     def hit(self, call: Callable[[], T]) -> T | None:
         """What the call returns; None where Ctrl-C or trouble has ended it."""
         kind = self.rng.random()
-        self.trouble = self.rng.choice((1, 2, 4)) if kind < 0.15 else 0
+        self.trouble = self.rng.randint(1, 8) if kind < 0.25 else 0
         presses = {self.rng.randrange(self.rng.choice((40, 400, 3000))) for _ in range(self.rng.choice((1, 1, 2)))}
         try:
             return self._pressed(call, presses) if kind > 0.6 else call()
@@ -448,12 +447,17 @@ class Fuzz:
 
     def sleep(self) -> None:
         self.leave()
-        while self.open:
-            self.tell(self.gen.step())
+        self.drain()
         self.hit(partial(self.gen.sleep, self.rng.choice(("weights", "kv_cache", ("weights", "kv_cache")))))
         self.hit(self.gen.wake)
         self.gen.wake()
         self.seen["slept"] += 1
+
+    def drain(self) -> None:
+        for _ in range(2000):
+            if self.gen.unfinished:
+                self.tell(self.gen.step())
+        assert not self.open, "a request never ended"
 
     # What comes of it.
 
