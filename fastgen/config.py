@@ -14,7 +14,7 @@ ATTENTION = ("flash", "paged", "reference")
 LANE_BYTES = 22  # a token of the vocabulary: penalty counts, logits and what the sampler makes of them
 MOST_SEQS = 8192  # that the kernels which list a step's work can take
 DEFAULT_KV_CACHE_GB = 4.0  # without a GPU, whose memory is measured
-HOPPER_MAJOR = 9  # of compute capabilities
+DECODE_KEYS, DECODE_GROUP = 64, 32  # keys of a block and most heads a KV head of the decode kernel in Gluon
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class EngineConfig:
     it is still to be measured (see `settle`); attention: "auto" or a name; memory_fraction: of the GPU's free memory.
     prefix_cache: full pages are found again by later requests; host_pages: of the host tier, which evicted pages go to.
     tensor_parallel: ranks that hold the model together. Memory and pages are those of each rank. deterministic: what a
-    sequence gets is the same to the bit, whatever the schedule.
+    sequence gets is the same to the bit, whatever the schedule. kernels: the kind that runs, "gluon" (beside Triton's),
+    "triton" or "torch".
     """
 
     device: str
@@ -40,6 +41,7 @@ class EngineConfig:
     host_pages: int = 0
     tensor_parallel: int = 1
     deterministic: bool = False
+    kernels: str = "torch"
     context_given: bool = False  # whether max_model_len was asked for; else it is what the model and the pool allow
 
     @classmethod
@@ -62,12 +64,13 @@ class EngineConfig:
         attention: str = "auto",
         tensor_parallel: int = 1,
         deterministic: bool | None = None,
-        capability: tuple[int, int] | None = None,
+        kernels: str = "torch",
     ) -> EngineConfig:
         """Fill in what was left open, from the model and the GPU's memory in bytes (0: there is no GPU).
 
         model: as a rank holds it (`ModelConfig.split`). kv_cache_gb and host_cache_gb are of all ranks together.
-        capability: of the GPU, where Triton is there too. Raises ValueError with what to change.
+        kernels: the fastest kind that the device runs ("gluon", "triton" or "torch"). Raises ValueError with what to
+        change.
         """
         gpu = device.split(":")[0] != "cpu"
         if dtype == "auto":
@@ -78,8 +81,9 @@ class EngineConfig:
             raise ValueError(f"attention is {attention!r}; it must be 'auto' or one of {', '.join(ATTENTION)}")
         if attention in ("flash", "paged") and not gpu:
             raise ValueError(f"attention is {attention!r}, which needs a GPU; use 'auto' or 'reference'")
+        check_integer("page_size", page_size, 1)
         if deterministic is None:
-            deterministic = tensor_parallel == 1 and (not gpu or _cheap(model, dtype, attention, capability))
+            deterministic = tensor_parallel == 1 and (not gpu or _is_fast(model, dtype, attention, page_size, kernels))
         elif deterministic:
             _check_deterministic(model, attention, tensor_parallel, gpu)
         if not 0 < memory_fraction <= 1:
@@ -87,7 +91,6 @@ class EngineConfig:
         for name, value in (("prefix_cache", prefix_cache), ("deterministic", deterministic)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, not {value!r}")
-        check_integer("page_size", page_size, 1)
         max_seqs, max_step_tokens = _step_size(model, dtype, memory, max_seqs, max_step_tokens)
         config = cls(
             device=device,
@@ -102,6 +105,7 @@ class EngineConfig:
             prefix_cache=prefix_cache,
             tensor_parallel=tensor_parallel,
             deterministic=deterministic,
+            kernels="triton" if kernels == "gluon" and not deterministic else kernels,
             context_given=max_model_len is not None,
         )
         config = replace(config, host_pages=_host_pages(config, model, host_cache_gb))
@@ -154,13 +158,13 @@ def _check_deterministic(model: ModelConfig, attention: str, ranks: int, gpu: bo
         )
 
 
-def _cheap(model: ModelConfig, dtype: str, attention: str, capability: tuple[int, int] | None) -> bool:
-    """Whether deterministic mode can be had on a GPU and costs little there, as measured on an H200 in bfloat16 with
-    heads of 128."""
-    suited = (
-        capability is not None and capability[0] == HOPPER_MAJOR and dtype != "float32" and 64 <= model.head_size <= 128
-    )
-    return suited and attention in ("auto", "paged") and _aligned(model)
+def _is_fast(model: ModelConfig, dtype: str, attention: str, page_size: int, kernels: str) -> bool:
+    """Return whether deterministic mode is at least as fast as ordinary mode in chats on a GPU: whether the kernels in
+    Gluon run, for products and for decodes (`fastgen.kernels.hopper_decode.streams`)."""
+    heads = 64 <= model.head_size <= 128 and model.head_size % 8 == 0
+    group = model.num_heads // model.num_kv_heads <= DECODE_GROUP
+    shapes = heads and group and page_size % DECODE_KEYS == 0 and _aligned(model)
+    return kernels == "gluon" and dtype != "float32" and attention in ("auto", "paged") and shapes
 
 
 def _inputs(model: ModelConfig) -> tuple[int, ...]:

@@ -113,13 +113,6 @@ class Answer:
     ids_read: int = 0  # ids that have gone into the text
     told: tuple[int, int] = (0, 0)  # ids and characters that events have told
 
-    @property
-    def unseen(self) -> bool:
-        """Whether the sequence has come further than the text, or has ended."""
-        return self.sequence.finish_reason is not None or (
-            self.text is not None and self.ids_read < self.sequence.output_len
-        )
-
     def read(self, tokenizer: Tokenizer | None) -> str | None:
         """Bring the text up to date; returns the stop string that it has come to."""
         sequence, params = self.sequence, self.sequence.params
@@ -158,7 +151,7 @@ class Answer:
         return stop
 
     def forget_text(self, tokenizer: Tokenizer | None) -> None:
-        """Begin the text anew, after an interrupt that may have torn it."""
+        """Begin the text anew, after an exception that may have come while it was made."""
         if self.text is not None and tokenizer is not None:
             sequence = self.sequence
             prompt = sequence.token_ids[: sequence.prompt_len]
@@ -190,9 +183,8 @@ class Answer:
             started=None if any(self.told) else sequence.started,
             weight_versions=sequence.weight_versions if sequence.finish_reason is not None else None,
         )
-        told = (sequence.output_len, len(text))
+        self.told = (sequence.output_len, len(text))
         events.append(event)
-        self.told = told
 
     def completion(self) -> Completion:
         sequence = self.sequence

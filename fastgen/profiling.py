@@ -38,16 +38,14 @@ class Tracer:
         self._profiler: profile | None = None
 
     def start_trace(self) -> None:
-        if self._profiler is not None:  # an interrupt has kept it from being written
-            self._profiler.stop()
+        assert self._profiler is None
         self._profiler = profile(activities=self._activities)
         self._profiler.start()
 
     def write_trace(self, path: Path) -> None:
         """Write what was recorded since `start_trace`; raises OSError where it can not be written."""
         profiler, self._profiler = self._profiler, None
-        if profiler is None:
-            raise OSError("an interrupt has kept it from being begun")
+        assert profiler is not None
         profiler.stop()  # waits for the GPU
         profiler.export_chrome_trace(str(path))
 

@@ -29,6 +29,7 @@ from fastgen.config import EngineConfig
 from fastgen.graphs import batch_sizes, shared_sizes
 from fastgen.kernels import fixed, product
 from fastgen.kernels.launch import Chip, current, refused, triton
+from fastgen.kernels.support import kernels_of, slower_than_possible
 from fastgen.loader import fill_random
 from fastgen.loader import load as load_checkpoint
 from fastgen.memory import device_memory, release_memory
@@ -89,15 +90,20 @@ def build_rank(
         device=device,
         memory=group.least(device_memory(device)),
         tensor_parallel=group.size,
-        capability=Chip.of(gpu).capability if gpu.type == "cuda" and triton is not None else None,
+        kernels=kernels_of(gpu),
     )
     config = make(**options)
+    if slower := slower_than_possible(gpu):
+        log.warning("%s: %s", device, slower)
     try:
         return build_runner(model_config, config, folder, load, group)
     except Exception as error:
         if not config.deterministic or options.get("deterministic") is not None or not refused(error):
             raise
-        log.warning("a kernel of deterministic mode does not compile on %s; it is off: %s", device, str(error))
+        log.warning(
+            "deterministic mode is off: a kernel of it does not compile on %s with Triton %s, where another Triton may "
+            "compile it: %s", device, triton and triton.__version__, error,
+        )  # fmt: skip
     gc.collect()  # what was built so far
     release_memory(device)
     return build_runner(model_config, make(**{**options, "deterministic": False}), folder, load, group)

@@ -26,8 +26,8 @@ VOCAB = 40  # two words of mask
 JUNK = -1  # what memory holds before anything is written
 
 
-class InterruptError(BaseException):
-    """Something like Ctrl-C: not an Exception."""
+class TroubleError(BaseException):
+    """What a signal handler may raise: not an Exception."""
 
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -74,7 +74,7 @@ class HashMask:
     fill_raises: int | None = None
     accept_raises: int | None = None
     said: list[int] = field(default_factory=list)
-    trip: Callable[[], None] = lambda: None  # may raise an InterruptError
+    trip: Callable[[], None] = lambda: None  # may raise a TroubleError
 
     def allowed(self) -> list[int]:
         self.trip()
@@ -186,7 +186,7 @@ class HashRunner:
         self.last_token = [JUNK] * config.max_seqs
         self.started: list[LaneStart | None] = [None] * config.max_seqs
         self.counted: list[list[int]] = [[] for _ in range(config.max_seqs)]
-        self.trip: Callable[[], None] = lambda: None  # may raise an InterruptError
+        self.trip: Callable[[], None] = lambda: None  # may raise a TroubleError
 
     def launch(self, batch: Batch) -> Launched:
         self._move_pages(batch)

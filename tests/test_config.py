@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, replace
+from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from fastgen.arch import ModelConfig, RopeConfig
 from fastgen.config import DEFAULT_KV_CACHE_GB, DTYPE_BYTES, EngineConfig
+from fastgen.kernels import hopper, hopper_decode
+from fastgen.kernels.launch import Chip
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -122,20 +126,45 @@ def test_deterministic_mode_is_on_where_it_costs_little() -> None:
     assert make().deterministic
     assert not make(deterministic=False).deterministic
     assert not make(tensor_parallel=2).deterministic
-    hopper: dict[str, Any] = {"device": "cuda", "capability": (9, 0), "dtype": "bfloat16"}
+    hopper: dict[str, Any] = {"device": "cuda", "kernels": "gluon", "dtype": "bfloat16"}
     model = replace(MODEL, head_size=128)
 
-    def modes(model: ModelConfig = model, **options: Any) -> tuple[bool, str]:
+    def modes(model: ModelConfig = model, **options: Any) -> tuple[bool, str, str]:
         config = EngineConfig.make(model, memory=10**11, **hopper | options)
-        return config.deterministic, config.attention
+        return config.deterministic, config.attention, config.kernels
 
-    assert modes() == modes(dtype="float16") == modes(attention="paged") == (True, "paged")
-    assert modes(deterministic=False) == (False, "auto")
-    assert modes(attention="flash") == (False, "flash")
-    for other in ({"dtype": "float32"}, {"capability": (8, 6)}, {"capability": None}, {"tensor_parallel": 2}):
-        assert modes(**other) == (False, "auto"), other
-    for change in ({"head_size": 256}, {"head_size": 32}, {"intermediate_size": 100}):
-        assert modes(replace(model, **change)) == (False, "auto"), change
+    assert modes() == modes(dtype="float16") == modes(attention="paged") == (True, "paged", "gluon")
+    assert modes(deterministic=False) == (False, "auto", "triton")
+    assert modes(attention="flash") == (False, "flash", "triton")
+    assert modes(kernels="torch") == (False, "auto", "torch")
+    assert modes(kernels="triton", deterministic=True) == (True, "paged", "triton")
+    for other in ({"dtype": "float32"}, {"kernels": "triton"}, {"page_size": 32}, {"tensor_parallel": 2}):
+        assert modes(**other) == (False, "auto", "triton"), other
+    slow = ({"head_size": 256}, {"head_size": 32}, {"head_size": 100}, {"intermediate_size": 100}, {"num_heads": 1000})
+    for change in slow:
+        assert modes(replace(model, **change)) == (False, "auto", "triton"), change
+
+
+def test_the_default_of_deterministic_mode_has_its_fast_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the mode is on by default, the decode kernel and the products in Gluon take every shape."""
+    monkeypatch.setattr(hopper, "GLUON", True)
+    chip = Chip((9, 0), 132, 232_448)
+    on = set()
+    for head_size, group, page_size, dtype in product(
+        (32, 64, 80, 96, 100, 128, 192, 256),
+        (1, 5, 8, 32, 40),
+        (16, 32, 64, 96, 128),
+        ("float16", "bfloat16", "float32"),
+    ):
+        model = replace(MODEL, head_size=head_size, num_heads=2 * group, num_kv_heads=2)
+        config = EngineConfig.make(
+            model, device="cuda", memory=10**11, kernels="gluon", dtype=dtype, page_size=page_size
+        )
+        if config.deterministic:
+            on.add((head_size, group, page_size))
+            assert hopper_decode.streams(chip, getattr(torch, dtype), group, head_size, page_size)
+            assert hopper.runs_on(chip, getattr(torch, dtype))
+    assert {(64, 1, 64), (80, 5, 128), (128, 32, 64)} <= on
 
 
 def test_the_smallest_values_work() -> None:

@@ -41,7 +41,7 @@ def test_a_kernel_that_has_run_is_found_again_where_triton_would_not_compile_it_
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, grid, warmup, **options: Compiled())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    kernel = launch._quick(JITFunction)(_noted, do_not_specialize=("count",))
+    kernel = launch.quick(JITFunction)(_noted, do_not_specialize=("count",))
     memory = torch.zeros(64, dtype=torch.float16)
     tensors = [memory, memory[1:], memory[8:], memory.float(), memory.to(torch.int32), None]
     values = [

@@ -123,7 +123,6 @@ def random_simulation(seed: int, make_scheduler: MakeScheduler = Scheduler, chec
         rng=rng,
         aborts=rng.choice((0.0, 0.0, 0.1)),
         trouble=rng.choice((0.0, 0.0, 0.02)),
-        torn=rng.choice((0.0, 0.0, 0.0, 0.002)),
         updates=rng.choice((0.0, 0.0, 0.0, 0.05)),
         scheduler=make_scheduler(config, random_expectation(rng, crowd)),
         check=check,
@@ -138,7 +137,7 @@ def test_any_schedule_gives_the_answers_of_no_schedule(first: int) -> None:
         try:
             simulation = random_simulation(seed).run()
             scheduler = simulation.scheduler
-            if scheduler.expectation.least == Expectation.least and not simulation.seen["interrupted"]:
+            if scheduler.expectation.least == Expectation.least and not simulation.seen["reset"]:
                 asked = simulation.seen["computed again"]
                 assert scheduler.preemptions == asked, "preempted where no answer got longer than expected"
         except Exception as error:
@@ -149,9 +148,9 @@ def test_the_random_schedules_reach_every_corner() -> None:
     seen: Counter[str] = Counter()
     for seed in range(SEEDS, SEEDS + 150):
         seen += random_simulation(seed).run().seen
-    corners = ("mixed", "chunked", "masked", "preempted", "dropped", "stopped late", "interrupted", "torn", "updates")
+    corners = ("mixed", "chunked", "masked", "preempted", "dropped", "stopped late", "reset", "updates")
     corners += ("computed again", "resumed")
-    corners += ("cached", "forks", "copies", "_evict", "saves", "loads", "_preempt")
+    corners += ("cached", "forks", "copies", "saves", "loads")
     reasons = ("stop", "length", "abort", "error")
     errors = ("the mask allowed no token", "'no rows today')", "'not that token')")
     assert not [corner for corner in corners + reasons + errors if seen[corner] < 10], seen
@@ -204,12 +203,6 @@ class ForgetsSaves(PageAllocator):
         return super().take_changes()._replace(saves=())
 
 
-class TrustsLostSteps(PageAllocator):
-    def recover(self) -> None:
-        self._in_flight.clear()
-        super().recover()
-
-
 class RemembersOldWeights(PageAllocator):
     def forget(self) -> None:
         """Forgets to."""
@@ -245,10 +238,7 @@ class KeepsTokenTooMany(Scheduler):
     "broken",
     [
         *(DropsPageUpdate, BeginsTooLate, ForgetsLaneStart, KeepsTokenTooMany, KeepsOldKV, IndexesOldKV),
-        *map(
-            with_pages,
-            (DoubledPages, ForgetsCopies, ForgetsSaves, TrustsLostSteps, RemembersOldWeights),
-        ),
+        *map(with_pages, (DoubledPages, ForgetsCopies, ForgetsSaves, RemembersOldWeights)),
     ],
 )
 def test_the_simulation_notices_a_broken_scheduler_by_its_answers(broken: MakeScheduler) -> None:

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels.finish import finish_pairs, finish_rows, read_pairs, read_rows
-from fastgen.kernels.launch import GLUON, Chip, gluon_jit, optional, tl
-
-gl: Any = optional("triton.experimental.gluon.language") if GLUON else None
-nvidia: Any = optional("triton.experimental.gluon.language.nvidia.hopper") if GLUON else None
+from fastgen.kernels.gluon import GLUON, HALVES, gl, gluon_jit, load_tile, nvidia, side_of
+from fastgen.kernels.launch import Chip, tl
 
 SIDE = 64  # rows of the instruction's left side, at least
 PIECE = 64  # numbers of K in a row of shared memory
@@ -55,7 +53,7 @@ def cut(tokens: int, outputs: int, inputs: int, chip: Chip) -> tuple[int, int, i
     if not wide:
         tiles, half_bytes = -(-outputs // SIDE), SIDE // 2 * inputs * 2
         rows, depth = SIDE, NARROW[padded] if tiles <= chip.processors else BETWEEN
-        if 2 * tiles <= chip.processors and padded < 64 and half_bytes <= SPARE * chip.shared_memory:
+        if HALVES and 2 * tiles <= chip.processors and padded < 64 and half_bytes <= SPARE * chip.shared_memory:
             rows, depth = SIDE // 2, HALVED
     programs = 1 if -(-outputs // rows) <= chip.processors else 2
     room = chip.shared_memory // programs - 3072 - max(SIDE - rows, 0) * PIECE * 2
@@ -155,13 +153,13 @@ def _load_weight(
         column = step * DEPTH + piece * (DEPTH // PIECES)
         at = [head, 0, first_row, column] if HALF > 0 else [first_row, column]
         to = weights.index(stage * PIECES + piece)
-        nvidia.tma.async_copy_global_to_shared(weight_desc, at, ready.index(stage), to)
+        load_tile(weight_desc, at, ready.index(stage), to)
 
 
 @gluon_jit()
 def _load_x(x_desc, ring, stage, step):
     _weights, xs, ready, _free = ring
-    nvidia.tma.async_copy_global_to_shared(x_desc, [0, step * xs.shape[2]], ready.index(stage), xs.index(stage))
+    load_tile(x_desc, [0, step * xs.shape[2]], ready.index(stage), xs.index(stage))
 
 
 @gluon_jit()
@@ -182,7 +180,6 @@ def _multiply(
     else:
         read = read_rows(*places, bias_ptr, out_ptr, T, N, ADD)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
-    flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, LONG], weights.dtype)
     acc = gl.zeros([SIDE, TOKENS], gl.float32, layout)
     stage = 0
     phase = 0
@@ -190,7 +187,7 @@ def _multiply(
     for step in range(0, STEPS):
         nvidia.mbarrier.wait(ready.index(stage), phase)
         for piece in gl.static_range(PIECES):
-            weight = weights.index(stage * PIECES + piece)._reinterpret(weights.dtype, [SIDE, LONG], flat)
+            weight = side_of(weights, stage, piece, STAGES, PIECES, SIDE, LONG)
             x = xs.index(stage).slice(piece * LONG, LONG, 1)
             acc = nvidia.warpgroup_mma(weight, x.permute((1, 0)), acc, is_async=True)
             acc = nvidia.warpgroup_mma_wait(PIECES, deps=[acc])

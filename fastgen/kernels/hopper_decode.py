@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels.blocks import join
-from fastgen.kernels.hopper import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described, gl, nvidia, runs_on
+from fastgen.kernels.gluon import barrier, gl, gluon_jit, load_tile, nvidia
+from fastgen.kernels.hopper import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described, runs_on
 from fastgen.kernels.items import FIELDS, HEADER, SPLITS, dependent
-from fastgen.kernels.launch import Chip, gluon_jit, tl
+from fastgen.kernels.launch import Chip, tl
 from fastgen.kernels.merging import merge_fixed
 from fastgen.kernels.tiles import power_of_two
 from fastgen.kernels.units import deal, item_at
@@ -119,8 +120,8 @@ def _load_blocks(
             if start + KEYS > position:  # with the key that the kernel ahead writes
                 tl.extra.cuda.gdc_wait()
             nvidia.mbarrier.expect(ready.index(stage), BYTES)
-            nvidia.tma.async_copy_global_to_shared(keys_desc, at, ready.index(stage), ks.index(stage))
-            nvidia.tma.async_copy_global_to_shared(values_desc, at, ready.index(stage), vs.index(stage))
+            load_tile(keys_desc, at, ready.index(stage), ks.index(stage))
+            load_tile(values_desc, at, ready.index(stage), vs.index(stage))
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
             phase = gl.where(stage == 0, phase ^ 1, phase)
         unit += programs
@@ -141,7 +142,7 @@ def _load_query(
     first = tl.load(items_ptr + unit // K * FIELDS, mask=wanted, other=0)
     nvidia.mbarrier.expect(asked.index(slot), 2 * qs.shape[1] * qs.shape[2], pred=wanted)
     row = first * H + unit % K * (H // K)
-    nvidia.tma.async_copy_global_to_shared(q_desc, [row, 0], asked.index(slot), qs.index(slot), pred=wanted)
+    load_tile(q_desc, [row, 0], asked.index(slot), qs.index(slot), pred=wanted)
 
 
 @gluon_jit()
@@ -248,7 +249,7 @@ def _finish(
         tl.store(parts_ptr + gl.expand_dims(slot * D, 0) + gl.expand_dims(dim, 1), acc, mask=here)
         tl.store(peaks_ptr + slot, peak, mask=row < G)
         tl.store(totals_ptr + slot, total, mask=row < G)
-        gl.thread_barrier()  # all of the program's results are written before it counts as arrived
+        barrier()  # all of the program's results are written before it counts as arrived
         arrived = tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="acq_rel", scope="gpu")
         if arrived == splits - 1:
             lanes: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])

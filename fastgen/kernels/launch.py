@@ -35,11 +35,17 @@ def optional(name: str) -> Any:
 
 triton, tl = optional("triton"), optional("triton.language")
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
-KNOWN = triton is not None and triton.__version__.startswith("3.6.")
-"""Whether this is the Triton whose inner ways we know."""
 
-GLUON = KNOWN and not INTERPRETED
-"""Whether kernels in Gluon run: it is experimental, and so of that Triton alone; and no interpreter knows it."""
+
+def version() -> tuple[int, int]:
+    """Return Triton's major and minor version; (0, 0) without Triton."""
+    major, minor = triton.__version__.split(".")[:2] if triton else (0, 0)
+    return int(major), int(minor)
+
+
+KNOWN_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
+KNOWN = version() in KNOWN_TRITON
+"""Whether this Triton's launcher and its Gluon are the ones that fastgen was tested with."""
 
 
 def constant(value: float) -> Any:
@@ -54,19 +60,11 @@ def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
         return lambda function: function
     if INTERPRETED:
         return lambda function: triton.jit(function, do_not_specialize=unspecialized)
-    return lambda function: _quick(triton.JITFunction)(function, do_not_specialize=unspecialized)
-
-
-def gluon_jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
-    """As `jit`, for kernels in Gluon."""
-    if not GLUON:
-        return lambda function: function
-    base = importlib.import_module("triton.experimental.gluon._runtime").GluonJITFunction
-    return lambda function: _quick(base)(function, do_not_specialize=unspecialized)
+    return lambda function: quick(triton.JITFunction)(function, do_not_specialize=unspecialized)
 
 
 @cache
-def _quick(base: Any) -> Any:
+def quick(base: Any) -> Any:
     """A triton.JITFunction with a shorter way to a kernel that has been compiled: Triton's own takes the host longer
     than a small kernel takes the GPU, which shows where no graph is replayed, as in short prefills."""
     modules = ("triton.tools.tensor_descriptor", *["triton.experimental.gluon.nvidia.hopper"] * KNOWN)
@@ -91,6 +89,8 @@ def _quick(base: Any) -> Any:
             key = device, *map(type, args), *kinds, *options.items()
             launch = self._compiled.get(key)
             if launch is None or warmup:
+                # Triton 3.9 warns where this is left to its default, which changes in 3.10.
+                options.setdefault("enable_fp_fusion", True)
                 kernel = super().run(*args, grid=grid, warmup=warmup, **options)
                 if not warmup:
                     self._compiled[key] = _launcher(kernel)
@@ -162,8 +162,9 @@ class Kernel:
                 self.refused.add(x.device)
                 name = self.launch.__module__.rpartition(".")[2]
                 log.warning(
-                    "the %s kernel does not compile on %s; torch computes it, slower: %s", name, x.device, error
-                )
+                    "the %s kernel does not compile on %s with Triton %s; torch computes it, slower (another Triton "
+                    "may compile it): %s", name, x.device, triton.__version__, error,
+                )  # fmt: skip
         return self.twin(x, *arguments, **options)
 
     def runs_on(self, device: torch.device) -> bool:

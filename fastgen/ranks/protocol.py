@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastgen.interrupts import DeferredInterrupt
 from fastgen.parallel import Group
 from fastgen.rank_errors import DepartedError, portable, raise_first
 from fastgen.ranks.channel import Failed, Peers
@@ -122,7 +123,7 @@ class Member(ABC):
         """Return, on all ranks, what the leader's function returns, or raise what it raises; all must call this name.
         update: of this rank's program, where the call updates weights."""
 
-    def iterate(self, name: str, items: PyGenerator[T, None, None]) -> Iterator[T]:
+    def iterate(self, name: str, items: PyGenerator[T, None, None]) -> PyGenerator[T, None, None]:
         """Yield the items of the leader's generator, on all ranks. All must leave early at the same item, which closes
         the generator."""
         try:
@@ -440,6 +441,8 @@ def _meet_to_close(peers: Peers, leads: bool) -> None:
 class _HasTeam(Protocol):
     """A class with methods that all ranks call. _team: None, but in a tp_group."""
 
+    _interrupt: DeferredInterrupt
+
     @property
     def _team(self) -> Leader | Follower | None: ...
 
@@ -450,13 +453,14 @@ S = TypeVar("S", bound=_HasTeam)
 
 def on_all_ranks(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """Decorate a method that all ranks of a tp_group call: rank 0 runs it, the others replay its steps, and all return
-    the same."""
+    the same. Ctrl-C is deferred meanwhile."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **options: P.kwargs) -> T:
-        if self._team is None:
-            return method(self, *args, **options)
-        result: T = self._team.call(method.__name__, lambda: method(self, *args, **options))
-        return result
+        with self._interrupt:
+            if self._team is None:
+                return method(self, *args, **options)
+            result: T = self._team.call(method.__name__.lstrip("_"), lambda: method(self, *args, **options))
+            return result
 
     return call

@@ -65,13 +65,14 @@ class RankSetup:
     def find(
         cls, model_config: ModelConfig, options: dict[str, Any], device: str | None, tensor_parallel: int, tp_group: Any
     ) -> RankSetup:
-        """Check the arguments of a Generator, as far as that takes no GPU. Raises ValueError or TypeError."""
+        """Check the arguments of a Generator. Raises ValueError or TypeError."""
         if tp_group is not None and tensor_parallel != 1:
             raise ValueError(f"tp_group has its ranks already; leave tensor_parallel={tensor_parallel!r} out")
         size = tensor_parallel if tp_group is None else process_group_of(tp_group).size()
         shared = model_config.split(size)
-        starts = size > 1 and tp_group is None
-        device = device_of(find_devices(device, size), 0) if starts else find_device(device)
+        if size > 1 and tp_group is None:
+            device = device_of(find_devices(device, size), 0)
+        device = find_device(device)
         EngineConfig.make(shared, device=device, tensor_parallel=size, **options)
         return cls(model_config, options, device, size, tp_group)
 
@@ -181,8 +182,8 @@ def follow(rank: int, peers: Peers) -> None:
 
 def _follow(rank: int, peers: Peers, made_of: MadeOf, kind: str, name: str, port: int, size: int, memory: int) -> None:
     """See `start_followers`. memory: the number of the file that the leader shares."""
-    device = torch.device(device_of(kind, rank))
     try:
+        device = torch.device(find_device(device_of(kind, rank)))
         if kind == "cuda":
             torch.cuda.set_device(device)
         torch.set_num_threads(max(torch.get_num_threads() // size, 1) if kind == "cpu" else 1)
