@@ -331,7 +331,9 @@ def test_a_killed_rank_ends_the_others() -> None:
         with pytest.raises(RuntimeError, match="no longer agree"):
             gen.generate(CHATS[0], LONG)
     kept = [256e6, *[64e6] * (RANKS - 1)]  # this process, which is rank 0, keeps kernels and the workspace of cuBLAS
-    assert within(2, lambda: all(now > then - most for now, then, most in zip(free_memory(), before, kept, strict=True)))
+    assert within(
+        2, lambda: all(now > then - most for now, then, most in zip(free_memory(), before, kept, strict=True))
+    )
     assert shared_segments() <= segments
 
 
