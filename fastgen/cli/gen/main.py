@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from fastgen import __version__
-from fastgen.cli.gen.extras import needed
+from fastgen.cli.extras import needed
 from fastgen.cli.gen.outputs import Indices, InOrder, Lines, Output, Parts, begin, parquet_schema
 from fastgen.cli.gen.rows import PARQUET, SUFFIXES, Source
 from fastgen.cli.gen.work import (
