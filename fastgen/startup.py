@@ -64,7 +64,7 @@ def find_device(name: str | None) -> str:
         remedy = "device='cpu' needs no GPU"
         if _is_out_of_memory(error):
             remedy = (
-                "end the programs that hold its memory, select another GPU with device='cuda:1' or "
+                "end the programs that hold its memory, select another GPU with device='cuda:N' or "
                 "CUDA_VISIBLE_DEVICES, or use device='cpu'"
             )
         raise ValueError(
