@@ -421,7 +421,9 @@ def test_hub_refusals(error: Any, model: str, revision: str | None, message: str
 
 def test_hub_without_safetensors(serve: Any) -> None:
     serve({"config.json": b"{}", "pytorch_model.bin": b"x", "consolidated.safetensors": b"x"})
-    with pytest.raises(ValueError, match=r"org/model: model\.safetensors is not in .*fastgen reads safetensors only"):
+    with pytest.raises(
+        ValueError, match=r"org/model: model\.safetensors is not in .*fastgen reads safetensors only, so convert"
+    ):
         resolve("org/model")
     assert resolve("org/model", weights=False).name == COMMIT
 
@@ -441,7 +443,9 @@ def test_offline_cache_suffices(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert resolve("org/model") == folder
     assert resolve("org/model", revision=COMMIT) == folder
     (folder / SHARDS[0]).unlink()
-    with pytest.raises(ValueError, match=rf"org/model: {SHARDS[0]} is not in the local hub cache"):
+    with pytest.raises(
+        ValueError, match=rf"org/model: {SHARDS[0]} is not in the local .*; fetch it with `hf download "
+    ):
         resolve("org/model")
     assert resolve("org/model", weights=False) == folder
     with pytest.raises(ValueError, match="org/absent is not a folder, is not in the local hub cache"):
