@@ -42,7 +42,7 @@ from fastgen.processes import end, end_with_caller, ending, spawn
 from fastgen.profiling import LocalTracer
 from fastgen.request import Batch, StepResult
 from fastgen.runner import Launched, Runner
-from fastgen.startup import build_rank
+from fastgen.startup import build_rank, find_device
 from fastgen.transfer import Arriving, SharedMemory, Taken, Weight, packed
 from fastgen.weights import Update
 
@@ -366,7 +366,7 @@ def _build(start: Start, link: Link) -> Runner:
     torch.set_num_threads(max(torch.get_num_threads() // start.size, 1) if start.device == "cpu" else 1)
     logging.basicConfig(format=f"rank {start.rank}: %(message)s")
     logging.getLogger("fastgen").setLevel(start.log_level if start.rank == 0 else logging.WARNING)
-    device = torch.device("cuda", start.rank) if start.device == "cuda" else torch.device("cpu")
+    device = torch.device(find_device(f"cuda:{start.rank}" if start.device == "cuda" else "cpu"))
     group = Group(_join(start, link, device), device)
     runner = build_rank(start.model_config, start.options, start.folder, start.load, str(device), group)
     gc.freeze()  # or a collection of all that torch has brought along would hold up some step for 80 ms
