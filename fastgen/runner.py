@@ -268,7 +268,7 @@ class Runner:
             ]
         if output.kept is not None:
             kept = output.kept.numpy()  # torch would wake all of its threads for each row
-            result.sampling_masks = [
+            result.sampling_mask = [
                 np.flatnonzero(kept[row]).tolist() if self._params[lane].return_sampling_mask else None
                 for row, lane in enumerate(launched.batch.sampling)
             ]
