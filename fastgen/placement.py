@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastgen.arch import ModelConfig
 from fastgen.config import EngineConfig
+from fastgen.interrupts import DeferredInterrupt
 from fastgen.kernels.launch import current
 from fastgen.links import Links
 from fastgen.parallel import Group
@@ -107,6 +108,8 @@ def process_group_of(tp_group: Any) -> dist.ProcessGroup:
 class _HasTeam(Protocol):
     """What methods on all ranks are of. _team: None, but in a tp_group."""
 
+    _interrupt: DeferredInterrupt
+
     @property
     def _team(self) -> Leader | Follower | None: ...
 
@@ -117,13 +120,15 @@ T = TypeVar("T")
 
 
 def on_all_ranks(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A method that all ranks of a tp_group call: rank 0 runs it, others replay its steps, and all return the same."""
+    """A method that all ranks of a tp_group call: rank 0 runs it, others replay its steps, and all return the same.
+    Ctrl-C is deferred meanwhile."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **options: P.kwargs) -> T:
-        if self._team is None:
-            return method(self, *args, **options)
-        result: T = self._team.call(method.__name__, lambda: method(self, *args, **options))
-        return result
+        with self._interrupt:
+            if self._team is None:
+                return method(self, *args, **options)
+            result: T = self._team.call(method.__name__.lstrip("_"), lambda: method(self, *args, **options))
+            return result
 
     return call

@@ -50,15 +50,13 @@ class LocalTracer:
         self._profiler: profile | None = None
 
     def start_trace(self) -> None:
-        if self._profiler is not None:  # an interrupt has kept it from being written
-            self._profiler.stop()
+        assert self._profiler is None
         self._profiler = profile(activities=self._activities, experimental_config=self._options)
         self._profiler.start()
 
     def write_trace(self, path: Path) -> None:
         profiler, self._profiler = self._profiler, None
-        if profiler is None:
-            raise OSError("an interrupt has kept it from being begun")
+        assert profiler is not None
         profiler.stop()  # waits for the GPU
         profiler.export_chrome_trace(str(path))
 

@@ -93,7 +93,7 @@ class Member(ABC):
         """What a function of the leader's returns or raises, on all ranks; all must call this name. update: this
         rank's, where it updates weights."""
 
-    def iterate(self, name: str, items: PyGenerator[T, None, None]) -> Iterator[T]:
+    def iterate(self, name: str, items: PyGenerator[T, None, None]) -> PyGenerator[T, None, None]:
         """The items of the leader's generator, on all ranks; leaving early, which all must do at the same item, closes
         it."""
         try:

@@ -16,6 +16,7 @@ LEVELS = {
     "fastgen": 0,  # resolves the public names lazily; who imports one of them imports its home
     "fastgen.arch": 0,
     "fastgen.config": 0,
+    "fastgen.interrupts": 0,
     "fastgen.processes": 0,  # starts and ends them, whatever they are
     "fastgen.request": 0,
     "fastgen.tokenizer": 0,

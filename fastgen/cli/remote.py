@@ -72,7 +72,7 @@ class Remote:
         reply = Reply()
         try:
             with closing(self._chunks(messages)) as chunks:  # leaving it ends the request
-                while chunk := interrupt.call(lambda: next(chunks, None), 1):
+                while chunk := interrupt.call(lambda: next(chunks, None)):
                     if text := self._take(chunk, reply):
                         say(text)
             if reply.finish_reason is None:
