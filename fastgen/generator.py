@@ -19,14 +19,13 @@ from fastgen.interrupts import DeferredInterrupt
 from fastgen.loader import resolve
 from fastgen.memory import release_memory
 from fastgen.outputs import Active, Answer, Sink, Stats, failed, shown
-from fastgen.placement import Placement, agreeing, log_start, on_all_ranks
-from fastgen.profiling import LocalTracer, Recorder, span
+from fastgen.profiling import Recorder, Tracer, span
+from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
+from fastgen.ranks.start import RankSetup, agreeing, log_start
 from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
 from fastgen.scheduler import Scheduler
-from fastgen.spmd import Follower, Leader
 from fastgen.tokenizer import Tokenizer
 from fastgen.updating import BetweenSteps, Weights
-from fastgen.workers import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,8 @@ class Generator(BetweenSteps):
         come back from; 0: none.
     attention: "auto" (what measured fastest on the device; in deterministic mode paged), "flash", "paged" or
         "reference".
-    tensor_parallel: so many GPUs hold the model together, each driven by a process that is started here.
+    tensor_parallel: the number of GPUs that hold the model together. This process drives the first, and starts one
+        for each other.
     tp_group: the same inside a program that has ranks already: a torch.distributed process group, or a DeviceMesh of
         one dimension. Every rank makes the Generator and calls the same methods in the same order; rank 0's arguments
         count, it alone reads the iterable of `stream`, and all get the same result.
@@ -103,7 +103,7 @@ class Generator(BetweenSteps):
         with agreeing(tp_group):
             self.folder = resolve(model, revision, weights=False)  # the weights follow when all else is right
             self.model_config = read_config(self.folder)
-            placement = Placement.find(self.model_config, options, device, tensor_parallel, tp_group)
+            setup = RankSetup.find(self.model_config, options, device, tensor_parallel, tp_group)
             self.tokenizer = Tokenizer.find(self.folder if tokenizer is None else resolve(tokenizer, weights=False))
             if tokenizer is not None and self.tokenizer is None:
                 raise ValueError(f"tokenizer is {str(tokenizer)!r}, which has no tokenizer files")
@@ -111,12 +111,12 @@ class Generator(BetweenSteps):
             if load == "auto":
                 self.folder = resolve(model, revision)
         me = weakref.proxy(self)  # so that ranks end with what holds them
-        self._runner: Any = placement.start(self.folder, load, tell=lambda: me.stats)
-        self._team = self._runner if isinstance(self._runner, Leader | Follower) else None
+        self._runner: Any = setup.start(self.folder, load, status=lambda: me.stats)
+        self._team: Leader | Follower | None = None if tp_group is None else self._runner
         self.config = self._runner.config  # only now is it known how large the KV pool is
         self.max_model_len = self.config.max_model_len
         log_start(self.folder.name, time.perf_counter() - start, self.config, self.model_config)
-        self.recorder = Recorder(self._runner if isinstance(self._runner, Ranks) else LocalTracer(self.config.device))
+        self.recorder = Recorder(Tracer(self.config.device))
         self._intake = Intake(self.model_config, self.tokenizer, self.max_model_len, seed)
         self._weights = Weights()
         self._scheduler = Scheduler(self.config)
@@ -308,24 +308,24 @@ class Generator(BetweenSteps):
     @property
     def unfinished(self) -> int:
         """Requests in the engine, and those whose last events the next `step` returns."""
-        told = self.stats if isinstance(self._team, Follower) else None
-        if told:
-            return told.requests - told.finished - told.aborted
+        if isinstance(self._team, Follower):
+            stats = self.stats
+            return stats.requests - stats.finished - stats.aborted
         return len(self._active.keys() | {event.id for event in self._events})
 
     @property
     def stats(self) -> Stats:
         """Counts since the start, and what is held now; of a tp_group, ranks above 0 know the end of the last call."""
         if isinstance(self._team, Follower):
-            return self._team.told or Stats()
+            return self._team.status or Stats()
         return self._stats.now(self._scheduler)
 
     def profile(self, path: str | Path, steps: int = 8) -> AbstractContextManager[None]:
         """Write a Chrome trace of the next `steps` steps that run inside the block (`with`), or of all if fewer do.
 
         path: of a new file, .json or .json.gz. The trace has what the CPU and a GPU did, and ranges for the parts of
-        a step: schedule, launch, collect (of the step before) and update. Of several ranks, rank 0 writes it, and with
-        tensor_parallel only launch, sample and collect are in it. Raises ValueError (in a tp_group on rank 0) for
+        a step: schedule, launch, collect (of the step before) and update. Of several ranks, rank 0 writes it. Raises
+        ValueError (in a tp_group on rank 0) for
         steps below 1, for a path in no folder, and where a trace is being recorded already.
         """
         return nullcontext() if isinstance(self._team, Follower) else self.recorder.block(path, steps)

@@ -13,7 +13,6 @@ from fastgen.attention import Attention, StepLayout
 from fastgen.cache.host import Arrivals, HostTier
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
-from fastgen.exchange import DepartedError
 from fastgen.graphs import Graphs, batch_sizes, shared_sizes
 from fastgen.kernels.lanes import DecodeInput, advance
 from fastgen.kernels.launch import current
@@ -21,6 +20,7 @@ from fastgen.memory import release_memory, taken
 from fastgen.model import ROW_TILE, Ends, StepInput, Transformer
 from fastgen.pieces import Pieces, piece_sizes
 from fastgen.pinned import upload
+from fastgen.rank_errors import DepartedError
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
 from fastgen.sampler import LARGE, LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
 from fastgen.weights import Update, write

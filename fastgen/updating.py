@@ -11,10 +11,9 @@ from torch import Tensor
 from fastgen.arch import ModelConfig
 from fastgen.interrupts import DeferredInterrupt
 from fastgen.model import checkpoint_parts
-from fastgen.placement import on_all_ranks
+from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.request import Sequence
 from fastgen.scheduler import Scheduler
-from fastgen.spmd import Follower, Leader
 from fastgen.weights import Update
 
 IN_FLIGHT = ("error", "keep", "recompute")

@@ -22,8 +22,8 @@ import yaml
 from serving import FGSERVE, ROOT, Server, alive, children, descendants, is_called, until
 
 import fastgen.ray
-from fastgen import processes
 from fastgen.cli.serve.options import read_options
+from fastgen.ranks import processes
 from fastgen.ray import Replica
 
 pytestmark = pytest.mark.timeout(600)
