@@ -128,7 +128,8 @@ class Group:
             backend = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
         else:
             kind, options = dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL.Options()
-            options._timeout = TIMEOUT
+            options._timeout, options.group_name = TIMEOUT, GroupName(name)
+            options.global_ranks_in_group = list(range(size))
             backend = dist.ProcessGroupNCCL(store, rank, size, options)
         backend._set_sequence_number_for_group()
         process_group._set_default_backend(kind)

@@ -16,6 +16,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from test_ranks_protocol import MODEL as MODEL_CONFIG
 from test_ranks_protocol import FakeRunner, batch
 
@@ -250,6 +251,12 @@ def test_a_generator_goes_on_after_an_interrupt_is_traced_and_ends_with_a_rank(t
         with pytest.raises(KeyboardInterrupt):
             generate_forever(gen)
         assert gen.unfinished == 0
+        assert gen.generate([[1, 2, 3]], params)[0].completions == answer
+
+        assert not dist.is_initialized()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the program's own
+        assert gen.generate([[1, 2, 3]], params)[0].completions == answer
+        dist.destroy_process_group()
         assert gen.generate([[1, 2, 3]], params)[0].completions == answer
 
         gen.add([1, 2, 3], params, "a")

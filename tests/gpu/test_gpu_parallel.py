@@ -330,7 +330,10 @@ def test_a_killed_rank_ends_the_others() -> None:
         assert within(killed + 10 - time.monotonic(), lambda: not ranks & ranks_of(os.getpid()))
         with pytest.raises(RuntimeError, match="no longer agree"):
             gen.generate(CHATS[0], LONG)
-    assert within(2, lambda: all(now > then - 64e6 for now, then in zip(free_memory(), before, strict=True)))
+    kept = [256e6, *[64e6] * (RANKS - 1)]  # this process, which is rank 0, keeps kernels and the workspace of cuBLAS
+    assert within(
+        2, lambda: all(now > then - most for now, then, most in zip(free_memory(), before, kept, strict=True))
+    )
     assert shared_segments() <= segments
 
 
