@@ -108,7 +108,7 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, sizes: list[int] | None = None, pieces: list[int] | None = None) -> None:
-        """Capture decode steps of `sizes` lanes, and pieces of steps of `pieces` tokens (None: all of use), as graphs."""
+        """Capture decode steps of `sizes` lanes, and pieces of steps of `pieces` tokens (None: all), as CUDA graphs."""
         sizes = sizes or batch_sizes(self.config.max_seqs)
         pieces = piece_sizes(self.config.max_step_tokens) if pieces is None else pieces
         with current(self.device):
