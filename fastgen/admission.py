@@ -77,11 +77,6 @@ class Reservations:
         if len(sequence.pages) >= self._reserved[sequence.lane]:
             self.reserve(sequence.lane, self.expected(sequence))
 
-    def restart(self, waiting: Iterable[Sequence]) -> None:
-        """Nobody runs, and these wait."""
-        self._reserved = [0] * len(self._reserved)
-        self.sum, self.wanted_sum = 0, sum(map(self.expected, waiting))
-
     def learn(self, answer_len: int, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
         """From an answer that has finished. Reservations are made anew where that moves them by much, which is rare."""
         self.expectation.learn(answer_len)

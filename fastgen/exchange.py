@@ -44,15 +44,12 @@ from torch import Tensor
 
 from fastgen.kernels.norm import RMSNorm
 from fastgen.kernels.sumnorm import sum_norm
+from fastgen.rank_errors import DepartedError
 
 HALVES = 2
 STAGED, GATHERED = 0, 1  # kinds of flags
 LETTING_GO = 5.0  # seconds in which waits that are interrupted end
 ALIGNMENT = 256
-
-
-class DepartedError(RuntimeError):
-    """Another rank has left the group, or does not answer."""
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,23 @@ import weakref
 from collections.abc import Generator as PyGenerator
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from fastgen.arch import read_config
 from fastgen.intake import Intake, paired, scored
+from fastgen.interrupts import DeferredInterrupt
 from fastgen.loader import resolve
 from fastgen.memory import release_memory
 from fastgen.outputs import Active, Answer, Sink, Stats, failed, shown
-from fastgen.placement import Placement, agreeing, log_start, on_all_ranks
-from fastgen.profiling import LocalTracer, Recorder, span
+from fastgen.profiling import Recorder, Tracer, span
+from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
+from fastgen.ranks.start import RankSetup, agreeing, log_start
 from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
 from fastgen.scheduler import Scheduler
-from fastgen.spmd import Follower, Leader
 from fastgen.tokenizer import Tokenizer
 from fastgen.updating import BetweenSteps, Weights
-from fastgen.workers import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Generator(BetweenSteps):
     model: a folder in Hugging Face format or a hub id; None: the bundled model. revision: of the hub id.
     tokenizer: a folder or hub id to take the tokenizer from, where it is not the model's own.
     dtype: "auto" (the checkpoint's on a GPU, float32 on the CPU), "float32", "bfloat16" or "float16".
-    device: a torch device; None: the GPU where there is one, else the CPU.
+    device: a torch device; None: the GPU where torch can use one, else the CPU.
     max_model_len: the context, prompt and answer together, in tokens; None: the model's, or what the KV pool holds
         where that is less; the attribute of that name tells.
     max_seqs: sequences that run at a time; max_step_tokens: tokens that a step computes at most; None: what suits.
@@ -53,7 +53,8 @@ class Generator(BetweenSteps):
         come back from; 0: none.
     attention: "auto" (what measured fastest on the device; in deterministic mode paged), "flash", "paged" or
         "reference".
-    tensor_parallel: so many GPUs hold the model together, each driven by a process that is started here.
+    tensor_parallel: the number of GPUs that hold the model together. This process drives the first, and starts one
+        for each other.
     tp_group: the same inside a program that has ranks already: a torch.distributed process group, or a DeviceMesh of
         one dimension. Every rank makes the Generator and calls the same methods in the same order; rank 0's arguments
         count, it alone reads the iterable of `stream`, and all get the same result.
@@ -102,7 +103,7 @@ class Generator(BetweenSteps):
         with agreeing(tp_group):
             self.folder = resolve(model, revision, weights=False)  # the weights follow when all else is right
             self.model_config = read_config(self.folder)
-            placement = Placement.find(self.model_config, options, device, tensor_parallel, tp_group)
+            setup = RankSetup.find(self.model_config, options, device, tensor_parallel, tp_group)
             self.tokenizer = Tokenizer.find(self.folder if tokenizer is None else resolve(tokenizer, weights=False))
             if tokenizer is not None and self.tokenizer is None:
                 raise ValueError(f"tokenizer is {str(tokenizer)!r}, which has no tokenizer files")
@@ -110,17 +111,18 @@ class Generator(BetweenSteps):
             if load == "auto":
                 self.folder = resolve(model, revision)
         me = weakref.proxy(self)  # so that ranks end with what holds them
-        self._runner: Any = placement.start(self.folder, load, tell=lambda: me.stats)
-        self._team = self._runner if isinstance(self._runner, Leader | Follower) else None
+        self._runner: Any = setup.start(self.folder, load, status=lambda: me.stats)
+        self._team: Leader | Follower | None = None if tp_group is None else self._runner
         self.config = self._runner.config  # only now is it known how large the KV pool is
         self.max_model_len = self.config.max_model_len
         log_start(self.folder.name, time.perf_counter() - start, self.config, self.model_config)
-        self.recorder = Recorder(self._runner if isinstance(self._runner, Ranks) else LocalTracer(self.config.device))
+        self.recorder = Recorder(Tracer(self.config.device))
         self._intake = Intake(self.model_config, self.tokenizer, self.max_model_len, seed)
         self._weights = Weights()
         self._scheduler = Scheduler(self.config)
         self._in_flight: Any = None  # what the runner's launch has returned
-        self._recovering = self._stepping = False
+        self._interrupt = DeferredInterrupt()
+        self._stepping = False
         self._late_aborts: list[str | int] = []
         self._active: dict[str | int, Active] = {}
         self._owners: dict[Sequence, tuple[Active, Answer]] = {}
@@ -157,12 +159,24 @@ class Generator(BetweenSteps):
         first. Leaving early aborts what was begun. A request that can not be served is an output with an error.
         """
         outputs = self._serve(requests, ahead=0)
-        yield from outputs if self._team is None else self._team.iterate("stream", outputs)
+        if self._team is not None:
+            outputs = self._team.iterate("stream", outputs)
+        try:
+            while True:
+                with self._interrupt:
+                    output = next(outputs, None)
+                if output is None:
+                    return
+                yield output
+        finally:
+            with self._interrupt:
+                outputs.close()
 
     def _serve(self, requests: Iterable[Request | None], ahead: int) -> PyGenerator[RequestOutput, None, None]:
-        """`stream`; some steps on, at least `ahead` requests are in the engine as long as there are some, which lets
-        the scheduler plan. A few at a time, since the first step need not wait until all texts are tokens."""
-        source: Iterator[Request | None] | None = iter(requests)
+        """`stream`, whose items are taken with Ctrl-C deferred. After the first steps, at least `ahead` requests are in
+        the engine as long as there are some, which lets the scheduler plan. They come a few at a time, since the first
+        step need not wait until all texts are tokens."""
+        source: Iterator[Request | None] | None = self._interrupt.reading(requests)
         sink = Sink()
         try:
             while source is not None or sink.running or sink.done:
@@ -226,7 +240,6 @@ class Generator(BetweenSteps):
 
     # --------------------------------------------------------------------------------------- step by step
 
-    @on_all_ranks
     def add(
         self,
         prompt: Prompt,
@@ -236,12 +249,33 @@ class Generator(BetweenSteps):
     ) -> str | int:
         """Begin a request, whose events `step` returns; returns its id. A bad one raises ValueError or TypeError.
         resume: a completion of this prompt to go on with, as `Request` says."""
-        return self._begin(Request(prompt, SamplingParams() if params is None else params, id, resume), sink=None).id
+        request = Request(prompt, SamplingParams() if params is None else params, id, resume)
+        added: str | int | None = None
+        try:
+            with self._interrupt:
+                added = self._add(request)
+        except KeyboardInterrupt:
+            if added is not None:  # the caller does not get to know the id
+                self.abort(added)
+            raise
+        return added
 
     @on_all_ranks
+    def _add(self, request: Request) -> str | int:
+        return self._begin(request, sink=None).id
+
     def step(self) -> list[Event]:
-        """Run one step; returns what is new of the requests that were added, [] where nothing is."""
-        if self._scheduler.busy or self._recovering:
+        """Run one step; returns what is new of the requests that were added, [] where nothing is. Ctrl-C is raised at
+        the end of the step, whose events the next one returns."""
+        with self._interrupt:
+            new = self._step()
+            self._events += new
+        events, self._events = self._events, []
+        return events
+
+    @on_all_ranks
+    def _step(self) -> list[Event]:
+        if self._scheduler.busy:
             self._advance()
         events, self._events = self._events, []
         return events
@@ -258,43 +292,40 @@ class Generator(BetweenSteps):
         if not any(key in self._active for key in wanted):
             return []
         self._settle()
-        ended = [self._active[key] for key in dict.fromkeys(wanted) if key in self._active]
-        unread = [answer for active in ended for answer in active.answers if answer.sequence in self._owners]
-        for active in ended:  # out of the engine first, so that no interrupt finds them half in it
+        outputs = []
+        for active in [self._active[key] for key in dict.fromkeys(wanted) if key in self._active]:
             for answer in active.answers:
-                try:
+                if answer.sequence in self._owners:
                     self._scheduler.abort(answer.sequence)
-                except BaseException:
-                    self._recovering = True  # it may have ended, and nobody has seen that
-                    raise
-                self._forget(answer.sequence)
+                    answer.read(self.tokenizer)
+                    self._forget(answer.sequence)
             self._close_request(active)
             self._stats.aborted += 1
-        gone = {active.id for active in ended}
-        self._events = [event for event in self._events if event.id not in gone]
-        for answer in unread:
-            answer.read(self.tokenizer)
-        return [active.output() for active in ended]
+            self._events = [event for event in self._events if event.id != active.id]
+            outputs.append(active.output())
+        return outputs
 
     @property
     def unfinished(self) -> int:
-        """Requests in the engine."""
-        told = self.stats if isinstance(self._team, Follower) else None
-        return told.requests - told.finished - told.aborted if told else len(self._active)
+        """Requests in the engine, and those whose last events the next `step` returns."""
+        if isinstance(self._team, Follower):
+            stats = self.stats
+            return stats.requests - stats.finished - stats.aborted
+        return len(self._active.keys() | {event.id for event in self._events})
 
     @property
     def stats(self) -> Stats:
         """Counts since the start, and what is held now; of a tp_group, ranks above 0 know the end of the last call."""
         if isinstance(self._team, Follower):
-            return self._team.told or Stats()
+            return self._team.status or Stats()
         return self._stats.now(self._scheduler)
 
     def profile(self, path: str | Path, steps: int = 8) -> AbstractContextManager[None]:
         """Write a Chrome trace of the next `steps` steps that run inside the block (`with`), or of all if fewer do.
 
         path: of a new file, .json or .json.gz. The trace has what the CPU and a GPU did, and ranges for the parts of
-        a step: schedule, launch, collect (of the step before) and update. Of several ranks, rank 0 writes it, and with
-        tensor_parallel only launch, sample and collect are in it. Raises ValueError (in a tp_group on rank 0) for
+        a step: schedule, launch, collect (of the step before) and update. Of several ranks, rank 0 writes it. Raises
+        ValueError (in a tp_group on rank 0) for
         steps below 1, for a path in no folder, and where a trace is being recorded already.
         """
         return nullcontext() if isinstance(self._team, Follower) else self.recorder.block(path, steps)
@@ -303,16 +334,17 @@ class Generator(BetweenSteps):
         """Abort everything and let the memory go."""
         if self._closed:
             return
-        self._stats.aborted += len(self._active)
-        self._active.clear()
-        self._owners.clear()
-        self._in_flight = None
-        runner, self._team = self._runner, None  # nobody is there to call with
-        del self._runner
-        with closing(runner):
-            self.recorder.finish()
-        del runner
-        release_memory(self.config.device)
+        with self._interrupt:
+            self._stats.aborted += len(self._active)
+            self._active.clear()
+            self._owners.clear()
+            self._in_flight = None
+            runner, self._team = self._runner, None  # nobody is there to call with
+            del self._runner
+            with closing(runner):
+                self.recorder.finish()
+            del runner
+            release_memory(self.config.device)
 
     @property
     def _closed(self) -> bool:
@@ -331,10 +363,7 @@ class Generator(BetweenSteps):
         self._weights.check()
         start = time.perf_counter()
         self.recorder.before_step()
-        self._stepping = True
-        try:
-            if self._recovering:
-                self._see_again()
+        with self._step_or_reset():
             with span("schedule"):
                 batch = self._scheduler.schedule()
             launched = None
@@ -349,11 +378,6 @@ class Generator(BetweenSteps):
             self._in_flight = launched
             if not self._active:  # what is still in flight are tokens too many
                 self._read()
-        except BaseException:
-            self._recover()
-            raise
-        finally:
-            self._stepping = False
         if self._late_aborts:
             late, self._late_aborts = self._late_aborts, []
             self._abort(late)
@@ -365,6 +389,7 @@ class Generator(BetweenSteps):
             stats = self.stats
             log.info("%s", stats.since(self._logged))
             self._logged = stats
+        self._interrupt.check()
 
     def _read(self) -> None:
         """Collect the step in flight, and see what has come of it."""
@@ -381,31 +406,32 @@ class Generator(BetweenSteps):
 
     def _settle(self) -> None:
         """Read the step in flight without launching another."""
+        with self._step_or_reset():
+            self._read()
+
+    @contextmanager
+    def _step_or_reset(self) -> Iterator[None]:
+        """Run a step within; after an exception, `_reset`."""
         self._stepping = True
         try:
-            self._read()
+            yield
         except BaseException:
-            self._recover()
+            self._reset()
             raise
         finally:
             self._stepping = False
 
-    def _recover(self) -> None:
-        """After an exception (Ctrl-C too) in the loop: what was on its way is lost, what was read is kept."""
+    def _reset(self) -> None:
+        """Drop what is in flight; all that runs computes again from the tokens that were read, which are seen now."""
         self._in_flight = None
-        self._recovering = True
         try:
             self._runner.settle()  # before pages that steps on their way read or write are given to others
         finally:
-            self._scheduler.rewind()
-            for _, answer in self._owners.values():
-                answer.forget_text(self.tokenizer)
-
-    def _see_again(self) -> None:
-        """After an exception: what was read and not seen."""
-        for sequence in [s for s, (_, answer) in self._owners.items() if answer.unseen]:
-            self._see(sequence)
-        self._recovering = False
+            self._scheduler.reset()
+        for sequence, (_, answer) in list(self._owners.items()):
+            answer.forget_text(self.tokenizer)
+            if answer.text is not None or sequence.status is Status.FINISHED:
+                self._see(sequence)
 
     def _see(self, sequence: Sequence) -> None:
         """Text, events and the end of a sequence that has something new."""

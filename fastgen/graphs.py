@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastgen.exchange import DepartedError
+from fastgen.rank_errors import DepartedError
 
 
 def batch_sizes(most: int) -> list[int]:

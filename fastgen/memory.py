@@ -14,20 +14,16 @@ import mmap
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, wraps
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastgen.kernels.launch import current
 from fastgen.pinned import Pinned
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 ALIGNMENT = 512  # bytes, of each tensor on a GPU
 HUGE = 4 << 20  # bytes from which on a mapping is to have huge pages, as numpy's arrays have them
@@ -56,21 +52,6 @@ def taken(device: str) -> int:
         return total - free
     told = Path("/proc/self/statm")
     return int(told.read_text().split()[1]) * mmap.PAGESIZE if told.exists() else 0
-
-
-def uninterrupted(method: Callable[P, T]) -> Callable[P, T]:
-    """A function that runs to its end in a thread of its own, where no Ctrl-C comes: it is raised behind that.
-
-    Between what the driver does and what is noted of it, an interrupt would lose memory, or leave a hole.
-    """
-
-    @wraps(method)
-    def call(*args: P.args, **options: P.kwargs) -> T:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(int).result()  # now the thread is known, which is waited for at the end
-            return pool.submit(method, *args, **options).result()
-
-    return call
 
 
 class Memory(ABC):

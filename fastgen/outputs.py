@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from fastgen.request import Completion, Event, RequestOutput, Sequence, Status, Timings
+from fastgen.request import Completion, Event, RequestOutput, Sequence, Status, Timings, drawn_lists
 from fastgen.tokenizer import AnswerText, Tokenizer
 
 if TYPE_CHECKING:  # it imports NumPy, which those who only hand numbers on do without
@@ -113,13 +113,6 @@ class Answer:
     ids_read: int = 0  # ids that have gone into the text
     told: tuple[int, int] = (0, 0)  # ids and characters that events have told
 
-    @property
-    def unseen(self) -> bool:
-        """Whether the sequence has come further than the text, or has ended."""
-        return self.sequence.finish_reason is not None or (
-            self.text is not None and self.ids_read < self.sequence.output_len
-        )
-
     def read(self, tokenizer: Tokenizer | None) -> str | None:
         """Bring the text up to date; returns the stop string that it has come to."""
         sequence, params = self.sequence, self.sequence.params
@@ -145,20 +138,14 @@ class Answer:
         is in it."""
         sequence = self.sequence
         sequence.token_ids += completion.token_ids
-        sequence.logprobs += completion.logprobs
-        sequence.untruncated_logprobs += completion.untruncated_logprobs
-        sequence.raw_logprobs += completion.raw_logprobs
+        sequence.drawn.extend(completion)
         sequence.versions = [(version, start) for version, start, _ in completion.weight_versions]
-        if sequence.params.logprobs:
-            sequence.top_logprobs += completion.top_logprobs or []
-        if sequence.params.return_sampling_mask:
-            sequence.sampling_mask += completion.sampling_mask or []
         stop = None if self.text is None else self.read(tokenizer)
         self.told = (sequence.output_len, 0 if self.text is None else len(self.text.text))
         return stop
 
     def forget_text(self, tokenizer: Tokenizer | None) -> None:
-        """Begin the text anew, after an interrupt that may have torn it."""
+        """Begin the text anew, after an exception that may have come while it was made."""
         if self.text is not None and tokenizer is not None:
             sequence = self.sequence
             prompt = sequence.token_ids[: sequence.prompt_len]
@@ -175,24 +162,19 @@ class Answer:
             id=sequence.request_id,
             index=sequence.index,
             token_ids=sequence.token_ids[sequence.prompt_len + ids :],
-            logprobs=sequence.logprobs[ids:],
-            untruncated_logprobs=sequence.untruncated_logprobs[ids:],
-            raw_logprobs=sequence.raw_logprobs[ids:],
+            **sequence.drawn.since(ids),
             text=text[chars:],
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
-            top_logprobs=sequence.top_logprobs[ids:] if sequence.params.logprobs else None,
-            sampling_mask=sequence.sampling_mask[ids:] if sequence.params.return_sampling_mask else None,
             prompt_logprobs=sequence.prompt_logprobs if scored else None,
             prompt_top_logprobs=(sequence.prompt_top_logprobs or None) if scored else None,
             cached_tokens=cached_tokens,
             started=None if any(self.told) else sequence.started,
             weight_versions=sequence.weight_versions if sequence.finish_reason is not None else None,
         )
-        told = (sequence.output_len, len(text))
+        self.told = (sequence.output_len, len(text))
         events.append(event)
-        self.told = told
 
     def completion(self) -> Completion:
         sequence = self.sequence
@@ -201,14 +183,10 @@ class Answer:
             index=sequence.index,
             token_ids=sequence.output_ids,
             text=self.text.text if self.text is not None else "",
-            logprobs=sequence.logprobs,
-            untruncated_logprobs=sequence.untruncated_logprobs,
-            raw_logprobs=sequence.raw_logprobs,
+            **drawn_lists(sequence.drawn),
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
-            top_logprobs=sequence.top_logprobs if sequence.params.logprobs else None,
-            sampling_mask=sequence.sampling_mask if sequence.params.return_sampling_mask else None,
             weight_versions=sequence.weight_versions,
             seed=sequence.seed,
         )

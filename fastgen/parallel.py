@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -15,18 +15,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
-    GroupName,
-    _abort_process_group,
-    _get_default_store,
-    _new_process_group_helper,
-    _world,
-)
+from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group, _unregister_process_group
+from torch.distributed.distributed_c10d import GroupName, _get_default_store, _world
 
-from fastgen.exchange import CollectiveExchange, CopyExchange, DepartedError, Exchange, Layout, Shared
+from fastgen.exchange import CollectiveExchange, CopyExchange, Exchange, Layout, Shared
 from fastgen.kernels import allreduce
 from fastgen.kernels.launch import triton
-from fastgen.processes import portable, raise_first
+from fastgen.rank_errors import DepartedError, portable, raise_first
 
 T = TypeVar("T")
 
@@ -119,23 +114,37 @@ class Group:
         self._rescue = torch.cuda.Stream(device) if several else None  # type: ignore[no-untyped-call]
 
     @classmethod
+    def join(cls, store: Store, name: str, rank: int, size: int, device: torch.device) -> Group:
+        """Make a group of `size` ranks, which all call this with the same name, and meet in `store`.
+
+        torch.distributed does not list the group: a program can make and destroy its own groups meanwhile, the default
+        one too.
+        """
+        store = PrefixStore(f"{name}/", store)
+        process_group = dist.ProcessGroup(store, rank, size)
+        backend: Any
+        if device.type == "cpu":
+            kind = dist.ProcessGroup.BackendType.GLOO
+            backend = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+        else:
+            kind, options = dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL.Options()
+            options._timeout = TIMEOUT
+            backend = dist.ProcessGroupNCCL(store, rank, size, options)
+        backend._set_sequence_number_for_group()
+        process_group._set_default_backend(kind)
+        process_group._register_backend(torch.device(device.type), kind, backend)
+        process_group._set_group_name(GroupName(name))
+        _register_process_group(GroupName(name), process_group)  # symmetric memory finds the group by its name
+        _world.pg_group_ranks[process_group] = {member: member for member in range(size)}  # and its ranks here
+        return cls(process_group, device)
+
+    @classmethod
     def beside(cls, given: dist.ProcessGroup, device: torch.device) -> Group:
-        """The ranks of a program's group, which all call this, in a group of its own: nothing of the program's comes
-        between, and an error ends only this."""
-        names, members = [""] * given.size(), dist.get_process_group_ranks(given)
+        """Make a group of the ranks of a program's group, which all call this. The program's collectives do not come
+        between the group's own, and an error ends only this group."""
+        names = [""] * given.size()
         dist.all_gather_object(names, f"fastgen-{secrets.token_hex(8)}", group=given)
-        # dist.new_group would name it by how many groups a rank has, and use a name again when its group has ended.
-        own, _ = _new_process_group_helper(
-            len(members),
-            given.rank(),
-            members,
-            dist.Backend("gloo" if device.type == "cpu" else "nccl"),
-            _get_default_store(),
-            GroupName(names[0]),
-            timeout=TIMEOUT,
-        )
-        _world.pg_group_ranks[own] = {member: rank for rank, member in enumerate(members)}
-        return cls(own, device)
+        return cls.join(_get_default_store(), names[0], given.rank(), given.size(), device)
 
     def hold(self, captured: Captured) -> None:
         """Of graphs that hold sums of this group: NCCL does not end before they do, so `leave` ends them."""
@@ -152,11 +161,12 @@ class Group:
             return
         self._let_go()
         self._latest = self.exchange = None
-        with suppress(ValueError):  # the program has ended all of its groups
-            if self._device.type == "cpu":
-                dist.destroy_process_group(group)
-            else:
-                _abort_process_group(group)  # the other way waits for what ranks that are gone will not do
+        if self._device.type == "cuda":
+            group.abort()  # `shutdown` waits for what ranks that are gone will not do
+        else:
+            group.shutdown()
+        _unregister_process_group(group.group_name)
+        _world.pg_group_ranks.pop(group, None)
 
     def interrupt(self) -> None:
         """From any thread, when another rank has failed: what waits for it on a GPU ends, and is wrong."""
@@ -177,16 +187,19 @@ class Group:
             captured.reset()
 
     def _together(self, collective: Callable[..., T], *args: Any, **options: Any) -> T:
-        """What a collective returns; where another rank is gone, raises DepartedError."""
+        """Return the result of a collective; raise DepartedError where another rank is gone."""
         if self.process_group is None:  # torch would take the program's own group
             raise DepartedError("the ranks have left their group")
         try:
             return collective(*args, **options, group=self.process_group)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
-            # Its frames hold the group, and so its sockets, whose end others wait for.
-            raise DepartedError(f"another rank is gone: {error}") from error.with_traceback(None)
+        except (RuntimeError, ValueError) as error:
+            # Where a program has a default group, torch logs the error, and raises ValueError as it does not list ours.
+            cause = error.__context__ if isinstance(error, ValueError) and error.__context__ else error
+            for each in (error, cause):  # whose frames hold the group, and so its sockets, whose end others wait for
+                each.__traceback__ = None
+            raise DepartedError(f"another rank is gone: {cause}") from cause
 
     def prepare(self, hidden: int, dtype: torch.dtype, half: int = 0) -> None:
         """Take the memory that is needed to add up [T, hidden] for few tokens T, and in the halves of steps that are

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch._C._autograd import _profiler_enabled
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 log = logging.getLogger(__name__)
@@ -30,41 +28,26 @@ def span(name: str) -> AbstractContextManager[object]:
     return record_function(name) if _profiler_enabled() else _NOTHING
 
 
-class Tracer(Protocol):
-    """Records what a process does."""
+class Tracer:
+    """Records what this thread does, and a GPU."""
 
-    def start_trace(self) -> None: ...
-
-    def write_trace(self, path: Path) -> None:
-        """Write what was recorded since `start_trace`; raises OSError where it can not be written."""
-
-
-class LocalTracer:
-    """Records what this process does, on the CPU and on `device`. all_threads: or else only this one, of the CPU."""
-
-    def __init__(self, device: str, all_threads: bool = False) -> None:
-        self._options = _ExperimentalConfig(profile_all_threads=all_threads)
+    def __init__(self, device: str) -> None:
         self._activities = [ProfilerActivity.CPU]
         if torch.device(device).type == "cuda":
             self._activities.append(ProfilerActivity.CUDA)
         self._profiler: profile | None = None
 
     def start_trace(self) -> None:
-        if self._profiler is not None:  # an interrupt has kept it from being written
-            self._profiler.stop()
-        self._profiler = profile(activities=self._activities, experimental_config=self._options)
+        assert self._profiler is None
+        self._profiler = profile(activities=self._activities)
         self._profiler.start()
 
     def write_trace(self, path: Path) -> None:
+        """Write what was recorded since `start_trace`; raises OSError where it can not be written."""
         profiler, self._profiler = self._profiler, None
-        if profiler is None:
-            raise OSError("an interrupt has kept it from being begun")
+        assert profiler is not None
         profiler.stop()  # waits for the GPU
         profiler.export_chrome_trace(str(path))
-
-    def span(self, name: str) -> AbstractContextManager[object]:
-        """`span`, in all threads: torch does not tell them that it records them."""
-        return span(name) if self._profiler is None else record_function(name)
 
 
 @dataclass(eq=False)
@@ -93,7 +76,7 @@ class Recorder:
         """Record the next steps that run inside the block; see Generator.profile."""
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ValueError(f"steps is {steps!r}; it must be an integer of at least 1")
-        path = Path(path).absolute()  # the tracer's process may be in another folder
+        path = Path(path).absolute()  # the program may change its folder meanwhile
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"path is {str(path)!r}; give the name of a file in a folder that exists")
         if self._recording is not None or _profiler_enabled():

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
+from fastgen.cli.extras import needed
 from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.lean import import_tokenizers
 from fastgen.cli.serve.models import Service
@@ -115,8 +115,6 @@ def connect() -> None:
     of its processes, and reports to nobody. Sets environment variables, which Ray reads when it is imported; raises
     ValueError where it is not installed. For the main thread, whose signal handlers stay.
     """
-    if find_spec("ray") is None:
-        raise ValueError("Ray is not installed; pip install 'fastgen[ray]'")
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
         if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
@@ -124,8 +122,7 @@ def connect() -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on any system: without it, Ray listens everywhere
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 leaves engines what nobody else wants
-    import ray
-
+    ray = needed("ray", "ray", "replicas on Ray")
     terminated = signal.getsignal(signal.SIGTERM)
     ray.init(address=address or "local", include_dashboard=False, logging_level="WARNING")
     signal.signal(signal.SIGTERM, terminated)  # Ray has a handler of its own

@@ -67,26 +67,17 @@ def keep_token(sequence: Sequence, result: StepResult, row: int) -> bool:
         except Exception as error:
             sequence.error = f"the mask raised {error!r}"
             return False
-    sequence.logprobs.append(result.logprobs[row])
-    sequence.untruncated_logprobs.append(result.untruncated_logprobs[row])
-    sequence.raw_logprobs.append(result.raw_logprobs[row])
-    if result.top_logprobs is not None and (top := result.top_logprobs[row]) is not None:
-        sequence.top_logprobs.append(top)
-    if result.sampling_masks is not None and (kept := result.sampling_masks[row]) is not None:
-        sequence.sampling_mask.append(kept)
-    sequence.token_ids.append(token)  # last, so that an interrupt leaves no token without its logprobs
+    sequence.drawn.append(result, row)
+    sequence.token_ids.append(token)  # last: what an exception leaves without its token is cut by `requeue`
     return True
 
 
-def back_to_the_queue(sequence: Sequence) -> None:
-    """After an interrupt: what a sequence was before it ran, with the tokens that have been read."""
+def requeue(sequence: Sequence) -> None:
+    """Make a sequence what it was before it ran, but for the tokens that have been read, after an exception."""
     sequence.pages.clear()
     sequence.lane = -1
     sequence.computed = sequence.pending = 0
-    logprobs = (sequence.logprobs, sequence.untruncated_logprobs, sequence.raw_logprobs)
-    for kept in (*logprobs, sequence.top_logprobs, sequence.sampling_mask):
-        del kept[sequence.output_len :]
-    if sequence.status is not Status.FINISHED:
-        sequence.preemptions += sequence.status is Status.RUNNING
-        sequence.status = Status.WAITING
-        sequence.finish_reason = sequence.stop_reason = sequence.error = None
+    sequence.preemptions += sequence.status is Status.RUNNING
+    sequence.status = Status.WAITING
+    sequence.finish_reason = sequence.stop_reason = sequence.error = None
+    sequence.drawn.cut(sequence.output_len)

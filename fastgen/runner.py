@@ -13,14 +13,14 @@ from fastgen.attention import Attention, StepLayout
 from fastgen.cache.host import Arrivals, HostTier
 from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
-from fastgen.exchange import DepartedError
 from fastgen.graphs import Graphs, batch_sizes, shared_sizes
 from fastgen.kernels.lanes import DecodeInput, advance
 from fastgen.kernels.launch import current
-from fastgen.memory import release_memory, taken, uninterrupted
+from fastgen.memory import release_memory, taken
 from fastgen.model import ROW_TILE, Ends, StepInput, Transformer
 from fastgen.pieces import Pieces, piece_sizes
 from fastgen.pinned import upload
+from fastgen.rank_errors import DepartedError
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
 from fastgen.sampler import LARGE, LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
 from fastgen.weights import Update, write
@@ -165,7 +165,6 @@ class Runner:
             self.model.pack()
         self.settle()
 
-    @uninterrupted
     def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
         """Give the memory of "weights", "kv_cache" or both back; returns the bytes that are free now, and were not.
 
@@ -182,7 +181,6 @@ class Runner:
             release_memory(self.config.device)
             return max(before - taken(self.config.device), 0)
 
-    @uninterrupted
     def wake(self, tags: Collection[str]) -> None:
         """Take the memory again; raises torch.OutOfMemoryError, and can be called again, where there is too little."""
         with current(self.device):
@@ -193,7 +191,9 @@ class Runner:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until nothing is on its way: needed before the next launch where steps will not be collected."""
+        """Wait until nothing is on its way: needed before the next launch where steps will not be collected, or an
+        exception has cut one short."""
+        self._looked_at, self._sharing, self._decodes = (), False, ()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -272,7 +272,7 @@ class Runner:
             ]
         if output.kept is not None:
             kept = output.kept.numpy()  # torch would wake all of its threads for each row
-            result.sampling_masks = [
+            result.sampling_mask = [
                 np.flatnonzero(kept[row]).tolist() if self._params[lane].return_sampling_mask else None
                 for row, lane in enumerate(launched.batch.sampling)
             ]
@@ -312,7 +312,6 @@ class Runner:
     def _look(self, decodes: tuple[int, ...]) -> bool:
         """Whether to read once what these lanes share, which is looked into when they change."""
         if decodes is not self._looked_at and decodes != self._looked_at:
-            self._looked_at, self._sharing = (), False  # if an interrupt comes
             lanes = np.array(decodes, dtype=np.int64)
             full = self._kv_lens[lanes] // self.pool.page_size
             self._sharing = self.share_prefixes and self.attention.share(lanes, full, self._tables)
@@ -325,7 +324,6 @@ class Runner:
         count = len(batch.decodes)
         size = graphs.size_of(count)
         if batch.decodes is not self._decodes and batch.decodes != self._decodes:
-            self._decodes = ()  # an interrupt from here on must not leave the old ones standing
             self._decode_lanes = np.array(batch.decodes, dtype=np.int64)
             lanes = np.full(self.config.max_seqs, self.config.max_seqs, dtype=np.int64)  # padding for any size
             lanes[:count] = self._decode_lanes

@@ -1,13 +1,13 @@
 """From logits to tokens: penalties, bias, masks, truncation, seeded draws and logprobs, all on the device.
 
-What a row gets does not depend on its batch, to the last bit: a row is never summed in an order that the other rows
-could change, and a `SamplePlan` only leaves out steps that would change no row. Two devices make this cheap:
+A token is drawn by the Gumbel-max trick: of the tokens that truncation keeps, the token with the largest
+logit / temperature + noise is drawn. The noise is a function of (seed, sample index, position, token id), see
+fastgen.kernels.noise. So a draw is a function of these and of the row's logits. Neither the batch nor a `SamplePlan`,
+which only leaves out steps that would change no row, changes a bit of it: a maximum is the same in any order, and a
+row is never summed in an order that other rows could change.
 
-- Tickets. A draw is a lottery in which a token holds int(2**44 * probability / largest probability) tickets. Sums of
-  integers are exact in any order, so the winner is the same however a kernel splits the row. A token less likely
-  than the likeliest by more than 2**44 (log: 30.5) holds none.
-- Rank keys. A logit and its token id make one integer, larger for a larger logit and, among equals, for the lower id.
-  So "the k likeliest" is always exactly k tokens, and top_k=1 is what greedy says.
+A logit and its token id make one integer, the rank key, larger for a larger logit and, among equals, for the lower id.
+So "the k likeliest" is always exactly k tokens, and top_k=1 draws the greedy token.
 
 On a GPU the kernels of fastgen.kernels.sampling do this; the torch code below is their twin.
 
@@ -27,14 +27,14 @@ from torch import Tensor
 
 from fastgen.kernels import sampling, scoring
 from fastgen.kernels.launch import Kernel
+from fastgen.kernels.noise import gumbel
 from fastgen.kernels.scoring import ids_of_keys, rank_keys_of
 from fastgen.pinned import upload
 from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
 
-TICKETS = 2**44  # what the likeliest token holds
-MAX_VOCAB = 2**18  # so that a row's tickets sum to less than 2**63
+REACH = 30.5  # top-k and top-p cut tokens less likely than the likeliest by more than exp(REACH)
+MAX_VOCAB = 2**18  # a rank key has 18 bits for the token id
 NO_TOKEN = -1  # drawn where nothing may be: the mask or -inf forbids all, or a logit is NaN or +inf
-WORD = 0xFFFFFFFF
 LARGE = 1e30  # parameters are held to +-LARGE and the temperature to 1 / LARGE, so that float32 arithmetic stays finite
 
 
@@ -73,11 +73,6 @@ class SamplePlan:
     def edits(self) -> bool:
         """Whether logits are edited before the draw, masks aside."""
         return self.penalties or self.bias or self.min_tokens
-
-    @property
-    def full(self) -> bool:
-        """Whether it takes the full kernels; the plain ones do temperature and min_p."""
-        return self.edits or self.top_k_or_p or self.keep_mask
 
 
 _NEEDS = ("greedy", "draws", "penalties", "bias", "min_tokens", "top_k_or_p", "min_p", "keep_mask")
@@ -304,10 +299,14 @@ def sample(
 def _launch_draw(
     logits: Tensor, state: LaneState, lanes: Tensor, positions: Tensor, plan: SamplePlan, mask: Tensor | None
 ) -> SampleOutput:
-    full = plan.full or mask is not None
-    work = state.workspace(len(lanes))
-    out, kept = sampling.draw(logits, state, lanes, positions, work, full, plan.edits, mask, plan.keep_mask)
-    output = SampleOutput(out[:4], kept=kept)
+    truncated = plan.top_k_or_p or plan.min_p
+    out, kept = sampling.draw(
+        logits, state, lanes, positions, state.workspace(len(lanes)), edited=plan.edits, truncated=truncated,
+        cut=plan.top_k_or_p, mask=mask, keep=plan.keep_mask,
+    )  # fmt: skip
+    output = SampleOutput(out[:4])
+    if kept is not None:
+        output.kept = _kept(kept, state.rows(lanes), output.tokens)
     if plan.top_logprobs:
         totals = out[4:].view(torch.float32)
         output.top_ids, output.top_logprobs = scoring.alternatives.launch(logits, plan.top_logprobs, totals)
@@ -320,27 +319,20 @@ def _draw_twin(
     logits = logits.float()
     rows = state.rows(lanes)
     edited = _edit(state, rows, lanes, positions, logits, plan, mask)
-    if not plan.draws:
-        tokens = edited.argmax(1, keepdim=True)
-        best = edited.gather(1, tokens)
-        logprobs = torch.zeros_like(best).repeat(1, 2)
-        kept = None
-    else:
-        best = edited.amax(1, keepdim=True)
-        tokens, logprobs, kept = _draw(edited, best, rows, positions[:, None], plan)
-        if plan.greedy:
-            greedy = rows.temperature == 0
-            tokens = torch.where(greedy, edited.argmax(1, keepdim=True), tokens)
-            logprobs = logprobs.masked_fill(greedy, 0.0)
-    raw_logprobs = logits.log_softmax(1).gather(1, tokens)
-    if plan.keep_mask:
-        kept = _kept(edited, kept, rows, tokens)
+    best = edited.amax(1, keepdim=True)
     possible = best.isfinite()
-    tokens = tokens.masked_fill(~possible, NO_TOKEN)
+    if plan.draws:
+        tokens, logprobs, kept = _draw(edited, best, rows, positions[:, None], plan)
+    else:
+        tokens, logprobs, kept = edited.argmax(1, keepdim=True), torch.zeros_like(best).repeat(1, 2), None
     logprobs = logprobs.masked_fill(~possible, float("nan"))
+    raw_logprobs = logits.log_softmax(1).gather(1, tokens)
+    tokens = tokens.masked_fill(~possible, NO_TOKEN)
     state.drew(lanes, tokens.squeeze(1), rows.penalized.squeeze(1) if plan.penalties else None)
     packed = torch.cat((tokens.int(), logprobs.view(torch.int32), raw_logprobs.view(torch.int32)), dim=1)
-    output = SampleOutput(packed.T.contiguous(), kept=kept)
+    output = SampleOutput(packed.T.contiguous())
+    if plan.keep_mask:
+        output.kept = _kept(edited > float("-inf") if kept is None else kept, rows, output.tokens)
     if plan.top_logprobs:
         output.top_ids, output.top_logprobs = scoring.alternatives.twin(logits, plan.top_logprobs)
     return output
@@ -393,72 +385,56 @@ def _edit(
 def _draw(
     edited: Tensor, best: Tensor, rows: _Rows, positions: Tensor, plan: SamplePlan
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw from edited logits [R, V], maxima best [R, 1]: tokens [R, 1], logprobs and untruncated ones [R, 2], and what
-    truncation kept [R, V] (None: all). A greedy row gets a draw at temperature 1, for the caller to replace."""
-    temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
-    weights = edited.sub(best).div_(temperature).exp_()
-    kept = weights >= rows.min_p if plan.min_p else None
-    tickets = weights.mul_(TICKETS).long()
-    if plan.top_k_or_p:
-        likeliest = _likeliest(edited, tickets, rows, plan.widest)
-        kept = likeliest if kept is None else likeliest.logical_and_(kept)
-    whole = None if kept is None else tickets.sum(1, keepdim=True)
+    """Draw from edited logits [R, V] with maxima best [R, 1]: tokens [R, 1], logprobs and untruncated logprobs [R, 2],
+    and the tokens that truncation kept [R, V] (None: all). A greedy row gets its likeliest token."""
+    greedy = rows.temperature == 0
+    scores = (edited - best).div_(rows.temperature.masked_fill(greedy, 1.0))
+    untruncated = logprobs = scores.log_softmax(1)
+    kept = _truncate(edited, best, rows, plan)
     if kept is not None:
-        tickets.mul_(kept)
-    ends = tickets.cumsum_(1)  # token i holds the tickets from ends[i - 1] up to ends[i]
-    total = ends[:, -1:]
-    winner = (_uniform(rows.seed, rows.sample_index, positions) * total).long()  # below total, however it rounds
-    tokens = torch.searchsorted(ends, winner, right=True).clamp_(max=edited.shape[1] - 1)  # a row of NaN may find V
-    totals = torch.cat((total, total if whole is None else whole), dim=1)
-    logprobs = (edited.gather(1, tokens) - best).div_(temperature) - (totals.double() / TICKETS).log()
-    return tokens, logprobs.float(), kept
+        scores.masked_fill_(~kept, float("-inf"))
+        logprobs = scores.log_softmax(1)
+    noise = gumbel(rows.seed, rows.sample_index, positions, edited.shape[1])
+    scores += noise.masked_fill_(greedy, 0.0) if plan.greedy else noise
+    tokens = scores.argmax(1, keepdim=True)
+    found = torch.cat((logprobs.gather(1, tokens), untruncated.gather(1, tokens)), dim=1)
+    return tokens, found.masked_fill(greedy, 0.0), kept
 
 
-def _likeliest(edited: Tensor, tickets: Tensor, rows: _Rows, widest: int) -> Tensor:
-    """What top-k and then top-p keep of logits [R, V] with these tickets [R, V], where they cut only what holds any:
-    bool [R, V]."""
+def _truncate(edited: Tensor, best: Tensor, rows: _Rows, plan: SamplePlan) -> Tensor | None:
+    """Return the tokens that truncation keeps of edited logits [R, V] with maxima best [R, 1]: bool [R, V], or None for
+    all. It always keeps the likeliest token."""
+    kept = None
+    temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
+    if plan.top_k_or_p:
+        kept = _likeliest(edited, best, rows, temperature, plan.widest)
+    if plan.min_p:
+        likely = edited >= best + rows.min_p.log() * temperature
+        kept = likely if kept is None else kept.logical_and_(likely)
+    return None if kept is None else kept.logical_and_(edited > float("-inf"))
+
+
+def _likeliest(edited: Tensor, best: Tensor, rows: _Rows, temperature: Tensor, widest: int) -> Tensor:
+    """Return the tokens that top-k and then top-p keep of logits [R, V] with maxima best [R, 1]: bool [R, V]."""
     vocab = edited.shape[1]
     width = min(widest or vocab, vocab)
     keys = rank_keys_of(edited)
     ranked = keys.topk(width).values if width < vocab else keys.sort(dim=1, descending=True).values
+    likeliest = edited.gather(1, ids_of_keys(ranked, vocab))
     count = rows.top_k.clamp(max=width)
     within = torch.arange(width, device=keys.device) < count
-    held = tickets.gather(1, ids_of_keys(ranked, vocab)).mul_(within).cumsum_(1)
+    held = ((likeliest - best) / temperature).exp().double().mul_(within).cumsum_(1)
     short = (held < held[:, -1:] * rows.top_p).sum(1, keepdim=True)  # so many hold less than top_p together
     count = torch.where(rows.top_p < 1, torch.minimum(short + 1, count), count)
     everything = (rows.top_k >= vocab) & (rows.top_p >= 1)  # its count is wrong where width < vocab
-    cut = (keys >= ranked.gather(1, count - 1)).logical_and_(tickets > 0)
+    cut = (keys >= ranked.gather(1, count - 1)).logical_and_(edited >= best - REACH * temperature)
     return cut.logical_or_(everything)
 
 
-def _kept(edited: Tensor, kept: Tensor | None, rows: _Rows, tokens: Tensor) -> Tensor:
-    """Which tokens each row could draw, [R, V] bool."""
-    possible = edited > float("-inf")
-    if kept is not None:
-        possible &= kept
-    chosen = torch.zeros_like(possible).scatter_(1, tokens, True)
-    return torch.where(rows.temperature == 0, chosen, possible)
-
-
-def _uniform(seed: Tensor, index: Tensor, position: Tensor) -> Tensor:
-    """A float64 in [0, 1) for each (seed bits, sample index, position), all int64 of one shape: 53 random bits."""
-    counter = torch.stack((index & WORD, position & WORD, position >> 32, torch.zeros_like(position)))
-    words = philox(counter, torch.stack((seed & WORD, (seed >> 32) & WORD)))
-    return ((words[0] >> 5) * 2**26 + (words[1] >> 6)).double() * 2.0**-53
-
-
-def philox(counter: Tensor, key: Tensor) -> Tensor:
-    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four random words [4, ...]
-    for each counter [4, ...] and key [2, ...]; words are int64 from 0 to 2**32 - 1."""
-    even, odd = counter[0::2], counter[1::2]
-    factors = torch.stack((torch.full_like(key[0], 0xD2511F53), torch.full_like(key[0], 0xCD9E8D57)))
-    steps = torch.stack((torch.full_like(key[0], 0x9E3779B9), torch.full_like(key[0], 0xBB67AE85)))
-    for _ in range(10):
-        product = even * factors  # wraps around as int64; its 64 bits are those of the unsigned product
-        even = ((product >> 32) & WORD).flip(0) ^ odd ^ key
-        odd = (product & WORD).flip(0)
-        key = (key + steps) & WORD
-    return torch.stack((even[0], odd[0], even[1], odd[1]))
+def _kept(kept: Tensor, rows: _Rows, tokens: Tensor) -> Tensor:
+    """Return the tokens that each row could draw, [R, V] bool, given those that truncation kept and tokens [R]."""
+    chosen = torch.arange(kept.shape[1], device=kept.device) == tokens[:, None]
+    return torch.where(rows.temperature == 0, chosen, kept)
 
 
 def _float_bits(params: SamplingParams) -> list[int]:

@@ -17,7 +17,7 @@ from fastgen.admission import PATIENCE, Expectation, Reservations
 from fastgen.cache.pages import Node, PageAllocator
 from fastgen.config import EngineConfig
 from fastgen.request import Batch, LaneStart, Prefill, Sequence, Status, StepResult
-from fastgen.results import back_to_the_queue, cacheable, fill_mask, keep_scores, keep_token, lane_start, wanted_score
+from fastgen.results import cacheable, fill_mask, keep_scores, keep_token, lane_start, requeue, wanted_score
 
 
 class Scheduler:
@@ -46,20 +46,14 @@ class Scheduler:
     **Preemption.** Where expectations were too low and pages run out, the youngest gives up its lane and pages, and
     computes again what is not cached when it comes back. `running` is in order of arrival.
 
-    **Interrupts.** An exception (Ctrl-C) may come anywhere, within any method here. `rewind` then makes everything anew
-    from the sequences themselves, and trusts nothing else.
+    **Exceptions.** After one that came out of a step, from wherever in it, `reset` makes everything anew from the
+    sequences themselves, and trusts nothing else.
     """
 
     def __init__(self, config: EngineConfig, expectation: Expectation | None = None) -> None:
         self.config = config
-        self.pages = PageAllocator(config.num_pages, config.page_size, config.host_pages)
         self.expectation = expectation or Expectation()
-        self.reservations = Reservations(self.pages, self.expectation, config.max_seqs)
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
-        self.running: list[Sequence] = []
-        self.lanes: list[Sequence | None] = [None] * config.max_seqs
         self.closed = False  # nothing else will be added before all that is there has ended
-        self.in_flight = 0  # steps scheduled and not yet updated
         self.prefilled_tokens = 0  # those computed again count again
         self.generated_tokens = 0
         self.cached_tokens = 0  # that admitted sequences did not have to compute
@@ -67,6 +61,17 @@ class Scheduler:
         self.loaded_pages = 0
         self.preemptions = 0
         self._sequences: dict[Sequence, None] = {}  # all that wait or hold a lane, in order of arrival
+        self.reset()
+
+    def reset(self) -> None:
+        """Make everything anew from the sequences, which all wait again. The steps in flight, the prefix cache and the
+        host tier are lost. This makes the scheduler right after an exception that came out of any of its methods."""
+        config = self.config
+        self.pages = PageAllocator(config.num_pages, config.page_size, config.host_pages)
+        self.reservations = Reservations(self.pages, self.expectation, config.max_seqs)
+        self.running: list[Sequence] = []
+        self.lanes: list[Sequence | None] = [None] * config.max_seqs
+        self.in_flight = 0  # steps scheduled and not yet updated
         self._free_lanes = list(range(config.max_seqs))
         # By lane, in order of arrival. A sequence is in neither when it has ended, or its last token is in flight.
         self._prefilling: dict[int, Sequence] = {}
@@ -79,6 +84,15 @@ class Scheduler:
         self._refused: tuple[object, ...] = ()  # who was not admitted last, and why
         self._starts: list[LaneStart] = []
         self._page_updates: list[tuple[int, int, tuple[int, ...]]] = []
+        self._sequences = {s: None for s in self._sequences if s.status is not Status.FINISHED}
+        self.waiting = OrderedDict(self._sequences)
+        for sequence in self._sequences:
+            self.preemptions += sequence.status is Status.RUNNING
+            requeue(sequence)
+            self.reservations.wanted_sum += self.reservations.expected(sequence)
+        for sequence in list(self._sequences):
+            if sequence.output_len:  # the exception may have come between a last token and the end
+                self._end(sequence, sequence.token_ids[-1])
 
     @property
     def busy(self) -> bool:
@@ -183,7 +197,7 @@ class Scheduler:
         sequence.computed = end
         sequence.pending += sample
         self.prefilled_tokens += end - start
-        self._index(sequence, end, proven=False)
+        self._index(sequence, end)
         if ends:
             del self._prefilling[sequence.lane]
         if sample:
@@ -305,23 +319,23 @@ class Scheduler:
         if first < len(sequence.pages):
             self._page_updates.append((sequence.lane, first, tuple(sequence.pages[first:])))
 
-    def _index(self, sequence: Sequence, num_tokens: int, proven: bool) -> None:
+    def _index(self, sequence: Sequence, num_tokens: int) -> None:
         """Index the pages that are full of a sequence's first `num_tokens` tokens."""
         stop = min(num_tokens // self.config.page_size, len(sequence.pages))
         tip = self._tips[sequence.lane]
-        self._tips[sequence.lane] = self.pages.index(tip, sequence.pages, sequence.token_ids, stop, proven)
+        self._tips[sequence.lane] = self.pages.index(tip, sequence.pages, sequence.token_ids, stop)
 
     # ------------------------------------------------------------------------------------ what has come of it
 
     def update(self, batch: Batch, result: StepResult) -> list[Sequence]:
         """Append what a step drew; returns the sequences with something new, the finished ones among them."""
         self.in_flight -= 1
-        self.pages.prove()
+        self.pages.finish_step()
         for scored in result.scored:
             keep_scores(self._on(scored.lane), scored)
         changed = []
         lanes, running = self.lanes, Status.RUNNING
-        plain = result.top_logprobs is None and result.sampling_masks is None and not batch.masked
+        plain = result.top_logprobs is None and result.sampling_mask is None and not batch.masked
         logprobs = result.logprobs, result.untruncated_logprobs, result.raw_logprobs
         rows = zip(batch.sampling, result.tokens, *logprobs, strict=True)
         for row, (lane, token, logprob, untruncated, raw_logprob) in enumerate(rows):
@@ -335,9 +349,10 @@ class Scheduler:
                 continue
             changed.append(sequence)
             if plain and token >= 0:  # the loop that each token goes through: what _append does, without the calls
-                sequence.logprobs.append(logprob)
-                sequence.untruncated_logprobs.append(untruncated)
-                sequence.raw_logprobs.append(raw_logprob)
+                drawn = sequence.drawn
+                drawn.logprobs.append(logprob)
+                drawn.untruncated_logprobs.append(untruncated)
+                drawn.raw_logprobs.append(raw_logprob)
                 sequence.token_ids.append(token)
                 self.generated_tokens += 1
                 if token in sequence.stop_ids or len(sequence.token_ids) == sequence.max_len:
@@ -389,37 +404,7 @@ class Scheduler:
     def abort(self, sequence: Sequence) -> None:
         """End a sequence with what it has. The step in flight must have been read."""
         assert not self.in_flight
-        try:
-            self.finish(sequence, "abort")
-        except BaseException:
-            self.rewind()
-            raise
-
-    def rewind(self) -> None:
-        """Forget the steps in flight, whose results are lost: what runs computes again from the tokens it has.
-
-        The exception that made this necessary may have come within any other method, so all that is kept is made anew.
-        """
-        self.in_flight = 0
-        self._refused = ()
-        for sequence in self._sequences:
-            known = len(sequence.token_ids)
-            if sequence.lane >= 0 and known > sequence.prefill_len:  # a token was read that all before it have led to
-                self._index(sequence, known - 1, proven=True)
-            self.preemptions += sequence.status is Status.RUNNING
-            back_to_the_queue(sequence)
-        self.pages.recover()
-        self._sequences = {s: None for s in self._sequences if s.status is not Status.FINISHED}
-        self.waiting = OrderedDict(self._sequences)
-        self.running = []
-        self.lanes = [None] * self.config.max_seqs
-        self._free_lanes = list(range(self.config.max_seqs))
-        self.reservations.restart(self.waiting)
-        for kept in (self._prefilling, self._decoding, self._masked, self._outdated, self._starts, self._page_updates):
-            kept.clear()
-        for sequence in list(self.waiting):
-            if sequence.output_len:  # the interrupt may have come between a last token and the end
-                self._end(sequence, sequence.token_ids[-1])
+        self.finish(sequence, "abort")
 
     def fill_masks(self, batch: Batch, vocab_size: int) -> np.ndarray:
         """Allowed tokens of the lanes that draw: int32 [R, ceil(V / 32)]. All lanes must have been updated."""
@@ -442,7 +427,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         lane = sequence.lane
-        self._index(sequence, min(len(sequence.token_ids), sequence.computed), proven=True)
+        self._index(sequence, min(len(sequence.token_ids), sequence.computed))
         self.running.remove(sequence)
         self.pages.release(sequence.pages)
         self.reservations.reserve(lane, 0)

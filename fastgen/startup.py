@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,40 +43,103 @@ from fastgen.runner import SCORE_ROWS, Runner, largest_half
 log = logging.getLogger(__name__)
 
 GRAPH_BYTES = 4e6  # that a captured step, or the pieces of one, take beside their tensors
+LEAST_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
 
 
 def find_device(name: str | None) -> str:
-    """The device to run on; the GPU, where there is one, for None. Raises ValueError where it can not be had."""
+    """Return the device to run on; for None, the GPU where torch can use one, else the CPU.
+
+    Raises ValueError for a device that torch can not use, for a GPU whose memory is full, and for a GPU that is too old
+    for fastgen. The last two are errors for None too, as the rest of the program may use that GPU.
+    """
     if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        with warnings.catch_warnings():  # torch warns once in a process, and does not say that the CPU is used
+            warnings.simplefilter("ignore")
+            available = torch.cuda.is_available()
+        name = "cuda" if available else _cpu_instead()
     try:
         torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # torch's own, for an unknown and for an absent device
-        raise ValueError(f"device is {name!r}, which torch can not use here: {str(error).splitlines()[0]}") from error
-    device = torch.device(name)
+        device = torch.device(name)
+        device_memory(str(device))  # creates the context, which takes hundreds of MB
+    except (RuntimeError, AssertionError) as error:
+        remedy = "device='cpu' needs no GPU"
+        if _is_out_of_memory(error):
+            remedy = (
+                "end the programs that hold its memory, select another GPU with device='cuda:N' or "
+                "CUDA_VISIBLE_DEVICES, or use device='cpu'"
+            )
+        raise ValueError(
+            f"device is {str(name)!r}, which torch can not use here: {_first_line(error)}; {remedy}"
+        ) from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(name)!r}; fastgen runs on 'cpu' and on 'cuda'")
-    if device.type == "cuda" and device.index is None:  # the current one may be another later
-        return f"cuda:{torch.cuda.current_device()}"
+    if device.type == "cuda" and device.index is None:  # the current GPU may change later
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda":
+        _check_capability(device)
     return str(device)
 
 
-def find_devices(name: str | None, ranks: int) -> str:
-    """The kind of device, "cuda" or "cpu", that so many ranks run on, each in a process of its own: rank i on GPU i.
+def _check_capability(device: torch.device) -> None:
+    """Raise ValueError for a GPU that is too old."""
+    chip = torch.cuda.get_device_properties(device)
+    if (chip.major, chip.minor) < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        raise ValueError(
+            f"{device} is a {chip.name} of compute capability {chip.major}.{chip.minor}, and fastgen needs {least} or "
+            "higher; select another GPU, or use device='cpu'"
+        )
 
-    Nothing is made on a GPU here. Raises ValueError where there are too few.
+
+def find_devices(name: str | None, ranks: int) -> str:
+    """Return the kind of device, "cuda" or "cpu", of ranks that each have a process and, if "cuda", a GPU of their own.
+
+    No GPU is initialized here; each rank calls `find_device`. Raises ValueError where there are too few GPUs.
     """
     found = torch.cuda.device_count()
     if name is None:
-        name = "cuda" if found else "cpu"
+        name = "cuda" if found else _cpu_instead()
     if name not in ("cpu", "cuda"):
         raise ValueError(
             f"device is {str(name)!r}; with tensor_parallel it is 'cpu', or 'cuda' for the first GPUs that "
             "CUDA_VISIBLE_DEVICES names"
         )
     if name == "cuda" and found < ranks:
-        raise ValueError(f"tensor_parallel is {ranks}, and torch finds {found} GPUs here")
+        raise ValueError(
+            f"tensor_parallel is {ranks}, and torch finds {found} GPUs here; lower it, or use device='cpu'"
+        )
     return name
+
+
+def _cpu_instead() -> str:
+    """Return "cpu", and log a warning where the machine has a GPU that torch can not use."""
+    why = None
+    if torch.version.cuda is None:
+        why = "this torch is built without CUDA" if any(Path("/dev").glob("nvidia[0-9]*")) else None
+    elif torch.cuda.device_count():  # counts with NVML, which works beside a driver that is too old for CUDA
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            why = _first_line(error)
+    if why is not None:
+        log.warning(
+            "the model runs on the CPU, which is far slower, because torch can not use the GPU of this machine: %s; "
+            "device='cpu' runs there without this warning",
+            why,
+        )
+    return "cpu"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether a GPU's memory did not suffice: for torch's allocator, the CUDA runtime, Triton or cuBLAS."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        told in str(error) for told in ("out of memory", "STATUS_ALLOC_FAILED")
+    )
 
 
 def build_rank(
@@ -100,7 +164,10 @@ def build_rank(
     except Exception as error:
         if not config.deterministic or options.get("deterministic") is not None or not refused(error):
             raise
-        log.warning("a kernel of deterministic mode does not compile on %s; it is off: %s", device, str(error))
+        log.warning(
+            "deterministic mode is off: a kernel of it does not compile on %s with Triton %s, where another Triton may "
+            "compile it: %s", device, triton and triton.__version__, error,
+        )  # fmt: skip
     gc.collect()  # what was built so far
     release_memory(device)
     return build_runner(model_config, make(**{**options, "deterministic": False}), folder, load, group)
@@ -110,7 +177,7 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
     """The model with its weights, the KV pool and the runner over them; its `config` says how large the pool is."""
     device = torch.device(config.device)
     free = device_memory(config.device)
-    with _explained(config), current(device):
+    with _explained(config, free), current(device):
         with group.agreeing():  # where one rank can not have its weights, the others are not to wait for it
             model = _build_model(model_config, config, folder, load, group)
         if device.type == "cpu":
@@ -273,13 +340,18 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
 
 
 @contextmanager
-def _explained(config: EngineConfig) -> Iterator[None]:
-    """Say what to lower where the GPU's memory does not suffice."""
+def _explained(config: EngineConfig, free: int) -> Iterator[None]:
+    """Turn an error for want of memory into a ValueError that says what to lower. free: bytes, before the weights."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not _is_out_of_memory(error):
+            raise
+        where = f"the memory of {config.device}, of which {free / 1e9:.1f} GB were free,"
+        if isinstance(error, MemoryError):
+            where = "the host's memory"
         raise ValueError(
-            f"the GPU's memory does not suffice for the weights and a step of max_step_tokens={config.max_step_tokens} "
-            f"over max_seqs={config.max_seqs}: lower these, memory_fraction, num_pages or kv_cache_gb, or take a "
-            f"smaller model ({str(error).splitlines()[0]})"
+            f"{where} does not suffice for the weights and a step of max_step_tokens={config.max_step_tokens} over "
+            f"max_seqs={config.max_seqs}: lower these, memory_fraction, num_pages or kv_cache_gb, end other programs "
+            f"that hold the memory, or use a smaller model or device='cpu' ({_first_line(error)})"
         ) from error

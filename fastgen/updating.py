@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fastgen.arch import ModelConfig
+from fastgen.interrupts import DeferredInterrupt
 from fastgen.model import checkpoint_parts
-from fastgen.placement import on_all_ranks
+from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.request import Sequence
 from fastgen.scheduler import Scheduler
-from fastgen.spmd import Follower, Leader
 from fastgen.weights import Update
 
 IN_FLIGHT = ("error", "keep", "recompute")
@@ -29,6 +29,7 @@ class Loop(Protocol):
     _scheduler: Scheduler
     _weights: Weights
     _stepping: bool
+    _interrupt: DeferredInterrupt
     model_config: ModelConfig
 
     @property
@@ -40,7 +41,7 @@ class Loop(Protocol):
     @property
     def _owners(self) -> Iterable[Sequence]: ...
     def _settle(self) -> None: ...
-    def _recover(self) -> None: ...
+    def _reset(self) -> None: ...
     def wake(self, tags: Iterable[str]) -> None: ...
 
 
@@ -98,13 +99,14 @@ class BetweenSteps:
         checked before anything is written, and the old weights stay. With any other iterable, or where reading one
         fails midway, nothing can be generated (RuntimeError) until an update that is not partial is complete.
         """
-        update = Update(named, checkpoint_parts(self.model_config), partial)
+        update = Update(named, checkpoint_parts(self.model_config), partial, self._interrupt.reading)
 
         def change() -> int:
             return _replace(self, update, version, in_flight)
 
-        following: int = change() if self._team is None else self._team.call("update_weights", change, update)
-        self._weights.version = following  # of ranks above 0, too
+        with self._interrupt:
+            following: int = change() if self._team is None else self._team.call("update_weights", change, update)
+            self._weights.version = following  # of ranks above 0, too
         return following
 
     @property
@@ -136,7 +138,7 @@ class BetweenSteps:
             return 0
         if "weights" in tired and not keep_weights:
             state.torn = DROPPED
-        state.asleep |= tired  # first: wherever an interrupt comes, wake sets it right
+        state.asleep |= tired  # first: wherever an exception comes, wake sets it right
         try:
             freed: int = self._runner.sleep(sorted(tired), keep_weights)
         except ValueError:
@@ -190,7 +192,7 @@ def _replace(loop: Loop, update: Update, version: int | None, in_flight: str) ->
     except BaseException as error:
         if state.torn:
             error.add_note("until update_weights is called with all weights again, nothing can be generated")
-            loop._recover()
+            loop._reset()
         raise
     for sequence in loop._owners:
         sequence.begin_version(following)

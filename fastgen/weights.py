@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,20 @@ class Update:
     """The tensors of an update, as a program gives them: a mapping, or an iterable of (name, tensor).
 
     parts: Hugging Face parameter name -> the whole tensor of the model; its shape counts. partial: tensors may be
-    missing. names: those that were found right when the tensors were last looked at.
+    missing. reading: what the iterable is read through. names: those that were found right when the tensors were last
+    looked at.
     """
 
-    def __init__(self, given: Any, parts: Mapping[str, Part], partial: bool = False) -> None:
+    def __init__(
+        self,
+        given: Any,
+        parts: Mapping[str, Part],
+        partial: bool = False,
+        reading: Callable[[Iterable[Any]], Iterator[Any]] = iter,
+    ) -> None:
         self.partial = partial
         self.names: list[str] = []
-        self._given, self._parts = given, parts
+        self._given, self._parts, self._reading = given, parts, reading
 
     def check(self) -> None:
         """Hold all tensors to the model, where they can be looked at twice: of a mapping, its items or a sequence.
@@ -45,7 +52,7 @@ class Update:
         shapes and dtypes that do not fit. (Not before: the iterables of several ranks may make them together.)
         """
         places, faults, self.names = Places(self._parts), [], []
-        for item in self._given.items() if isinstance(self._given, Mapping) else self._given:
+        for item in self._reading(self._given.items() if isinstance(self._given, Mapping) else self._given):
             try:
                 name, tensor = _checked(item)
                 known = places.find(name, tensor.shape, tensor.dtype) is not None

@@ -7,7 +7,6 @@
     python scripts/bench.py gpu --turns                          # conversations, beside the host tier: bench_turns.py
     python scripts/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
     python scripts/bench.py gpu --model qwen14 --scaling         # on 1, 2 and 4 GPUs: bench_parallel.py
-    python scripts/bench.py gpu --broadcast --tensor-parallel 4  # what it costs to tell the ranks of a step
     python scripts/bench.py gpu --smoke                          # tiny, on the CPU, to see that it runs; writes nothing
 
 Shapes are the true ones, weights and prompts random, temperature 1; every sequence runs to its length. Random weights
@@ -436,7 +435,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     kinds.add_argument("--sleep", action="store_true", help="instead: update_weights, sleep and wake")
     kinds.add_argument("--logprobs", action="store_true", help="instead: the part of a decode step that they take")
     kinds.add_argument("--scaling", action="store_true", help="instead: headline and chat1 on 1, 2 and 4 GPUs")
-    kinds.add_argument("--broadcast", action="store_true", help="instead: what it costs to tell the ranks of a step")
     parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="of --perf (default: 16 to 2048)")
     options = parser.add_argument_group("options of Generator")
     for name in ("--max-seqs", "--max-step-tokens", "--page-size", "--max-model-len"):
@@ -459,8 +457,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--deterministic measures with and without deterministic mode; leave --no-deterministic out")
     if arguments.tensor_parallel > 1 and arguments.scaling:
         parser.error("--scaling takes 1, 2 and 4 GPUs itself; leave --tensor-parallel out")
-    if arguments.tensor_parallel < 2 and arguments.broadcast:
-        parser.error("--broadcast needs ranks to send to; add --tensor-parallel 2 or more")
     return arguments
 
 
@@ -485,7 +481,6 @@ def main(argv: list[str]) -> None:
         "sleep": bench_sleep.bench_sleep,
         "logprobs": bench_logprobs.bench_logprobs,
         "scaling": bench_parallel.bench_scaling,
-        "broadcast": bench_parallel.bench_broadcast,
     }
     wanted = [bench for name, bench in instead.items() if getattr(arguments, name)]
     (wanted or [bench_workloads])[0](arguments)

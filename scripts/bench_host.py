@@ -72,7 +72,7 @@ def stub_generator(lanes: int, context: int, model: Path | None = None) -> Gener
         pages = lanes * -(-context // PAGE_SIZE) + 1
         return StubRunner(replace(EngineConfig.make(model_config, **options), max_model_len=context, num_pages=pages))
 
-    with patch("fastgen.placement.build_rank", build):
+    with patch("fastgen.ranks.start.build_rank", build):
         return Generator(model, device="cpu", max_seqs=lanes, max_step_tokens=1 << 20, page_size=PAGE_SIZE)
 
 

@@ -1,15 +1,16 @@
-"""Compile a Generator's Triton kernels for GPUs that are not here: do they fit, and do their numbers fit registers?
+"""Compile a Generator's Triton kernels without access to the GPU: does each fit into shared memory and registers?
 
-    python scripts/compile_kernels.py            # all chips and models; writes scripts/data/kernels-compiled.json
+    python scripts/compile_kernels.py            # all chips and models; writes kernels-compiled-VERSION.json
     python scripts/compile_kernels.py --smoke    # one of each, to see that it runs; writes nothing
 
 A Generator of random weights runs on the CPU, in a process for each chip. Where a GPU would launch a kernel, with the
 arguments and the configuration that it would have on that chip, the kernel is compiled for it (ptxas included), and its
-torch twin computes the result. So what is compiled is what one GPU would run, without deterministic mode and then with
-it, but for flash-attn. Needs Triton, and no GPU.
+torch twin computes the result (of products and attention it is zeros, which are quicker). So what is compiled is what
+one GPU would run, without deterministic mode and then with it, but for flash-attn. Needs Triton, and no GPU.
 
-shared: bytes of shared memory, of those that a block may have on that chip; spilled: bytes of a thread's numbers that
-have no register, and are in memory instead.
+VERSION is Triton's. The file has a row for each kernel: variants, its compiled configurations, and the largest
+of their figures. shared: bytes of shared memory, of those that a block may have on that chip; spilled: bytes of a
+thread's numbers that have no register, and are in memory instead.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "a KV head each, norms": {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 8},
 }  # fmt: skip
 DTYPES = ("bfloat16", "float16", "float32")
+KERNEL = itemgetter("kernel")
 ENGINE = {"load": "dummy", "device": "cpu", "num_pages": 128, "max_seqs": 32, "max_step_tokens": 512, "seed": 0}
 
 
@@ -93,6 +97,7 @@ class Compiled:
         def compiling(base: Any) -> Any:
             class Compile(quick(base)):  # type: ignore[misc]
                 def run(self, *args: Any, warmup: bool, **options: Any) -> Any:
+                    options.setdefault("enable_fp_fusion", True)  # as in launch.quick
                     kernel = super().run(*args, warmup=True, **options)
                     if kernel is not None:  # not only noted
                         compiled.add(f"{self.fn.__module__}.{self.fn.__name__}", kernel)
@@ -139,22 +144,30 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
 
     from fastgen import model, startup
     from fastgen.attention.paged import PagedAttention
-    from fastgen.kernels import attention, fixed
+    from fastgen.kernels import attention, fixed, product
 
     def call(self: Kernel, *args: Any, **options: Any) -> Any:
-        self.launch(*args, **options)
-        return self.twin(*args, **options)
+        result = self.launch(*args, **options)
+        return result if self.launch is self.twin else self.twin(*args, **options)
 
     def few(x: Any, linear: Any) -> bool:
         return model.product.pays(*x.shape) and x.element_size() == 2 and not linear.fixed
 
-    def launched(kernel: Kernel) -> None:
-        """Of a kernel that deterministic mode launches, and has no twin for."""
-        launch, twin = kernel.launch, kernel.twin
-        kernel.launch = lambda *args: (launch(*args), twin(*args))[1]
+    def zeros(kernel: Kernel, out: int | None = None) -> None:
+        """Replace the results of a kernel whose twin takes the CPU longer than compiling takes. out: the number of the
+        argument that it writes, where it returns nothing."""
+        launch = kernel.launch
 
-    launched(fixed.product)
-    launched(attention.attention)
+        def compile_alone(*args: Any) -> Any:
+            result = launch(*args)
+            return (result if out is None else args[out]).zero_()
+
+        kernel.launch = kernel.twin = compile_alone
+
+    zeros(product.product)
+    zeros(fixed.product)
+    zeros(attention.attention, out=1)
+    model.Linear.__call__ = lambda self, x, dtype=None: x.new_zeros(*x.shape[:-1], len(self.weight), dtype=dtype)  # type: ignore[method-assign]
     Kernel.__call__, Kernel.runs_on = call, lambda self, device: True  # type: ignore[method-assign]
     model._few = few
     model.Transformer.pack = lambda self: None  # type: ignore[method-assign]  # a GPU's weights are as they are
@@ -204,6 +217,12 @@ def fix(model: Any) -> None:
         object.__setattr__(linear, "fixed", True)  # they are frozen
 
 
+def largest(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of a kernel: the largest figures of its variants."""
+    most = {what: max(row[what] for row in rows) for what in ("shared", "registers", "spilled")}
+    return {"kernel": KERNEL(rows[0]), "variants": len(rows), **most}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", choices=CHIPS, help="print what becomes of this one, as JSON")
@@ -225,7 +244,8 @@ def main(argv: list[str] | None = None) -> int:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         all_rows = pool.map(compiled, chips)
     for (name, chip), rows in zip(chips.items(), all_rows, strict=True):
-        report["chips"][name] = {"capability": chip.capability, "shared_memory": chip.shared_memory, "kernels": rows}
+        kernels = [largest(list(some)) for _, some in groupby(sorted(rows, key=KERNEL), KERNEL)]
+        report["chips"][name] = {"capability": chip.capability, "shared_memory": chip.shared_memory, "kernels": kernels}
         large, spilling = ([row for row in rows if row[what] > most] for what, most in
                            (("shared", chip.shared_memory), ("spilled", 0)))  # fmt: skip
         bad += len(large)
@@ -235,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
         for row in [*large, *spilling]:
             print(f"  {row}")
     if not arguments.smoke:
-        (DATA / "kernels-compiled.json").write_text(json.dumps(report, indent=1) + "\n")
+        (DATA / f"kernels-compiled-{triton.__version__}.json").write_text(json.dumps(report, indent=1) + "\n")
     return min(bad, 1)
 
 

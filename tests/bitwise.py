@@ -58,7 +58,7 @@ def preempting(gen: Generator, steps: int) -> Generator:
     def advance_anew() -> None:
         if next(count) % steps == 0:
             gen._settle()
-            gen._scheduler.rewind()
+            gen._scheduler.compute_again()
         advance()
 
     gen._advance = advance_anew  # type: ignore[method-assign]

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from fastgen import processes
 from fastgen.outputs import Stats
+from fastgen.ranks import processes
 from fastgen.request import Event, SamplingParams
 
 STEP_SECONDS = 0.01

@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable
 from typing import Any
 
 from hash_model import (
     VOCAB,
     HashMask,
     HashRunner,
-    InterruptError,
     Launched,
     Outcome,
+    TroubleError,
+    drawn_first,
     expected,
     make_sequence,
     text_stop,
 )
 
 from fastgen.config import EngineConfig
-from fastgen.request import Batch, SamplingParams, Sequence, Status
+from fastgen.request import Batch, SamplingParams, Sequence, Status, drawn_lists
 from fastgen.scheduler import Scheduler
-
-# The calls before and after which an interrupt may come, by the scheduler's attribute that they are calls of.
-TORN: dict[str, list[str]] = {
-    "": [
-        *("_admit", "_admit_forks", "_append", "_begin_decoding", "_chunk", "_count_cached", "_end", "_fits", "_grow"),
-        *("_index", "_leave", "_pass_limit", "_preempt", "_schedule_decodes", "_send_pages", "_set_limit", "_start"),
-        "finish",
-    ],
-    "pages": [
-        *("_allocate", "_drop_reference", "_evict", "_load", "_take_slot", "_unlink", "adopt", "fork", "grow", "index"),
-        *("match", "prove", "release", "take_changes"),
-    ],
-    "reservations": ["expected", "learn", "renew", "reserve"],
-}
 
 
 class WrongAnswerError(AssertionError):
@@ -46,9 +32,8 @@ class Simulation:
     """The loop of Generator over the hash model: schedule, launch, read the step before.
 
     Every step of it asserts what holds of any schedule; `seen` counts what happened. trouble: the probability, at each
-    place where one may come, of an interrupt; torn: the same before and after each call within the scheduler and what
-    it is made of. updates: the probability, at each turn, of a weight update. check: also look into every batch, and
-    have the scheduler check itself after every operation.
+    place where one may come, of an exception. updates: the probability, at each turn, of a weight update. check: also
+    look into every batch, and have the scheduler check itself after every operation.
     """
 
     def __init__(
@@ -59,7 +44,6 @@ class Simulation:
         rng: random.Random | None = None,
         aborts: float = 0.0,
         trouble: float = 0.0,
-        torn: float = 0.0,
         updates: float = 0.0,
         scheduler: Scheduler | None = None,
         check: bool = True,
@@ -69,7 +53,7 @@ class Simulation:
         self.runner = HashRunner(config)
         self.arrivals = deque(sorted(arrivals, key=lambda pair: pair[0]))
         self.rng = rng or random.Random(0)
-        self.aborts, self.trouble, self.torn, self.updates, self.checks = aborts, trouble, torn, updates, check
+        self.aborts, self.trouble, self.updates, self.checks = aborts, trouble, updates, check
         self.expected = {sequence: expected(sequence) for _, sequence in arrivals}
         self.order: dict[Sequence, int] = {}  # of arrival
         self.open: dict[Sequence, int] = {}  # sequences whose end is not seen yet -> tokens seen of them
@@ -78,12 +62,6 @@ class Simulation:
         self.seen: Counter[str] = Counter()
         self.runner.trip = self._trip
         self.mixed: set[Sequence] = set()  # of several versions of the weights: their answers are not known
-        self._armed = False  # whether calls may be torn now
-        for owner, names in TORN.items():
-            part = getattr(self.scheduler, owner) if owner else self.scheduler
-            for name in names:
-                setattr(part, name, self._tearing(name, getattr(part, name)))
-        self.scheduler.rewind = self._rewind  # type: ignore[method-assign]
 
     def run(self) -> Simulation:
         work = sum(sequence.max_len for _, sequence in self.arrivals)
@@ -127,7 +105,6 @@ class Simulation:
 
     def advance(self) -> None:
         """Generator._advance."""
-        self._armed = True
         try:
             batch = self._schedule()
             self._trip()
@@ -139,31 +116,20 @@ class Simulation:
                 self._check()
                 self.runner.sample(launched, masks)
             self.in_flight = launched
-        except InterruptError:
-            self._recover()
-
-        self._armed = False
+        except TroubleError:
+            self._reset()
 
     def settle(self) -> None:
-        self._armed = True
         try:
             self._read()
-        except InterruptError:
-            self._recover()
-        self._armed = False
+        except TroubleError:
+            self._reset()
 
     def abort(self, sequence: Sequence) -> None:
         self.settle()
-        self._armed = True
-        try:
-            self.scheduler.abort(sequence)
-        except InterruptError:
-            self._check()
-            self._recover()
-            self.scheduler.abort(sequence)
-        self._armed = False
-        self._check()
         if sequence in self.open:
+            self.scheduler.abort(sequence)
+            self._check()
             self._close(sequence)
 
     def update_weights(self) -> None:
@@ -252,13 +218,14 @@ class Simulation:
         changed = self.scheduler.update(launched.batch, launched.result)
         assert len({id(sequence) for sequence in changed}) == len(changed)
         self._check()
+        self._trip()  # before what was read is seen
         for sequence in changed:
             self._see(sequence)
 
     def _see(self, sequence: Sequence) -> None:
         """Generator._see: the end of a sequence, or a stop string that only its reader finds."""
         string = text_stop(sequence, sequence.output_ids) if sequence.error is None else None
-        if string is not None and sequence.status is Status.RUNNING:
+        if string is not None and sequence.status is not Status.FINISHED:
             self.scheduler.finish(sequence, "stop", string)
             self.seen["stopped late"] += 1
             self._check()
@@ -276,56 +243,30 @@ class Simulation:
         if sequence.error is not None:
             self.seen[sequence.error.partition("(")[2] or sequence.error] += 1
         if sequence in self.mixed:
-            kept = (sequence.logprobs, sequence.untruncated_logprobs, sequence.raw_logprobs)
-            assert {*map(len, kept)} == {sequence.output_len}
+            assert {*map(len, drawn_lists(sequence.drawn).values())} == {sequence.output_len}
             return
         got, right = Outcome.of(sequence), self.expected[sequence]
         if got.finish_reason == "abort":  # an answer that was cut short: as far as it has come, it is right
             length, known = len(got.token_ids), len(got.token_ids) - sequence.prompt_len
-            logprobs = right.logprobs, right.untruncated_logprobs, right.raw_logprobs
-            right = Outcome(right.token_ids[:length], *(each[:known] for each in logprobs), finish_reason="abort")
+            right = Outcome(right.token_ids[:length], drawn_first(right.drawn, known), finish_reason="abort")
             got.prompt_logprobs = []
         if got != right:
             raise WrongAnswerError(f"request {self.order[sequence]}: {got} instead of {right}")
 
     def _trip(self) -> None:
         if self.trouble and self.rng.random() < self.trouble:
-            raise InterruptError
+            raise TroubleError
 
-    def _tearing(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def torn(*given: Any, **named: Any) -> Any:
-            self.seen[name] += 1
-            self._tear()
-            result = method(*given, **named)
-            self._tear()
-            return result
-
-        return torn
-
-    def _rewind(self) -> None:
-        self._armed = False
-        Scheduler.rewind(self.scheduler)
-
-    def _tear(self) -> None:
-        if self._armed and self.torn and self.rng.random() < self.torn:
-            self.seen["torn"] += 1
-            raise InterruptError
-
-    def _recover(self) -> None:
+    def _reset(self) -> None:
+        """Generator._reset."""
         self.in_flight = None
-        self.scheduler.rewind()
+        self.scheduler.reset()
         self._check()
         assert not self.scheduler.running
-        self.seen["interrupted"] += 1
+        self.seen["reset"] += 1
         for sequence, told in list(self.open.items()):  # read, but not seen
             if sequence.status is Status.FINISHED or sequence.output_len > told:
-                self._see_later(sequence)
-
-    def _see_later(self, sequence: Sequence) -> None:
-        """See a sequence that rewind has made wait: a stop string then ends it like an abort does."""
-        if sequence.status is Status.WAITING and text_stop(sequence, sequence.output_ids) is not None:
-            self.scheduler.abort(sequence)
-        self._see(sequence)
+                self._see(sequence)
 
     def _check(self) -> None:
         if self.checks:

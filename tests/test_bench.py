@@ -28,7 +28,6 @@ import tune_allreduce  # noqa: E402
 
 from fastgen import Generator  # noqa: E402
 from fastgen.arch import parse_config  # noqa: E402
-from fastgen.request import Batch  # noqa: E402
 
 SHARED = bench_limits.SHARED.values()
 
@@ -179,7 +178,7 @@ def test_several_gpus_have_a_file_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    ["--busy --tensor-parallel 2", "--load --tensor-parallel 2", "--scaling --tensor-parallel 2", "--broadcast"],
+    ["--busy --tensor-parallel 2", "--load --tensor-parallel 2", "--scaling --tensor-parallel 2"],
 )
 def test_what_can_not_be_measured_on_so_many_gpus_is_refused(options: str) -> None:
     with pytest.raises(SystemExit):
@@ -314,16 +313,6 @@ def test_scaling_takes_the_gpus_that_there_are() -> None:
     ]
 
 
-def test_telling_ranks_of_steps_runs_small(tmp_path: Path) -> None:
-    report = smoke(tmp_path, "--broadcast", "--tensor-parallel", "2")["mistral7-cpu-tp2-broadcast.json"]
-    assert (report["lanes"], report["prefill_tokens"]) == (4, 64)
-    for kind in ("decode", "prefill"):
-        found = report[kind]
-        assert found["steps"] > 5
-        assert 0 < found["launch_us"]["median"] <= found["launch_us"]["most"]
-        assert 0 < found["last_rank_us"]["median"] <= found["last_rank_us"]["most"] < 1e6
-
-
 def test_ways_to_add_up_run_small(tmp_path: Path) -> None:
     """By gloo; what is written looks as what was measured on GPUs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -350,33 +339,6 @@ def test_a_sum_that_is_wrong_is_noticed() -> None:
     for wrong in (exact * 1.02, exact.clone().fill_(math.nan), exact.clone().index_fill_(0, torch.tensor([3]), 0)):
         with pytest.raises(RuntimeError, match="some way: the error"):
             tune_allreduce.confirm("some way", wrong, exact)
-
-
-def test_a_delay_belongs_to_the_launch_of_its_place_from_the_end() -> None:
-    batches = [Batch(tuple(range(lanes)), (), (), (), masked=False) for lanes in (1, 2, 2)]
-    launched = [(batch, number * 1e-6) for number, batch in enumerate(batches)]
-    for delays in ([1e-4, 2e-4, 3e-4], [9e-4, 9e-4, 1e-4, 2e-4, 3e-4], [2e-4, 3e-4]):
-        found = bench_parallel.broadcast_figures(launched, delays, lambda batch: len(batch.decodes) == 2)
-        assert found["steps"] == 2
-        assert found["launch_us"] == pytest.approx({"median": 1.5, "p90": 1.9, "most": 2.0})
-        assert found["last_rank_us"] == pytest.approx({"median": 250, "p90": 290, "most": 300})
-    with pytest.raises(RuntimeError, match="of 3 steps none"):
-        bench_parallel.broadcast_figures(launched, [0.0] * 3, lambda batch: batch.masked)
-
-
-def test_launches_are_timed_only_where_they_are_to_be() -> None:
-    class Sender:
-        def launch(self, batch: Batch) -> int:
-            return len(batch.decodes)
-
-    sender: Any = Sender()
-    batches = [Batch(decodes, (), (), (), masked=False) for decodes in ((0,), (0, 1))]
-    with bench_parallel.timed_launches(sender) as launched:
-        assert sender.launch(batches[1]) == 2
-    assert sender.launch(batches[0]) == 1
-    assert [batch for batch, _ in launched] == batches[1:]
-    assert launched[0][1] >= 0
-    assert not vars(sender)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class FakeGenerator:
     """Answers with the roles and contents of all messages, a word a step. Some messages are special:
 
     "count": 1 2 3 ... without an end; "escape": control characters; "break": the engine fails. The context holds
-    200 characters. Like the real one, it holds a little text back, and may tell of a round that is over.
+    200 characters. Like the real one, it holds a little text back.
     """
 
     max_model_len = 200
@@ -70,13 +70,12 @@ class FakeGenerator:
     def step(self) -> list[Event]:
         self.on_step()
         time.sleep(0.001)
-        stale = Event(0, 0, [7], [0.0], [0.0], "stale", "abort")
         full = self.params.max_tokens is not None and len(self.said) == self.params.max_tokens - 1
         word = next(self.words, None)
         if word is not None and not full:
             self.said.append(word)
-            return [stale, self._event(word, None)]
-        return [stale, self._event(word or "", "length" if full else "stop")]
+            return [self._event(word, None)]
+        return [self._event(word or "", "length" if full else "stop")]
 
     def __enter__(self) -> FakeGenerator:
         return self
@@ -317,21 +316,24 @@ class Typist(chat.Console):
         self.interactive, self.screen = True, sys.stderr
 
 
-def test_a_second_ctrl_c_breaks_the_step_and_further_ones_do_nothing(monkeypatch, capsys):
+def test_further_ctrl_cs_do_nothing(monkeypatch, capsys):
     gen = interrupting(at=3, times=2)
     abort = gen.abort
     monkeypatch.setattr(gen, "abort", lambda ids: signal.raise_signal(signal.SIGINT) or abort(ids))
     conversation = chat.Chat(Local(gen, SamplingParams()), Typist())
     conversation.ask("count")
-    assert conversation.rounds == [("count", "1 2 3 held")]
-    assert capsys.readouterr().out == "1 2 3 held\n"
+    assert conversation.rounds == [("count", "1 2 3 4 held")]
+    assert capsys.readouterr().out == "1 2 3 4 held\n"
     gen.on_step = lambda: None
     conversation.ask("next")
-    assert [message["content"] for message in gen.prompts[-1]] == ["count", "1 2 3 held", "next"]
+    assert [message["content"] for message in gen.prompts[-1]] == ["count", "1 2 3 4 held", "next"]
 
 
-def test_ctrl_c_before_the_first_word_takes_the_round_back(capsys):
-    conversation = chat.Chat(Local(interrupting(at=0, times=2), SamplingParams()), Typist())
+def test_ctrl_c_before_the_first_word_takes_the_round_back(monkeypatch, capsys):
+    gen = FakeGenerator()
+    add = gen.add
+    monkeypatch.setattr(gen, "add", lambda *given: signal.raise_signal(signal.SIGINT) or add(*given))
+    conversation = chat.Chat(Local(gen, SamplingParams()), Typist())
     conversation.ask("count")
     assert conversation.rounds == []
     assert re.search(STATS, capsys.readouterr().err)[1] == "0"

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from fastgen import exchange
-from fastgen.exchange import CollectiveExchange, CopyExchange, DepartedError, Exchange, Layout, Shared
+from fastgen.exchange import CollectiveExchange, CopyExchange, Exchange, Layout, Shared
 from fastgen.kernels.allreduce import add_in_order
 from fastgen.kernels.norm import RMSNorm, rms_norm
+from fastgen.rank_errors import DepartedError
 
 TOKENS, HIDDEN = 13, 8
 GUARD = 64

@@ -149,4 +149,5 @@ def test_without_what_fgserve_needs_a_batch_is_an_error_that_names_it(
     monkeypatch.setitem(sys.modules, "pydantic", None)
     assert main.main(["random", "in.jsonl", "-o", "other.jsonl"]) == 1
     said = capsys.readouterr().err
-    assert "OpenAI's batch files need pydantic; install it with: pip install 'fastgen[serve]'" in said
+    missing = "the package pydantic is not installed; run: pip install 'fastgen[serve]'"
+    assert f"fggen: error: OpenAI's batch files can not be used: {missing}" in said

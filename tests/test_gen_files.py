@@ -153,7 +153,8 @@ def test_without_pyarrow_parquet_is_an_error_that_names_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert fggen(write("in.jsonl", PROMPTS[0]), "-o", "out.parquet") == 1
-    assert "Parquet files need pyarrow; install it with: pip install 'fastgen[parquet]'" in capsys.readouterr().err
+    missing = "the package pyarrow is not installed; run: pip install 'fastgen[parquet]'"
+    assert capsys.readouterr().err == f"fggen: error: Parquet files can not be used: {missing}\n"
     assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
 
 

@@ -16,6 +16,7 @@ import torch
 from test_kernels_product import A100, H200
 
 from fastgen.kernels import fixed, hopper, hopper_decode
+from fastgen.kernels.gluon import HALVES
 from fastgen.kernels.launch import KNOWN
 
 BEGIN = """
@@ -53,20 +54,21 @@ for tokens, outputs, inputs, half, heads, what in [
     (1, 1024, 512, 8, 2, "rope"), (1, 1024, 512, 512, 1, "swiglu"),
 ]:
     found = fixed.config(tokens, outputs, inputs, torch.bfloat16, H200)
-    block = [found.rows, found.depth]
+    pieces = 1 if found.rows >= 64 else found.depth // 64
+    block = [found.rows, found.depth // pieces]
     if half:
-        block = [heads, 2, found.rows // 2 // heads, found.depth]
+        block = [heads, 2, found.rows // 2 // heads, found.depth // pieces]
     types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
     types |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
     types |= {"out_ptr": "*fp32"} if what == "logits" else {}
     constants = {
         "K": inputs, "HALF": half, "KV": 8 * (what == "rope"), "P": 64, "ADD": what == "add", "TOKENS": found.tokens,
-        "ROWS": found.rows, "HEADS": heads, "DEPTH": found.depth, "STAGES": found.stages,
-        "EARLY": outputs == 6144, "REGISTERS": hopper.LOADING_REGISTERS,
+        "ROWS": found.rows, "HEADS": heads, "DEPTH": found.depth, "STAGES": found.stages, "SIDE": max(found.rows, 64),
+        "PIECES": pieces, "EARLY": outputs == 6144, "REGISTERS": hopper.LOADING_REGISTERS,
     }
     blocks = {"x_desc": [found.tokens, found.depth], "weight_desc": block}
     made = compiled(kernel, types, blocks, constants, ["N"], {"num_warps": found.warps})
-    more = {"outputs": outputs, "steps": -(-inputs // found.depth)}
+    more = {"pieces": pieces, "outputs": outputs, "steps": -(-inputs // found.depth)}
     print(json.dumps({**asdict(found), **more, **made}))
 """
 DECODES = """
@@ -104,7 +106,7 @@ def places(pattern: str, text: str) -> list[int]:
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
     several = compiled(PRODUCTS)
-    assert {each["rows"] for each in several} == {64, 128}
+    assert {each["rows"] for each in several} == {32, 64, 128} if HALVES else {64, 128}
     assert {each["tokens"] for each in several} == {8, 16, 32, 64}
     for made in several:
         ptx, stages = made["ptx"], made["stages"]
@@ -114,10 +116,10 @@ def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
         loads, waits = places(LOAD, ptx), places(WAIT, ptx)
         assert len(waits) == 2
         assert waits[0] < waits[1]
-        a_stage = made["depth"] // 64  # instructions: 64 columns each
+        a_stage = made["pieces"] * max(made["depth"] // made["pieces"] // 64, 1)  # instructions: 64 columns each
         first = min(stages, made["steps"])
         assert len(places(LOAD, ptx[: waits[1]])) == first * a_stage, "the weight's first ones"
-        x_too = 2 * a_stage
+        x_too = a_stage + max(made["depth"] // 64, 1)
         assert len(loads) == (first + (made["steps"] > stages)) * x_too, "each stage's first ones, and the loop's"
         assert all(waits[0] < each for each in places("ld.global", ptx))
         early = made["outputs"] == 6144
@@ -159,11 +161,14 @@ def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fixed.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 16
 
 
-@pytest.mark.parametrize("outputs", [4096, 6144, 28672, 50257])
-def test_cut(outputs: int) -> None:
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (50257, 512)]
+)
+def test_cut(outputs: int, inputs: int) -> None:
     for tokens in range(1, 65):
-        padded, rows, depth, _, stages = hopper.cut(tokens, outputs, H200)
+        padded, rows, depth, _, stages = hopper.cut(tokens, outputs, inputs, H200)
         programs = 1 if outputs <= rows * H200.processors else 2
         assert tokens <= padded <= max(2 * tokens, 8)
         assert stages > 1
         assert programs * (stages * (padded + rows) * depth * 2 + 2048) <= H200.shared_memory
+        assert (rows < hopper.SIDE) == (HALVES and outputs == inputs == 4096 and tokens <= 32), "o alone"

@@ -19,9 +19,9 @@ H200, A100 = Chip((9, 0), 132, 232_448), Chip((8, 0), 108, 166_912)
 
 def on(chip: Chip, version: str | None, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     """Return what `support` says of a GPU of this kind with this Triton, None for none."""
-    known = version is not None and version.rpartition(".")[0] in launch.KNOWN_TRITON
     monkeypatch.setattr(Chip, "of", lambda device: chip)
     monkeypatch.setattr(launch, "triton", version and SimpleNamespace(__version__=version))
+    known = launch.version() in launch.KNOWN_TRITON
     monkeypatch.setattr(launch, "KNOWN", known)
     monkeypatch.setattr(support, "GLUON", known)
     return kernels_of(GPU), slower_than_possible(GPU)

@@ -16,7 +16,8 @@ LEVELS = {
     "fastgen": 0,  # resolves the public names lazily; who imports one of them imports its home
     "fastgen.arch": 0,
     "fastgen.config": 0,
-    "fastgen.processes": 0,  # starts and ends them, whatever they are
+    "fastgen.interrupts": 0,
+    "fastgen.rank_errors": 0,
     "fastgen.request": 0,
     "fastgen.tokenizer": 0,
     "fastgen.tiny": 0,
@@ -47,15 +48,10 @@ LEVELS = {
     "fastgen.admission": 4,  # two parts of the scheduler
     "fastgen.results": 4,
     "fastgen.scheduler": 4,
-    "fastgen.outputs": 5,  # what becomes of sequences: beside the workers, under Generator alone
-    "fastgen.asking": 5,
+    "fastgen.outputs": 5,  # what becomes of sequences: beside the ranks, under Generator alone
     "fastgen.intake": 5,  # what goes in: beside outputs
-    "fastgen.links": 5,
-    "fastgen.placement": 5,
-    "fastgen.spmd": 5,
-    "fastgen.transfer": 5,
+    "fastgen.ranks": 5,
     "fastgen.updating": 5,
-    "fastgen.workers": 5,
     "fastgen.generator": 6,
     "fastgen.cli": 7,
     "fastgen.ray": 7,
@@ -132,7 +128,7 @@ def test_a_module_without_a_level_is_noticed() -> None:
 
 def test_the_imports_are_read_wherever_they_stand() -> None:
     found = {module: {target for target, _ in imports(module)} for module in SOURCES}
-    assert {"fastgen.scheduler", "fastgen.workers", "fastgen.request"} <= found["fastgen.generator"]
+    assert {"fastgen.scheduler", "fastgen.ranks.start", "fastgen.request"} <= found["fastgen.generator"]
     assert "fastgen.attention.reference" in found["fastgen.attention"], "inside a function"
     assert "fastgen.generator" in found["fastgen.cli.chat"], "by its public name"
     assert found["fastgen"] == set()
@@ -161,7 +157,8 @@ def test_nothing_is_left_for_later(module: str) -> None:
 
 def test_the_modules_without_torch_do_not_name_it() -> None:
     scheduling = ("cache.pages", "admission", "results", "scheduler")
-    for module in ("arch", "config", "processes", "request", "tokenizer", *scheduling, "outputs"):
+    ranks = ("ranks.channel", "ranks.processes")  # fgserve's server uses them
+    for module in ("arch", "config", "rank_errors", "request", "tokenizer", *scheduling, "outputs", *ranks):
         named = {
             alias.name.partition(".")[0]
             for node in ast.walk(TREES[f"fastgen.{module}"])

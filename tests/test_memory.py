@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgen import memory
-from fastgen.memory import CudaDriver, DeviceMemory, HostMemory, Memory, taken, uninterrupted
+from fastgen.memory import CudaDriver, DeviceMemory, HostMemory, Memory, taken
 
 CPU = torch.device("cpu")
 MB = 1 << 20
@@ -177,31 +174,6 @@ def test_the_cpus_memory_goes_where_it_is_not_kept() -> None:
     assert not list(held._blocks), "they go with their tensors"
     with pytest.raises(MemoryError, match="GB of memory can not be had"):
         held.zeros((1 << 60,), torch.uint8)
-
-
-def test_an_interrupt_waits_for_the_end() -> None:
-    done: list[int] = []
-
-    @uninterrupted
-    def work(number: int) -> int:
-        assert threading.current_thread() is not threading.main_thread()
-        if number:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            time.sleep(0.1)
-        done.append(number)
-        return number
-
-    assert work(0) == 0
-    with pytest.raises(KeyboardInterrupt):
-        work(1)
-    assert done == [0, 1]
-
-    @uninterrupted
-    def fail() -> None:
-        raise LookupError("no")
-
-    with pytest.raises(LookupError, match="no"):
-        fail()
 
 
 class FakeLibrary:

@@ -68,6 +68,19 @@ assert "torch._dynamo" not in sys.modules, "a tokenizer needs none of torch's co
     pytest.fail(f"importing fastgen takes {best:.2f} s after torch")
 
 
+def test_fgserve_without_its_extra_is_one_line() -> None:
+    code = """
+import contextlib, io, sys
+sys.modules["uvicorn"] = None
+from fastgen.cli.serve import command
+with contextlib.redirect_stderr(io.StringIO()) as said:
+    print(command())
+print(said.getvalue())
+"""
+    missing = "the package uvicorn is not installed; run: pip install 'fastgen[serve]'"
+    assert python(code) == f"2\nfgserve: error: fgserve can not be used: {missing}\n\n"
+
+
 # --------------------------------------------------------------------------------------------- global state
 
 

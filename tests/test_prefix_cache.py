@@ -263,53 +263,6 @@ def test_nothing_of_old_weights_is_given_to_who_comes_after_an_update() -> None:
     assert later.cached_tokens == 8, "of its sibling"
 
 
-# ---------------------------------------------------------------------------------------------- interrupts
-
-
-def test_an_interrupt_keeps_what_is_known_to_be_computed() -> None:
-    """A prompt of a chat, whose answer is interrupted and then asked for again."""
-    config = make_config(page_size=2)
-    first = ask(config, PROMPT, 20)
-    simulation = simulate(config, first)
-    for _ in range(7):
-        simulation.advance()
-    assert simulation.in_flight is not None
-    simulation._recover()
-    known = len(first.token_ids)
-    assert known == 10 + 6
-    assert len(simulation.scheduler.pages.match(first.token_ids, known)) == (known - 1) // 2
-    simulation.run()
-    assert simulation.scheduler.prefilled_tokens == 10 + 2
-
-
-def test_an_interrupt_forgets_a_prompt_that_was_in_flight() -> None:
-    config = make_config(max_step_tokens=4)
-    first = ask(config, PROMPT, 20)
-    simulation = simulate(config, first)
-    simulation.advance()
-    simulation.advance()  # the first chunk has been read, the second is in flight
-    simulation._recover()
-    assert len(simulation.scheduler.pages.match(PROMPT, 10)) == 1
-    simulation.run()
-
-
-def test_an_interrupt_between_the_last_token_and_the_end_ends_the_sequence() -> None:
-    config = make_config()
-    first = ask(config, PROMPT, 2)
-    simulation = simulate(config, first)
-    simulation.scheduler.schedule()
-    lane = simulation.scheduler.lanes[0]
-    assert lane is first
-    first.token_ids += [1, 2]  # as if read, and then torn
-    first.logprobs += [0.0, 0.0]
-    first.untruncated_logprobs += [0.0, 0.0]
-    first.raw_logprobs += [0.0, 0.0]
-    simulation.scheduler.rewind()
-    simulation.scheduler.check()
-    assert (first.status, first.finish_reason) == (Status.FINISHED, "length")
-    assert not simulation.scheduler.busy
-
-
 # ---------------------------------------------------------------------------------- admission with sharing
 
 

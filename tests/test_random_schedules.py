@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hash_model import VOCAB, HashMask, expected, make_config, make_sequence
+from hash_model import VOCAB, HashMask, drawn_first, expected, make_config, make_sequence
 from simulation import Simulation, WrongAnswerError
 
 from fastgen.admission import Expectation
@@ -84,10 +84,9 @@ def random_request(rng: random.Random, config: EngineConfig, before: list[Sequen
 def resume(sequence: Sequence, rng: random.Random) -> None:
     """Let a sequence begin with a part of its answer, as one that was aborted."""
     right = expected(sequence)
-    count = rng.randrange(max(len(right.logprobs), 1))
+    count = rng.randrange(max(len(right.drawn.logprobs), 1))
     sequence.token_ids = right.token_ids[: sequence.prompt_len + count]
-    for name in ("logprobs", "untruncated_logprobs", "raw_logprobs"):
-        setattr(sequence, name, getattr(right, name)[:count])
+    sequence.drawn = drawn_first(right.drawn, count)
     if sequence.mask is not None:
         for token in sequence.output_ids:
             sequence.mask.accept(token)
@@ -123,7 +122,6 @@ def random_simulation(seed: int, make_scheduler: MakeScheduler = Scheduler, chec
         rng=rng,
         aborts=rng.choice((0.0, 0.0, 0.1)),
         trouble=rng.choice((0.0, 0.0, 0.02)),
-        torn=rng.choice((0.0, 0.0, 0.0, 0.002)),
         updates=rng.choice((0.0, 0.0, 0.0, 0.05)),
         scheduler=make_scheduler(config, random_expectation(rng, crowd)),
         check=check,
@@ -138,7 +136,7 @@ def test_any_schedule_gives_the_answers_of_no_schedule(first: int) -> None:
         try:
             simulation = random_simulation(seed).run()
             scheduler = simulation.scheduler
-            if scheduler.expectation.least == Expectation.least and not simulation.seen["interrupted"]:
+            if scheduler.expectation.least == Expectation.least and not simulation.seen["reset"]:
                 asked = simulation.seen["computed again"]
                 assert scheduler.preemptions == asked, "preempted where no answer got longer than expected"
         except Exception as error:
@@ -149,9 +147,9 @@ def test_the_random_schedules_reach_every_corner() -> None:
     seen: Counter[str] = Counter()
     for seed in range(SEEDS, SEEDS + 150):
         seen += random_simulation(seed).run().seen
-    corners = ("mixed", "chunked", "masked", "preempted", "dropped", "stopped late", "interrupted", "torn", "updates")
+    corners = ("mixed", "chunked", "masked", "preempted", "dropped", "stopped late", "reset", "updates")
     corners += ("computed again", "resumed")
-    corners += ("cached", "forks", "copies", "_evict", "saves", "loads", "_preempt")
+    corners += ("cached", "forks", "copies", "saves", "loads")
     reasons = ("stop", "length", "abort", "error")
     errors = ("the mask allowed no token", "'no rows today')", "'not that token')")
     assert not [corner for corner in corners + reasons + errors if seen[corner] < 10], seen
@@ -204,12 +202,6 @@ class ForgetsSaves(PageAllocator):
         return super().take_changes()._replace(saves=())
 
 
-class TrustsLostSteps(PageAllocator):
-    def recover(self) -> None:
-        self._in_flight.clear()
-        super().recover()
-
-
 class RemembersOldWeights(PageAllocator):
     def forget(self) -> None:
         """Forgets to."""
@@ -245,10 +237,7 @@ class KeepsTokenTooMany(Scheduler):
     "broken",
     [
         *(DropsPageUpdate, BeginsTooLate, ForgetsLaneStart, KeepsTokenTooMany, KeepsOldKV, IndexesOldKV),
-        *map(
-            with_pages,
-            (DoubledPages, ForgetsCopies, ForgetsSaves, TrustsLostSteps, RemembersOldWeights),
-        ),
+        *map(with_pages, (DoubledPages, ForgetsCopies, ForgetsSaves, RemembersOldWeights)),
     ],
 )
 def test_the_simulation_notices_a_broken_scheduler_by_its_answers(broken: MakeScheduler) -> None:

@@ -22,8 +22,8 @@ import yaml
 from serving import FGSERVE, ROOT, Server, alive, children, descendants, is_called, until
 
 import fastgen.ray
-from fastgen import processes
 from fastgen.cli.serve.options import read_options
+from fastgen.ranks import processes
 from fastgen.ray import Replica
 
 pytestmark = pytest.mark.timeout(600)
@@ -217,8 +217,9 @@ def test_health_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_ray_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastgen.ray, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"Ray is not installed; pip install 'fastgen\[ray\]'"):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # so that no variable is set
+    with pytest.raises(ValueError, match=r"the package ray is not installed; run: pip install 'fastgen\[ray\]'"):
         fastgen.ray.connect()
 
 

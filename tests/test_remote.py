@@ -253,7 +253,8 @@ def test_without_httpx_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
     assert chat.main(["--url", "http://localhost"]) == 1
-    assert capsys.readouterr().err == "fgchat: error: --url needs httpx; pip install 'fastgen[serve]'\n"
+    missing = "the package httpx is not installed; run: pip install 'fastgen[serve]'"
+    assert capsys.readouterr().err == f"fgchat: error: --url can not be used: {missing}\n"
 
 
 def test_an_error_of_the_terminal_is_none_of_the_server(fake: Fake) -> None:

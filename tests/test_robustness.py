@@ -1,4 +1,4 @@
-"""What once went wrong between the modules: interrupts in odd places, values of odd types, a request that poisons."""
+"""What once went wrong between the modules: exceptions in odd places, values of odd types, a request that poisons."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_after_an_exception_the_device_is_waited_for_before_pages_are_given_out(
                 raise KeyboardInterrupt
             return call(*arguments)
 
-        for owner, name in ((gen._runner, "settle"), (gen._scheduler, "rewind")):
+        for owner, name in ((gen._runner, "settle"), (gen._scheduler, "reset")):
             inner = getattr(owner, name)
             monkeypatch.setattr(owner, name, lambda name=name, inner=inner: (done.append(name), inner())[1])
         monkeypatch.setattr(gen._runner, fails, interrupted)
@@ -100,7 +100,7 @@ def test_after_an_exception_the_device_is_waited_for_before_pages_are_given_out(
             try:
                 tokens += [token for event in gen.step() for token in event.token_ids]
             except KeyboardInterrupt:
-                assert done == ["settle", "rewind"]
+                assert done == ["settle", "reset"]
         assert done
         assert tokens == expected[0].token_ids
         check_idle(gen)
@@ -121,7 +121,7 @@ def test_numpy_values_are_values(gen: Generator) -> None:
 
 
 @pytest.mark.parametrize("after", range(8))
-def test_an_interrupt_while_text_is_made_loses_nothing(
+def test_an_exception_while_text_is_made_loses_nothing(
     gen: Generator, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     params = SamplingParams(max_tokens=8, temperature=0)

@@ -4,7 +4,7 @@ by batches made by hand: a fork says what a lane that prefilled says."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +13,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, Turns, allow, check_idle, hf_logits, random_ids
+from conftest import VOCAB, allow, check_idle, hf_logits, random_ids
 from handmade import make_runner, siblings, start, table
 from handmade import run as run_batch
 from test_graphs import Called, capturable
 
-from fastgen import Event, Generator, SamplingParams
+from fastgen import Generator, SamplingParams
 from fastgen import runner as module
 from fastgen.model import ROW_TILE
 from fastgen.parallel import Group
-from fastgen.request import Batch, Prefill, Score, StepResult
+from fastgen.request import Batch, Prefill, Score
 from fastgen.runner import SCORE_ROWS
 
 pytestmark = pytest.mark.timeout(60)  # a loop that waits for what never comes is what goes wrong here
@@ -196,136 +196,6 @@ def test_a_prompt_alone_can_be_scored(gen: Generator) -> None:
     assert output.prompt_top_logprobs is not None
     assert len(output.prompt_logprobs) == len(output.prompt_top_logprobs) == 8
     assert close(output.prompt_logprobs, gen.score([random_ids(8)])[0])
-
-
-# Steps that break off.
-
-BUSY = SamplingParams(max_tokens=12, temperature=0.9, seed=4, ignore_eos=True, repetition_penalty=1.2, logprobs=2)
-REQUESTS = [
-    (random_ids(30), BUSY),
-    (random_ids(70), replace(BUSY, prompt_logprobs=1)),
-    (random_ids(5), replace(BUSY, n=2, temperature=0)),
-    (random_ids(11), replace(BUSY, mask=Turns(), stop="zz")),
-]
-
-
-class Interrupt:
-    """Makes a method raise KeyboardInterrupt at its n-th call, before or after it has done its work."""
-
-    def __init__(self, method: Callable[..., Any], at: int = 0, after: bool = False) -> None:
-        self.method, self.at, self.after = method, at, after
-        self.calls = 0
-
-    def __call__(self, *arguments: Any) -> Any:
-        self.calls += 1
-        if self.calls == self.at and not self.after:
-            raise KeyboardInterrupt
-        result = self.method(*arguments)
-        if self.calls == self.at:
-            raise KeyboardInterrupt
-        return result
-
-
-class Trap(list[Any]):
-    def __getitem__(self, key: Any) -> Any:
-        raise KeyboardInterrupt
-
-
-def half_read(collect: Callable[..., StepResult]) -> Callable[..., StepResult]:
-    """Results that break off reading when a token's logprobs are kept and the token is not."""
-
-    def trapped(*arguments: Any) -> StepResult:
-        result = collect(*arguments)
-        result.top_logprobs = Trap(result.top_logprobs or [])
-        return result
-
-    return trapped
-
-
-@pytest.fixture
-def small_gen(talker: Path) -> Iterator[Generator]:
-    """5 lanes, and pages that run out."""
-    with Generator(talker, seed=0, max_seqs=5, max_step_tokens=40, page_size=16, num_pages=16) as gen:
-        yield gen
-
-
-def run(gen: Generator, interrupts: int) -> list[list[tuple[Any, ...]]]:
-    """What the events of REQUESTS say, a tuple a sample; so many KeyboardInterrupts have to come."""
-    ids, events = [gen.add(*request) for request in REQUESTS], []
-    while gen.unfinished:
-        try:
-            events += gen.step()
-        except KeyboardInterrupt:
-            interrupts -= 1
-            gen._scheduler.check()
-    assert interrupts == 0
-    check_idle(gen)
-    said = []
-    for id, (_, params) in zip(ids, REQUESTS, strict=True):
-        samples = [[event for event in events if (event.id, event.index) == (id, i)] for i in range(params.n)]
-        said.append([joined(sample) for sample in samples])
-    return said
-
-
-def joined(events: list[Event]) -> tuple[Any, ...]:
-    token_ids, logprobs, raw = (
-        [value for event in events for value in getattr(event, name)]
-        for name in ("token_ids", "logprobs", "raw_logprobs")
-    )
-    reasons = [event.finish_reason for event in events if event.finish_reason]
-    return token_ids, logprobs, raw, "".join(event.text for event in events), reasons
-
-
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("target", ["_runner.launch", "_runner.collect", "_runner.sample", "_scheduler.update",
-                                    "_scheduler._append"])  # fmt: skip
-def test_an_interrupted_step_changes_no_answer(
-    target: str, after: bool, small_gen: Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part, name = target.split(".")
-    owner = getattr(small_gen, part)
-    counting = Interrupt(getattr(owner, name))
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, counting)
-        expected = run(small_gen, interrupts=0)
-    for at in (1, 2, counting.calls // 2, counting.calls - 1, counting.calls):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, Interrupt(counting.method, at, after))
-            assert run(small_gen, interrupts=1) == expected
-
-
-def test_a_token_that_was_half_read_changes_no_answer(small_gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [(prompt, replace(params, mask=None)) for prompt, params in REQUESTS]
-    prompts, params = zip(*requests, strict=True)
-    expected = [output.completions for output in small_gen.generate(prompts, params)]
-    ids = [small_gen.add(*request) for request in requests]
-    for _ in range(4):
-        small_gen.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(small_gen._runner, "collect", half_read(small_gen._runner.collect))
-        with pytest.raises(KeyboardInterrupt):
-            small_gen.step()
-    outputs = {output.id: output for output in small_gen.abort(ids)}
-    for id, completions in zip(ids, expected, strict=True):
-        for part, whole in zip(outputs[id].completions, completions, strict=True):
-            count = len(part.token_ids)
-            assert part.token_ids == whole.token_ids[:count]
-            assert part.logprobs == whole.logprobs[:count]
-            assert part.raw_logprobs == whole.raw_logprobs[:count]
-    check_idle(small_gen)
-
-
-def test_an_interrupted_generate_leaves_nothing_behind(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [random_ids(20, seed=i) for i in range(6)]
-    expected = [output.completions for output in gen.generate(prompts, BUSY)]
-    for method, at in (("launch", 4), ("collect", 4)):
-        with monkeypatch.context() as patch:
-            patch.setattr(gen._runner, method, Interrupt(getattr(gen._runner, method), at, after=False))
-            with pytest.raises(KeyboardInterrupt):
-                gen.generate(prompts, BUSY)
-        assert gen.unfinished == 0
-        check_idle(gen)
-        assert [output.completions for output in gen.generate(prompts, BUSY)] == expected
 
 
 # Forks.

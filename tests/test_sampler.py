@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from fastgen import sampler
+from fastgen.kernels import noise
+from fastgen.kernels.noise import gumbel, philox
 from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
-from fastgen.sampler import LaneState, SampleOutput, SamplePlan, philox, plan_flags, sample, score
+from fastgen.sampler import LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
 
 CPU = torch.device("cpu")
 PROMPT, ANSWER, STOPS = (3, 5, 5, 9), (7, 9, 9, 11, 0), frozenset({0, 2, 8})
@@ -153,57 +155,92 @@ def test_the_chi_square_rejects_a_wrong_distribution() -> None:
     for wrong in ({"temperature": 1.2}, {"min_p": 0.05}, {"logit_bias": bias}, {"presence_penalty": 0.5}):
         probs = np.maximum(exact(logits, SamplingParams(**wrong)), 1e-12)
         assert chi_square(counts, probs) > 2 * LIMIT, wrong
-    moved = np.roll(exact(logits, SamplingParams()), 1)  # an off-by-one in the search
+    moved = np.roll(exact(logits, SamplingParams()), 1)  # an off-by-one in the token
     assert chi_square(counts, moved) > 2 * LIMIT
 
 
 # Random numbers.
 
 
-def test_philox_gives_the_known_answers() -> None:
-    # Random123, kat_vectors: philox4x32 with 10 rounds; counter, key, answer.
-    ones = 0xFFFFFFFF
-    cases = [
-        ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-        ([ones] * 4, [ones] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+@pytest.mark.parametrize(
+    ("rounds", "counter", "key", "answer"),
+    [
+        # Random123, kat_vectors: philox4x32.
+        (7, [0] * 4, [0] * 2, [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]),
+        (10, [0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        (10, [noise.WORD] * 4, [noise.WORD] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
         (
+            10,
             [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
             [0xA4093822, 0x299F31D0],
             [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
         ),
-    ]
-    for counter, key, answer in cases:
-        assert philox(torch.tensor(counter), torch.tensor(key)).tolist() == answer
-    together = philox(torch.tensor([c for c, _, _ in cases]).T, torch.tensor([k for _, k, _ in cases]).T)
-    assert together.T.tolist() == [answer for _, _, answer in cases]
+    ],
+)
+def test_philox_gives_the_known_answers(rounds: int, counter: list[int], key: list[int], answer: list[int]) -> None:
+    words = philox(tuple(torch.tensor(counter)[:, None]), tuple(torch.tensor(key)[:, None]), rounds)
+    assert [word.item() for word in words] == answer
+    many = philox(tuple(torch.tensor(counter)[:, None].expand(-1, 3)), tuple(torch.tensor(key)[:, None]), rounds)
+    assert [word.tolist() for word in many] == [[word] * 3 for word in answer]
 
 
-@pytest.mark.parametrize("moving", ["seed", "index", "position"])
-def test_uniforms_are_uniform_and_independent_along_each_input(moving: str) -> None:
+def as_uniform(drawn: Tensor) -> np.ndarray:
+    """What Gumbel noise is the quantile of: uniform from 0 to 1."""
+    return np.asarray((-(-drawn.double()).exp()).exp().numpy())
+
+
+@pytest.mark.parametrize("moving", ["seed", "index", "position", "token"])
+def test_noise_is_gumbel_and_independent_along_each_input(moving: str) -> None:
     count = 40_000
-    inputs = {name: torch.full((count,), 5) for name in ("seed", "index", "position")}
-    inputs[moving] = torch.arange(count)
-    u = sampler._uniform(**inputs).numpy()
-    assert u.min() >= 0
-    assert u.max() < 1
-    cells = (u * 20).astype(int)
+    inputs = {name: torch.full((count, 1), 5) for name in ("seed", "index", "position")}
+    if moving == "token":
+        drawn = gumbel(*(column[:1] for column in inputs.values()), vocab=count)[0]
+    else:
+        inputs[moving] = torch.arange(count)[:, None]
+        drawn = gumbel(**inputs, vocab=8)[:, 6]
+    assert drawn.isfinite().all()
+    cells = (as_uniform(drawn) * 20).astype(int)
     assert chi_square(np.bincount(cells, minlength=20), np.full(20, 1 / 20)) < LIMIT
-    neighbours = cells[0::2] * 20 + cells[1::2]
-    assert chi_square(np.bincount(neighbours, minlength=400), np.full(400, 1 / 400)) < LIMIT
-    low_bits = (u * 2**53).astype(np.int64) % 32
-    assert chi_square(np.bincount(low_bits, minlength=32), np.full(32, 1 / 32)) < LIMIT
+    for apart in (1, 2, 3, 4):
+        neighbours = (cells[:-apart] * 20 + cells[apart:])[:: 2 * apart]
+        assert chi_square(np.bincount(neighbours, minlength=400), np.full(400, 1 / 400)) < LIMIT
 
 
-def test_a_uniform_is_53_bits_of_the_first_two_words() -> None:
-    zero = torch.zeros(1, dtype=torch.int64)
-    expected = (0x6627E8D5 >> 5) * 2**26 + (0xE169C58D >> 6)
-    assert sampler._uniform(zero, zero, zero).item() == expected / 2**53
+def test_the_largest_noise_of_a_large_vocabulary_is_as_large_as_it_should_be() -> None:
+    """The largest of V Gumbel numbers is one more than log(V) above a Gumbel number. Coarse tails would show here."""
+    vocab, rows = 2**17, 1000
+    largest, tokens = [], []
+    for seed in torch.arange(rows).split(50):
+        drawn = gumbel(seed[:, None], seed[:, None], seed[:, None], vocab).max(1)
+        largest.append(drawn.values)
+        tokens.append(drawn.indices)
+    cells = (as_uniform(torch.cat(largest) - math.log(vocab)) * 20).astype(int)
+    assert chi_square(np.bincount(cells, minlength=20), np.full(20, 1 / 20)) < LIMIT
+    places = (torch.cat(tokens) * 20 // vocab).numpy()
+    assert chi_square(np.bincount(places, minlength=20), np.full(20, 1 / 20)) < LIMIT
 
 
-def test_uniforms_use_all_of_seed_index_and_position() -> None:
+def test_noise_of_known_words() -> None:
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    words = np.array([0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48], dtype=np.float64)
+    np.testing.assert_allclose(gumbel(zero, zero, zero, 4)[0], -np.log(-np.log1p(-(words + 0.5) / 2**32)), rtol=1e-6)
+    assert torch.equal(gumbel(zero, zero, zero, 3), gumbel(zero, zero, zero, 9)[:, :3])
+
+
+def test_noise_uses_all_of_seed_index_and_position() -> None:
     inputs = [(0, 0, 0), (1, 0, 0), (2**32, 0, 0), (-1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 2**32), (0, 1, 1)]
-    uniforms = {float(sampler._uniform(*map(torch.tensor, row))) for row in inputs}
-    assert len(uniforms) == len(inputs)
+    drawn = {float(gumbel(*torch.tensor(row)[:, None, None], vocab=1)) for row in inputs}
+    assert len(drawn) == len(inputs)
+
+
+@pytest.mark.parametrize("word", [0, noise.WORD])
+def test_the_least_and_the_largest_word_draw_possible_tokens(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "philox", lambda counter, key: (torch.full((1, 1), word),) * 4)
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    assert gumbel(zero, zero, zero, VOCAB).isfinite().all()
+    logits = torch.zeros(VOCAB)
+    out = draw(logits, SamplingParams(), mask=as_mask(set(range(3, 36)), VOCAB))
+    assert out.tokens.item() == 3
 
 
 def test_seeds_of_64_bits_signed_or_not() -> None:
@@ -226,18 +263,6 @@ def test_no_global_random_state_is_read_or_moved() -> None:
     assert torch.equal(before, torch.get_rng_state())
     torch.rand(3)
     assert torch.equal(first, draw(random_logits(1, VOCAB)[0], SamplingParams(), rows=64).tokens)
-
-
-@pytest.mark.parametrize(("u", "token"), [(0.0, 3), (1 - 2.0**-53, 35)])
-def test_the_ends_of_the_unit_interval_draw_possible_tokens(
-    u: float, token: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sampler, "_uniform", lambda seed, *_: torch.full(seed.shape, u, dtype=torch.float64))
-    logits = random_logits(1, VOCAB)[0]
-    out = draw(logits, SamplingParams(), mask=as_mask(set(range(3, 36)), VOCAB))
-    assert out.tokens.item() == token
-    logits[:3] = logits[36:] = -200.0  # so unlikely that their probabilities are zero in float32
-    assert draw(logits, SamplingParams()).tokens.item() == token
 
 
 # Batches.
@@ -344,7 +369,6 @@ def test_a_plan_of_flags_is_that_of_the_rows() -> None:
             top_logprobs=max(p.logprobs or 0 for p in rows),
             keep_mask=any(p.return_sampling_mask for p in rows),
         )
-        assert plan.full == (plan.penalties or plan.bias or plan.min_tokens or plan.top_k_or_p or plan.keep_mask)
 
 
 # Greedy rows, ties, extremes.
@@ -546,7 +570,7 @@ def test_samples_of_one_request_are_written_together(monkeypatch: pytest.MonkeyP
     assert sum(sent) < 64 * 15 + 2 * 500 + 65
 
 
-def test_a_vocabulary_beyond_the_tickets_is_refused() -> None:
+def test_a_vocabulary_beyond_the_rank_keys_is_refused() -> None:
     with pytest.raises(ValueError, match="at most 262144"):
         LaneState(1, 2**18 + 1, CPU)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hash_model import HashMask, HashRunner, InterruptError, expected, hopeful, make_config
+from hash_model import HashMask, HashRunner, TroubleError, expected, hopeful, make_config
 from simulation import Simulation, request, run
 
 from fastgen.config import EngineConfig
-from fastgen.request import Sequence, Status
+from fastgen.request import Sequence, Status, drawn_lists
 from fastgen.scheduler import Scheduler
 
 # -------------------------------------------------------------------------------------- what goes into a step
@@ -213,23 +213,23 @@ def test_a_waiting_sequence_is_aborted_without_a_trace() -> None:
     assert len(simulation.batches) == 3
 
 
-# -------------------------------------------------------------------------------------------------- interrupts
+# -------------------------------------------------------------------------------------------------- exceptions
 
 
 class Torn(list[Any]):
-    """Interrupts the first append."""
+    """Raises at the first append."""
 
     whole = False
 
     def append(self, value: Any) -> None:
         if not self.whole:
             self.whole = True
-            raise InterruptError
+            raise TroubleError
         super().append(value)
 
 
 @pytest.mark.parametrize("torn", ["logprobs", "untruncated_logprobs", "raw_logprobs", "token_ids"])
-def test_an_interrupt_within_update_leaves_no_token_without_its_logprobs(torn: str) -> None:
+def test_an_exception_within_update_leaves_no_token_without_its_logprobs(torn: str) -> None:
     config = make_config()
     sequences = [request(config, 3, 4, seed=seed) for seed in range(2)]
     simulation = Simulation(config, [(0, sequence) for sequence in sequences])
@@ -239,16 +239,16 @@ def test_an_interrupt_within_update_leaves_no_token_without_its_logprobs(torn: s
     simulation.advance()
     simulation.advance()
     assert simulation.in_flight is not None
-    setattr(sequences[1], torn, Torn(getattr(sequences[1], torn)))
+    owner = sequences[1] if torn == "token_ids" else sequences[1].drawn
+    setattr(owner, torn, Torn(getattr(owner, torn)))
     simulation.settle()
-    assert simulation.seen["interrupted"] == 1
+    assert simulation.seen["reset"] == 1
     for sequence, length in zip(sequences, (2, 1), strict=True):
-        kept = (sequence.logprobs, sequence.untruncated_logprobs, sequence.raw_logprobs)
-        assert {sequence.output_len, *map(len, kept)} == {length}
+        assert {sequence.output_len, *map(len, drawn_lists(sequence.drawn).values())} == {length}
     simulation.run()
 
 
-def test_rewind_forgets_what_is_in_flight_and_keeps_the_order() -> None:
+def test_reset_forgets_what_is_in_flight_and_keeps_the_order() -> None:
     config = make_config(max_seqs=2, max_step_tokens=2)
     sequences = [request(config, 3, 4, seed=seed) for seed in range(4)]
     simulation = Simulation(config, [])
@@ -258,14 +258,29 @@ def test_rewind_forgets_what_is_in_flight_and_keeps_the_order() -> None:
     for _ in range(4):
         simulation.advance()
     simulation.in_flight = None
-    simulation.scheduler.reservations.sum += 1  # an interrupt in the middle of a sum
+    simulation.scheduler.reservations.sum += 1  # an exception in the middle of a sum
     simulation.scheduler.reservations.wanted_sum += 1
-    simulation.scheduler.rewind()
+    simulation.scheduler.reset()
     simulation.scheduler.check()
     assert list(simulation.scheduler.waiting) == sequences
-    assert simulation.scheduler.pages.available == config.num_pages
+    assert len(simulation.scheduler.pages._free) == config.num_pages, "a prefix is cached that no step has computed"
     assert simulation.scheduler.in_flight == 0
     simulation.run()
+
+
+def test_an_exception_between_the_last_token_and_the_end_ends_the_sequence() -> None:
+    config = make_config()
+    first = request(config, 3, 2)
+    scheduler = Scheduler(config)
+    scheduler.add(first)
+    scheduler.schedule()
+    first.token_ids += [1, 2]  # as if read
+    for kept in drawn_lists(first.drawn).values():
+        kept += [0.0, 0.0]
+    scheduler.reset()
+    scheduler.check()
+    assert (first.status, first.finish_reason) == (Status.FINISHED, "length")
+    assert not scheduler.busy
 
 
 # ---------------------------------------------------------------------------------------------------- the rest

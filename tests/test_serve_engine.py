@@ -20,9 +20,11 @@ import pytest
 import serve_stub
 from serve_masks import Say, Spell, Unreadable
 
-from fastgen import Generator, processes
+import fastgen
+from fastgen import Generator
 from fastgen.cli.serve.engine import Engine, Stream
 from fastgen.cli.serve.messages import PIECE
+from fastgen.ranks import processes
 from fastgen.request import Event, SamplingParams
 
 pytestmark = pytest.mark.timeout(120)
@@ -386,7 +388,7 @@ def pid(engine: Engine) -> int:
 
 
 def python(code: str) -> subprocess.CompletedProcess[bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(processes.__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(fastgen.__file__).parent.parent)}
     return subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, timeout=30)
 
 

@@ -19,11 +19,11 @@ import serve_stub
 from serve_stub import BAD, STEP_SECONDS
 from serving import STUB, Server, alive, request_bytes, until
 
-from fastgen import processes
 from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.main import main
 from fastgen.cli.serve.models import Service
 from fastgen.cli.serve.options import read_options
+from fastgen.ranks import processes
 
 pytestmark = pytest.mark.timeout(60)
 

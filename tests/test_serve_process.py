@@ -6,34 +6,15 @@ import socket
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from queue import SimpleQueue
 from typing import Any
 
 from fastgen.cli.serve import process
 from fastgen.cli.serve.messages import Abort, Submit
-from fastgen.cli.serve.process import Channel, Loop
+from fastgen.cli.serve.process import Loop
 from fastgen.outputs import Stats
+from fastgen.ranks.channel import Channel
 from fastgen.request import Event, SamplingParams
-
-
-def test_a_slow_reader_does_not_hold_up_the_steps() -> None:
-    ours, its = socket.socketpair()
-    ended: list[bool] = []
-    channel = Channel(its, lambda: ended.append(True))
-    with ours, its:
-        for number in range(100):
-            channel.send(Abort(number))
-        channel.send(Submit(100, list(range(300_000)), SamplingParams(), None))
-        assert channel._unsent, "it was to be more than the socket takes"
-        received = Channel(ours, lambda: None)
-        channel.flush()
-        messages = [received.receive(5.0) for _ in range(101)]
-        assert [getattr(message, "number", None) for message in messages] == list(range(101))
-        assert received.receive() is None
-        ours.shutdown(socket.SHUT_RDWR)
-        deadline = time.monotonic() + 5
-        while not ended:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
 
 class FakeGenerator:
@@ -70,18 +51,19 @@ class FakeGenerator:
 def test_many_arrivals_hold_up_the_steps_for_a_moment_only_and_aborts_for_none() -> None:
     gen = FakeGenerator()
     ours, its = socket.socketpair()
-    with ours, its:
-        channel = Channel(its, lambda: None)
-        loop = Loop(gen, channel)  # type: ignore[arg-type]
+    incoming: SimpleQueue[Any] = SimpleQueue()
+    with ours:
+        channel = Channel(its, incoming.put)
+        loop = Loop(gen, channel, incoming)  # type: ignore[arg-type]
         for number in range(40):
-            channel.incoming.put(Submit(number, [1], SamplingParams(), None))
-        channel.incoming.put(Submit(40, [1], SamplingParams(), None))
-        channel.incoming.put(Submit(41, [1], SamplingParams(mask=None), b"slow"))
-        channel.incoming.put(Abort(39))
-        channel.incoming.put(Abort(41))
+            incoming.put(Submit(number, [1], SamplingParams(), None))
+        incoming.put(Submit(40, [1], SamplingParams(), None))
+        incoming.put(Submit(41, [1], SamplingParams(mask=None), b"slow"))
+        incoming.put(Abort(39))
+        incoming.put(Abort(41))
         while not loop.idle or not gen.calls:
             loop.turn()
-        ours.shutdown(socket.SHUT_RDWR)
+        channel.close()
     added = [number for name, number in gen.calls if name == "add"]
     assert added == [*range(39), 40], "in their order, and without those that were aborted meanwhile"
     assert gen.calls[0] == ("abort", [39, 41])

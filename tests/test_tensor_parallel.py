@@ -21,11 +21,12 @@ from conftest import FAMILIES, Checkpoint, check_idle, new_weights, random_ids
 from hash_model import hopeful
 from ranks_program import FEW, OPTIONS, REQUESTS, SCORED, SHORT, STARTS
 from safetensors.torch import load_file
-from test_workers_processes import wait_until_gone
+from test_ranks_processes import wait_until_gone
 
-from fastgen import Generator, Request, RequestOutput, SamplingParams, workers
+from fastgen import Generator, Request, RequestOutput, SamplingParams
 from fastgen.arch import read_config
 from fastgen.config import token_bytes
+from fastgen.ranks import start as ranks_start
 from fastgen.request import Completion
 
 pytestmark = pytest.mark.timeout(120)
@@ -164,16 +165,16 @@ def test_two_generators_of_ranks_and_one_that_loses_a_rank(split: Generator, lla
                 ids += [token for event in gen.step() for token in event.token_ids]
         for ids, gen in zip(said, (one, other), strict=True):
             assert ids == gen.generate([5, 6, 7], SHORT)[0].completions[0].token_ids
-        processes = other._runner._processes
+        processes = other._runner._spawned.processes
         stream = other.stream(endless())
         next(stream)
         start = time.monotonic()
-        processes[1].kill()
-        with pytest.raises(RuntimeError, match=r"rank 1 of 2 was killed by SIGKILL .*; make a new Generator"):
+        processes[0].kill()
+        with pytest.raises(RuntimeError, match=r"rank 1 was killed by SIGKILL .*; make a new Generator"):
             list(stream)
         assert time.monotonic() - start < 10
         assert not any(Path(f"/proc/{process.pid}").exists() for process in processes), "none is left, nor a zombie"
-        with pytest.raises(RuntimeError, match=r"this Generator is broken, .*rank 1 of 2 was killed"):
+        with pytest.raises(RuntimeError, match=r"the ranks no longer agree, .*rank 1 was killed"):
             other.generate([5, 6, 7], SHORT)
         assert one.generate([5, 6, 7], SHORT)[0].completions[0].token_ids == said[0]
 
@@ -224,7 +225,7 @@ from fastgen import Generator, SamplingParams
 
 gen = Generator(sys.argv[1], tensor_parallel=2, device="cpu", seed=3)
 params = SamplingParams(max_tokens=10, seed=7, ignore_eos=True)
-print(json.dumps([process.pid for process in gen._runner._processes]))
+print(json.dumps([process.pid for process in gen._runner._spawned.processes]))
 print(json.dumps(gen.generate([[5, 6, 7]], params)[0].completions[0].token_ids), flush=True)
 gen.generate([[5, 6, 7]] * 5000, SamplingParams(ignore_eos=True))
 """
@@ -298,7 +299,7 @@ def test_a_program_of_two_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
     check_updates(program[0], folder)
     check_sleep(program)
     assert "death" not in program[0]
-    check_death(program[1], "rank 0 is gone; make new Generators")
+    check_death(program[1], "rank 0 is gone; make a new Generator")
 
 
 def check_all_ranks_see_the_same(first: dict[str, Any], second: dict[str, Any]) -> None:
@@ -404,7 +405,7 @@ def answer(output: RequestOutput) -> list[Any]:
 def check_death(found: dict[str, Any], text: str) -> None:
     """What a survivor raised in the call, and in the next one."""
     assert found["death"] == ("RuntimeError", text)
-    assert found["after"] == ("RuntimeError", f"the ranks no longer agree, make new Generators: RuntimeError: {text}")
+    assert found["after"] == ("RuntimeError", f"the ranks no longer agree, make a new Generator: RuntimeError: {text}")
 
 
 def test_four_ranks_answer_as_one_process_and_one_is_killed(llama: Path, tmp_path: Path) -> None:
@@ -419,7 +420,7 @@ def test_four_ranks_answer_as_one_process_and_one_is_killed(llama: Path, tmp_pat
     for each in found:
         check_close(each["generate"], expected)
     assert "death" not in found[3]
-    check_death(found[0], "rank 3 is gone; make new Generators")
+    check_death(found[0], "rank 3 is gone; make a new Generator")
     for each in found[1:3]:  # which of their neighbours they miss first is chance
         assert [each[name][0] for name in ("death", "after")] == ["RuntimeError"] * 2
 
@@ -436,7 +437,11 @@ def test_four_ranks_answer_as_one_process_and_one_is_killed(llama: Path, tmp_pat
         ({"tensor_parallel": True}, TypeError, "tensor_parallel must be an integer, not True"),
         ({"tensor_parallel": 2, "tp_group": 1}, ValueError, "tp_group has its ranks already; leave tensor_parallel=2"),
         ({"tp_group": "tp"}, TypeError, "tp_group must be a process group or a DeviceMesh, not str"),
-        ({"tensor_parallel": 2, "device": "cuda"}, ValueError, "tensor_parallel is 2, and torch finds 1 GPUs here"),
+        (
+            {"tensor_parallel": 2, "device": "cuda"},
+            ValueError,
+            "tensor_parallel is 2, and torch finds 1 GPUs here; lower it, or",
+        ),
         ({"tensor_parallel": 2, "device": "cuda:1"}, ValueError, "device is 'cuda:1'; with tensor_parallel it is"),
         ({"tensor_parallel": 2, "page_size": 0}, ValueError, "page_size is 0; it must be at least 1"),
     ],
@@ -445,7 +450,7 @@ def test_what_can_not_work_is_told_before_ranks_are_started(
     options: dict[str, Any], kind: type[Exception], text: str, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(workers, "spawn", lambda *_: pytest.fail("a rank is started"))
+    monkeypatch.setattr(ranks_start, "spawn", lambda *_: pytest.fail("a rank is started"))
     with pytest.raises(kind, match=re.escape(text)):
         Generator(llama, **{"device": "cpu", **options})
 

@@ -9,9 +9,8 @@ What keeps the streams apart. A page that is given out, or evicted, is held by n
 it holds was computed by steps that the host has collected: so a copy has no step to wait for. What a save comes with,
 the step and its loads, may write to the page at once: they wait until it is in staging memory. The step that a load
 comes with waits for each group of layers before it computes the first of them. A load waits for the save that filled
-its slot, and a save for all loads before it, whose slots it may be given. There is one exception: after an interrupt
-steps are in flight that nobody will collect, and then the device must be idle before pages are given out again
-(`Runner.settle`).
+its slot, and a save for all loads before it, whose slots it may be given. After an exception in a step, the steps in
+flight are not collected: the device must be idle before pages are given out again (`Runner.settle`).
 
 On the CPU the same code runs without streams.
 """

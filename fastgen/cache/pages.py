@@ -42,14 +42,6 @@ class Changes(NamedTuple):
     copies: tuple[tuple[int, int], ...]
 
 
-class InFlight(NamedTuple):
-    """Of a batch that is not read: the nodes that it computes or loads, those that it saves, and pages it copies."""
-
-    unproven: list[Node]
-    unsaved: list[Node]
-    copied: list[int]
-
-
 class PageAllocator:
     """Hands out the pages 0 .. num_pages - 1 of `page_size` tokens each, to one sequence or to several that share them.
 
@@ -69,11 +61,8 @@ class PageAllocator:
     or whose page was evicted, the longest time ago, from a node on the device or a leaf, which is dropped. A slot that
     a step loads from is not saved to in the same step, since saves are done before loads.
 
-    **Steps in flight.** No page that a step in flight reads or writes is given to anybody else before `prove` says that
-    this step was read: sequences hold theirs until then, and copies their sources.
-
-    **Interrupts.** What a step has been told to do to a node (compute, save or load it) is certain when `prove` says
-    that the step was read. `recover` drops all nodes of which it is not.
+    **Steps in flight.** No page that a step in flight reads or writes is given to anybody else before `finish_step`
+    says that this step was read: sequences hold theirs until then, and copies their sources.
     """
 
     def __init__(self, num_pages: int, page_size: int, host_pages: int = 0) -> None:
@@ -97,11 +86,9 @@ class PageAllocator:
         self._saves: dict[int, int] = {}  # slot -> page
         self._loads: dict[int, int] = {}  # slot -> page
         self._forgotten: list[int] = []  # slots of these whose nodes are no more
-        self._copies: dict[int, int] = {}  # page -> the page it is a copy of, which is held until that is proven
+        self._copies: dict[int, int] = {}  # page -> the page it is a copy of, which is held until that step is read
         self._later_copies: dict[int, int] = {}
-        self._unproven: list[Node] = []  # that the next batch computes or loads
-        self._unsaved: list[Node] = []  # that it saves
-        self._in_flight: deque[InFlight] = deque()
+        self._in_flight: deque[list[int]] = deque()  # of each batch that is not read: the pages that it copies
 
     @property
     def available(self) -> int:
@@ -111,7 +98,7 @@ class PageAllocator:
     @property
     def copied(self) -> int:
         """Pages, at most, that no page table may hold any more, as a step in flight or the next copies them."""
-        return len(self._copies) + len(self._later_copies) + sum(len(batch.copied) for batch in self._in_flight)
+        return len(self._copies) + len(self._later_copies) + sum(map(len, self._in_flight))
 
     # ------------------------------------------------------------------------------------------ page tables
 
@@ -208,15 +195,12 @@ class PageAllocator:
         """How many of these are pages that some sequence holds."""
         return sum(node.page >= 0 and self._refs[node.page] > 0 for node in nodes)
 
-    def index(self, tip: Node | None, pages: list[int], tokens: list[int], stop: int, proven: bool) -> Node | None:
+    def index(self, tip: Node | None, pages: list[int], tokens: list[int], stop: int) -> Node | None:
         """Index the pages of a table that follow `tip`, its last indexed page, or the root, up to page `stop`.
 
         Returns the new tip; None, and what is behind is not indexed, where the tip is None or the tokens of a page are
-        indexed already with another page that somebody holds; one that nobody holds is replaced. proven: the steps that
-        compute these pages have been read.
+        indexed already with another page that somebody holds; one that nobody holds is replaced.
         """
-        if tip is not None and tip is not self.root and pages[tip.depth - 1 : tip.depth] != [tip.page]:
-            return None  # an interrupt has torn the table
         size = self.page_size
         while tip is not None and tip.depth < stop:
             at = tip.depth
@@ -224,8 +208,6 @@ class PageAllocator:
             node = Node(tip, key, pages[at])
             if key in tip.children and not self._replace(tip.children[key], node):
                 return None
-            if not proven:
-                self._unproven.append(node)
             self._nodes[node.page] = tip.children[key] = node
             tip = node
         return tip
@@ -257,20 +239,27 @@ class PageAllocator:
         self._saves.clear()
         self._free_slots = [slot for slot in range(self.host_pages)[::-1] if slot not in self._loads]
         self._forgotten = list(self._loads)
-        self._unproven.clear()
-        self._unsaved.clear()
-        for batch in self._in_flight:
-            batch.unproven.clear()
-            batch.unsaved.clear()
 
     def forget_pages(self) -> None:
-        """What the pool holds is lost, and what the host tier holds is not. Nobody holds pages, and no step is in
-        flight."""
+        """Drop what the pool holds, and keep what the host tier holds. No sequence may hold pages, and no step may be
+        in flight."""
+        assert not self.references
+        assert not self._in_flight
+        assert not self._loads
         for node in [*self._walk()]:
-            if node.slot < 0:
+            if node.slot < 0 or node.slot in self._saves:
                 self._unlink(node)  # and all behind it, which could not match without it
             node.page = -1
-        self.recover()
+        left = set(self._walk())
+        order = [*(node for node in self._host if node not in self._idle), *self._idle]  # as if all had been evicted
+        self._host = OrderedDict((node, None) for node in order if node in left)
+        used = {node.slot for node in self._host}
+        self._free_slots = [slot for slot in range(self.host_pages)[::-1] if slot not in used]
+        self._idle.clear()
+        self._clean = 0
+        self._nodes = [None] * self.num_pages
+        self._free = list(range(self.num_pages))
+        self._saves.clear()
 
     def _evict(self) -> int:
         """Take the page of the least recently used node that nobody holds, and keep its KV on the host if possible."""
@@ -305,7 +294,6 @@ class PageAllocator:
         slot = self._take_slot()
         if slot < 0:
             return False
-        self._unsaved.append(node)
         self._saves[slot] = node.page
         node.slot = slot
         self._host[node] = None
@@ -336,7 +324,6 @@ class PageAllocator:
 
     def _load(self, node: Node) -> None:
         page = self._allocate()
-        self._unproven.append(node)
         self._loads[node.slot] = page
         node.page = page
         self._nodes[page] = node
@@ -359,8 +346,7 @@ class PageAllocator:
             tuple(self._loads.items()),
             tuple((source, page) for page, source in self._copies.items()),
         )
-        self._in_flight.append(InFlight(self._unproven, self._unsaved, list(self._copies.values())))
-        self._unproven, self._unsaved = [], []
+        self._in_flight.append(list(self._copies.values()))
         self._fresh.clear()
         self._saves.clear()
         self._loads.clear()
@@ -369,42 +355,10 @@ class PageAllocator:
         self._copies, self._later_copies = self._later_copies, {}
         return changes
 
-    def prove(self) -> None:
-        """The oldest batch in flight has been read: what it did is done."""
-        for page in self._in_flight.popleft().copied:
+    def finish_step(self) -> None:
+        """Let go of the pages that the oldest batch in flight has copied, which has been read."""
+        for page in self._in_flight.popleft():
             self._drop_reference(page)
-
-    def recover(self) -> None:
-        """After an interrupt, perhaps within a method of this class: nobody holds pages, no step is in flight.
-
-        What is known without doubt stays cached. All else is made anew from the tree, whatever state it was in.
-        """
-        for node in self._all_unproven():
-            self._unlink(node)
-        for node in itertools.chain(self._unsaved, *(batch.unsaved for batch in self._in_flight)):
-            node.slot = -1
-            if node.page < 0:
-                self._unlink(node)
-        nodes = [*self._walk()][::-1]  # children before their parents
-        on_device, on_host = [n for n in nodes if n.page >= 0], [n for n in nodes if n.slot >= 0]
-        self._clean = sum(node.slot >= 0 for node in on_device)
-        self._idle = _reordered(self._idle, on_device)
-        self._host = OrderedDict.fromkeys(on_host)  # an interrupt may have left a parent before its child
-        self._nodes = [None] * self.num_pages
-        for node in on_device:
-            self._nodes[node.page] = node
-        self._free = [page for page, node in enumerate(self._nodes) if node is None]
-        used = {node.slot for node in on_host}
-        self._free_slots = [slot for slot in range(self.host_pages)[::-1] if slot not in used]
-        self._refs = [0] * self.num_pages
-        self.references = 0
-        for pending in (self._fresh, self._saves, self._loads, self._forgotten, self._copies, self._later_copies):
-            pending.clear()
-        self._in_flight.clear()
-        self._unproven, self._unsaved = [], []
-
-    def _all_unproven(self) -> Iterator[Node]:
-        return itertools.chain(self._unproven, *(batch.unproven for batch in self._in_flight))
 
     def _walk(self) -> Iterator[Node]:
         """All nodes, parents before their children."""
@@ -423,7 +377,7 @@ class PageAllocator:
         assert self.references == sum(held.values())
         held.update(self._copies.values())
         held.update(self._later_copies.values())
-        held.update(page for batch in self._in_flight for page in batch.copied)
+        held.update(page for copied in self._in_flight for page in copied)
         idle = [node.page for node in self._idle]
         assert sorted([*held, *idle, *self._free]) == list(range(self.num_pages)), "a page is lost, doubled or made up"
         assert self._refs == [held[page] for page in range(self.num_pages)], "a page is lost, doubled or made up"
@@ -468,12 +422,3 @@ class PageAllocator:
         assert len(set(targets)) == len(targets)
         assert all(held[page] for page in (*targets, *self._later_copies))
         assert not {*self._copies, *self._later_copies} & {*self._copies.values(), *self._later_copies.values()}
-        for node in self._all_unproven():
-            assert node not in self._idle, "a page is given up before the step that fills it was read"
-
-
-def _reordered(order: OrderedDict[Node, None], nodes: list[Node]) -> OrderedDict[Node, None]:
-    """These nodes: first those that `order` has, as they stand there, and then the others, as they come."""
-    wanted = dict.fromkeys(nodes)
-    kept = [node for node in order if node in wanted]
-    return OrderedDict.fromkeys([*kept, *(node for node in nodes if node not in order)])

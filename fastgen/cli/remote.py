@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from fastgen.cli.extras import needed
 from fastgen.cli.speakers import Interrupt, RefusedError, Reply
 from fastgen.request import Message
 
@@ -32,10 +33,7 @@ class Remote:
     """
 
     def __init__(self, url: str, api_key: str | None, model: str | None, fields: Mapping[str, Any]) -> None:
-        try:
-            import httpx
-        except ImportError:
-            raise ValueError("--url needs httpx; pip install 'fastgen[serve]'") from None
+        httpx = needed("httpx", "serve", "--url")
         try:
             parsed = httpx.URL(url)
         except httpx.InvalidURL as error:
@@ -74,7 +72,7 @@ class Remote:
         reply = Reply()
         try:
             with closing(self._chunks(messages)) as chunks:  # leaving it ends the request
-                while chunk := interrupt.call(lambda: next(chunks, None), 1):
+                while chunk := interrupt.call(lambda: next(chunks, None)):
                     if text := self._take(chunk, reply):
                         say(text)
             if reply.finish_reason is None:

@@ -21,14 +21,12 @@ class RefusedError(ValueError):
 
 
 class Interrupt:
-    """Ctrl-C while an answer is made: it sets `asked`, and raises KeyboardInterrupt only where that breaks nothing.
+    """Context manager in which Ctrl-C sets `asked`, and raises KeyboardInterrupt only in a function that `call` runs.
 
-    That is inside `call`, and once: impatience must not break what follows, nor the conversation.
+    It does that once: impatience must not break what follows, nor the conversation.
     """
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._breaking = 0  # so many of them break what runs; 0: none does
+    asked = False
 
     def __enter__(self) -> Interrupt:
         self._previous = signal.signal(signal.SIGINT, self._on_sigint)
@@ -38,26 +36,20 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._previous)
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
-        self._count += 1
-        self._break()
+        self.asked = True
 
-    def _break(self) -> None:
-        if 0 < self._breaking <= self._count:
-            self._breaking = 0
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Return what a function returns, with Python's own handler, which the engine defers to the end of a step."""
+        if self.asked:
             raise KeyboardInterrupt
-
-    @property
-    def asked(self) -> bool:
-        return self._count > 0
-
-    def call(self, function: Callable[[], Result], breaking: int) -> Result:
-        """function(), in which the Ctrl-C of this number, counted from the start of the answer, is an exception."""
-        self._breaking = breaking
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            self._break()
             return function()
+        except KeyboardInterrupt:
+            self.asked = True
+            raise
         finally:
-            self._breaking = 0
+            signal.signal(signal.SIGINT, self._on_sigint)
 
 
 @dataclass
@@ -84,11 +76,7 @@ class Speaker(Protocol):
 
 
 class Local:
-    """A Generator in this process. The engine finishes its step before an answer is stopped.
-
-    An exception could hit it halfway through a step, with tokens read and not yet accounted for; so only a second
-    Ctrl-C, for a step that takes too long, is one.
-    """
+    """A Generator in this process. Ctrl-C stops an answer when the engine has finished its step."""
 
     def __init__(self, gen: Generator, params: SamplingParams) -> None:
         self.max_tokens: int | None = params.max_tokens
@@ -104,17 +92,12 @@ class Local:
         except ValueError as error:
             raise RefusedError(str(error).split(";")[0]) from error  # then comes a remedy for programmers
         reply = Reply()
-        try:
-            while reply.finish_reason is None and not interrupt.asked:
-                for event in interrupt.call(self._gen.step, 2):
-                    if event.id != rid:
-                        continue  # left over from a round that Ctrl-C ended
-                    reply.text += event.text
-                    reply.num_tokens += len(event.token_ids)
-                    reply.finish_reason, reply.error = event.finish_reason, event.error
-                    say(event.text)
-        except KeyboardInterrupt:
-            pass
+        while reply.finish_reason is None and not interrupt.asked:
+            for event in self._gen.step():
+                reply.text += event.text
+                reply.num_tokens += len(event.token_ids)
+                reply.finish_reason, reply.error = event.finish_reason, event.error
+                say(event.text)
         if reply.finish_reason is None:
             self._stop(rid, reply, say)
         return reply

@@ -136,7 +136,7 @@ def config(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, chip: Chi
         return Config(*FLOAT32)
     padded = next((each for each in FEW if tokens <= each), None)
     if padded and hopper.runs_on(chip, dtype):
-        return Config(*hopper.cut(tokens, outputs, chip), swap=True)
+        return Config(*hopper.cut(tokens, outputs, inputs, chip), swap=True)
     if padded:
         wide = outputs >= FEW[padded][0] * chip.processors
         rows, depth = FEW[padded] if wide else NARROW

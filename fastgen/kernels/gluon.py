@@ -26,6 +26,17 @@ _tma: Any = getattr(nvidia, "tma", None)
 load_tile: Any = getattr(_tma, "async_load", None) or getattr(_tma, "async_copy_global_to_shared", None)
 """Begins a load by TMA. Triton 3.6 and 3.7 have the second name alone, 3.9 the first."""
 
+_memory: Any = getattr(gl, "shared_memory_descriptor", None)
+_reinterpret: Any = getattr(_memory, "reinterpret", None) or getattr(_memory, "_reinterpret", None)
+"""Views shared memory in another shape. Triton 3.9 has the first name alone, earlier ones the second."""
+
+_VERSION = launch.version()
+_SLICES = launch.constant(_VERSION >= (3, 9))
+"""Whether a buffer of any number of tiles can be sliced, so that a view may begin between two larger tiles."""
+
+HALVES = _VERSION != (3, 8)
+"""Whether `side_of` can view two halved tiles as one: by a slice, or (until 3.7) as a view larger than its source."""
+
 
 def gluon_jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
     """Return `launch.jit`'s counterpart for kernels in Gluon."""
@@ -33,3 +44,23 @@ def gluon_jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
         return lambda function: function
     base = importlib.import_module("triton.experimental.gluon._runtime").GluonJITFunction
     return lambda function: launch.quick(base)(function, do_not_specialize=unspecialized)
+
+
+@gluon_jit()
+def side_of(
+    tiles, stage, piece: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, SIDE: gl.constexpr,
+    LONG: gl.constexpr,
+):  # fmt: skip
+    """Return [SIDE, LONG] of shared memory: a piece of a stage and, where tiles have half of SIDE's rows, the memory
+    behind it.
+
+    tiles: [STAGES * PIECES, ...], or a halved tile more, of SIDE rows, or half of them where PIECES is even.
+    """
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, LONG], tiles.dtype)
+    if _SLICES:
+        TILES: gl.constexpr = 2 if PIECES > 1 else 1
+        sides: gl.constexpr = [STAGES * PIECES // TILES, SIDE, LONG]
+        view = _reinterpret(tiles.slice(piece % TILES, STAGES * PIECES), tiles.dtype, sides, layout)
+        return view.index(stage * (PIECES // TILES) + piece // TILES)
+    else:
+        return _reinterpret(tiles.index(stage * PIECES + piece), tiles.dtype, [SIDE, LONG], layout)

@@ -36,8 +36,16 @@ def optional(name: str) -> Any:
 
 triton, tl = optional("triton"), optional("triton.language")
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
-KNOWN_TRITON = ("3.6", "3.7", "3.8", "3.9")
-KNOWN = triton is not None and ".".join(triton.__version__.split(".")[:2]) in KNOWN_TRITON
+
+
+def version() -> tuple[int, int]:
+    """Return Triton's major and minor version; (0, 0) without Triton."""
+    major, minor = triton.__version__.split(".")[:2] if triton else (0, 0)
+    return int(major), int(minor)
+
+
+KNOWN_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
+KNOWN = version() in KNOWN_TRITON
 """Whether this Triton's launcher and its Gluon are the ones that fastgen was tested with."""
 
 
@@ -99,6 +107,8 @@ def quick(base: Any) -> Any:
                     super().run(*args, grid=grid, warmup=True, **options)
                 return None
             if launch is None or warmup:
+                # Triton 3.9 warns where this is left to its default, which changes in 3.10.
+                options.setdefault("enable_fp_fusion", True)
                 kernel = super().run(*args, grid=grid, warmup=warmup, **options)
                 if not warmup:
                     self._compiled[key] = launcher(kernel)
@@ -176,8 +186,9 @@ class Kernel:
                 self.refused.add(x.device)
                 name = self.launch.__module__.rpartition(".")[2]
                 log.warning(
-                    "the %s kernel does not compile on %s; torch computes it, slower: %s", name, x.device, error
-                )
+                    "the %s kernel does not compile on %s with Triton %s; torch computes it, slower (another Triton "
+                    "may compile it): %s", name, x.device, triton.__version__, error,
+                )  # fmt: skip
         return self.twin(x, *arguments, **options)
 
     def runs_on(self, device: torch.device) -> bool:

@@ -1,12 +1,13 @@
-"""The sampler on a GPU: what fastgen.sampler says, in two kernels over the logits, three where rows are truncated.
+"""The sampler on a GPU: fastgen.sampler says what it computes.
 
-1. scan: each chunk's largest logit and its share of the log-sum; the full variant edits the logits first (penalties,
-   bias, held back stop ids, mask).
-2. draw: each chunk's tickets. The program that is last of its row to be done draws the token. A row with top-k or top-p
-   is instead sorted into bins, and its last program finds the bins where they cut.
-3. truncate (fastgen.kernels.truncation): decides within these bins, and draws.
+1. edit: applies penalties, bias, held back stop ids and masks, and notes each row's largest logits. It runs for batches
+   that are edited or truncated.
+2. bin and cut (fastgen.kernels.truncation): find the least rank key that top-k and top-p keep. They run for batches
+   with top-k or top-p.
+3. draw: reads the logits once. Each chunk finds its largest score, logit / temperature + noise, among the tokens that
+   are kept, and its sums. The program that is last of its row combines the chunks.
 
-The plain variant is for batches without edits, top-k and top-p. A row is computed alike in both.
+The plain variant of the draw is for batches that are neither edited nor truncated. It gives a row the same bits.
 """
 
 from __future__ import annotations
@@ -18,35 +19,33 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastgen.kernels import columns
+from fastgen.kernels import sampler_layout as layout
 from fastgen.kernels.launch import Chip, jit, tl
-from fastgen.kernels.lottery import (
-    as_tickets,
-    finish,
+from fastgen.kernels.noise import noise
+from fastgen.kernels.rows import (
+    LOG2E,
+    NO_KEY,
+    chunk_sum,
     fixed_sum,
-    held_back,
-    ids_of,
-    is_edited,
-    parameter,
-    pick,
-    read,
-    scales,
-    store_subs,
-    top_p_of,
+    last_of_row,
+    log_sum,
+    rank_keys,
+    scale_of,
     weigh,
 )
-from fastgen.kernels.truncation import BINS, LISTED, fill_bins, find_windows, kept_kernel, truncate_kernel
+from fastgen.kernels.sampler_layout import held_back, is_cut, is_edited, parameter
+from fastgen.kernels.truncation import BINS, LISTED, bin_kernel, cut_kernel
 
-# Registers a thread: so that three, two and two programs run beside each other on a processor.
-SCAN_REGISTERS = 80
+# Registers a thread: so that three, two, two and two programs run beside each other on a processor.
+EDIT_REGISTERS = 80
 DRAW_REGISTERS = 128
-TRUNCATE_REGISTERS = 128
+CUT_REGISTERS = 128
 
 
 class Lanes(Protocol):
-    """What the kernels read and write of S lanes (fastgen.sampler.LaneState).
+    """The state of S lanes that the kernels read and write (fastgen.sampler.LaneState).
 
-    table: int64 [S, 14], see fastgen.kernels.columns. token_ids, addends: int64 and float32 [S, width], a
+    table: int64 [S, 14], see fastgen.kernels.sampler_layout. token_ids, addends: int64 and float32 [S, width], a
     lane's biases and then its stop ids. last_token: int64 [S]. counts: int32 [S, V]. in_prompt: bool [S, V].
     """
 
@@ -60,95 +59,89 @@ class Lanes(Protocol):
 
 @dataclass(frozen=True)
 class Workspace:
-    """What the kernels leave for each other, of `rows` rows (fastgen.kernels.columns)."""
+    """Scratch memory of the kernels for `rows` rows (fastgen.kernels.sampler_layout)."""
 
     rows: int
     chunks: Tensor
     tops: Tensor
-    sums: Tensor
+    lows: Tensor
     record: Tensor
 
     @staticmethod
     def make(rows: int, vocab: int, device: torch.device) -> Workspace:
-        chunks, subs = -(-vocab // columns.CHUNK), -(-vocab // columns.SUB)
+        chunks, subs = -(-vocab // layout.CHUNK), -(-vocab // layout.SUB)
         return Workspace(
             rows,
-            torch.empty(rows, 4, chunks, dtype=torch.float32, device=device),
-            torch.empty(rows, subs, dtype=torch.float32, device=device),
-            torch.empty(rows, subs, dtype=torch.int64, device=device),
-            torch.empty(rows, 16, dtype=torch.int64, device=device),
+            torch.empty(rows, 7, chunks, device=device),
+            torch.empty(rows, subs, device=device),
+            torch.empty(rows, chunks, device=device),
+            torch.zeros(rows, 12, dtype=torch.int64, device=device),
         )
 
 
 @jit("lanes_ptr", "positions_ptr", "width", "edits")
-def _scan_kernel(
-    logits_ptr, chunks_ptr, record_ptr, lanes_ptr, positions_ptr, table_ptr, token_ids_ptr, addends_ptr, width,
-    counts_ptr, in_prompt_ptr, mask_ptr, edits, edited_ptr, tops_ptr, bins_ptr,
-    V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, BINS: tl.constexpr, FULL: tl.constexpr, PDL: tl.constexpr,
+def _edit_kernel(
+    logits_ptr, edited_ptr, edits, lanes_ptr, positions_ptr, table_ptr, token_ids_ptr, addends_ptr, width, counts_ptr,
+    in_prompt_ptr, mask_ptr, record_ptr, tops_ptr, lows_ptr, bins_ptr,
+    V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a chunk and row."""
+    """Run one program a chunk and row. Rows without edits and truncation are left alone."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     C: tl.constexpr = (V + CHUNK - 1) // CHUNK
     N: tl.constexpr = (V + SUB - 1) // SUB
+    SUBS: tl.constexpr = CHUNK // SUB
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    chunks = chunks_ptr + row * 4 * C + chunk
-    record = record_ptr + row * columns.RECORD
-    ids = ids_of(chunk, CHUNK, SUB)
-    x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-    top = tl.max(tl.where(x == x, x, float("inf")))
-    base = tl.where(top > float("-inf"), top, 0.0)
-    tl.store(chunks, top)
-    tl.store(chunks + C, fixed_sum(weigh(x, base, columns.HIGH, columns.LOW)).to(tl.float32))
-    if chunk == 0:
-        tl.store(record + columns.DONE, 0)
-        tl.store(record + columns.TOTAL, 0)
-        tl.store(record + columns.KEPT, columns.NO_KEY)
-    if FULL:
-        lane = tl.load(lanes_ptr + row)
-        position = tl.load(positions_ptr + row).to(tl.int64)
-        entry = table_ptr + lane * columns.ENTRY
-        if is_edited(entry, position, edits, FULL):
-            edited = edited_ptr + row * V
+    lane = tl.load(lanes_ptr + row)
+    position = tl.load(positions_ptr + row).to(tl.int64)
+    entry, record = table_ptr + lane * layout.ENTRY, record_ptr + row * layout.RECORD
+    edited = is_edited(entry, position, edits)
+    cut = is_cut(entry, V)
+    if edited | cut | (parameter(entry, layout.MIN_P) > 0):
+        ids = chunk * CHUNK + tl.arange(0, SUBS)[:, None] * SUB + tl.arange(0, SUB)[None, :]
+        x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+        if edited:
+            changed = edited_ptr + row * V
             x = _penalized(x, ids, lane, entry, counts_ptr, in_prompt_ptr, V)
             at = lane * width
-            biases = tl.load(entry + columns.BIASES)
+            biases = tl.load(entry + layout.BIASES)
             stops = held_back(entry, position)
             if biases + stops > 0:
-                tl.store(edited + ids, x, mask=ids < V)
-                _add(edited, token_ids_ptr + at, addends_ptr + at, biases, chunk, CHUNK)
-                _add(edited, token_ids_ptr + at + biases, addends_ptr + at + biases, stops, chunk, CHUNK)
-                x = tl.load(edited + ids, mask=ids < V, other=float("-inf"))
+                tl.store(changed + ids, x, mask=ids < V)
+                _add(changed, token_ids_ptr + at, addends_ptr + at, biases, chunk, CHUNK)
+                _add(changed, token_ids_ptr + at + biases, addends_ptr + at + biases, stops, chunk, CHUNK)
+                x = tl.load(changed + ids, mask=ids < V, other=float("-inf"))
             if edits == 2:
                 words = tl.load(mask_ptr + row * ((V + 31) // 32) + ids // 32, mask=ids < V, other=0)
                 x = tl.where((words >> (ids % 32)) & 1 != 0, x, float("-inf"))
-            tl.store(edited + ids, x, mask=ids < V)
+            tl.store(changed + ids, x, mask=ids < V)
         known = tl.where(x == x, x, float("inf"))
-        tl.store(chunks + 2 * C, tl.max(known))
-        tl.store(chunks + 3 * C, tl.min(tl.where(known > float("-inf"), known, float("inf"))))
-        store_subs(tops_ptr + row * N, chunk, tl.max(known, 1), N, CHUNK, SUB)
-        for part in range((2 * BINS + C * 512 - 1) // (C * 512)):
-            slot = (part * C + chunk) * 512 + tl.arange(0, 512)
-            tl.store(bins_ptr + row * 2 * BINS + slot, tl.zeros([512], tl.int64), mask=slot < 2 * BINS)
+        sub = chunk * SUBS + tl.arange(0, SUBS)
+        tl.store(tops_ptr + row * N + sub, tl.max(known, 1), mask=sub < N)
+        tl.store(lows_ptr + row * C + chunk, tl.min(tl.where(known > float("-inf"), known, float("inf"))))
+        if cut:
+            for part in range((2 * BINS + C * 512 - 1) // (C * 512)):
+                slot = (part * C + chunk) * 512 + tl.arange(0, 512)
+                tl.store(bins_ptr + row * 2 * BINS + slot, tl.zeros([512], tl.int64), mask=slot < 2 * BINS)
         if chunk == 0:
-            tl.store(record + columns.CUT, 0)
-            tl.store(record + columns.FOUND, 0)
-            tl.store(record + columns.TRUNCATED, 0)
+            tl.store(record + layout.FOUND, 0)
+            tl.store(record + layout.TOTAL, 0)
+            tl.store(record + layout.LEAST_KEY, NO_KEY)
 
 
 @jit()
 def _penalized(x, ids, lane, entry, counts_ptr, in_prompt_ptr, V: tl.constexpr):
-    """Logits after the penalties of a lane; as they are where it has none."""
-    if tl.load(entry + columns.PENALIZED) != 0:
+    """Return logits after the penalties of a lane."""
+    if tl.load(entry + layout.PENALIZED) != 0:
         at = lane * V + ids
         counts = tl.load(counts_ptr + at, mask=ids < V, other=0)
         answered = counts > 0
         seen = answered | tl.load(in_prompt_ptr + at, mask=ids < V, other=0).to(tl.int1)
-        repetition = parameter(entry, columns.REPETITION)
-        frequency = parameter(entry, columns.FREQUENCY)
-        presence = parameter(entry, columns.PRESENCE)
+        repetition = parameter(entry, layout.REPETITION)
+        frequency = parameter(entry, layout.FREQUENCY)
+        presence = parameter(entry, layout.PRESENCE)
         x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, repetition), x * repetition), x)
         x = x - counts.to(tl.float32) * frequency
         x = x - tl.where(answered, presence, 0.0)
@@ -157,7 +150,7 @@ def _penalized(x, ids, lane, entry, counts_ptr, in_prompt_ptr, V: tl.constexpr):
 
 @jit()
 def _add(edited, token_ids, addends, count, chunk, CHUNK: tl.constexpr):
-    """Add to the logits of `count` distinct tokens, as far as they are in a chunk that this program has stored."""
+    """Add to the logits of `count` distinct tokens, of those in a chunk that this program has stored."""
     tl.debug_barrier()  # other threads stored them
     first = count * 0
     while first < count:
@@ -170,76 +163,116 @@ def _add(edited, token_ids, addends, count, chunk, CHUNK: tl.constexpr):
     tl.debug_barrier()
 
 
-@jit("lanes_ptr", "positions_ptr", "edits")
+@jit("lanes_ptr", "positions_ptr", "edits", "keep")
 def _draw_kernel(
-    logits_ptr, chunks_ptr, record_ptr, lanes_ptr, positions_ptr, table_ptr, sums_ptr, last_token_ptr, out_ptr,
-    counts_ptr, edits, edited_ptr, tops_ptr, bins_ptr,
+    logits_ptr, edited_ptr, edits, lanes_ptr, positions_ptr, table_ptr, record_ptr, tops_ptr, chunks_ptr,
+    last_token_ptr, counts_ptr, out_ptr, keep, kept_ptr,
     V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, CHUNKS: tl.constexpr, SUBS: tl.constexpr,
-    BINS: tl.constexpr, FULL: tl.constexpr, PDL: tl.constexpr,
+    FULL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a chunk and row; the last rows first, which the scan has left in the cache."""
+    """Run one program a chunk and row; the last rows first, which the kernel before has left in the cache."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     C: tl.constexpr = (V + CHUNK - 1) // CHUNK
     N: tl.constexpr = (V + SUB - 1) // SUB
-    chunk = tl.program_id(0)
-    rows = tl.num_programs(1)
+    chunk, rows = tl.program_id(0), tl.num_programs(1)
     row = (rows - 1 - tl.program_id(1)).to(tl.int64)
     lane = tl.load(lanes_ptr + row)
     position = tl.load(positions_ptr + row).to(tl.int64)
-    entry = table_ptr + lane * columns.ENTRY
-    record, sums, chunks = record_ptr + row * columns.RECORD, sums_ptr + row * N, chunks_ptr + row * 4 * C
+    entry, record = table_ptr + lane * layout.ENTRY, record_ptr + row * layout.RECORD
+    temperature = parameter(entry, layout.TEMPERATURE)
+    scale = scale_of(temperature)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+    raw_top, raw_sum = chunk_sum(x, LOG2E)
+    top, total = raw_top, raw_sum
+    edited = False
+    changed = scale != LOG2E
+    if FULL:
+        edited = is_edited(entry, position, edits)
+        changed |= edited
+        if edited:
+            x = tl.load(edited_ptr + row * V + ids, mask=ids < V, other=float("-inf"))
+    if changed:
+        top, total = chunk_sum(x, scale)
+    base = tl.where(top > float("-inf"), top, 0.0)
+    kept_total = total
+    scores = (x - base) * scale
+    if temperature > 0:
+        scores += noise(entry, position, chunk * CHUNK, CHUNK)
+    if FULL:
+        min_p = parameter(entry, layout.MIN_P)
+        if (temperature > 0) & ((min_p > 0) | is_cut(entry, V)):
+            sub = tl.arange(0, SUBS)
+            best = tl.max(tl.load(tops_ptr + row * N + sub, mask=sub < N, other=float("-inf")))
+            kept = (x > float("-inf")) & (x >= best + tl.log(min_p) * temperature)
+            kept &= rank_keys(x, ids) >= tl.load(record + layout.LEAST_KEY)
+            scores = tl.where(kept, scores, float("-inf"))
+            kept_total = fixed_sum(tl.where(kept, weigh(x, base, scale), 0.0))
+        if keep != 0:
+            tl.store(kept_ptr + row * V + ids, scores > float("-inf"), mask=ids < V)
+    score = tl.max(scores)
+    winner = tl.min(tl.where(scores == score, ids, V - 1))
+    chunks = chunks_ptr + row * layout.RESULTS * C
+    own = chunks + chunk
+    tl.store(own + layout.RAW_TOP * C, raw_top)
+    tl.store(own + layout.RAW_SUM * C, raw_sum)
+    tl.store(own + layout.TOP * C, top)
+    tl.store(own + layout.SUM * C, total)
+    tl.store(own + layout.KEPT_SUM * C, kept_total)
+    tl.store(own + layout.SCORE * C, score)
+    tl.store(own + layout.WINNER * C, winner.to(tl.float32, bitcast=True))
+    if last_of_row(record + layout.DONE, C):
+        token = _combine(logits_ptr, edited_ptr, edited, chunks, out_ptr, row, rows, temperature, V, C, CHUNKS, FULL)
+        tl.store(last_token_ptr + lane, token)
+        if FULL and tl.load(entry + layout.PENALIZED) != 0:
+            tl.atomic_add(counts_ptr + lane * V + token, 1, sem="relaxed")
+
+
+@jit()
+def _combine(
+    logits_ptr, edited_ptr, edited, chunks, out_ptr, row, rows, temperature,
+    V: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Combine a row's chunks and write the outcome to `out` (see draw). Return the token, 0 where there is none."""
     number = tl.arange(0, CHUNKS)
-    tops = tl.load(chunks + (2 * C if FULL else 0) + number, mask=number < C, other=float("-inf"))
-    best = tl.max(tops)
-    temperature = parameter(entry, columns.TEMPERATURE)
-    edited = is_edited(entry, position, edits, FULL)
-    mine = chunk == 0  # whether this program settles the row
-    token, logprob = position * 0 - 1, best * 0 + float("nan")
-    untruncated = logprob
-    if (best > float("-inf")) & (best < float("inf")):
-        ids = ids_of(chunk, CHUNK, SUB)
-        x = read(logits_ptr, edited_ptr, edited, row, ids, V, FULL)
-        if temperature == 0:
-            mine = chunk == tl.min(tl.where(tops == best, number, CHUNKS))
-            token = tl.min(tl.where(x == best, ids, V - 1)).to(tl.int64)
-            logprob, untruncated = best - best, best - best
-        else:
-            high, low = scales(temperature)
-            weights = weigh(x, best, high, low)
-            min_p = parameter(entry, columns.MIN_P)
-            possible = weights >= min_p
-            truncated = False
-            if FULL:
-                truncated = (tl.load(entry + columns.TOP_K) < V) | (top_p_of(entry) < 1)
-                possible |= truncated  # min_p comes after top-k and top-p
-            tickets = as_tickets(weights)
-            if min_p > 0:
-                tl.atomic_add(record + columns.TOTAL, tl.sum(tickets), sem="relaxed")
-            tickets = tl.where(possible, tickets, 0)
-            store_subs(sums, chunk, tl.sum(tickets, 1), N, CHUNK, SUB)
-            if FULL and truncated:
-                least = tl.min(tl.load(chunks + 3 * C + number, mask=number < C, other=float("inf")))
-                fill_bins(
-                    x, tickets, best, least, entry, tops_ptr + row * N, bins_ptr + row * 2 * BINS, record, V, N,
-                    SUBS, BINS,
-                )  # fmt: skip
-            tl.debug_barrier()  # all of this program's sums are written before it counts as done
-            mine = tl.atomic_add(record + columns.DONE, 1) == C - 1
-            if mine:
-                if FULL and truncated:
-                    mine = find_windows(entry, sums, bins_ptr + row * 2 * BINS, record, V, N, SUBS, BINS)
-                if mine:
-                    token, logprob, untruncated = pick(
-                        logits_ptr, edited_ptr, edited, row, sums, record, entry, position, best, columns.NO_KEY, V,
-                        SUB, SUBS, FULL,
-                    )  # fmt: skip
-    if mine:
-        finish(
-            logits_ptr, chunks, out_ptr, last_token_ptr, counts_ptr, row, rows, lane, entry, token, logprob,
-            untruncated, V, C, CHUNKS, FULL,
-        )  # fmt: skip
+    real = number < C
+    at = chunks + number
+    scale = scale_of(temperature)
+    raw_tops = tl.load(at + layout.RAW_TOP * C, mask=real, other=float("-inf"), cache_modifier=".cg")
+    raw_sums = tl.load(at + layout.RAW_SUM * C, mask=real, other=0.0, cache_modifier=".cg")
+    tops = tl.load(at + layout.TOP * C, mask=real, other=float("-inf"), cache_modifier=".cg")
+    sums = tl.load(at + layout.SUM * C, mask=real, other=0.0, cache_modifier=".cg")
+    kept_sums = tl.load(at + layout.KEPT_SUM * C, mask=real, other=0.0, cache_modifier=".cg")
+    scores = tl.load(at + layout.SCORE * C, mask=real, other=float("-inf"), cache_modifier=".cg")
+    winners = tl.load(at + layout.WINNER * C, mask=real, other=0.0, cache_modifier=".cg").to(tl.int32, bitcast=True)
+    raw_top, raw_total = log_sum(raw_tops, raw_sums, LOG2E)
+    best, total = log_sum(tops, sums, scale)
+    _, kept_total = log_sum(tops, kept_sums, scale)
+    scores = tl.where(scores > float("-inf"), scores + (tops - best) * scale, float("-inf"))
+    first = tl.min(tl.where(scores == tl.max(scores), number, CHUNKS))
+    token = tl.sum(tl.where(number == first, winners, 0)).to(tl.int64)
+    raw = tl.load(logits_ptr + row * V + token).to(tl.float32)
+    x = raw
+    if FULL:
+        if edited:
+            x = tl.load(edited_ptr + row * V + token)
+    share = tl.div_rn(x - best, temperature)
+    possible = (best > float("-inf")) & (best < float("inf"))
+    logprob = tl.where(temperature == 0, 0.0, share - kept_total)
+    untruncated = tl.where(temperature == 0, 0.0, share - total)
+    logprob = tl.where(possible, logprob, float("nan"))
+    untruncated = tl.where(possible, untruncated, float("nan"))
+    raw_logprob = tl.where(possible & (raw_top < float("inf")), raw - raw_top - raw_total, float("nan"))
+    out = out_ptr + row
+    tl.store(out, tl.where(possible, token, -1).to(tl.int32))
+    tl.store(out + rows, logprob.to(tl.int32, bitcast=True))
+    tl.store(out + 2 * rows, untruncated.to(tl.int32, bitcast=True))
+    tl.store(out + 3 * rows, raw_logprob.to(tl.int32, bitcast=True))
+    tl.store(out + 4 * rows, raw_top.to(tl.int32, bitcast=True))
+    tl.store(out + 5 * rows, raw_total.to(tl.int32, bitcast=True))
+    return tl.where(possible, token, 0)
 
 
 def draw(
@@ -248,16 +281,18 @@ def draw(
     rows: Tensor,
     positions: Tensor,
     work: Workspace,
-    full: bool,
+    *,
     edited: bool,
+    truncated: bool,
+    cut: bool,
     mask: Tensor | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Draw for R lanes, and note it in `lanes`.
+    """Draw a token for each of R lanes, and note it in `lanes`.
 
-    logits: float32 or half [R, V]. rows: int64 [R], the lanes. positions: int64 [R]. full: a row has its logits edited,
-    top-k or top-p, or is asked what was kept. edited: a row has a penalty, biases or min_tokens. mask: int32
-    [R, ceil(V / 32)]. keep: tell what could be drawn.
+    logits: float32 or half [R, V]. rows: int64 [R], the lanes. positions: int64 [R]. edited: some row has a penalty,
+    biases or min_tokens. truncated: some row has top-k, top-p or min-p. cut: some row has top-k or top-p. mask: int32
+    [R, ceil(V / 32)]. keep: also return the tokens that could be drawn.
 
     Returns int32 [6, R]: the tokens, -1 for none, and, as the bits of float32, logprobs, untruncated logprobs, raw
     logprobs, each row's largest logit and the logarithm of its sum of exp(logit - largest); and bool [R, V] or None.
@@ -266,62 +301,60 @@ def draw(
     edits = 2 if mask is not None else int(edited)
     assert logits.is_contiguous()
     assert len(rows) == len(positions) == count <= work.rows
-    assert full or not (edits or keep)
+    assert truncated or not cut
     device = logits.device
     out = torch.empty(6, count, dtype=torch.int32, device=device)
-    chunks, *sizes = _sizes(vocab, columns.CHUNK, columns.SUB)
+    chunks, v, chunk, sub, *padded = _sizes(vocab, layout.CHUNK, layout.SUB)
     grid = (chunks, count)
-    options = _options(device, columns.WARPS)
+    options = _options(device, layout.WARPS)
     pdl = "launch_pdl" in options
-    if not full:
-        _scan_kernel[grid](
-            logits, work.chunks, work.record, None, None, None, None, None, 0, None, None, None, 0, None, None, None,
-            *sizes[:3], BINS, False, pdl, **options,
-        )  # fmt: skip
+    known = rows, positions, lanes.table
+    if not (edits or truncated or keep):
         _draw_kernel[grid](
-            logits, work.chunks, work.record, rows, positions, lanes.table, work.sums, lanes.last_token, out, None, 0,
-            None, None, None, *sizes, BINS, False, pdl, **options,
+            logits, None, 0, *known, work.record, None, work.chunks, lanes.last_token, None, out, 0, None, v, chunk,
+            sub, *padded, False, pdl, **options,
         )  # fmt: skip
         return out, None
     assert lanes.counts is not None
     assert lanes.in_prompt is not None
-    edited_to = torch.empty(count if edits else 1, vocab, dtype=torch.float32, device=device)
-    bins = torch.empty(count, 2 * BINS, dtype=torch.int64, device=device)
-    listed = torch.empty(count, LISTED, dtype=torch.int64, device=device)
-    _scan_kernel[grid](
-        logits, work.chunks, work.record, rows, positions, lanes.table, lanes.token_ids, lanes.addends,
-        lanes.token_ids.shape[1], lanes.counts, lanes.in_prompt, out if mask is None else mask, edits, edited_to,
-        work.tops, bins, *sizes[:3], BINS, True, pdl, maxnreg=SCAN_REGISTERS, **options,
-    )  # fmt: skip
+    changed = torch.empty(count if edits else 1, vocab, dtype=torch.float32, device=device)
+    read_from = logits, changed, edits
+    bins = torch.empty(count if cut else 1, 2 * BINS, dtype=torch.int64, device=device)
+    if edits or truncated:
+        _edit_kernel[grid](
+            *read_from, *known, lanes.token_ids, lanes.addends, lanes.token_ids.shape[1], lanes.counts,
+            lanes.in_prompt, out if mask is None else mask, work.record, work.tops, work.lows, bins, v, chunk, sub,
+            BINS, pdl, maxnreg=EDIT_REGISTERS, **options,
+        )  # fmt: skip
+    if cut:
+        listed = torch.empty(count, LISTED, dtype=torch.int64, device=device)
+        bin_kernel[grid](
+            *read_from, *known, work.record, work.tops, work.lows, bins, v, chunk, sub, *padded, BINS, pdl,
+            maxnreg=CUT_REGISTERS, **options,
+        )  # fmt: skip
+        cut_kernel[grid](
+            *read_from, *known, work.record, work.tops, listed, v, chunk, sub, *padded, BINS, LISTED, pdl,
+            maxnreg=CUT_REGISTERS, **options,
+        )  # fmt: skip
+    kept = torch.empty(count, vocab, dtype=torch.bool, device=device) if keep else None
     _draw_kernel[grid](
-        logits, work.chunks, work.record, rows, positions, lanes.table, work.sums, lanes.last_token, out, lanes.counts,
-        edits, edited_to, work.tops, bins, *sizes, BINS, True, pdl, maxnreg=DRAW_REGISTERS, **options,
-    )  # fmt: skip
-    truncate_kernel[grid](
-        logits, work.chunks, work.record, rows, positions, lanes.table, work.sums, lanes.last_token, out, lanes.counts,
-        edits, edited_to, listed, *sizes, BINS, LISTED, pdl, maxnreg=TRUNCATE_REGISTERS, **options,
-    )  # fmt: skip
-    if not keep:
-        return out, None
-    kept = torch.empty(count, vocab, dtype=torch.bool, device=device)
-    kept_kernel[grid](
-        logits, work.chunks, work.record, rows, positions, lanes.table, out, kept, edits, edited_to, *sizes[:4],
-        num_warps=columns.WARPS, enable_fp_fusion=False,
+        *read_from, *known, work.record, work.tops, work.chunks, lanes.last_token, lanes.counts, out, int(keep),
+        out if kept is None else kept, v, chunk, sub, *padded, True, pdl, maxnreg=DRAW_REGISTERS, **options,
     )  # fmt: skip
     return out, kept
 
 
 @cache
 def _sizes(vocab: int, chunk: int, sub: int) -> tuple[int, ...]:
-    """Chunks; then the kernels' V, CHUNK, SUB, CHUNKS and SUBS."""
+    """Return the number of chunks; then the kernels' V, CHUNK, SUB, CHUNKS and SUBS."""
     chunks, subs = -(-vocab // chunk), -(-vocab // sub)
     return chunks, vocab, chunk, sub, 1 << (chunks - 1).bit_length(), 1 << (subs - 1).bit_length()
 
 
 @cache
 def _options(device: torch.device, warps: int) -> dict[str, Any]:
-    """How the kernels are compiled and launched. Products and sums are not fused, unless a kernel says so: the edits
-    are to be torch's to the bit."""
+    """Return the options of compilation and launch. Products and sums are not fused unless a kernel says so, because
+    the edits match torch's to the bit."""
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
     if Chip.of(device).dependent_launch:
         options["launch_pdl"] = True

@@ -5,33 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.kernels import columns
+from fastgen.kernels import sampler_layout as layout
 from fastgen.kernels.launch import Kernel, jit, tl, triton
-from fastgen.kernels.lottery import fixed_sum, ids_of, key_ids, key_logits, log_sum, rank_keys, scales, weigh
+from fastgen.kernels.rows import NO_KEY, chunk_sum, key_ids, key_logits, log_sum, rank_keys, scale_of
 
 MOST = 32  # alternatives
 
 
 @jit("targets_ptr", "temperatures_ptr")
 def _score_kernel(
-    logits_ptr, targets_ptr, temperatures_ptr, found_ptr,
-    V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, CHUNKS: tl.constexpr,
+    logits_ptr, targets_ptr, temperatures_ptr, found_ptr, V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """A program a row."""
+    """Run one program a row."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
-    high, low = scales(temperature)
+    scale = scale_of(temperature)
     number = tl.arange(0, CHUNKS)
     tops = tl.full([CHUNKS], float("-inf"), tl.float32)
     sums = tl.zeros([CHUNKS], tl.float32)
     for chunk in range((V + CHUNK - 1) // CHUNK):
-        ids = ids_of(chunk, CHUNK, SUB)
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-        top = tl.max(tl.where(x == x, x, float("inf")))
-        total = fixed_sum(weigh(x, tl.where(top > float("-inf"), top, 0.0), high, low)).to(tl.float32)
+        top, total = chunk_sum(x, scale)
         tops = tl.where(number == chunk, top, tops)
         sums = tl.where(number == chunk, total, sums)
-    best, log_total = log_sum(tops, sums, high, low)
+    best, log_total = log_sum(tops, sums, scale)
     x = tl.load(logits_ptr + row * V + tl.load(targets_ptr + row)).to(tl.float32)
     logprob = tl.div_rn(x - best, temperature) - log_total
     rows = tl.num_programs(0)
@@ -41,21 +39,19 @@ def _score_kernel(
 
 
 @jit("most")
-def _list_kernel(
-    logits_ptr, listed_ptr, most, V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, MOST: tl.constexpr
-):
-    """A program a chunk and row: its largest rank keys."""
+def _list_kernel(logits_ptr, listed_ptr, most, V: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr):
+    """Run one program a chunk and row: list its largest rank keys."""
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    ids = ids_of(chunk, CHUNK, SUB)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-    keys = tl.where(ids < V, rank_keys(x, ids), columns.NO_KEY)
+    keys = tl.where(ids < V, rank_keys(x, ids), NO_KEY)
     listed = listed_ptr + (row * tl.num_programs(0) + chunk) * MOST
     place = most * 0
     while place < most:
         key = tl.max(keys)
         tl.store(listed + place, key)
-        keys = tl.where(keys == key, columns.NO_KEY, keys)
+        keys = tl.where(keys == key, NO_KEY, keys)
         place += 1
 
 
@@ -63,18 +59,18 @@ def _list_kernel(
 def _merge_kernel(
     listed_ptr, totals_ptr, ids_ptr, logprobs_ptr, most, C: tl.constexpr, SLOTS: tl.constexpr, MOST: tl.constexpr
 ):
-    """A program a row: the largest of what its chunks have listed."""
+    """Run one program a row: find the largest keys that its chunks have listed."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     listed = (slot < C * MOST) & (slot % MOST < most)
-    keys = tl.load(listed_ptr + row * C * MOST + slot, mask=listed, other=columns.NO_KEY)
+    keys = tl.load(listed_ptr + row * C * MOST + slot, mask=listed, other=NO_KEY)
     best, log_total = tl.load(totals_ptr + row), tl.load(totals_ptr + tl.num_programs(0) + row)
     place = most * 0
     while place < most:
         key = tl.max(keys)
         tl.store(ids_ptr + row * most + place, key_ids(key))
         tl.store(logprobs_ptr + row * most + place, key_logits(key) - best - log_total)
-        keys = tl.where(keys == key, columns.NO_KEY, keys)
+        keys = tl.where(keys == key, NO_KEY, keys)
         place += 1
 
 
@@ -87,8 +83,8 @@ def _launch_score(logits: Tensor, targets: Tensor, temperatures: Tensor | None =
     assert temperatures.dtype == torch.float32
     found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     _score_kernel[(rows,)](
-        logits, targets, temperatures, found, vocab, columns.CHUNK, columns.SUB,
-        triton.next_power_of_2(-(-vocab // columns.CHUNK)), num_warps=columns.WARPS, enable_fp_fusion=False,
+        logits, targets, temperatures, found, vocab, layout.CHUNK,
+        triton.next_power_of_2(-(-vocab // layout.CHUNK)), num_warps=layout.WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return found[0], found[1:]
 
@@ -105,7 +101,7 @@ def _score_twin(logits: Tensor, targets: Tensor, temperatures: Tensor | None = N
 
 def _launch_alternatives(logits: Tensor, most: int, totals: Tensor | None = None) -> tuple[Tensor, Tensor]:
     rows, vocab = logits.shape
-    chunks = -(-vocab // columns.CHUNK)
+    chunks = -(-vocab // layout.CHUNK)
     device = logits.device
     if totals is None:
         _, totals = _launch_score(logits, torch.zeros(rows, dtype=torch.int64, device=device))
@@ -117,7 +113,7 @@ def _launch_alternatives(logits: Tensor, most: int, totals: Tensor | None = None
     listed = torch.empty(rows, chunks, MOST, dtype=torch.int64, device=device)
     ids = torch.empty(rows, most, dtype=torch.int64, device=device)
     logprobs = torch.empty(rows, most, dtype=torch.float32, device=device)
-    _list_kernel[(chunks, rows)](logits, listed, most, vocab, columns.CHUNK, columns.SUB, MOST, num_warps=columns.WARPS)
+    _list_kernel[(chunks, rows)](logits, listed, most, vocab, layout.CHUNK, MOST, num_warps=layout.WARPS)
     _merge_kernel[(rows,)](
         listed, totals, ids, logprobs, most, chunks, triton.next_power_of_2(chunks * MOST), MOST, num_warps=4
     )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from fastgen import __version__
-from fastgen.cli.gen.extras import needed
+from fastgen.cli.extras import needed
 from fastgen.cli.gen.outputs import Indices, InOrder, Lines, Output, Parts, begin, parquet_schema
 from fastgen.cli.gen.rows import PARQUET, SUFFIXES, Source
 from fastgen.cli.gen.work import (
@@ -109,7 +109,7 @@ def write_all(done_rows: Work, output: Output | InOrder, bar: tqdm[Any], strict:
     tally = Tally()
     with Interrupt() as interrupt, closing(done_rows) as all_done:
         try:
-            while (done := interrupt.call(lambda: next(all_done, None), 1)) is not None:
+            while (done := interrupt.call(lambda: next(all_done, None))) is not None:
                 if strict and done.error is not None:
                     raise StrictError(f"row {done.index}: {done.error}; without --strict it is written as an error")
                 output.write(done.index, done.record)

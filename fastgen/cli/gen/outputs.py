@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from fastgen.cli.gen.extras import pyarrow
+from fastgen.cli.extras import pyarrow
 from fastgen.cli.gen.rows import PARQUET, read_rows
 from fastgen.cli.gen.work import Record, check_added
 

@@ -12,7 +12,7 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
-from fastgen.cli.gen.extras import pyarrow
+from fastgen.cli.extras import pyarrow
 
 STDIN = "-"
 PARQUET = ".parquet"

@@ -1,1 +1,18 @@
-"""fgserve: an OpenAI-style HTTP endpoint."""
+"""fgserve: a server of OpenAI's API. All modules of this package need the extra `serve`."""
+
+from __future__ import annotations
+
+import sys
+
+from fastgen.cli.extras import needed
+
+
+def command() -> int:
+    """Run fgserve and return its exit status, which is 2 where the extra is not installed."""
+    try:
+        main = needed("fastgen.cli.serve.main", "serve", "fgserve").main
+    except ValueError as error:
+        print(f"fgserve: error: {error}", file=sys.stderr)
+        return 2
+    status: int = main()
+    return status

@@ -20,22 +20,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from fastgen import processes
-from fastgen.cli.serve.messages import (
-    HEAD,
-    Abort,
-    EngineInfo,
-    Failed,
-    Message,
-    Refused,
-    Start,
-    Submit,
-    Turn,
-    decode,
-    frame,
-    joined,
-)
+from fastgen.cli.serve.messages import Abort, EngineInfo, Message, Refused, Submit, Turn, decode, joined
 from fastgen.outputs import Stats
+from fastgen.ranks import processes
+from fastgen.ranks.channel import HEAD, Failed, Start, frame
 from fastgen.request import Event, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)

@@ -1,34 +1,21 @@
-"""What goes between the process that serves HTTP and the process of an engine: frames on a socket, a message in each.
-
-A request is a number here, which its sender counts up and never uses again.
-"""
+"""Messages between the process that serves HTTP and the process of an engine. A request is a number here, which its
+sender counts up and never uses again."""
 
 from __future__ import annotations
 
 import marshal
-import pickle
-import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 from fastgen.outputs import Stats
-from fastgen.request import Event, Prompt, SamplingParams
-
-HEAD = struct.Struct("!I")  # bytes of the message that follows
+from fastgen.ranks.channel import Failed, Start
+from fastgen.request import Event, Prompt, SamplingParams, drawn_lists
 
 PIECE = 1024  # positions of a prompt's logprobs that go in one message, so that reading it is short
 
 _row: Callable[[Event], tuple[Any, ...]] = attrgetter(*Event.__dataclass_fields__)
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """To the engine, first: the arguments of its Generator, and the level of fastgen's log."""
-
-    options: dict[str, Any]
-    log_level: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +72,7 @@ class Turn:
     stats: Stats | None
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """From the engine, last: it can not go on."""
-
-    error: Exception
-    trace: str
-
-
 Message = Start | Submit | Abort | EngineInfo | Refused | Turn | Failed
-
-
-def frame(message: Message) -> bytes:
-    """A message as it goes over the socket."""
-    data = pickle.dumps(message, protocol=5)
-    return HEAD.pack(len(data)) + data
 
 
 def encode(events: Iterable[Event]) -> bytes:
@@ -141,7 +114,6 @@ def joined(events: Iterable[Event]) -> list[Event]:
 
 def _joined(events: list[Event]) -> Event:
     first, last = events[0], events[-1]
-    names = ["token_ids", "logprobs", "raw_logprobs", "untruncated_logprobs"]
-    names += [name for name in ("top_logprobs", "sampling_mask") if getattr(last, name) is not None]
+    names = ["token_ids", *drawn_lists(last)]
     lists: dict[str, Any] = {name: [item for event in events for item in getattr(event, name) or ()] for name in names}
     return replace(last, **lists, text="".join(event.text for event in events), started=first.started)

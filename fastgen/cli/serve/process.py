@@ -13,10 +13,7 @@ import os
 import pickle
 import socket
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -24,22 +21,11 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from fastgen.cli.serve.messages import (
-    HEAD,
-    Abort,
-    EngineInfo,
-    Failed,
-    Message,
-    Refused,
-    Start,
-    Submit,
-    Turn,
-    encode,
-    frame,
-    messages_of,
-)
+from fastgen.cli.serve.messages import Abort, EngineInfo, Message, Refused, Submit, Turn, encode, messages_of
 from fastgen.cli.signals import trace_on_signal
-from fastgen.processes import end_with_caller, portable
+from fastgen.rank_errors import portable
+from fastgen.ranks.channel import Channel, Failed, Start
+from fastgen.ranks.processes import end_with_caller
 from fastgen.request import Event, TokenMask
 
 if TYPE_CHECKING:
@@ -57,61 +43,16 @@ class Compiled:
         self.submit, self.mask = submit, mask
 
 
-Incoming = Message | Compiled | Exception
-
-
-class Channel:
-    """The engine's end of the socket.
-
-    incoming: the messages; an exception stands for one that could not be read. ended: called, from the thread that
-    receives, when the other end is gone.
-    """
-
-    def __init__(self, connection: socket.socket, ended: Callable[[], None]) -> None:
-        self.incoming: SimpleQueue[Incoming] = SimpleQueue()
-        self._socket = connection
-        self._ended = ended
-        self._unsent = bytearray()
-        threading.Thread(target=self._receive_all, name="fastgen-receive", daemon=True).start()
-
-    def receive(self, wait: float | None = 0) -> Incoming | None:
-        """The next message; None where none comes within `wait` seconds, of which None has no end."""
-        try:
-            return self.incoming.get(timeout=wait) if wait != 0 else self.incoming.get_nowait()
-        except Empty:
-            return None
-
-    def send(self, message: Message) -> None:
-        """Send what the socket takes; the rest follows later, so that a slow reader does not hold up the steps."""
-        self._unsent += frame(message)
-        with suppress(BlockingIOError):
-            while self._unsent:
-                del self._unsent[: self._socket.send(self._unsent, socket.MSG_DONTWAIT)]
-
-    def flush(self) -> None:
-        """Send all, however long it takes."""
-        self._socket.sendall(self._unsent)
-        self._unsent.clear()
-
-    def _receive_all(self) -> None:
-        try:
-            with self._socket.makefile("rb") as file:
-                while len(head := file.read(HEAD.size)) == HEAD.size:
-                    self.incoming.put(pickle.loads(file.read(*HEAD.unpack(head))))
-        except OSError:
-            pass
-        except Exception as error:
-            self.incoming.put(error)
-            return
-        self._ended()
+Incoming = Message | Compiled
 
 
 class Loop:
-    """Steps of a Generator, as long as there is something to do, and messages between them."""
+    """Steps of a Generator, as long as there is something to do, and messages between them. incoming: the messages."""
 
-    def __init__(self, gen: Generator, channel: Channel) -> None:
+    def __init__(self, gen: Generator, channel: Channel, incoming: SimpleQueue[Incoming]) -> None:
         self._gen = gen
         self._channel = channel
+        self._incoming = incoming
         self._arrived: dict[int, Submit] = {}  # to be added, in their order
         self._compiling: set[int] = set()
         self._kept: dict[Any, Any] = {}
@@ -139,7 +80,7 @@ class Loop:
 
     def _take(self, wait: float | None) -> None:
         aborted: list[str | int] = []
-        message = self._channel.receive(wait)
+        message = self._receive(wait)
         while message is not None:
             match message:
                 case Submit(mask=None):
@@ -153,16 +94,23 @@ class Loop:
                     self._arrived.pop(message.number, None)
                     self._compiling.discard(message.number)
                     aborted.append(message.number)
-                case Exception():
-                    raise message
+                case Failed(error=Exception() as error):  # a message that can not be read
+                    raise error
                 case _:
                     raise AssertionError(f"no message for an engine: {message!r}")
-            message = self._channel.receive()
+            message = self._receive()
         if aborted:
             self._gen.abort(aborted)
         deadline = time.monotonic() + INTAKE_SECONDS
         while self._arrived and time.monotonic() < deadline:
             self._add(self._arrived.pop(next(iter(self._arrived))))
+
+    def _receive(self, wait: float | None = 0) -> Incoming | None:
+        """Return the next message; None where none comes within `wait` seconds (None: without end)."""
+        try:
+            return self._incoming.get(timeout=wait) if wait != 0 else self._incoming.get_nowait()
+        except Empty:
+            return None
 
     def _add(self, submit: Submit) -> None:
         try:
@@ -171,7 +119,10 @@ class Loop:
             self._refuse(submit, error)
 
     def _refuse(self, submit: Submit, error: Exception) -> None:
-        self._channel.send(Refused(submit.number, portable(error)))
+        self._send(Refused(submit.number, portable(error)))
+
+    def _send(self, message: Message) -> None:
+        self._channel.send(message, wait=False)  # a slow reader must not hold up the steps
 
     def _compile(self, submit: Submit) -> None:
         """Make a request's mask, in a thread. Whatever is raised, that request alone fails with it."""
@@ -183,7 +134,7 @@ class Loop:
                 mask = mask.compile(self._gen, self._kept)
         except Exception as error:
             mask = error
-        self._channel.incoming.put(Compiled(submit, mask))
+        self._incoming.put(Compiled(submit, mask))
 
     def _arrive(self, compiled: Compiled) -> None:
         submit = compiled.submit
@@ -204,8 +155,8 @@ class Loop:
             return
         *pieces, rest = messages_of(events)
         for piece in pieces:
-            self._channel.send(Turn(encode(piece), now, None))
-        self._channel.send(Turn(encode(rest), now, stats))
+            self._send(Turn(encode(piece), now, None))
+        self._send(Turn(encode(rest), now, stats))
 
 
 def _info(gen: Generator) -> EngineInfo:
@@ -219,23 +170,22 @@ def _info(gen: Generator) -> EngineInfo:
 
 def serve(connection: socket.socket) -> None:
     """Be an engine, until the other end of the socket is gone; ends the process."""
-    channel = Channel(connection, lambda: os._exit(0))
+    incoming: SimpleQueue[Any] = SimpleQueue()
+    channel = Channel(connection, lambda message: os._exit(0) if message is None else incoming.put(message))
     try:
-        start = channel.receive(None)
+        start = incoming.get()
         assert isinstance(start, Start), start
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         logging.getLogger("fastgen").setLevel(start.log_level)
         from fastgen.generator import Generator  # seconds of importing torch, which the other end can do without
 
-        gen = Generator(**start.options)
+        gen = Generator(**start.arguments)
         trace_on_signal(gen, Path())
         channel.send(_info(gen))
-        Loop(gen, channel).run()
+        Loop(gen, channel, incoming).run()
     except BaseException as error:
-        trace = "".join(traceback.format_exception(error))
         with suppress(OSError):  # the caller may be gone
-            channel.send(Failed(portable(error), trace))
-            channel.flush()
+            channel.send(Failed.of(error))
         os._exit(1)
 
 

@@ -1,9 +1,8 @@
-"""transfer.py: tensors that cross between processes, and what the ranks of a program tell each other of theirs."""
+"""Updates of weights on several ranks: tensors that cross between processes, and the agreement of a program's ranks."""
 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.links import Link, Links, Settle
 from fastgen.parallel import Part
-from fastgen.transfer import Arriving, SharedMemory, Taken, TakePart, TookPart, check_agreement, packed, take_part
+from fastgen.ranks.weights import SharedMemory, Weight, Written, check_agreement, check_or_write, received
 from fastgen.weights import Update
 
 TENSORS = [torch.arange(6.0).view(2, 3), torch.arange(20).view(4, 5).bfloat16()[:, ::2], torch.ones(700, 9).double()]
@@ -40,23 +38,20 @@ def test_shared_memory_holds_one_tensor_after_the_other() -> None:
 
 
 def test_tensors_arrive_until_something_else_does() -> None:
-    links, shared = Links(), SharedMemory.make()
-    mine, its = socket.socketpair()
-    links.add(0, mine)
-    link = Link(its, lambda: None)
-    links.send(packed(0, "0", TENSORS[0].requires_grad_(), shared))
-    first = link.receive()
-    assert isinstance(first, type(packed(0, "0", TENSORS[0], shared)))
-    arriving, found = Arriving(first, link), []
-    for number, (name, tensor) in enumerate(arriving):
-        found.append((name, tensor.clone()))
-        links.send(packed(number + 1, str(number + 1), TENSORS[number + 1], shared) if number < 2 else Settle(9))
-    assert arriving.following == Settle(9)
-    assert [links.receive(5) for _ in TENSORS] == [(0, Taken(number)) for number in range(3)]
-    assert [name for name, _ in found] == ["0", "1", "2"]
-    assert all(torch.equal(got, tensor) for (_, got), tensor in zip(found, TENSORS, strict=True))
-    links.close()
-    shared.close()
+    ours, taken, found = SharedMemory.make(), [], []
+
+    def messages() -> Iterator[object]:
+        for number, tensor in enumerate(TENSORS):
+            yield Weight.of(number, str(number), tensor.requires_grad_(tensor.is_floating_point()), ours)
+        yield "something else"
+
+    arriving = received(messages().__next__, taken.append, SharedMemory(os.dup(ours.file)))
+    for name, tensor in arriving:
+        assert taken == list(range(int(name))), "each is taken when the next is asked for"
+        found.append(tensor.clone())
+    assert taken == [0, 1, 2]
+    assert all(torch.equal(got, tensor) for got, tensor in zip(found, TENSORS, strict=True))
+    ours.close()
 
 
 PARTS = {name: Part.whole(torch.empty(2, device="meta")) for name in "ab"}
@@ -93,13 +88,12 @@ def test_a_rank_checks_and_writes_what_its_program_gave(
     names: str, fails: bool, once: bool, partial: bool, checked: Any, written: Any
 ) -> None:
     tensors = given(names, fails) if once else list(given(names, fails))
-    update, runner = Update(tensors, PARTS), Runner()
+    update, runner = Update(tensors, PARTS, partial), Runner()
     for number, wanted in enumerate((checked, written)):
         if wanted is None:
             return
         assert not runner.written
-        took = take_part(TakePart(number, write=number == 1, partial=partial), update, runner)
-        assert took.number == number
+        took = check_or_write(update, runner, write=number == 1)  # type: ignore[arg-type]
         if isinstance(wanted, str):
             assert (took.error, took.names) == (None, frozenset(wanted))
         else:
@@ -108,9 +102,9 @@ def test_a_rank_checks_and_writes_what_its_program_gave(
 
 
 def test_the_first_error_counts_and_then_the_names() -> None:
-    def outcomes(*each: str | Exception) -> dict[int, TookPart]:
+    def outcomes(*each: str | Exception) -> dict[int, Written]:
         return {
-            rank: TookPart(0, None, frozenset(found)) if isinstance(found, str) else TookPart(0, found, frozenset())
+            rank: Written(None, frozenset(found)) if isinstance(found, str) else Written(found, frozenset())
             for rank, found in enumerate(each)
         }
 

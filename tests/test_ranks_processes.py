@@ -12,58 +12,55 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
-from test_spmd import MODEL as MODEL_CONFIG
+from test_ranks_protocol import MODEL as MODEL_CONFIG
+from test_ranks_protocol import FakeRunner, batch
 
-from fastgen import Generator, SamplingParams, processes, workers
-from fastgen.request import Batch
-from fastgen.workers import Ranks
+import fastgen
+from fastgen import Generator, SamplingParams
+from fastgen.parallel import Group
+from fastgen.ranks import processes, start
+from fastgen.ranks.protocol import Leader
 
 pytestmark = pytest.mark.timeout(60)
 
-MODEL: Any = None  # what the fakes are told of a model
-
-
-def batch(step: int) -> Batch:
-    return Batch((step,), (), (), (), False)
-
-
-# A rank whose runner is a stub. What computes and torch are absent: to import them would take most of a test's time.
+# A follower whose runner is a stub. What computes, and torch, are absent: importing them takes most of a test's time.
 FAKE = """
 import os, sys, time
-from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
 class Absent(ModuleType):
     def __getattr__(self, name):
-        return type(name, (), {})
+        return type(name, (), {"__init__": lambda *_, **__: None})
 
-names = ("exchange", "parallel", "profiling", "runner", "sleeping", "startup", "transfer", "weights")
-for name in ("torch", "torch.distributed", *(f"fastgen.{name}" for name in names)):
+names = ("memory", "parallel", "runner", "startup", "weights", "kernels", "kernels.launch")
+for name in ("torch", "torch.distributed", "torch.distributed.device_mesh", *(f"fastgen.{name}" for name in names)):
     sys.modules[name] = Absent(name)
-sys.modules["fastgen.profiling"].LocalTracer = lambda *_, **__: SimpleNamespace(span=nullcontext)
+sys.modules["torch"].distributed = sys.modules["torch.distributed"]
+sys.modules["torch"].get_num_threads = lambda: 1
+sys.modules["torch"].set_num_threads = print
+group = SimpleNamespace(process_group=None, leave=lambda: None)
+sys.modules["fastgen.parallel"].Group = SimpleNamespace(join=lambda *_: group)
 
-from fastgen.config import EngineConfig
-from fastgen.links import Port
-from fastgen.request import StepResult
-from fastgen.workers import main
+from fastgen.ranks import start
 
 class Runner:
-    config = EngineConfig("cpu", "float32", 128, 4, 64, 16, 8, "reference")
+    config = None
+
+    def __init__(self, death, device, group):
+        print("a rank", flush=True)
+        if death == "fails":
+            fail()
+        self.death = death
 
     def launch(self, batch):
-        step = batch.decodes[0]
-        if step == 99:  # the others wait for rank 1, as in a collective
-            if self.rank == 1:
+        if batch.decodes[0] == 99:  # the other waits for rank 1, as in a collective
+            if sys.argv[-2] == "1":
                 deaths[self.death]()
             time.sleep(1000)
-        return SimpleNamespace(step=step)
-
-    def collect(self, launched):
-        return StepResult([launched.step, os.getpid()], [], [], [])
 
     def settle(self):
         pass
@@ -75,25 +72,26 @@ deaths = {
     "exits": lambda: os._exit(3),
     "raises": fail,
 }
-
-def build(start, link):
-    print("rank", start.rank, flush=True)
-    if start.rank == 0:
-        link.send(Port(1))
-    else:
-        link.receive()
-    runner = Runner()
-    runner.rank, runner.death = start.rank, start.options.get("death")
-    if start.options.get("slow"):
-        time.sleep(1000)
-    return runner
-
-main(build)
+start.build_rank = Runner
+start.main()
 """
 
 
-def spawned(size: int = 2, **options: Any) -> Ranks:
-    return Ranks(size, MODEL, options, Path("model"), "dummy", "cpu", program=("-c", FAKE))
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(process_group=None, leave=lambda: None, interrupt=lambda: None)
+    monkeypatch.setattr(Group, "join", lambda *_: group)
+    monkeypatch.setattr(start, "build_rank", lambda *_: FakeRunner())
+    monkeypatch.setattr(start, "FOLLOWER", ("-c", FAKE))
+
+
+def started(death: str = "", size: int = 3) -> Leader:
+    return start.start_followers(size, (death,), "cpu")
+
+
+def pids_of(leader: Leader) -> list[int]:
+    assert leader._spawned is not None
+    return [process.pid for process in leader._spawned.processes]
 
 
 def alive(pid: int) -> bool:
@@ -111,69 +109,84 @@ def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
     ("death", "kind", "text"),
     [
-        ("exits", RuntimeError, "rank 1 of 2 exited with status 3; make a new Generator"),
+        ("exits", RuntimeError, "rank 1 exited with status 3; make a new Generator"),
         ("raises", LookupError, "no such thing"),
     ],
 )
 def test_a_rank_that_dies_ends_all(death: str, kind: type[Exception], text: str) -> None:
-    ranks = spawned(death=death)
-    pids = [process.pid for process in ranks._processes]
+    leader = started(death)
+    pids = pids_of(leader)
     assert [os.getpgid(pid) for pid in pids] == pids, "Ctrl-C at the terminal does not come to them"
-    assert ranks.collect(ranks.launch(batch(5))).tokens == [5, pids[0]]
+    assert leader.collect(leader.launch(batch(5))).tokens == [5]
+    leader._runner.launch = lambda batch: None  # type: ignore[assignment, method-assign, return-value]
     start = time.monotonic()
+    leader.launch(batch(99))
     with pytest.raises(kind, match=text):
-        ranks.collect(ranks.launch(batch(99)))
+        leader.settle()
     assert time.monotonic() - start < 10
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "none lives, and none is a zombie"
-    with pytest.raises(RuntimeError, match="broken"):
-        ranks.launch(batch(6))
-    ranks.close()
+    with pytest.raises(RuntimeError, match="no longer agree"):
+        leader.launch(batch(6))
+    leader.close()
 
 
+@pytest.mark.usefixtures("fake")
+def test_a_rank_that_can_not_start_ends_all() -> None:
+    with pytest.raises(LookupError, match="no such thing"):
+        started("fails")
+
+
+@pytest.mark.usefixtures("fake")
 def test_closing_ends_ranks_whatever_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "GRACE", 0.3)
     gc.collect()  # what failing tests left in cycles would be closed while this one counts
     before = len(os.listdir("/proc/self/fd"))
-    ranks = spawned(death="exits")
-    pids = [process.pid for process in ranks._processes]
+    leader = started()
+    assert leader._spawned is not None
+    pids = pids_of(leader)
     os.kill(pids[1], signal.SIGSTOP)  # it does not see the end of its connection
     while ") T" not in Path(f"/proc/{pids[1]}/stat").read_text():
         time.sleep(0.01)
-    ranks.close()
-    first, second = (process.returncode for process in ranks._processes)
+    leader.close()
+    first, second = (process.returncode for process in leader._spawned.processes)
     assert first in (1, -signal.SIGKILL)  # whichever comes first, where all are slow
     assert second == -signal.SIGKILL
     assert len(os.listdir("/proc/self/fd")) <= before
-    ranks.close()
-    for call in (lambda: ranks.launch(batch(1)), ranks.delays):
-        with pytest.raises(RuntimeError, match="closed"):
-            call()
-    ranks.settle()
+    leader.close()
 
 
+@pytest.mark.usefixtures("fake")
 def test_ranks_that_nobody_holds_end_and_what_they_print_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    ranks = spawned(size=1)
-    processes = ranks._processes
-    del ranks
+    leader = started(size=2)
+    assert leader._spawned is not None
+    processes = leader._spawned.processes
+    leader.settle()
+    del leader
     assert [process.returncode for process in processes] == [1]
-    assert capfd.readouterr() == ("", "rank 0\n")
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "a rank\n" in err
 
 
-def test_an_interrupt_while_ranks_start_leaves_none() -> None:
+@pytest.mark.usefixtures("fake")
+def test_an_interrupt_while_ranks_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "FOLLOWER", ("-c", "import time; time.sleep(1000)"))
+
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGUSR1, interrupt)
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     others = children.read_text()
-    timer = threading.Timer(1.0, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
+    timer = threading.Timer(0.5, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            spawned(size=1, slow=True)
+            started(size=2)
         assert children.read_text() == others
     finally:
         timer.join()
@@ -182,12 +195,15 @@ def test_an_interrupt_while_ranks_start_leaves_none() -> None:
 
 CALLER = """
 import os, signal, sys, time
-from pathlib import Path
-from fastgen.workers import Ranks
+from types import SimpleNamespace
+from fastgen.parallel import Group
+from fastgen.ranks import start
 
 program, ending = sys.argv[1:]
-ranks = Ranks(1, None, {}, Path("model"), "dummy", "cpu", program=("-c", program))
-print(*(process.pid for process in ranks._processes), flush=True)
+Group.join = lambda *_: SimpleNamespace(process_group=None, leave=lambda: None, interrupt=lambda: None)
+start.build_rank, start.FOLLOWER = (lambda *_: SimpleNamespace(config=None)), ("-c", program)
+leader = start.start_followers(2, ("",), "cpu")
+print(*(process.pid for process in leader._spawned.processes), flush=True)
 if ending == "forked":
     pid = os.fork()  # as a DataLoader's worker: it inherits the sockets, and lives on
     if pid == 0:
@@ -206,7 +222,7 @@ def test_ranks_end_with_their_caller(ending: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CALLER, FAKE, ending],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(workers.__file__).parent.parent)},
+        env={**os.environ, "PYTHONPATH": str(Path(fastgen.__file__).parent.parent)},
         stdout=subprocess.PIPE,
         timeout=30,
     )
@@ -223,7 +239,7 @@ def generate_forever(gen: Generator) -> None:
         gen.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=20, ignore_eos=True))
 
 
-def test_a_generator_goes_on_after_an_interrupt_traces_its_rank_0_and_ends_with_a_rank(tmp_path: Path) -> None:
+def test_a_generator_goes_on_after_an_interrupt_is_traced_and_ends_with_a_rank(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG))
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     options: dict[str, Any] = {"load": "dummy", "device": "cpu", "num_pages": 16, "page_size": 16, "max_seqs": 4}
@@ -243,8 +259,7 @@ def test_a_generator_goes_on_after_an_interrupt_traces_its_rank_0_and_ends_with_
         assert len(gen.abort("a")[0].completions[0].token_ids) == 3, "none that came meanwhile is lost"
         events = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
         found = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
-        assert found["launch"] == 3
-        assert 2 <= found["collect"] <= 3
+        assert [found[part] for part in ("schedule", "launch", "collect", "update")] == [3, 3, 2, 2]
         assert {"aten::embedding"} <= {event["name"] for event in events if event.get("cat") == "cpu_op"}
         (tmp_path / "folder").mkdir()
         with gen.profile(tmp_path / "folder" / "trace.json", steps=1):
@@ -253,9 +268,9 @@ def test_a_generator_goes_on_after_an_interrupt_traces_its_rank_0_and_ends_with_
         with pytest.raises(ValueError, match="in a folder that exists"), gen.profile(tmp_path / "no" / "trace.json"):
             pass
 
-        killed = threading.Timer(0.2, gen._runner._processes[1].kill)
+        killed = threading.Timer(0.2, gen._runner._spawned.processes[0].kill)
         killed.start()
         start = time.monotonic()
-        with pytest.raises(RuntimeError, match="rank 1 of 2 was killed by SIGKILL"):
+        with pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
             generate_forever(gen)
         assert time.monotonic() - start < 10

@@ -1,16 +1,16 @@
-"""Processes that this one starts: they share a socket with it, end with it, and are ended by it."""
+"""Processes that this one starts: each shares a socket with it, ends with it, and is ended by it. This module does not
+import torch."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,10 +18,10 @@ GRACE = 3.0  # seconds that a process has to end before it is killed
 
 
 def spawn(program: Sequence[str], processes: list[subprocess.Popen[bytes]], *files: int) -> socket.socket:
-    """Start Python on a program, whose last argument is the number of its socket; returns the caller's end of it.
-    files: open ones that it inherits, at the same numbers.
+    """Start Python on a program, whose last argument is the number of its socket; return the caller's end of it.
 
-    The process is appended to `processes` before anything can interrupt, so that it can be ended.
+    processes: the process is appended here before anything can interrupt, so that it can be ended. files: numbers of
+    open files that it inherits, at the same numbers.
     """
     ours, its = socket.socketpair()
     with its:
@@ -43,15 +43,15 @@ def spawn(program: Sequence[str], processes: list[subprocess.Popen[bytes]], *fil
 
 
 def _environment() -> dict[str, str]:
-    """Ours, in which Python finds this same fastgen."""
-    home = Path(__file__).parent.parent
+    """Return this process's environment, in which Python finds this same fastgen."""
+    home = Path(__file__).parent.parent.parent
     if home.name in ("site-packages", "dist-packages"):  # Python looks there, and its own modules must stay before it
         return dict(os.environ)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))}
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], tell: Callable[[], None] = lambda: None) -> None:
-    """Tell processes to end, and wait for them; those that do not are killed."""
+    """Tell processes to end, and wait for them; kill any that live after GRACE."""
     try:
         tell()
         _wait(processes)
@@ -62,7 +62,7 @@ def end(processes: Sequence[subprocess.Popen[bytes]], tell: Callable[[], None] =
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended, or for GRACE."""
+    """Wait until all have ended, or for GRACE."""
     deadline = time.monotonic() + GRACE
     with suppress(subprocess.TimeoutExpired):
         for process in processes:
@@ -70,7 +70,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def ending(status: int | None) -> str:
-    """How a process ended that gave no reason. status: as Popen has it; None: it has not ended."""
+    """Say how a process ended that gave no reason. status: as Popen has it; None: it has not ended."""
     if status is None:
         return "closed its connection"
     if status >= 0:
@@ -79,28 +79,10 @@ def ending(status: int | None) -> str:
     return f"was killed by {name}{' (has the memory run out?)' if name == 'SIGKILL' else ''}"
 
 
-def portable(error: BaseException) -> Exception:
-    """An error as it can be sent; a RuntimeError with its text where it can not, or would end the receiver."""
-    with suppress(Exception):  # pickling runs the error's own code, which may raise anything
-        copy = pickle.loads(pickle.dumps(error))  # whose frames nobody holds while it waits to be sent
-        if isinstance(copy, Exception) and type(copy) is type(error):
-            return copy
-    return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def raise_first(errors: Mapping[int, Exception | None]) -> None:
-    """Raise the error of the first rank that has one. errors: by rank."""
-    for rank in sorted(errors):
-        error = errors[rank]
-        if error is not None:
-            error.add_note(f"raised on rank {rank}")
-            raise error
-
-
 def end_with_caller() -> None:
-    """End this process when the one that started it is gone: a fork of that, which holds its sockets too, may keep the
-    connection from ending. SIGINT and SIGTERM are the caller's business, also where a terminal or a service manager
-    sends them to all processes."""
+    """End this process when its parent is gone: a fork of the parent, which holds its sockets too, may keep the
+    connection open. SIGINT and SIGTERM are left to the parent: a terminal or a service manager may send them to all
+    processes."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_watch, args=(os.getppid(),), name="fastgen-watch", daemon=True).start()

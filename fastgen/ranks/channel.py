@@ -1,0 +1,196 @@
+"""Messages between two processes over a socket: between the ranks of a Generator, and between fgserve and its engines.
+
+A message is any object that pickles, behind its length. Each end has a thread that receives, so that the end of a
+connection is seen at once, whatever the rest of the process does. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from io import BufferedReader
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from fastgen.rank_errors import DepartedError, portable
+
+HEAD = struct.Struct("!Q")  # bytes of the message that follows
+STUCK = 10.0  # seconds without a byte taken, after which another rank, which always receives, has stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first message to a process that was started: the arguments of its main function, and the level of fastgen's
+    log."""
+
+    arguments: dict[str, Any]
+    log_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The last message of a process: it raised an error, and ends. A channel delivers it, too, for a message that can
+    not be read, and Peers for the end of a connection (error: None)."""
+
+    error: Exception | None
+    trace: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failed:
+        return cls(portable(error), "".join(traceback.format_exception(error)))
+
+
+def frame(message: object) -> bytes:
+    """Return a message as it goes over a connection."""
+    data = pickle.dumps(message, protocol=5)
+    return HEAD.pack(len(data)) + data
+
+
+class Channel:
+    """One end of a connection.
+
+    deliver: called by a thread with each message, in order, and with None at the end of the connection.
+    """
+
+    def __init__(self, connection: socket.socket, deliver: Callable[[Any], None]) -> None:
+        self._connection = connection
+        self._unsent = bytearray()
+        # The thread does not hold the channel, which may end with what holds it.
+        self._thread = threading.Thread(
+            target=_receive_all, args=(connection, deliver), name="fastgen-channel", daemon=True
+        )
+        self._thread.start()
+
+    def send(self, message: object, wait: bool = True) -> None:
+        """Send a message; raises OSError where the connection has ended. wait: return when the connection has taken
+        all of it; else the rest follows with the next message, or with `flush`."""
+        self.write(frame(message), wait)
+
+    def write(self, data: bytes, wait: bool = True) -> None:
+        """Send a frame, as `send` does."""
+        self._unsent += data
+        if wait:
+            self.flush()
+            return
+        with suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: self._connection.send(self._unsent, socket.MSG_DONTWAIT)]
+
+    def flush(self) -> None:
+        """Send what is not sent yet, and wait until the connection has taken it."""
+        data, self._unsent = self._unsent, bytearray()
+        try:
+            self._connection.sendall(data)
+        except BaseException:  # nothing can follow a part of a message
+            self._shut_down()
+            raise
+
+    def close(self) -> None:
+        """End the connection and the thread."""
+        self._shut_down()
+        if threading.current_thread() is not self._thread:  # a garbage collection in the thread may close the channel
+            self._thread.join(1.0)
+        self._connection.close()
+
+    def _shut_down(self) -> None:
+        with suppress(OSError):  # it has ended
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _receive_all(connection: socket.socket, deliver: Callable[[Any], None]) -> None:
+    with connection.makefile("rb") as file:
+        while (data := _read(file)) is not None:
+            try:
+                message = pickle.loads(data)
+            except Exception as error:
+                deliver(Failed.of(error))
+                return
+            deliver(message)
+    deliver(None)
+
+
+def _read(file: BufferedReader) -> bytes | None:
+    """Return the next message, pickled; None at the end."""
+    with suppress(OSError):
+        head = file.read(HEAD.size)
+        if len(head) == HEAD.size:
+            data = file.read(*HEAD.unpack(head))
+            if len(data) == HEAD.unpack(head)[0]:
+                return data
+    return None
+
+
+class Peers:
+    """The channels of one rank to others: of the leader to all followers, of a follower to the leader, rank 0.
+
+    failures: (rank, Failed) as they came in, also of ranks whose connections ended. failed: called by a thread when one
+    comes in.
+    """
+
+    def __init__(self, failed: Callable[[], None] = lambda: None) -> None:
+        self.failures: list[tuple[int, Failed]] = []
+        self.failed = failed
+        self._channels: dict[int, Channel] = {}
+        self._incoming: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self._closing = False
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    def add(self, rank: int, connection: socket.socket) -> None:
+        """Take over a connection to a rank."""
+        timeout = struct.pack("ll", int(STUCK), int(STUCK % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        self._channels[rank] = Channel(connection, partial(self._take, rank))
+
+    def send(self, message: object) -> None:
+        """Send a message to all. A connection that has ended, or takes nothing for STUCK seconds, is a failure of its
+        rank, which its channel's thread reports."""
+        data = frame(message)
+        for channel in self._channels.values():
+            with suppress(OSError):
+                channel.write(data)
+
+    def receive(self, timeout: float | None = None) -> tuple[int, Any]:
+        """Return the next message behind the rank of its sender, failures too. Raises TimeoutError where none comes
+        within `timeout` seconds."""
+        try:
+            return self._incoming.get(timeout=timeout)
+        except Empty:
+            raise TimeoutError from None
+
+    def first_failure(self, patience: float = 0.0) -> tuple[int, Failed] | None:
+        """Return the first failure that is not the consequence of another rank's, after at most `patience` seconds in
+        which there is none; then the first of all."""
+        deadline = time.monotonic() + patience
+        while True:
+            for failure in self.failures:
+                if not isinstance(failure[1].error, DepartedError):
+                    return failure
+            if time.monotonic() >= deadline:
+                return self.failures[0] if self.failures else None
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        """End all connections."""
+        self._closing = True
+        for channel in self._channels.values():
+            channel.close()
+
+    def _take(self, rank: int, message: Any) -> None:
+        if message is None:
+            if self._closing or any(known == rank for known, _ in self.failures):
+                return
+            message = Failed(None)
+        if isinstance(message, Failed):
+            self.failures.append((rank, message))
+            self.failed()
+        self._incoming.put((rank, message))

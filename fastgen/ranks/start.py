@@ -1,0 +1,306 @@
+"""The start of a Generator's ranks: one in this process, several that are started from here, or those of a program.
+
+`python -m fastgen.ranks.start RANK FD` is a follower; FD is its end of a socket.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import hmac
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fastgen.arch import ModelConfig
+from fastgen.config import EngineConfig
+from fastgen.kernels.launch import current
+from fastgen.parallel import Group, host
+from fastgen.ranks.channel import Failed, Peers, Start
+from fastgen.ranks.messages import Ready
+from fastgen.ranks.processes import end_with_caller, spawn
+from fastgen.ranks.protocol import Follower, Leader, Spawned, error_of
+from fastgen.ranks.weights import SharedMemory
+from fastgen.startup import build_rank, find_device, find_devices
+
+log = logging.getLogger(__name__)
+
+HEARING = 5.0  # seconds in which a rank that connects has to send the key
+FOLLOWER = ("-m", "fastgen.ranks.start")  # arguments of Python
+PATIENCE = 60.0  # seconds that the leader waits for the followers of a program to connect
+
+
+MadeOf = tuple[ModelConfig, Mapping[str, Any], Path, str]
+"""The first arguments of `build_rank`."""
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """The ranks of a Generator that is not started yet.
+
+    options: of EngineConfig.make, without device, memory and number of ranks; device: of this process; size: the number
+    of ranks; tp_group: the program's, or None.
+    """
+
+    model_config: ModelConfig
+    options: Mapping[str, Any]
+    device: str
+    size: int
+    tp_group: Any
+
+    @classmethod
+    def find(
+        cls, model_config: ModelConfig, options: dict[str, Any], device: str | None, tensor_parallel: int, tp_group: Any
+    ) -> RankSetup:
+        """Check the arguments of a Generator. Raises ValueError or TypeError."""
+        if tp_group is not None and tensor_parallel != 1:
+            raise ValueError(f"tp_group has its ranks already; leave tensor_parallel={tensor_parallel!r} out")
+        size = tensor_parallel if tp_group is None else process_group_of(tp_group).size()
+        shared = model_config.split(size)
+        if size > 1 and tp_group is None:
+            device = device_of(find_devices(device, size), 0)
+        device = find_device(device)
+        EngineConfig.make(shared, device=device, tensor_parallel=size, **options)
+        return cls(model_config, options, device, size, tp_group)
+
+    def start(self, folder: Path, load: str, status: Callable[[], Any]) -> Any:
+        """Load the weights on all ranks; return the Runner, Leader or Follower of this one. status: see Leader."""
+        made_of = self.model_config, self.options, folder, load
+        if self.tp_group is not None:
+            return self._join(made_of, status)
+        if self.size > 1:
+            return start_followers(self.size, made_of, self.device)
+        return build_rank(*made_of, self.device, Group())
+
+    def _join(self, made_of: MadeOf, status: Callable[[], Any]) -> Leader | Follower:
+        """Start the rank of a program. Rank 0's arguments count."""
+        given, device = process_group_of(self.tp_group), torch.device(self.device)
+        with current(device):
+            model_config, options, _, load = _gather(made_of, given)[0]
+            group = Group.beside(given, device)
+            try:
+                peers = connect(given, group.interrupt)
+                build = partial(build_rank, model_config, options, made_of[2], load, self.device, group)
+                if group.rank == 0:
+                    return Leader(build, peers, group, status=status)
+                return Follower(build, peers, group)
+            except BaseException:
+                group.leave()
+                raise
+
+
+def log_start(name: str, seconds: float, config: EngineConfig, model_config: ModelConfig) -> None:
+    """Log how long a start took, and its configuration."""
+    log.info("%s in %.1f s: %s", name, seconds, config)
+    if not config.context_given and config.max_model_len < model_config.max_position:
+        log.warning(
+            "the KV pool holds a context of %d tokens, and the model's is %d; raise kv_cache_gb or memory_fraction",
+            config.max_model_len,
+            model_config.max_position,
+        )
+
+
+def agreeing(tp_group: Any) -> AbstractContextManager[None]:
+    """Raise an error within, on any rank of a tp_group, on all of them."""
+    known = isinstance(tp_group, DeviceMesh | dist.ProcessGroup)  # anything else is an error within
+    return Group(process_group_of(tp_group) if known else None).agreeing()
+
+
+def process_group_of(tp_group: Any) -> dist.ProcessGroup:
+    """Return a process group, or that of a DeviceMesh of one dimension."""
+    if isinstance(tp_group, DeviceMesh):
+        if tp_group.ndim != 1:
+            raise ValueError(f"tp_group is a mesh of {tp_group.ndim} dimensions; give one of them, as mesh['tp']")
+        return tp_group.get_group()
+    if not isinstance(tp_group, dist.ProcessGroup):
+        raise TypeError(f"tp_group must be a process group or a DeviceMesh, not {type(tp_group).__name__}")
+    return tp_group
+
+
+# ------------------------------------------------------------------------------------------- followers that are started
+
+
+def start_followers(size: int, made_of: MadeOf, device: str) -> Leader:
+    """Start ranks 1 to size - 1 as processes, and lead them.
+
+    The followers import torch first, and then all ranks make a group, which waits for each of them.
+    """
+    spawned, peers = Spawned([], SharedMemory.make()), Peers()
+    try:
+        for rank in range(1, size):
+            peers.add(rank, spawn((*FOLLOWER, str(rank)), spawned.processes, spawned.memory.file))
+        listener = socket.create_server(("127.0.0.1", 0))
+        port, name = listener.getsockname()[1], f"fastgen-{secrets.token_hex(8)}"
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        kind, memory = torch.device(device).type, spawned.memory.file
+        arguments = {"made_of": made_of, "kind": kind, "name": name, "port": port, "size": size, "memory": memory}
+        peers.send(Start(arguments, logging.getLogger("fastgen").getEffectiveLevel()))
+        for _ in range(1, size):
+            rank, message = peers.receive()
+            if isinstance(message, Failed):
+                raise error_of(rank, message, spawned)
+            assert isinstance(message, Ready)
+        with current(torch.device(device)):
+            group = Group.join(store, name, 0, size, torch.device(device))
+            peers.failed = group.interrupt
+            for rank, failed in peers.failures:  # before there was a group to interrupt
+                raise error_of(rank, failed, spawned)
+            return Leader(partial(build_rank, *made_of, device, group), peers, group, spawned)
+    except BaseException:
+        spawned.end(peers.close)
+        raise
+
+
+def device_of(kind: str, rank: int) -> str:
+    """Return the device of a rank that was started. kind: "cuda" or "cpu"."""
+    return f"cuda:{rank}" if kind == "cuda" else kind
+
+
+def follow(rank: int, peers: Peers) -> None:
+    """Be a follower, until the leader ends, which is raised here."""
+    _, start = peers.receive()
+    assert isinstance(start, Start)
+    logging.basicConfig(format=f"rank {rank}: %(message)s")
+    logging.getLogger("fastgen").setLevel(max(start.log_level, logging.WARNING))  # the leader logs the rest
+    _follow(rank, peers, **start.arguments)
+
+
+def _follow(rank: int, peers: Peers, made_of: MadeOf, kind: str, name: str, port: int, size: int, memory: int) -> None:
+    """See `start_followers`. memory: the number of the file that the leader shares."""
+    try:
+        device = torch.device(find_device(device_of(kind, rank)))
+        if kind == "cuda":
+            torch.cuda.set_device(device)
+        torch.set_num_threads(max(torch.get_num_threads() // size, 1) if kind == "cpu" else 1)
+        peers.send(Ready())
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
+        group = Group.join(store, name, rank, size, device)
+    except BaseException as error:
+        peers.send(Failed.of(error))
+        raise
+    follower = Follower(partial(build_rank, *made_of, str(device), group), peers, group)
+    gc.freeze()  # or a collection of all that torch has brought along would hold up some step for 80 ms
+    follower.run(memory)
+
+
+def main() -> None:
+    faulthandler.enable()
+    end_with_caller()
+    rank, file = map(int, sys.argv[-2:])
+    peers = Peers(failed=lambda: os._exit(1))  # at once: nothing is to be taken apart in order
+    peers.add(0, socket.socket(fileno=file))
+    try:
+        follow(rank, peers)
+    finally:
+        os._exit(1)
+
+
+# ------------------------------------------------------------------------------------------- the ranks of a program
+
+
+def connect(group: dist.ProcessGroup, failed: Callable[[], None] = lambda: None) -> Peers:
+    """Connect rank 0 of a process group with each other rank. failed: see Peers.
+
+    Called by all ranks. Rank 0 listens at a free port, for this host alone where all ranks are on it; a rank that
+    connects must know a key, which it gets through the group. Raises RuntimeError where a rank does not connect.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    alone = len(set(_gather(host(), group))) == 1
+    if rank == 0:
+        with socket.create_server(("127.0.0.1" if alone else "", 0)) as server:
+            key, port = os.urandom(32), server.getsockname()[1]
+            _gather((key, [(name, port) for name in (["127.0.0.1"] if alone else _names())]), group)
+            return _accept(server, key, size, failed)
+    key, addresses = _gather(None, group)[0]
+    reached = _reach(addresses)
+    reached.sendall(key + rank.to_bytes(4, "big"))
+    peers = Peers(failed)
+    peers.add(0, _ready(reached))
+    return peers
+
+
+def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return what each rank gives."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def _names() -> list[str]:
+    """Return names under which other hosts may reach this one."""
+    names = [socket.gethostname()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # there may be no way out
+        probe.connect(("192.0.2.1", 9))  # sends nothing; it tells which of our addresses faces other hosts
+        names.insert(0, probe.getsockname()[0])
+    return names
+
+
+def _reach(addresses: list[tuple[str, int]]) -> socket.socket:
+    failures = []
+    for address in addresses:
+        try:
+            return socket.create_connection(address, PATIENCE / 4)
+        except OSError as error:
+            failures.append(f"{address}: {error}")
+    raise RuntimeError(f"rank 0 can not be reached at {'; '.join(failures)}")
+
+
+def _accept(server: socket.socket, key: bytes, size: int, failed: Callable[[], None] = lambda: None) -> Peers:
+    """Wait for all ranks. A connection without the key is closed."""
+    peers, missing = Peers(failed), set(range(1, size))
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while missing:
+            server.settimeout(max(deadline - time.monotonic(), 0.01))
+            try:
+                other = server.accept()[0]
+            except TimeoutError as error:
+                raise RuntimeError(f"ranks {sorted(missing)} have not connected in {PATIENCE:g} s") from error
+            rank = _rank_of(other, key)
+            if rank in missing:
+                peers.add(rank, _ready(other))
+                missing.discard(rank)
+            else:
+                other.close()
+    except BaseException:
+        peers.close()
+        raise
+    return peers
+
+
+def _rank_of(other: socket.socket, key: bytes) -> int:
+    """Return the rank that a connection names behind the key; -1 where the key does not come in time."""
+    other.settimeout(HEARING)
+    try:
+        said = b""
+        while len(said) < len(key) + 4 and (more := other.recv(len(key) + 4 - len(said))):
+            said += more
+    except OSError:
+        return -1
+    known = hmac.compare_digest(said[: len(key)], key) and len(said) == len(key) + 4
+    return int.from_bytes(said[len(key) :], "big") if known else -1
+
+
+def _ready(connection: socket.socket) -> socket.socket:
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Installation: all extras resolve on PyPI alone, and the wheel works in an empty environment as the checkout does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+PIP = "pip==26.3"  # pip 23.3 is the first that resolves without downloading the wheels
+ADDITION = "what is 12 + 30?"
+
+
+def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def canonical(name: str) -> str:
+    """Return the name of a project as the index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, built from a copy, where no earlier build has left files."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(ROOT / "fastgen", source / "fastgen", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    built = run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, source)
+    assert built.returncode == 0, built.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------- resolving
+
+
+@pytest.fixture(scope="module")
+def plain_pip(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, str]]:
+    """A command and its environment: a new pip, without the configuration of this machine except what connects it to
+    the network. Skips where the index that it comes from can not be reached, and only there."""
+    ours = {"PIP_CERT", "PIP_PROXY"}
+    environment = {name: value for name, value in os.environ.items() if name in ours or not name.startswith("PIP_")}
+    environment["PIP_CONFIG_FILE"] = os.devnull
+    target = tmp_path_factory.mktemp("pip")
+    quick = ("--no-cache-dir", "--retries", "1", "--timeout", "15", "--target", str(target))
+    fetched = run(sys.executable, "-m", "pip", "install", "--no-deps", *quick, PIP, env=environment)
+    if fetched.returncode != 0:
+        assert "(from versions: none)" in fetched.stderr, fetched.stderr
+        pytest.skip(f"nothing was resolved, because PyPI can not be reached: {fetched.stderr.splitlines()[0]}")
+    return [sys.executable, str(target / "pip")], environment
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_all_extras_resolve_on_the_index_alone(
+    python: str, wheel: Path, plain_pip: tuple[list[str], dict[str, str]], tmp_path: Path
+) -> None:
+    """Resolve all extras together, which implies that each of them resolves. pip fetches metadata only. It takes wheels
+    of the version `python`, but evaluates dependencies' markers for the Python that runs it."""
+    command, environment = plain_pip
+    everything = f"fastgen[{','.join(EXTRAS)}] @ {wheel.as_uri()}"
+    constraints, report = ROOT / "constraints.txt", tmp_path / "report.json"
+    nothing = ("--dry-run", "--ignore-installed", "--use-feature=fast-deps", "--report", report)
+    other_python = ("--python-version", python, "--only-binary=:all:", "--target", tmp_path / "unused")
+    resolved = run(*command, "install", *nothing, *other_python, "-c", constraints, everything, env=environment)
+    assert resolved.returncode == 0, resolved.stdout[-3000:] + resolved.stderr
+
+    installed = json.loads(report.read_text(encoding="utf-8"))["install"]
+    found = {canonical(entry["metadata"]["name"]): entry["metadata"]["version"] for entry in installed}
+    pins = re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {canonical(name): version for name, version in pins}.items() <= found.items(), "a pin that nothing needs"
+
+
+# ---------------------------------------------------------------------------------------------------- the wheel
+
+
+def test_the_wheel_has_all_files_of_the_package(wheel: Path) -> None:
+    there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fastgen").rglob("*") if path.is_file()}
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("fastgen/")}
+    assert packed == {name for name in there if "__pycache__" not in name}
+
+
+@pytest.fixture(scope="module")
+def scripts(wheel: Path) -> Iterator[Path]:
+    """The folder of the commands of an environment that has the wheel and no extra. It can take gigabytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        assert run(sys.executable, "-m", "venv", folder).returncode == 0
+        commands = Path(folder) / ("Scripts" if os.name == "nt" else "bin")
+        installed = run(commands / "pip", "install", "--no-compile", "-c", ROOT / "constraints.txt", wheel)
+        assert installed.returncode == 0, installed.stderr
+        checked = run(commands / "pip", "check")
+        assert checked.returncode == 0, checked.stdout
+        yield commands
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, where nothing leads a process to the checkout."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return tmp_path
+
+
+def test_the_wheel_answers_as_the_checkout_does(
+    scripts: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--device", "cpu", "--temperature", "0")
+    there = run(scripts / "fgchat", *options, input=ADDITION)
+    assert there.returncode == 0, there.stderr
+    assert "42" in there.stdout
+
+    prompts, answers = elsewhere / "in.jsonl", elsewhere / "out.jsonl"
+    prompts.write_text(json.dumps({"prompt": ADDITION}) + "\n", encoding="utf-8")
+    done = run(scripts / "fggen", "fastgen-tiny", prompts, "-o", answers, "--chat", *options)
+    assert done.returncode == 0, done.stderr
+    (answer,) = json.loads(answers.read_text(encoding="utf-8"))["completions"]
+    assert answer in there.stdout
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    here = run(sys.executable, "-m", "fastgen.cli.chat", *options, input=ADDITION)
+    assert here.stdout == there.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "extra"),
+    [
+        ("fgserve --help", 2, "serve"),
+        ("fgchat --url http://localhost:1", 1, "serve"),
+        ("fggen fastgen-tiny in.jsonl -o out.parquet", 1, "parquet"),
+        ("fggen fastgen-tiny in.jsonl -o out.jsonl --ray", 1, "ray"),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_a_line_with_the_command_that_installs_it(
+    command: str, status: int, extra: str, scripts: Path, elsewhere: Path
+) -> None:
+    (elsewhere / "in.jsonl").write_text(json.dumps({"prompt": ADDITION}) + "\n", encoding="utf-8")
+    name, *arguments = command.split()
+    said = run(scripts / name, *arguments)
+    assert (said.returncode, said.stdout) == (status, "")
+    assert extra in EXTRAS
+    line = (
+        rf"{name}: error: .* can not be used: the package \w+ is not installed; run: pip install 'fastgen\[{extra}\]'\n"
+    )
+    assert re.fullmatch(line, said.stderr), said.stderr
