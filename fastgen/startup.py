@@ -12,7 +12,6 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,12 +28,13 @@ from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
 from fastgen.graphs import batch_sizes, shared_sizes
 from fastgen.kernels import fixed, product
+from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.launch import Chip, current, refused, triton
 from fastgen.kernels.support import kernels_of, slower_than_possible
 from fastgen.loader import fill_random
 from fastgen.loader import load as load_checkpoint
 from fastgen.memory import device_memory, release_memory
-from fastgen.model import Linear, Transformer
+from fastgen.model import Transformer
 from fastgen.parallel import Group
 from fastgen.pieces import piece_sizes
 from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams, Score
@@ -241,7 +241,7 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
         _rehearse(probe)  # whose memory the graph may have taken
     left = device_memory(config.device)  # torch keeps what the largest step took
     sizes = batch_sizes(config.max_seqs)
-    graphs = len(sizes) + len(shared_sizes(sizes)) * probe.attention.shares + len(pieces)
+    graphs = len(sizes) + len(shared_sizes(sizes)) * probe.share_prefixes + len(pieces)
     del probe
     gc.collect()
     release_memory(config.device)
@@ -260,10 +260,20 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
 
 
 def _compile(runner: Runner) -> None:
-    """Run products of the sizes that they are compiled for, so that few are later."""
+    """Compile the kernels that steps need."""
+    show = sys.stderr.isatty() and runner.group.rank == 0
+    compile_ahead(partial(_launch_all, runner), runner.device, show)
+
+
+def _launch_all(runner: Runner) -> None:
+    """Launch each kernel that a step may need: run the largest steps, decodes of all sizes, and products of the sizes
+    that they are compiled for."""
     config, model = runner.config, runner.model
+    _rehearse(runner)
+    if runner.attention.capturable:
+        runner.decode_all(batch_sizes(config.max_seqs))
     if model.lm_head.fixed:
-        _compile_products(model, runner.pool, [*fixed.SIZES, config.max_step_tokens])
+        _launch_products(model, runner.pool, [*fixed.SIZES, config.max_step_tokens])
         return
     for size in product.SIZES:
         count = min(size, config.max_step_tokens, config.max_model_len - 1)
@@ -271,36 +281,20 @@ def _compile(runner: Runner) -> None:
         zeros = np.zeros(count, dtype=np.int32)
         scored = Prefill(0, 0, zeros, True, Score(0, zeros, 0, 1.0))  # so that the head is run too
         runner.collect(runner.launch(Batch((), (scored,), (start,), (), masked=False)))
+    runner.forget()
 
 
-def _compile_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None:
-    """Of deterministic mode, whose sizes are compiled for one by one: several at a time, as each takes a second."""
-    device, chip = pool.keys.device, Chip.of(pool.keys.device)
+@torch.inference_mode()
+def _launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None:
+    """Launch the products of deterministic mode, which are cut up by the number of tokens, as for these sizes."""
+    device = pool.keys.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    products = model.products(model.places(pool, zero, zero - 1, 1), pool)
-    jobs = []
-    for linear, fused in products:
-        turned = fused.rope is not None
-        kinds = {
-            (fixed.config(size, *linear.weight.shape, linear.weight.dtype, chip), turned and fixed.turns(size))
-            for size in sizes
-        }
-        jobs += [(linear, fused if turns else fused._replace(rope=None), found) for found, turns in kinds]
-
-    def run(linear: Linear, fused: product.Fused, found: fixed.Config) -> None:
-        with current(device), torch.inference_mode():
-            x = linear.weight.new_zeros(1, linear.weight.shape[1])
-            fixed.launch_as(found, x, linear.weight, linear.bias, fused)
-
-    run(*jobs[0])  # alone, so that what Triton sets up once is there
-    with ThreadPoolExecutor() as threads:
-        try:
-            for done in [threads.submit(run, *job) for job in jobs[1:]]:
-                done.result()
-        finally:  # after a failure the others need not be waited for
-            threads.shutdown(cancel_futures=True)
-    if device.type == "cuda":  # what they took may be in use on their own stream
-        torch.cuda.synchronize(device)
+    for linear, fused in model.products(model.places(pool, zero, zero - 1, 1), pool):
+        x = linear.weight.new_zeros(1, linear.weight.shape[1])
+        for size in sizes:
+            found = fixed.config(size, *linear.weight.shape, linear.weight.dtype, Chip.of(device))
+            rope = fused.rope if fixed.turns(size) else None
+            fixed.launch_as(found, x, linear.weight, linear.bias, fused._replace(rope=rope))
 
 
 def _rehearse(runner: Runner) -> None:

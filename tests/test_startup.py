@@ -27,8 +27,8 @@ from fastgen.runner import Runner
 from fastgen.startup import (
     _assemble,
     _build_model,
-    _compile_products,
     _largest_batches,
+    _launch_products,
     _measure_pages,
     _rehearse,
     device_memory,
@@ -208,7 +208,7 @@ def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
 
 @pytest.mark.usefixtures("fresh_configs")
 @pytest.mark.parametrize("gluon", [False, True])
-def test_deterministic_products_of_all_sizes_are_compiled_at_the_start(
+def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
     llama: Path, gluon: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper, "GLUON", gluon)
@@ -225,7 +225,7 @@ def test_deterministic_products_of_all_sizes_are_compiled_at_the_start(
     monkeypatch.setattr(
         fixed, "launch_as", lambda found, x, weight, bias, behind: ran.add((*about(weight, behind), found))
     )
-    _compile_products(model, pool, [*fixed.SIZES, 5000])
+    _launch_products(model, pool, [*fixed.SIZES, 5000])
     for linear, behind in products:
         for tokens in range(1, 5001):
             found = fixed.config(tokens, *linear.weight.shape, torch.bfloat16, Chip((9, 0), 132, 232_448))
