@@ -143,10 +143,13 @@ def read_config(folder: Path) -> ModelConfig:
     config = _read_json(folder / "config.json")
     if config is None:
         raise ValueError(f"{folder} has no config.json; a checkpoint folder in Hugging Face's format is needed")
+    generation = _read_json(folder / "generation_config.json")
     try:
-        return parse_config(config, _read_json(folder / "generation_config.json"))
+        return parse_config(config, generation)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
+    except (TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"{folder / 'config.json'} has a field of a wrong type ({error!r}); fetch it again") from error
 
 
 def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -319,7 +322,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # also what is not UTF-8
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}; fetch it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object but {type(content).__name__}")
     return content

@@ -40,7 +40,7 @@ class Generator(BetweenSteps):
     model: a folder in Hugging Face format or a hub id; None: the bundled model. revision: of the hub id.
     tokenizer: a folder or hub id to take the tokenizer from, where it is not the model's own.
     dtype: "auto" (the checkpoint's on a GPU, float32 on the CPU), "float32", "bfloat16" or "float16".
-    device: a torch device; None: the GPU where there is one, else the CPU.
+    device: a torch device; None: the GPU where torch can use one, else the CPU.
     max_model_len: the context, prompt and answer together, in tokens; None: the model's, or what the KV pool holds
         where that is less; the attribute of that name tells.
     max_seqs: sequences that run at a time; max_step_tokens: tokens that a step computes at most; None: what suits.

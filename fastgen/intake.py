@@ -14,7 +14,17 @@ from numbers import Integral, Real
 
 from fastgen.arch import ModelConfig
 from fastgen.outputs import Active, Answer, Sink
-from fastgen.request import MAX_BIASES, Completion, Prompt, Request, SamplingParams, Sequence, TokenMask
+from fastgen.request import (
+    MAX_BIASES,
+    Completion,
+    Drawn,
+    Prompt,
+    Request,
+    SamplingParams,
+    Sequence,
+    TokenMask,
+    drawn_lists,
+)
 from fastgen.tokenizer import AnswerText, Tokenizer, encode_prompt
 
 
@@ -156,10 +166,8 @@ def check_resumed(completion: Completion, params: SamplingParams, vocab_size: in
         raise ValueError(f"the completion ended with {completion.finish_reason!r}; 'length' and 'abort' can be resumed")
     if params.n != 1:
         raise ValueError(f"n is {params.n}; a request resumes one completion, so give n=1 and one request each")
-    kept = {name: getattr(completion, name) for name in ("logprobs", "untruncated_logprobs", "raw_logprobs")}
-    kept |= {"top_logprobs": completion.top_logprobs} if params.logprobs else {}
-    kept |= {"sampling_mask": completion.sampling_mask} if params.return_sampling_mask else {}
-    for name, values in kept.items():
+    for name in drawn_lists(Drawn.asked(params)):
+        values = getattr(completion, name)
         if values is None or len(values) != len(completion.token_ids):
             raise ValueError(f"the completion has not one entry of {name} for each token, which params ask for")
     if completion.token_ids and not 0 <= min(completion.token_ids) <= max(completion.token_ids) < vocab_size:

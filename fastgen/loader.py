@@ -9,7 +9,8 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ _SMALL_FILES = [
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template*", _INDEX,
 ]  # fmt: skip
+_CONVERSION = (
+    "fastgen reads safetensors only, so convert other formats with transformers: "
+    "AutoModelForCausalLM.from_pretrained(folder, dtype='auto').save_pretrained(folder)"
+)
 _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
@@ -54,9 +59,9 @@ def load(targets: Mapping[str, Part], folder: Path, progress: bool = False) -> N
     """Copy the checkpoint of a folder into `targets`, which are all on one device, converting dtypes.
 
     Only files that `model.safetensors.index.json` names are read, else `model.safetensors`, and of each tensor only the
-    slice that is wanted (`fastgen.staging` says how). With `progress`, a tqdm bar in bytes. Raises ValueError as
-    `Places` does, before anything is copied, and naming the file that is missing, truncated or corrupt, or that lacks a
-    tensor.
+    slice that is wanted (`fastgen.staging` says how). With `progress`, a tqdm bar in bytes. Raises ValueError, before
+    anything is copied, with the name of the file that is missing, truncated or corrupt, that lacks a tensor, or whose
+    tensor `Places` refuses.
     """
     (device,) = {part.view.device for part in targets.values()}
     stage(_pieces(targets, folder), device, progress)
@@ -73,12 +78,23 @@ def _pieces(targets: Mapping[str, Part], folder: Path) -> list[Piece]:
         for name in wanted:
             entry = header[name]
             dtype = _FLOATS.get(entry["dtype"], entry["dtype"])
-            part = places.find(name, entry["shape"], dtype)
+            with _about(path):
+                part = places.find(name, entry["shape"], dtype)
             if part is not None:
                 assert isinstance(dtype, torch.dtype)
                 pieces.append(_piece(path, start + entry["data_offsets"][0], dtype, part))
-    places.check_complete()
+    with _about(folder):
+        places.check_complete()
     return pieces
+
+
+@contextmanager
+def _about(path: Path) -> Iterator[None]:
+    """Put a path before the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _piece(path: Path, offset: int, dtype: torch.dtype, part: Part) -> Piece:
@@ -158,12 +174,15 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def _check_present(shards: Iterable[Path], folder: Path) -> None:
+    """Raise ValueError for the first weight file that is missing."""
     for path in shards:
-        if not path.is_file():
-            hint = f"and there is no {_INDEX}; fastgen reads safetensors only, so convert other formats first"
-            if (folder / _INDEX).is_file():
-                hint = f"though {_INDEX} names it; fetch it again"
-            raise ValueError(f"{path} is missing, {hint}")
+        if path.is_file():
+            continue
+        if (folder / _INDEX).is_file():
+            raise ValueError(f"{path} is missing, though {_INDEX} names it; fetch it again")
+        pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
+        instead = f"there is {pickles[0]} instead" if pickles else f"there is no {_INDEX}"
+        raise ValueError(f"{path} is missing, and {instead}; {_CONVERSION}")
 
 
 def _wanted(path: Path, names: list[str] | None) -> list[str]:
@@ -219,9 +238,12 @@ def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
         ) from error
     lacking = [name for name in lacking if not (folder / name).is_file()]
     if lacking:
+        remedy = f"fetch it with `hf download {model}`"
+        if not (folder / _INDEX).is_file():
+            remedy = f"fetch all files with `hf download {model} --local-dir folder`; {_CONVERSION}"
         raise ValueError(
             f"{model}: {', '.join(lacking)} is not in the local hub cache {folder}, and the hub does not have it or can"
-            " not be reached (fastgen reads safetensors only)"
+            f" not be reached; {remedy}"
         )
     return folder
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from fastgen.request import Completion, Event, RequestOutput, Sequence, Status, Timings
+from fastgen.request import Completion, Event, RequestOutput, Sequence, Status, Timings, drawn_lists
 from fastgen.tokenizer import AnswerText, Tokenizer
 
 if TYPE_CHECKING:  # it imports NumPy, which those who only hand numbers on do without
@@ -138,14 +138,8 @@ class Answer:
         is in it."""
         sequence = self.sequence
         sequence.token_ids += completion.token_ids
-        sequence.logprobs += completion.logprobs
-        sequence.untruncated_logprobs += completion.untruncated_logprobs
-        sequence.raw_logprobs += completion.raw_logprobs
+        sequence.drawn.extend(completion)
         sequence.versions = [(version, start) for version, start, _ in completion.weight_versions]
-        if sequence.params.logprobs:
-            sequence.top_logprobs += completion.top_logprobs or []
-        if sequence.params.return_sampling_mask:
-            sequence.sampling_mask += completion.sampling_mask or []
         stop = None if self.text is None else self.read(tokenizer)
         self.told = (sequence.output_len, 0 if self.text is None else len(self.text.text))
         return stop
@@ -168,15 +162,11 @@ class Answer:
             id=sequence.request_id,
             index=sequence.index,
             token_ids=sequence.token_ids[sequence.prompt_len + ids :],
-            logprobs=sequence.logprobs[ids:],
-            untruncated_logprobs=sequence.untruncated_logprobs[ids:],
-            raw_logprobs=sequence.raw_logprobs[ids:],
+            **sequence.drawn.since(ids),
             text=text[chars:],
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
-            top_logprobs=sequence.top_logprobs[ids:] if sequence.params.logprobs else None,
-            sampling_mask=sequence.sampling_mask[ids:] if sequence.params.return_sampling_mask else None,
             prompt_logprobs=sequence.prompt_logprobs if scored else None,
             prompt_top_logprobs=(sequence.prompt_top_logprobs or None) if scored else None,
             cached_tokens=cached_tokens,
@@ -193,14 +183,10 @@ class Answer:
             index=sequence.index,
             token_ids=sequence.output_ids,
             text=self.text.text if self.text is not None else "",
-            logprobs=sequence.logprobs,
-            untruncated_logprobs=sequence.untruncated_logprobs,
-            raw_logprobs=sequence.raw_logprobs,
+            **drawn_lists(sequence.drawn),
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
-            top_logprobs=sequence.top_logprobs if sequence.params.logprobs else None,
-            sampling_mask=sequence.sampling_mask if sequence.params.return_sampling_mask else None,
             weight_versions=sequence.weight_versions,
             seed=sequence.seed,
         )

@@ -183,6 +183,51 @@ class Request:
     resume: Completion | None = None
 
 
+@dataclass(slots=True)
+class Drawn:
+    """What was drawn with each token of an answer: lists of one length, under the names of Completion, Event and
+    StepResult. top_logprobs and sampling_mask are None where the parameters do not ask for them."""
+
+    logprobs: list[float] = field(default_factory=list)
+    untruncated_logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] | None = None
+    sampling_mask: list[list[int]] | None = None
+
+    @classmethod
+    def asked(cls, params: SamplingParams) -> Drawn:
+        """Return empty lists for an answer with these parameters."""
+        tops, masks = params.logprobs, params.return_sampling_mask
+        return cls(top_logprobs=[] if tops else None, sampling_mask=[] if masks else None)
+
+    def since(self, start: int) -> dict[str, Any]:
+        """Return the lists' parts from token `start` on, by name."""
+        return {name: values[start:] for name, values in drawn_lists(self).items()}
+
+    def append(self, result: StepResult, row: int) -> None:
+        """Append what a step has drawn in a row."""
+        for name, values in drawn_lists(self).items():
+            values.append(getattr(result, name)[row])
+
+    def extend(self, completion: Completion) -> None:
+        """Append all that a completion has, which must have what the parameters ask for."""
+        for name, values in drawn_lists(self).items():
+            values += getattr(completion, name)
+
+    def cut(self, length: int) -> None:
+        """Drop what is behind the first `length` tokens."""
+        for values in drawn_lists(self).values():
+            del values[length:]
+
+
+def drawn_lists(source: Drawn | Completion | Event) -> dict[str, Any]:
+    """Return what was drawn with each token: the lists that are there, by name."""
+    return {name: values for name in _DRAWN if (values := getattr(source, name)) is not None}
+
+
+_DRAWN = tuple(Drawn.__dataclass_fields__)
+
+
 class Status(Enum):
     WAITING = "waiting"  # holds no lane and no pages
     RUNNING = "running"
@@ -219,17 +264,16 @@ class Sequence:
     started: float | None = None  # time.monotonic() when it first took a lane
     cached_tokens: int = 0  # of the prompt, that were there when it first took a lane: cached, or just computed
 
-    logprobs: list[float] = field(default_factory=list)
-    untruncated_logprobs: list[float] = field(default_factory=list)
-    raw_logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    sampling_mask: list[list[int]] = field(default_factory=list)
+    drawn: Drawn = field(init=False)
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
     versions: list[tuple[int, int]] = field(default_factory=list)  # of the weights, and the output_len each began at
+
+    def __post_init__(self) -> None:
+        self.drawn = Drawn.asked(self.params)
 
     def begin_version(self, version: int) -> None:
         """Tokens that come from now on are of weights of this version."""
@@ -356,7 +400,7 @@ class StepResult:
     untruncated_logprobs: list[float]
     raw_logprobs: list[float]
     top_logprobs: list[dict[int, float] | None] | None = None
-    sampling_masks: list[list[int] | None] | None = None
+    sampling_mask: list[list[int] | None] | None = None
     scored: list[Scored] = field(default_factory=list)
 
 

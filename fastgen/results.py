@@ -67,13 +67,7 @@ def keep_token(sequence: Sequence, result: StepResult, row: int) -> bool:
         except Exception as error:
             sequence.error = f"the mask raised {error!r}"
             return False
-    sequence.logprobs.append(result.logprobs[row])
-    sequence.untruncated_logprobs.append(result.untruncated_logprobs[row])
-    sequence.raw_logprobs.append(result.raw_logprobs[row])
-    if result.top_logprobs is not None and (top := result.top_logprobs[row]) is not None:
-        sequence.top_logprobs.append(top)
-    if result.sampling_masks is not None and (kept := result.sampling_masks[row]) is not None:
-        sequence.sampling_mask.append(kept)
+    sequence.drawn.append(result, row)
     sequence.token_ids.append(token)  # last: what an exception leaves without its token is cut by `requeue`
     return True
 
@@ -86,6 +80,4 @@ def requeue(sequence: Sequence) -> None:
     sequence.preemptions += sequence.status is Status.RUNNING
     sequence.status = Status.WAITING
     sequence.finish_reason = sequence.stop_reason = sequence.error = None
-    logprobs = (sequence.logprobs, sequence.untruncated_logprobs, sequence.raw_logprobs)
-    for kept in (*logprobs, sequence.top_logprobs, sequence.sampling_mask):
-        del kept[sequence.output_len :]
+    sequence.drawn.cut(sequence.output_len)

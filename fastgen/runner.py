@@ -99,7 +99,7 @@ class Runner:
         self._params = [SamplingParams()] * lanes
         self.graphs: dict[bool, Graphs] = {}  # of decodes, by whether rows share keys
         self.pieces: Pieces | None = None  # of steps with prefills
-        self.share_prefixes = attention.shares  # whether decodes read the keys once that they share
+        self.share_prefixes = attention.shares and config.max_seqs > 1  # whether decodes read shared keys once
         self._tables = np.full((lanes, slots), pool.spare, dtype=np.int32)
         self._looked_at: tuple[int, ...] = ()  # the decodes that `_sharing` holds for
         self._sharing = False
@@ -108,20 +108,11 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, sizes: list[int] | None = None, pieces: list[int] | None = None) -> None:
-        """Capture decode steps of these many lanes, and the pieces of steps of these many tokens (None: of all that are
-        of use), as CUDA graphs."""
-        most = self.config.max_seqs
-        sizes = sizes or batch_sizes(most)
+        """Capture decode steps of `sizes` lanes, and pieces of steps of `pieces` tokens (None: all), as CUDA graphs."""
+        sizes = sizes or batch_sizes(self.config.max_seqs)
         pieces = piece_sizes(self.config.max_step_tokens) if pieces is None else pieces
-        self._step = DecodeInput.empty(most, self.device)
-        self._step.lanes.fill_(most)
-        rows = most if self.group.rank == 0 else 0  # elsewhere there are no logits
-        self._logits = torch.empty(rows, self.model.config.vocab_size, device=self.device)
         with current(self.device):
-            for size in sizes:  # all kernels compile now, or are known not to
-                self.decode(size)
-            for size in shared_sizes(sizes) if self.share_prefixes else ():
-                self.decode(size, shared=True)
+            self.decode_all(sizes)  # all kernels compile now, or are known not to
             self.share_prefixes = self.share_prefixes and self.attention.shares
             if self.attention.capturable:
                 plain = Graphs(sizes, self.device)
@@ -135,6 +126,19 @@ class Runner:
                 if pieces:
                     self.pieces = Pieces(self.model, self.pool, pieces, beside=plain)
                     self.group.hold(self.pieces.graphs)
+
+    @torch.inference_mode()
+    def decode_all(self, sizes: list[int]) -> None:
+        """Run decode steps of padding, of these many lanes, as they will be captured."""
+        most = self.config.max_seqs
+        self._step = DecodeInput.empty(most, self.device)
+        self._step.lanes.fill_(most)  # the lane of padding
+        rows = most if self.group.rank == 0 else 0  # elsewhere there are no logits
+        self._logits = torch.empty(rows, self.model.config.vocab_size, device=self.device)
+        for size in sizes:
+            self.decode(size)
+        for size in shared_sizes(sizes) if self.share_prefixes else ():
+            self.decode(size, shared=True)
 
     def forget(self) -> None:
         """All lanes are empty again."""
@@ -268,7 +272,7 @@ class Runner:
             ]
         if output.kept is not None:
             kept = output.kept.numpy()  # torch would wake all of its threads for each row
-            result.sampling_masks = [
+            result.sampling_mask = [
                 np.flatnonzero(kept[row]).tolist() if self._params[lane].return_sampling_mask else None
                 for row, lane in enumerate(launched.batch.sampling)
             ]

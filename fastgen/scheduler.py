@@ -335,7 +335,7 @@ class Scheduler:
             keep_scores(self._on(scored.lane), scored)
         changed = []
         lanes, running = self.lanes, Status.RUNNING
-        plain = result.top_logprobs is None and result.sampling_masks is None and not batch.masked
+        plain = result.top_logprobs is None and result.sampling_mask is None and not batch.masked
         logprobs = result.logprobs, result.untruncated_logprobs, result.raw_logprobs
         rows = zip(batch.sampling, result.tokens, *logprobs, strict=True)
         for row, (lane, token, logprob, untruncated, raw_logprob) in enumerate(rows):
@@ -349,9 +349,10 @@ class Scheduler:
                 continue
             changed.append(sequence)
             if plain and token >= 0:  # the loop that each token goes through: what _append does, without the calls
-                sequence.logprobs.append(logprob)
-                sequence.untruncated_logprobs.append(untruncated)
-                sequence.raw_logprobs.append(raw_logprob)
+                drawn = sequence.drawn
+                drawn.logprobs.append(logprob)
+                drawn.untruncated_logprobs.append(untruncated)
+                drawn.raw_logprobs.append(raw_logprob)
                 sequence.token_ids.append(token)
                 self.generated_tokens += 1
                 if token in sequence.stop_ids or len(sequence.token_ids) == sequence.max_len:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,12 +28,13 @@ from fastgen.cache.pool import KVPool
 from fastgen.config import EngineConfig
 from fastgen.graphs import batch_sizes, shared_sizes
 from fastgen.kernels import fixed, product
+from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.launch import Chip, current, refused, triton
 from fastgen.kernels.support import kernels_of, slower_than_possible
 from fastgen.loader import fill_random
 from fastgen.loader import load as load_checkpoint
 from fastgen.memory import device_memory, release_memory
-from fastgen.model import Linear, Transformer
+from fastgen.model import Transformer
 from fastgen.parallel import Group
 from fastgen.pieces import piece_sizes
 from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams, Score
@@ -42,40 +43,103 @@ from fastgen.runner import SCORE_ROWS, Runner, largest_half
 log = logging.getLogger(__name__)
 
 GRAPH_BYTES = 4e6  # that a captured step, or the pieces of one, take beside their tensors
+LEAST_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
 
 
 def find_device(name: str | None) -> str:
-    """The device to run on; the GPU, where there is one, for None. Raises ValueError where it can not be had."""
+    """Return the device to run on; for None, the GPU where torch can use one, else the CPU.
+
+    Raises ValueError for a device that torch can not use, for a GPU whose memory is full, and for a GPU that is too old
+    for fastgen. The last two are errors for None too, as the rest of the program may use that GPU.
+    """
     if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        with warnings.catch_warnings():  # torch warns once in a process, and does not say that the CPU is used
+            warnings.simplefilter("ignore")
+            available = torch.cuda.is_available()
+        name = "cuda" if available else _cpu_instead()
     try:
         torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # torch's own, for an unknown and for an absent device
-        raise ValueError(f"device is {name!r}, which torch can not use here: {str(error).splitlines()[0]}") from error
-    device = torch.device(name)
+        device = torch.device(name)
+        device_memory(str(device))  # creates the context, which takes hundreds of MB
+    except (RuntimeError, AssertionError) as error:
+        remedy = "device='cpu' needs no GPU"
+        if _is_out_of_memory(error):
+            remedy = (
+                "end the programs that hold its memory, select another GPU with device='cuda:N' or "
+                "CUDA_VISIBLE_DEVICES, or use device='cpu'"
+            )
+        raise ValueError(
+            f"device is {str(name)!r}, which torch can not use here: {_first_line(error)}; {remedy}"
+        ) from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(name)!r}; fastgen runs on 'cpu' and on 'cuda'")
-    if device.type == "cuda" and device.index is None:  # the current one may be another later
-        return f"cuda:{torch.cuda.current_device()}"
+    if device.type == "cuda" and device.index is None:  # the current GPU may change later
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda":
+        _check_capability(device)
     return str(device)
 
 
-def find_devices(name: str | None, ranks: int) -> str:
-    """The kind of device, "cuda" or "cpu", that so many ranks run on, each in a process of its own: rank i on GPU i.
+def _check_capability(device: torch.device) -> None:
+    """Raise ValueError for a GPU that is too old."""
+    chip = torch.cuda.get_device_properties(device)
+    if (chip.major, chip.minor) < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        raise ValueError(
+            f"{device} is a {chip.name} of compute capability {chip.major}.{chip.minor}, and fastgen needs {least} or "
+            "higher; select another GPU, or use device='cpu'"
+        )
 
-    Nothing is made on a GPU here. Raises ValueError where there are too few.
+
+def find_devices(name: str | None, ranks: int) -> str:
+    """Return the kind of device, "cuda" or "cpu", of ranks that each have a process and, if "cuda", a GPU of their own.
+
+    No GPU is initialized here; each rank calls `find_device`. Raises ValueError where there are too few GPUs.
     """
     found = torch.cuda.device_count()
     if name is None:
-        name = "cuda" if found else "cpu"
+        name = "cuda" if found else _cpu_instead()
     if name not in ("cpu", "cuda"):
         raise ValueError(
             f"device is {str(name)!r}; with tensor_parallel it is 'cpu', or 'cuda' for the first GPUs that "
             "CUDA_VISIBLE_DEVICES names"
         )
     if name == "cuda" and found < ranks:
-        raise ValueError(f"tensor_parallel is {ranks}, and torch finds {found} GPUs here")
+        raise ValueError(
+            f"tensor_parallel is {ranks}, and torch finds {found} GPUs here; lower it, or use device='cpu'"
+        )
     return name
+
+
+def _cpu_instead() -> str:
+    """Return "cpu", and log a warning where the machine has a GPU that torch can not use."""
+    why = None
+    if torch.version.cuda is None:
+        why = "this torch is built without CUDA" if any(Path("/dev").glob("nvidia[0-9]*")) else None
+    elif torch.cuda.device_count():  # counts with NVML, which works beside a driver that is too old for CUDA
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            why = _first_line(error)
+    if why is not None:
+        log.warning(
+            "the model runs on the CPU, which is far slower, because torch can not use the GPU of this machine: %s; "
+            "device='cpu' runs there without this warning",
+            why,
+        )
+    return "cpu"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether a GPU's memory did not suffice: for torch's allocator, the CUDA runtime, Triton or cuBLAS."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        told in str(error) for told in ("out of memory", "STATUS_ALLOC_FAILED")
+    )
 
 
 def build_rank(
@@ -113,7 +177,7 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
     """The model with its weights, the KV pool and the runner over them; its `config` says how large the pool is."""
     device = torch.device(config.device)
     free = device_memory(config.device)
-    with _explained(config), current(device):
+    with _explained(config, free), current(device):
         with group.agreeing():  # where one rank can not have its weights, the others are not to wait for it
             model = _build_model(model_config, config, folder, load, group)
         if device.type == "cpu":
@@ -177,7 +241,7 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
         _rehearse(probe)  # whose memory the graph may have taken
     left = device_memory(config.device)  # torch keeps what the largest step took
     sizes = batch_sizes(config.max_seqs)
-    graphs = len(sizes) + len(shared_sizes(sizes)) * probe.attention.shares + len(pieces)
+    graphs = len(sizes) + len(shared_sizes(sizes)) * probe.share_prefixes + len(pieces)
     del probe
     gc.collect()
     release_memory(config.device)
@@ -196,10 +260,20 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
 
 
 def _compile(runner: Runner) -> None:
-    """Run products of the sizes that they are compiled for, so that few are later."""
+    """Compile the kernels that steps need."""
+    show = sys.stderr.isatty() and runner.group.rank == 0
+    compile_ahead(partial(_launch_all, runner), runner.device, show)
+
+
+def _launch_all(runner: Runner) -> None:
+    """Launch each kernel that a step may need: run the largest steps, decodes of all sizes, and products of the sizes
+    that they are compiled for."""
     config, model = runner.config, runner.model
+    _rehearse(runner)
+    if runner.attention.capturable:
+        runner.decode_all(batch_sizes(config.max_seqs))
     if model.lm_head.fixed:
-        _compile_products(model, runner.pool, [*fixed.SIZES, config.max_step_tokens])
+        _launch_products(model, runner.pool, [*fixed.SIZES, config.max_step_tokens])
         return
     for size in product.SIZES:
         count = min(size, config.max_step_tokens, config.max_model_len - 1)
@@ -207,36 +281,20 @@ def _compile(runner: Runner) -> None:
         zeros = np.zeros(count, dtype=np.int32)
         scored = Prefill(0, 0, zeros, True, Score(0, zeros, 0, 1.0))  # so that the head is run too
         runner.collect(runner.launch(Batch((), (scored,), (start,), (), masked=False)))
+    runner.forget()
 
 
-def _compile_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None:
-    """Of deterministic mode, whose sizes are compiled for one by one: several at a time, as each takes a second."""
-    device, chip = pool.keys.device, Chip.of(pool.keys.device)
+@torch.inference_mode()
+def _launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None:
+    """Launch the products of deterministic mode, which are cut up by the number of tokens, as for these sizes."""
+    device = pool.keys.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    products = model.products(model.places(pool, zero, zero - 1, 1), pool)
-    jobs = []
-    for linear, fused in products:
-        turned = fused.rope is not None
-        kinds = {
-            (fixed.config(size, *linear.weight.shape, linear.weight.dtype, chip), turned and fixed.turns(size))
-            for size in sizes
-        }
-        jobs += [(linear, fused if turns else fused._replace(rope=None), found) for found, turns in kinds]
-
-    def run(linear: Linear, fused: product.Fused, found: fixed.Config) -> None:
-        with current(device), torch.inference_mode():
-            x = linear.weight.new_zeros(1, linear.weight.shape[1])
-            fixed.launch_as(found, x, linear.weight, linear.bias, fused)
-
-    run(*jobs[0])  # alone, so that what Triton sets up once is there
-    with ThreadPoolExecutor() as threads:
-        try:
-            for done in [threads.submit(run, *job) for job in jobs[1:]]:
-                done.result()
-        finally:  # after a failure the others need not be waited for
-            threads.shutdown(cancel_futures=True)
-    if device.type == "cuda":  # what they took may be in use on their own stream
-        torch.cuda.synchronize(device)
+    for linear, fused in model.products(model.places(pool, zero, zero - 1, 1), pool):
+        x = linear.weight.new_zeros(1, linear.weight.shape[1])
+        for size in sizes:
+            found = fixed.config(size, *linear.weight.shape, linear.weight.dtype, Chip.of(device))
+            rope = fused.rope if fixed.turns(size) else None
+            fixed.launch_as(found, x, linear.weight, linear.bias, fused._replace(rope=rope))
 
 
 def _rehearse(runner: Runner) -> None:
@@ -282,13 +340,18 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
 
 
 @contextmanager
-def _explained(config: EngineConfig) -> Iterator[None]:
-    """Say what to lower where the GPU's memory does not suffice."""
+def _explained(config: EngineConfig, free: int) -> Iterator[None]:
+    """Turn an error for want of memory into a ValueError that says what to lower. free: bytes, before the weights."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not _is_out_of_memory(error):
+            raise
+        where = f"the memory of {config.device}, of which {free / 1e9:.1f} GB were free,"
+        if isinstance(error, MemoryError):
+            where = "the host's memory"
         raise ValueError(
-            f"the GPU's memory does not suffice for the weights and a step of max_step_tokens={config.max_step_tokens} "
-            f"over max_seqs={config.max_seqs}: lower these, memory_fraction, num_pages or kv_cache_gb, or take a "
-            f"smaller model ({str(error).splitlines()[0]})"
+            f"{where} does not suffice for the weights and a step of max_step_tokens={config.max_step_tokens} over "
+            f"max_seqs={config.max_seqs}: lower these, memory_fraction, num_pages or kv_cache_gb, end other programs "
+            f"that hold the memory, or use a smaller model or device='cpu' ({_first_line(error)})"
         ) from error

@@ -19,13 +19,19 @@ BROKEN = "\ufffd"
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, reduced to what generation needs."""
+    """A Hugging Face tokenizer, reduced to what generation needs. Raises ValueError for files that can not be read."""
 
     def __init__(self, folder: Path) -> None:
         # Slow to import, and a model used by ids alone does without.
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        self.hf: Any = AutoTokenizer.from_pretrained(folder, config=_light_config(folder))
+        try:
+            self.hf: Any = AutoTokenizer.from_pretrained(folder, config=_light_config(folder))
+        except Exception as error:  # transformers and tokenizers raise errors of many kinds, and bare ones
+            raise ValueError(
+                f"the tokenizer in {folder} can not be read ({type(error).__name__}: {error}); fetch its files again, "
+                "or give another one"
+            ) from error
         kind, plain = type(self.hf), PreTrainedTokenizerFast
         # What a tokenizer without a decode of its own comes to, at a fifth of the time: text is decoded at each token.
         self._backend: Any = None

@@ -425,6 +425,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--skip-ceilings", action="store_true", help="do not measure what the chip can do")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--start", action="store_true", help="instead: from process start to the first token")
+    kinds.add_argument("--chat", action="store_true", help="instead: from process start to fgchat's first word")
     kinds.add_argument("--load", action="store_true", help="instead: loading a checkpoint from the page cache")
     kinds.add_argument("--busy", action="store_true", help="instead: the share of a decode that the GPU is busy")
     kinds.add_argument("--perf", action="store_true", help="instead: tokens/s over the tokens generated")
@@ -464,11 +465,13 @@ def main(argv: list[str]) -> None:
     import bench_parallel
     import bench_parts
     import bench_sleep
+    import bench_start
     import bench_turns
 
     arguments = parse(argv)
     instead = {
-        "start": bench_parts.bench_start,
+        "start": bench_start.bench_start,
+        "chat": bench_start.bench_chat,
         "load": bench_parts.bench_load,
         "busy": bench_parts.bench_busy,
         "perf": bench_parts.bench_perf,

@@ -1,5 +1,5 @@
-"""What `bench.py gpu` measures beside its workloads: the start, loading, how busy the GPU is, rates over lengths,
-and what deterministic mode costs."""
+"""What `bench.py gpu` measures beside its workloads: loading, how busy the GPU is, rates over lengths, and what
+deterministic mode costs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ import argparse
 import gc
 import itertools
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict, deque
@@ -29,18 +26,6 @@ from fastgen.loader import fill_random
 from fastgen.model import Transformer
 
 PERF_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-
-FIRST_TOKEN = """
-import json, sys, time
-marks = {"interpreter": time.time()}
-from fastgen import Generator, SamplingParams
-generator = Generator(sys.argv[1], **json.loads(sys.argv[2]))
-marks["generator"] = time.time()
-outputs = generator.generate([list(range(3, 131))], SamplingParams(max_tokens=1, ignore_eos=True))
-assert len(outputs[0].completions[0].token_ids) == 1, outputs
-marks["first_token"] = time.time()
-print(json.dumps(marks))
-"""
 
 
 def write_report(arguments: argparse.Namespace, name: str, report: dict[str, Any]) -> None:
@@ -74,33 +59,6 @@ def bench_deterministic(arguments: argparse.Namespace) -> None:
         modes["cost_percent"] = 100 * (rate["without"] / rate["with"] - 1)
         print(f"{name}: deterministic mode costs {modes['cost_percent']:.1f} %", flush=True)
     write_report(arguments, "deterministic", {"workloads": found})
-
-
-# The start
-
-
-def bench_start(arguments: argparse.Namespace) -> None:
-    """Seconds from starting a process to its first token, random weights: Triton's cache empty, then warm 3 times."""
-    options = bench_gpu.engine_options(arguments)
-    with bench_gpu.dummy_folder(arguments.model, arguments.smoke) as folder:
-        cache = folder / "triton"
-        cold = first_token(folder, options, cache)
-        print(f"cold {cold}", flush=True)
-        warm = [first_token(folder, options, cache) for _ in range(1 if arguments.smoke else 3)]
-    totals = [marks["first_token"] for marks in warm]
-    seconds = {"cold_seconds": cold["first_token"], "warm_seconds": statistics.median(totals)}
-    write_report(arguments, "start", {**seconds, "spread": [min(totals), max(totals)], "cold": cold, "warm": warm})
-
-
-def first_token(folder: Path, options: dict[str, Any], cache: Path) -> dict[str, float]:
-    """Seconds from the start of a process to each of its marks."""
-    paths = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", FIRST_TOKEN, str(folder), json.dumps(options)]
-    start = time.time()
-    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
-    marks: dict[str, float] = json.loads(answer.splitlines()[-1])
-    return {name: mark - start for name, mark in marks.items()}
 
 
 # Loading

@@ -30,6 +30,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from bench import DATA
 from triton.backends.compiler import GPUTarget
@@ -86,21 +87,32 @@ class Compiled:
     def __init__(self, chip: Chip) -> None:
         self.what = ""
         self.rows: list[dict[str, Any]] = []
+        self.late: list[str] = []
         self._seen: set[str] = set()
         driver.set_active(Target(chip))
         compiled = self
 
+        quick = launch.quick
+
         def compiling(base: Any) -> Any:
-            class Compile(base):  # type: ignore[misc]
+            class Compile(quick(base)):  # type: ignore[misc]
                 def run(self, *args: Any, warmup: bool, **options: Any) -> Any:
                     options.setdefault("enable_fp_fusion", True)  # as in launch.quick
                     kernel = super().run(*args, warmup=True, **options)
-                    compiled.add(f"{self.fn.__module__}.{self.fn.__name__}", kernel)
+                    if kernel is not None:  # not only noted
+                        compiled.add(f"{self.fn.__module__}.{self.fn.__name__}", kernel)
                     return kernel
+
+                def _do_compile(self, *what: Any) -> Any:
+                    if launch.noting.get() is None:
+                        compiled.late.append(f"{self.fn.__module__}.{self.fn.__name__}, {compiled.what}: {what[0]}")
+                    return super()._do_compile(*what)
 
             return Compile
 
         launch.quick = compiling  # type: ignore[assignment]  # before a module with kernels is imported
+        launch.launcher = lambda kernel: None  # there is nothing to load it onto
+        torch.cuda.current_device = lambda: 0
 
     def add(self, name: str, kernel: Any) -> None:
         if kernel.hash in self._seen:
@@ -159,7 +171,6 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
     Kernel.__call__, Kernel.runs_on = call, lambda self, device: True  # type: ignore[method-assign]
     model._few = few
     model.Transformer.pack = lambda self: None  # type: ignore[method-assign]  # a GPU's weights are as they are
-    PagedAttention.capturable = property(lambda self: False)  # type: ignore[assignment, method-assign]
     startup.make_attention = lambda name, *arguments: PagedAttention(*arguments)
     yield compiled
 
@@ -179,7 +190,6 @@ def run(name: str, dtype: str, deterministic: bool) -> None:
     """Steps of all kinds: prefills long and short, decodes of few and many, samples that share a prompt, scores; and
     what CUDA graphs of decodes hold, of lanes that share keys too."""
     from fastgen import Generator, SamplingParams, startup
-    from fastgen.kernels import fixed
 
     plain = SamplingParams(max_tokens=3, ignore_eos=True)
     full = SamplingParams(
@@ -191,13 +201,13 @@ def run(name: str, dtype: str, deterministic: bool) -> None:
         with Generator(folder, dtype=dtype, deterministic=deterministic, **ENGINE) as gen:
             if deterministic:
                 fix(gen._runner.model)
-                startup._compile_products(gen._runner.model, gen._runner.pool, [*fixed.SIZES])
+            startup._compile(gen._runner)
             for params in (plain, full):
                 for lengths in ([400], [9] * 6, [9] * 12, [70] * 20):
                     outputs = gen.generate([[5] * length for length in lengths], params)
                     assert all(output.error is None for output in outputs)
             gen.score([[5] * 40])
-            gen._runner.capture([1, 8, 32], [])  # what graphs hold; without a GPU there are none
+            gen._runner.decode_all([1, 8, 32])  # what graphs hold; without a GPU there are none
 
 
 def fix(model: Any) -> None:

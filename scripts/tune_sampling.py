@@ -1,12 +1,14 @@
 """Checks the sampler's kernels against their torch twins on a GPU, and times them.
 
     python scripts/tune_sampling.py --out sampling.json               # check, then time
+    python scripts/tune_sampling.py --against ../before               # also time the code in that folder, side by side
     python scripts/tune_sampling.py --tune --seconds 300              # also with other chunks, warps and registers
     TRITON_INTERPRET=1 python scripts/tune_sampling.py --smoke        # that it runs, without a GPU
 
 Times are of `sample` replayed from a CUDA graph of many calls, with the logits as they are after the last layer: in the
-cache as far as they fit. "pass" is what reading the logits once takes at the bandwidth of a device copy. Host times are
-of the eager call.
+cache as far as they fit. "pass" is the time to read the logits once at the bandwidth of a device copy. Host times are
+of the eager call. `--against` takes a folder with another version of fastgen/ in it, which a process of its own times
+after this version.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -24,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fastgen import sampler
-from fastgen.kernels import columns, sampling, scoring, truncation
+from fastgen.kernels import sampling, scoring, truncation
 from fastgen.kernels.launch import INTERPRETED
 from fastgen.request import LaneStart, SamplingParams
 from fastgen.sampler import LaneState, SampleOutput, SamplePlan
@@ -112,7 +117,8 @@ def odd_rows(vocab: int, device: torch.device) -> Iterator[Tensor]:
 
 
 def check(vocab: int, device: torch.device) -> int:
-    """Compare with the twin; how many rows drew another token, with the winning ticket near the border."""
+    """Compare with the twin. Return the number of rows that drew another token, whose score is as good but for
+    rounding."""
     odd = list(odd_rows(vocab, device))
     params = [
         *(SamplingParams(**{**asdict_of(p), "temperature": t}) for p in PARAMS.values() for t in (0.7, 1.0, 20.0)),
@@ -154,7 +160,9 @@ def asdict_of(params: SamplingParams) -> dict[str, Any]:
 
 
 def check_near(rows: Rows, row: int, token: int) -> None:
-    """Rounding decides whether the winning ticket of a row is this token's."""
+    """Check that rounding decides whether a row draws this token."""
+    from fastgen.kernels.noise import gumbel
+
     at = slice(row, row + 1)
     lane, position = rows.lanes[at], rows.positions[at]
     parameters = rows.state.rows(lane)
@@ -162,11 +170,10 @@ def check_near(rows: Rows, row: int, token: int) -> None:
     best = edited.amax(1, keepdim=True)
     kept = sampler._draw(edited, best, parameters, position[:, None], SamplePlan())[2]
     assert kept is not None
-    held = ((edited - best) / parameters.temperature).double().exp()[0] * kept[0]
-    winner = sampler._uniform(parameters.seed, parameters.sample_index, position[:, None]).item()
-    end = float(held[: token + 1].sum() / held.sum())
-    start = end - float(held[token] / held.sum())
-    assert start - 3e-6 <= winner <= end + 3e-6, f"row {row}: {token} for {winner}, {rows.params[row]}"
+    noise = gumbel(parameters.seed, parameters.sample_index, position[:, None], edited.shape[1])
+    scores = ((edited - best) / parameters.temperature + noise).where(kept, -math.inf)[0]
+    short = float(scores.max() - scores[token])
+    assert short <= 3e-5, f"row {row}: {token} is {short} below the best score, {rows.params[row]}"
 
 
 # Times.
@@ -234,10 +241,10 @@ def sweep(args: argparse.Namespace, device: torch.device, rate: float, deadline:
         for rows in args.rows:
             for kind, make in LOGITS.items():
                 logits = make(rows, vocab, device)
-                for name in PARAMS:
+                for name in args.params:
                     if time.monotonic() < deadline:
                         yield measure(rows, vocab, kind, name, rate, logits)
-                if kind == "flat" and time.monotonic() < deadline:
+                if kind == "flat" and "plain" in args.params and time.monotonic() < deadline:
                     yield measure(rows, vocab, kind, "plain", rate, logits.bfloat16())
 
 
@@ -249,15 +256,37 @@ def show(timing: Timing, note: str = "") -> None:
     )
 
 
+def compare(args: argparse.Namespace, timings: list[Timing]) -> list[dict[str, Any]]:
+    """Time the code of another folder, print its times beside `timings`, and return them."""
+    size = [*map(str, args.rows)], [*map(str, args.vocab)]
+    command = [sys.executable, __file__, "--times", "--rows", *size[0], "--vocab", *size[1], "--params", *args.params]
+    command += ["--seconds", str(args.seconds), *["--smoke"] * args.smoke]
+    environment = {**os.environ, "PYTHONPATH": str(args.against.resolve())}
+    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
+    others: list[dict[str, Any]] = [json.loads(line) for line in said.splitlines()]
+    known = {key(other): other for other in others}
+    for timing in timings:
+        if other := known.get(key(asdict(timing))):
+            before, after = other["microseconds"], timing.microseconds
+            show(timing, f"against {before:9.1f} us: {after / before:5.2f}, host {other['host']:6.1f} us")
+    return others
+
+
+def key(timing: dict[str, Any]) -> tuple[Any, ...]:
+    return timing["rows"], timing["vocab"], timing["logits"], timing["params"]
+
+
 def tune(device: torch.device, rate: float, deadline: float) -> Iterator[dict[str, Any]]:
-    """The cases that matter most, with other constants."""
+    """Time the cases that matter most with other constants."""
+    from fastgen.kernels import sampler_layout as layout
+
     sizes = [(1, 131072), (32, 131072), (512, 32768)]
     cases = [("flat", "plain"), ("flat", "top_p"), ("peaked", "top_k and top_p"), ("flat", "all")]
     for chunk, sub, warps in ((4096, 512, 8), (4096, 512, 4), (2048, 512, 4), (8192, 512, 8), (8192, 512, 16)):
         for registers in ((80, 128, 128), (128, 128, 168), (64, 96, 96)):
-            columns.CHUNK, columns.SUB, columns.WARPS = chunk, sub, warps
+            layout.CHUNK, layout.SUB, layout.WARPS = chunk, sub, warps
             most = 2048 // warps  # registers that a thread can have
-            sampling.SCAN_REGISTERS, sampling.DRAW_REGISTERS, sampling.TRUNCATE_REGISTERS = (
+            sampling.EDIT_REGISTERS, sampling.DRAW_REGISTERS, sampling.CUT_REGISTERS = (
                 min(most, wanted) for wanted in registers
             )
             for rows, vocab in sizes:
@@ -270,9 +299,9 @@ def tune(device: torch.device, rate: float, deadline: float) -> Iterator[dict[st
 
 
 def compiled() -> int:
-    """How many kernels have been compiled."""
+    """Return the number of kernels that have been compiled."""
     kernels = (
-        sampling._scan_kernel, sampling._draw_kernel, truncation.truncate_kernel, truncation.kept_kernel,
+        sampling._edit_kernel, sampling._draw_kernel, truncation.bin_kernel, truncation.cut_kernel,
         scoring._score_kernel, scoring._list_kernel, scoring._merge_kernel,
     )  # fmt: skip
     return sum(len(cache[0]) for kernel in kernels for cache in getattr(kernel, "device_caches", {}).values())
@@ -280,30 +309,41 @@ def compiled() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 256, 512, 1024])
-    parser.add_argument("--vocab", type=int, nargs="+", default=[32768, 131072, 151936])
-    parser.add_argument("--seconds", type=float, default=400, help="when to stop timing")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256, 1024])
+    parser.add_argument("--vocab", type=int, nargs="+", default=[32768, 128256, 152064])
+    parser.add_argument(
+        "--params", nargs="+", choices=PARAMS, default=[*PARAMS], help="ways of sampling (default: all)"
+    )
+    parser.add_argument("--seconds", type=float, default=400, help="of timing, at most")
+    parser.add_argument("--against", type=Path, help="a folder with another version of fastgen/, to be timed as well")
+    parser.add_argument("--times", action="store_true", help="(what --against starts: time only, and print JSON)")
     parser.add_argument("--tune", action="store_true", help="also time other constants")
     parser.add_argument("--smoke", action="store_true", help="small, to see that it runs")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     args = parser.parse_args()
-    deadline = time.monotonic() + args.seconds
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type != "cuda" and not (args.smoke and INTERPRETED):
         parser.error("there is no GPU here; --smoke with TRITON_INTERPRET=1 runs without")
     if args.smoke:
         args.rows, args.vocab = [1, 2], [5000]
+    if args.times:
+        for timing in sweep(args, device, bandwidth(device), time.monotonic() + args.seconds):
+            print(json.dumps(asdict(timing)), flush=True)
+        return
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name() if device.type == "cuda" else "none", "near": {}}
     for vocab in args.vocab:
         found["near"][vocab] = check(vocab, device)
         print(f"V = {vocab}: as the twin; {found['near'][vocab]} draws within rounding of another token", flush=True)
-    before, rate = compiled(), bandwidth(device)
-    found["timings"] = []
+    before, rate, deadline = compiled(), bandwidth(device), time.monotonic() + args.seconds
+    timings = []
     for timing in sweep(args, device, rate, deadline):
         show(timing)
-        found["timings"].append(asdict(timing))
+        timings.append(timing)
+    found["timings"] = [asdict(timing) for timing in timings]
     found["compiled while timing"] = compiled() - before
     print(f"compiled while timing: {found['compiled while timing']}, which should be 0")
+    if args.against:
+        found["against"] = compare(args, timings)
     if args.tune:
         found["tuned"] = list(tune(device, rate, deadline))
     if args.out:

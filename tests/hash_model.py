@@ -19,7 +19,7 @@ import numpy as np
 
 from fastgen.admission import Expectation
 from fastgen.config import EngineConfig
-from fastgen.request import Batch, LaneStart, SamplingParams, Scored, Sequence, StepResult
+from fastgen.request import Batch, Drawn, LaneStart, SamplingParams, Scored, Sequence, StepResult
 from fastgen.scheduler import Scheduler
 
 VOCAB = 40  # two words of mask
@@ -103,9 +103,7 @@ class Outcome:
     """What a Sequence has to be when it has ended."""
 
     token_ids: list[int]
-    logprobs: list[float] = field(default_factory=list)
-    untruncated_logprobs: list[float] = field(default_factory=list)
-    raw_logprobs: list[float] = field(default_factory=list)
+    drawn: Drawn = field(default_factory=Drawn)
     prompt_logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -116,6 +114,13 @@ class Outcome:
         return cls(**{name: getattr(sequence, name) for name in cls.__dataclass_fields__})
 
 
+def drawn_first(drawn: Drawn, count: int) -> Drawn:
+    """A copy of what was drawn with the first tokens."""
+    copy = deepcopy(drawn)
+    copy.cut(count)
+    return copy
+
+
 def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
     """What must become of a sequence that nobody aborts: tokens one after the other, with the whole context at hand.
 
@@ -124,8 +129,7 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
     prompt_len, tokens = sequence.prompt_len, sequence.token_ids[: sequence.prompt_len + known]
     said = tokens[prompt_len:]
     mask = replace(sequence.mask, said=said, trip=lambda: None) if isinstance(sequence.mask, HashMask) else None
-    kept = sequence.logprobs, sequence.untruncated_logprobs, sequence.raw_logprobs
-    out = Outcome(tokens, *(logprobs[:known] for logprobs in kept), finish_reason="length")
+    out = Outcome(tokens, drawn_first(sequence.drawn, known), finish_reason="length")
     values = kv_values(tokens, version)
     if sequence.score_start is not None:
         out.prompt_logprobs = [
@@ -150,9 +154,7 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
             break
         values.append(kv_value(values[-1], token, len(tokens), version))
         tokens.append(token)
-        out.logprobs.append(logprob)
-        out.untruncated_logprobs.append(untruncated)
-        out.raw_logprobs.append(raw)
+        out.drawn.append(StepResult([token], [logprob], [untruncated], [raw]), 0)
         output = tokens[prompt_len:]
         stopped = token in sequence.stop_ids and len(output) > sequence.params.min_tokens
         string = text_stop(sequence, output)

@@ -13,13 +13,14 @@ from hash_model import (
     Launched,
     Outcome,
     TroubleError,
+    drawn_first,
     expected,
     make_sequence,
     text_stop,
 )
 
 from fastgen.config import EngineConfig
-from fastgen.request import Batch, SamplingParams, Sequence, Status
+from fastgen.request import Batch, SamplingParams, Sequence, Status, drawn_lists
 from fastgen.scheduler import Scheduler
 
 
@@ -242,14 +243,12 @@ class Simulation:
         if sequence.error is not None:
             self.seen[sequence.error.partition("(")[2] or sequence.error] += 1
         if sequence in self.mixed:
-            kept = (sequence.logprobs, sequence.untruncated_logprobs, sequence.raw_logprobs)
-            assert {*map(len, kept)} == {sequence.output_len}
+            assert {*map(len, drawn_lists(sequence.drawn).values())} == {sequence.output_len}
             return
         got, right = Outcome.of(sequence), self.expected[sequence]
         if got.finish_reason == "abort":  # an answer that was cut short: as far as it has come, it is right
             length, known = len(got.token_ids), len(got.token_ids) - sequence.prompt_len
-            logprobs = right.logprobs, right.untruncated_logprobs, right.raw_logprobs
-            right = Outcome(right.token_ids[:length], *(each[:known] for each in logprobs), finish_reason="abort")
+            right = Outcome(right.token_ids[:length], drawn_first(right.drawn, known), finish_reason="abort")
             got.prompt_logprobs = []
         if got != right:
             raise WrongAnswerError(f"request {self.order[sequence]}: {got} instead of {right}")

@@ -324,6 +324,16 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**GOOD, "hidden_act": "relu"}))
     with pytest.raises(ValueError, match=f"{tmp_path.name}.*hidden_act='relu'"):
         read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**GOOD, "architectures": ["GemmaForCausalLM"]}))
+    with pytest.raises(ValueError, match=r"config\.json: architectures=\['GemmaForCausalLM'\].*fastgen runs LlamaForC"):
+        read_config(tmp_path)
+    for change in ({"architectures": 5}, {"architectures": [[]]}, {"rope_scaling": "yarn"}, {"layer_types": 1}):
+        (tmp_path / "config.json").write_text(json.dumps({**GOOD, "architectures": ["MistralForCausalLM"], **change}))
+        with pytest.raises(ValueError, match=r"config\.json has a field of a wrong type .*; fetch it again"):
+            read_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/generation_config\.json is not JSON"):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize(

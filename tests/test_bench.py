@@ -345,13 +345,14 @@ def test_a_sum_that_is_wrong_is_noticed() -> None:
     ("kind", "fields"),
     [
         ("start", {"cold_seconds", "warm_seconds"}),
+        ("chat", {"cold_seconds", "warm_seconds"}),
         ("load", {"gb_per_second", "others"}),
         ("busy", {"decode"}),
         ("perf", {"points"}),
     ],
 )
 def test_what_else_is_measured_runs_small(kind: str, fields: set[str], tmp_path: Path) -> None:
-    report = smoke(tmp_path, f"--{kind}")[f"mistral7-cpu-{kind}.json"]
+    report = smoke(tmp_path, f"--{kind}")[f"{'bundled' if kind == 'chat' else 'mistral7'}-cpu-{kind}.json"]
     assert fields <= set(report)
     if kind == "busy":
         assert 0.2 < report["decode"]["busy"] <= 1

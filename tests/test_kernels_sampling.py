@@ -167,10 +167,10 @@ def test_rank_keys_order_as_the_twins_and_go_back() -> None:
 
 
 @jit()
-def _noise_kernel(table_ptr, positions_ptr, out_ptr, COUNT: tl.constexpr):
+def _noise_kernel(table_ptr, positions_ptr, out_ptr, count: tl.constexpr):
     row, chunk = tl.program_id(0), tl.program_id(1)
-    drawn = noise.noise(table_ptr + row * layout.ENTRY, tl.load(positions_ptr + row), chunk * COUNT, COUNT)
-    tl.store(out_ptr + (row * tl.num_programs(1) + chunk) * COUNT + tl.arange(0, COUNT), drawn)
+    drawn = noise.noise(table_ptr + row * layout.ENTRY, tl.load(positions_ptr + row), chunk * count, count)
+    tl.store(out_ptr + (row * tl.num_programs(1) + chunk) * count + tl.arange(0, count), drawn)
 
 
 def test_noise_is_the_twins() -> None:

@@ -5,8 +5,13 @@ The hub is a small HTTP server of this file, or a cache laid out by hand; huggin
 
 import hashlib
 import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,6 +26,7 @@ from fastgen.loader import Places, fill_random, load, resolve
 from fastgen.parallel import Part
 from fastgen.weights import Update, write
 
+ROOT = Path(__file__).parents[1]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
@@ -121,6 +127,12 @@ def break_nothing_there(folder: Path) -> None:
         (folder / shard).unlink()
 
 
+def break_pickled(folder: Path) -> None:
+    break_nothing_there(folder)
+    for name in ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "training_args.bin"):
+        (folder / name).write_bytes(b"a pickle")
+
+
 def break_lost_shard(folder: Path) -> None:
     (folder / SHARDS[1]).unlink()
 
@@ -138,6 +150,65 @@ def break_pointer(folder: Path) -> None:
     (folder / SHARDS[0]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n")
 
 
+def rewrite(path: Path, change: Callable[[dict[str, Any]], Any], size: int | None = None) -> None:
+    """Change the header of a safetensors file, whose size is then told as `size` (None: as it is)."""
+    header, start = loader._read_header(path)
+    data = path.read_bytes()[start:]
+    changed = change(header)
+    text = changed if isinstance(changed, bytes) else json.dumps(changed).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if size is None else size) + text + data)
+
+
+def break_header_size(folder: Path) -> None:
+    rewrite(folder / SHARDS[0], lambda header: header, size=10**6)
+
+
+def break_header_json(folder: Path) -> None:
+    rewrite(folder / SHARDS[0], lambda header: json.dumps(header).encode()[:-9])
+
+
+def break_header_kind(folder: Path) -> None:
+    rewrite(folder / SHARDS[0], list)
+
+
+def break_offsets(folder: Path) -> None:
+    def change(header: dict[str, Any]) -> dict[str, Any]:
+        last = max((entry for name, entry in header.items() if name != "__metadata__"), key=lambda e: e["data_offsets"])
+        last["data_offsets"][1] += 10**6
+        return header
+
+    rewrite(folder / SHARDS[0], change)
+
+
+def break_dtype(folder: Path) -> None:
+    def change(header: dict[str, Any]) -> dict[str, Any]:
+        header["model.embed_tokens.weight"]["dtype"] = "I32"  # of the same size
+        return header
+
+    rewrite(folder / SHARDS[0], change)
+
+
+def break_unknown_dtype(folder: Path) -> None:
+    def change(header: dict[str, Any]) -> dict[str, Any]:
+        header["model.embed_tokens.weight"]["dtype"] = "Q4"
+        return header
+
+    rewrite(folder / SHARDS[0], change)
+
+
+def break_shape(folder: Path) -> None:
+    def change(header: dict[str, Any]) -> dict[str, Any]:
+        header["model.embed_tokens.weight"]["shape"].reverse()
+        return header
+
+    rewrite(folder / SHARDS[0], change)
+
+
+def break_missing_tensor(folder: Path) -> None:
+    weight_map = {name: shard for name, shard in write_sharded(folder, small_tensors()).items() if "norm" not in name}
+    write_index(folder, weight_map)
+
+
 def break_moved_tensor(folder: Path) -> None:
     write_index(folder, dict.fromkeys(small_tensors(), SHARDS[0]))
 
@@ -150,10 +221,28 @@ def break_index(folder: Path) -> None:
     ("damage", "message"),
     [
         (break_nothing_there, r"model\.safetensors is missing, and there is no model\.safetensors\.index\.json"),
+        (
+            break_pickled,
+            r"is missing, and there is pytorch_model-00001-of-00002\.bin instead; .*transformers: AutoModel",
+        ),
         (break_lost_shard, rf"{SHARDS[1]} is missing, though model\.safetensors\.index\.json names it"),
         (break_truncated, rf"{SHARDS[1]} is truncated"),
         (break_empty, rf"{SHARDS[0]} is truncated"),
         (break_pointer, rf"{SHARDS[0]} is truncated or not a safetensors file"),
+        (break_header_size, rf"{SHARDS[0]} is truncated or not a safetensors file .*; delete it and fetch it again"),
+        (break_header_json, rf"{SHARDS[0]} is truncated or not a safetensors file .*JSON.*; delete it and fetch it"),
+        (break_header_kind, rf"{SHARDS[0]} is truncated or not a safetensors file .*JSON.*; delete it and fetch it"),
+        (
+            break_offsets,
+            rf"{SHARDS[0]} is truncated or not a safetensors file .*offset.*; delete it and fetch it again",
+        ),
+        (break_unknown_dtype, rf"{SHARDS[0]} is truncated or not a safetensors file .*`Q4`.*; delete it and fetch it"),
+        (break_dtype, rf"{SHARDS[0]}: tensor 'model\.embed_tokens\.weight' is I32; bfloat16, .* are supported"),
+        (
+            break_shape,
+            rf"{SHARDS[0]}: tensor 'model\.embed_tokens\.weight' has shape \[4, 8\]; the model needs \[8, 4\]",
+        ),
+        (break_missing_tensor, r"^/.*: missing 1 of 4 tensors: model\.norm\.weight"),
         (break_moved_tensor, rf"{SHARDS[0]} lacks the tensor 'model\.layers\.0\.self_attn\.k_proj\.weight'"),
         (break_index, r"model\.safetensors\.index\.json is not an index"),
     ],
@@ -332,7 +421,9 @@ def test_hub_refusals(error: Any, model: str, revision: str | None, message: str
 
 def test_hub_without_safetensors(serve: Any) -> None:
     serve({"config.json": b"{}", "pytorch_model.bin": b"x", "consolidated.safetensors": b"x"})
-    with pytest.raises(ValueError, match=r"org/model: model\.safetensors is not in .*fastgen reads safetensors only"):
+    with pytest.raises(
+        ValueError, match=r"org/model: model\.safetensors is not in .*fastgen reads safetensors only, so convert"
+    ):
         resolve("org/model")
     assert resolve("org/model", weights=False).name == COMMIT
 
@@ -352,7 +443,9 @@ def test_offline_cache_suffices(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert resolve("org/model") == folder
     assert resolve("org/model", revision=COMMIT) == folder
     (folder / SHARDS[0]).unlink()
-    with pytest.raises(ValueError, match=rf"org/model: {SHARDS[0]} is not in the local hub cache"):
+    with pytest.raises(
+        ValueError, match=rf"org/model: {SHARDS[0]} is not in the local .*; fetch it with `hf download "
+    ):
         resolve("org/model")
     assert resolve("org/model", weights=False) == folder
     with pytest.raises(ValueError, match="org/absent is not a folder, is not in the local hub cache"):
@@ -367,6 +460,43 @@ def test_offline_cache_may_lack_files_that_nobody_needs(
     (folder / "tokenizer.json").unlink()
     go_offline(monkeypatch)
     assert resolve("org/model") == folder
+
+
+OFFLINE = """
+import sys
+from fastgen import Generator, SamplingParams
+
+params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+prompt = "hello"
+for model in sys.argv[1:]:
+    with Generator(model, device="cpu") as gen:
+        (output,) = gen.generate([prompt], params)
+        assert output.error is None, output.error
+        prompt = output.prompt_token_ids  # the last model has no tokenizer
+        print(output.completions[0].token_ids, output.completions[0].text)
+"""
+
+
+def test_a_process_without_a_network_answers_by_hub_id_by_folder_and_by_ids_alone(talker: Path, tmp_path: Path) -> None:
+    """The first two have a tokenizer, which only the first one's text needs."""
+    repo = tmp_path / "home" / "hub" / "models--org--model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(COMMIT)
+    shutil.copytree(talker, repo / "snapshots" / COMMIT)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(talker / name, plain)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, "-c", OFFLINE, "org/model", str(talker), str(plain)]
+    said = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert said.returncode == 0, said.stderr
+    by_id, by_folder, by_ids = said.stdout.splitlines()
+    assert by_id == by_folder
+    ids, text = by_id.split("]")
+    assert text.strip()
+    assert by_ids == f"{ids}] "
 
 
 # Random weights, and transformers' own files

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hash_model import VOCAB, HashMask, expected, make_config, make_sequence
+from hash_model import VOCAB, HashMask, drawn_first, expected, make_config, make_sequence
 from simulation import Simulation, WrongAnswerError
 
 from fastgen.admission import Expectation
@@ -84,10 +84,9 @@ def random_request(rng: random.Random, config: EngineConfig, before: list[Sequen
 def resume(sequence: Sequence, rng: random.Random) -> None:
     """Let a sequence begin with a part of its answer, as one that was aborted."""
     right = expected(sequence)
-    count = rng.randrange(max(len(right.logprobs), 1))
+    count = rng.randrange(max(len(right.drawn.logprobs), 1))
     sequence.token_ids = right.token_ids[: sequence.prompt_len + count]
-    for name in ("logprobs", "untruncated_logprobs", "raw_logprobs"):
-        setattr(sequence, name, getattr(right, name)[:count])
+    sequence.drawn = drawn_first(right.drawn, count)
     if sequence.mask is not None:
         for token in sequence.output_ids:
             sequence.mask.accept(token)

@@ -209,8 +209,8 @@ def test_sequences_are_told_apart_by_identity_and_share_nothing() -> None:
     assert one != other
     assert len({one, other}) == 2
     one.pages.append(1)
-    one.logprobs.append(0.0)
-    assert other.pages == other.logprobs == []
+    one.drawn.logprobs.append(0.0)
+    assert other.pages == other.drawn.logprobs == []
     with pytest.raises(AttributeError):
         one.pagse = []  # type: ignore[attr-defined]
 

@@ -13,7 +13,7 @@ from hash_model import HashMask, HashRunner, TroubleError, expected, hopeful, ma
 from simulation import Simulation, request, run
 
 from fastgen.config import EngineConfig
-from fastgen.request import Sequence, Status
+from fastgen.request import Sequence, Status, drawn_lists
 from fastgen.scheduler import Scheduler
 
 # -------------------------------------------------------------------------------------- what goes into a step
@@ -239,12 +239,12 @@ def test_an_exception_within_update_leaves_no_token_without_its_logprobs(torn: s
     simulation.advance()
     simulation.advance()
     assert simulation.in_flight is not None
-    setattr(sequences[1], torn, Torn(getattr(sequences[1], torn)))
+    owner = sequences[1] if torn == "token_ids" else sequences[1].drawn
+    setattr(owner, torn, Torn(getattr(owner, torn)))
     simulation.settle()
     assert simulation.seen["reset"] == 1
     for sequence, length in zip(sequences, (2, 1), strict=True):
-        kept = (sequence.logprobs, sequence.untruncated_logprobs, sequence.raw_logprobs)
-        assert {sequence.output_len, *map(len, kept)} == {length}
+        assert {sequence.output_len, *map(len, drawn_lists(sequence.drawn).values())} == {length}
     simulation.run()
 
 
@@ -275,7 +275,7 @@ def test_an_exception_between_the_last_token_and_the_end_ends_the_sequence() -> 
     scheduler.add(first)
     scheduler.schedule()
     first.token_ids += [1, 2]  # as if read
-    for kept in (first.logprobs, first.untruncated_logprobs, first.raw_logprobs):
+    for kept in drawn_lists(first.drawn).values():
         kept += [0.0, 0.0]
     scheduler.reset()
     scheduler.check()

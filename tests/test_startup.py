@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +27,13 @@ from fastgen.runner import Runner
 from fastgen.startup import (
     _assemble,
     _build_model,
-    _compile_products,
     _largest_batches,
+    _launch_products,
     _measure_pages,
     _rehearse,
     device_memory,
     find_device,
+    find_devices,
 )
 
 GB = 10**9
@@ -38,6 +42,136 @@ GB = 10**9
 def test_the_cpu_has_no_memory_to_share_out() -> None:
     assert device_memory("cpu") == device_memory("cpu:0") == 0
     assert find_device("cpu") == "cpu"
+
+
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver."
+FULL = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    driver: str | None = None,
+    full: bool = False,
+    capability: tuple[int, int] = (9, 0),
+    count: int = 1,
+) -> None:
+    """Let torch behave as on a machine with `count` GPUs. driver: why CUDA does not start there, as torch tells it."""
+    empty = torch.empty
+
+    def init() -> None:
+        if driver is not None:
+            raise RuntimeError(driver)
+
+    def is_available() -> bool:
+        if driver is not None and count:
+            warnings.warn(f"CUDA initialization: {driver}", stacklevel=2)
+        return driver is None
+
+    def make_empty(size: int, device: str) -> torch.Tensor:
+        if torch.device(device).type == "cuda":
+            init()
+        return empty(size, device="cpu")
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        if full:
+            raise torch.AcceleratorError(FULL)
+        return 8 * GB, 16 * GB
+
+    properties = SimpleNamespace(name="Tesla T4", major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch, "empty", make_empty)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name, value in (("init", init), ("is_available", is_available), ("mem_get_info", mem_get_info)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+@pytest.mark.parametrize("asked", [None, "cuda", "cuda:0"])
+def test_a_gpu_is_found(asked: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    pretend(monkeypatch, capability=(8, 0))
+    assert find_device(asked) == "cuda:0"
+    assert find_device("cpu") == "cpu"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("asked", [None, "cuda", "cuda:0"])
+def test_a_gpu_of_an_old_kind_is_an_error_with_its_name(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, capability=(7, 5))
+    told = r"cuda:0 is a Tesla T4 of compute capability 7\.5, and fastgen needs 8\.0 or higher.*use device='cpu'$"
+    with pytest.raises(ValueError, match=told):
+        find_device(asked)
+    assert find_device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize("asked", [None, "cuda", "cuda:0"])
+def test_a_gpu_without_memory_for_a_context_is_an_error(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, full=True)
+    told = r"device is 'cuda.*: CUDA error: out of memory; end the programs that hold its memory.*use device='cpu'$"
+    with pytest.raises(ValueError, match=told):
+        find_device(asked)
+
+
+def test_an_old_driver_is_an_error_where_the_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, driver=OLD_DRIVER)
+    for asked in ("cuda", "cuda:0"):
+        with pytest.raises(
+            ValueError, match=r"found version 11040\)\. Please.* GPU driver; device='cpu' needs no GPU$"
+        ):
+            find_device(asked)
+    assert find_devices(None, 1) == "cuda", "where ranks are asked for, so are GPUs: each rank raises that error"
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_old_driver_is_one_warning_where_nothing_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretend(monkeypatch, driver=OLD_DRIVER)
+    assert find_device(None) == "cpu"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert re.match(r"the model runs on the CPU, .*found version 11040\).*; device='cpu' runs", record.getMessage())
+
+
+def test_a_torch_without_cuda_is_one_warning_where_there_is_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(startup, "Path", lambda folder: {"/dev": tmp_path}[folder])
+    (tmp_path / "nvidiactl").touch()
+    assert find_device(None) == find_devices(None, 2) == "cpu"
+    assert not caplog.records
+    (tmp_path / "nvidia0").touch()
+    for find in (find_device, lambda device: find_devices(device, 2)):
+        caplog.clear()
+        assert find(None) == "cpu"
+        (record,) = caplog.records
+        assert "this torch is built without CUDA; device='cpu' runs" in record.getMessage()
+        assert find("cpu") == "cpu"
+        assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("why", ["Found no NVIDIA driver on your system.", "No CUDA GPUs are available"])
+def test_the_cpu_needs_no_warning_without_a_gpu(
+    why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretend(monkeypatch, driver=why, count=0)
+    assert find_device(None) == find_devices(None, 2) == "cpu"
+    assert not caplog.records
+    with pytest.raises(ValueError, match=rf"{why.rstrip('.')}; device='cpu' needs no GPU$"):
+        find_device("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_ranks_say_why_they_have_no_gpu(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # here, and not in the ranks
+    with pytest.raises(
+        ValueError, match=r"device is 'cuda:[01]', which torch can not use here: .*device='cpu' needs no"
+    ):
+        Generator(llama, tensor_parallel=2)
 
 
 def make(folder: Path, **options: float) -> EngineConfig:
@@ -74,7 +208,7 @@ def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
 
 @pytest.mark.usefixtures("fresh_configs")
 @pytest.mark.parametrize("gluon", [False, True])
-def test_deterministic_products_of_all_sizes_are_compiled_at_the_start(
+def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
     llama: Path, gluon: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper, "GLUON", gluon)
@@ -91,7 +225,7 @@ def test_deterministic_products_of_all_sizes_are_compiled_at_the_start(
     monkeypatch.setattr(
         fixed, "launch_as", lambda found, x, weight, bias, behind: ran.add((*about(weight, behind), found))
     )
-    _compile_products(model, pool, [*fixed.SIZES, 5000])
+    _launch_products(model, pool, [*fixed.SIZES, 5000])
     for linear, behind in products:
         for tokens in range(1, 5001):
             found = fixed.config(tokens, *linear.weight.shape, torch.bfloat16, Chip((9, 0), 132, 232_448))
@@ -183,12 +317,35 @@ def test_too_little_for_a_page_a_lane_is_an_error_with_the_numbers(
         measured(llama, monkeypatch, [10 * GB, 4 * GB, 0.9 * GB])
 
 
-def test_out_of_memory_at_start_says_what_to_lower(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"),
+        torch.AcceleratorError(FULL),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_at_start_says_what_to_lower(
+    error: Exception, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+        raise error
 
     monkeypatch.setattr(startup, "_build_model", full)
-    with pytest.raises(
-        ValueError, match=r"max_step_tokens=77.*max_seqs=5.*smaller model \(CUDA out of memory.*GiB.\)$"
-    ):
+    monkeypatch.setattr(startup, "device_memory", lambda device: 3 * GB)
+    where = "the host's memory" if isinstance(error, MemoryError) else r"of which 3\.0 GB were free,"
+    first = re.escape(str(error).splitlines()[0].rstrip(".")) if str(error) else "MemoryError"
+    lower = r"max_step_tokens=77.*max_seqs=5: lower these, memory_fraction, .*end other programs.*device='cpu'"
+    with pytest.raises(ValueError, match=rf"{where} does not suffice.*{lower} \({first}\)$"):
         Generator(llama, max_seqs=5, max_step_tokens=77)
+
+
+def test_other_errors_at_start_stay_what_they_are(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(startup, "_build_model", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        Generator(llama)

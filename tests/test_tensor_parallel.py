@@ -437,7 +437,11 @@ def test_four_ranks_answer_as_one_process_and_one_is_killed(llama: Path, tmp_pat
         ({"tensor_parallel": True}, TypeError, "tensor_parallel must be an integer, not True"),
         ({"tensor_parallel": 2, "tp_group": 1}, ValueError, "tp_group has its ranks already; leave tensor_parallel=2"),
         ({"tp_group": "tp"}, TypeError, "tp_group must be a process group or a DeviceMesh, not str"),
-        ({"tensor_parallel": 2, "device": "cuda"}, ValueError, "tensor_parallel is 2, and torch finds 1 GPUs here"),
+        (
+            {"tensor_parallel": 2, "device": "cuda"},
+            ValueError,
+            "tensor_parallel is 2, and torch finds 1 GPUs here; lower it, or",
+        ),
         ({"tensor_parallel": 2, "device": "cuda:1"}, ValueError, "device is 'cuda:1'; with tensor_parallel it is"),
         ({"tensor_parallel": 2, "page_size": 0}, ValueError, "page_size is 0; it must be at least 1"),
     ],

@@ -200,6 +200,16 @@ def test_without_a_tokenizer_only_ids_are_prompts(llama: Path) -> None:
             encode_prompt(prompt, None)
 
 
+@pytest.mark.parametrize("broken", ["tokenizer.json", "tokenizer_config.json"])
+def test_files_that_can_not_be_read_are_an_error_with_their_folder(broken: str, talker: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(talker / name, tmp_path)
+    assert Tokenizer(tmp_path).encode("hello")
+    (tmp_path / broken).write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match=rf"the tokenizer in {tmp_path} can not be read \(.*; fetch its files again"):
+        Tokenizer(tmp_path)
+
+
 def test_a_chat_template_has_variables_of_its_own_alone(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hello"}]
     ids = tokenizer.encode_chat(messages)

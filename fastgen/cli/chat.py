@@ -313,7 +313,8 @@ def _load_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
         from fastgen.arch import sampling_defaults
 
         options = {"dtype": args.dtype or "auto", "device": args.device, "seed": args.seed}
-        gen = Generator(args.model, tensor_parallel=args.tensor_parallel or 1, **options)
+        # One lane: there is one conversation, and each size of decode step would take time to prepare.
+        gen = Generator(args.model, tensor_parallel=args.tensor_parallel or 1, max_seqs=1, **options)
         params = SamplingParams(**{**sampling_defaults(gen.folder), **given})
     finally:
         signal.signal(signal.SIGINT, interruptible)

@@ -13,9 +13,10 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, Protocol
 
 import torch
 
@@ -46,6 +47,19 @@ def version() -> tuple[int, int]:
 KNOWN_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
 KNOWN = version() in KNOWN_TRITON
 """Whether this Triton's launcher and its Gluon are the ones that fastgen was tested with."""
+
+
+class Noting(Protocol):
+    """Takes note of kernels that are to be compiled: see fastgen.kernels.ahead."""
+
+    def is_new(self, launch: object) -> bool:
+        """Whether no launch of a kernel with arguments of the same kinds was asked for before."""
+
+    def add(self, compile_kernel: Callable[[], Any]) -> None: ...
+
+
+noting: ContextVar[Noting | None] = ContextVar("noting", default=None)
+"""While it is set, no kernel is launched in this thread, and those that would be are noted."""
 
 
 def constant(value: float) -> Any:
@@ -87,21 +101,31 @@ def quick(base: Any) -> Any:
                 for arg, loose in zip(args, self._loose, strict=True)
             ]  # fmt: skip
             key = device, *map(type, args), *kinds, *options.items()
-            launch = self._compiled.get(key)
+            launch, notes = self._compiled.get(key), noting.get()
+            if notes is not None:
+                if launch is None and notes.is_new((self, key)):
+                    super().run(*args, grid=grid, warmup=True, **options)
+                return None
             if launch is None or warmup:
                 # Triton 3.9 warns where this is left to its default, which changes in 3.10.
                 options.setdefault("enable_fp_fusion", True)
                 kernel = super().run(*args, grid=grid, warmup=warmup, **options)
                 if not warmup:
-                    self._compiled[key] = _launcher(kernel)
+                    self._compiled[key] = launcher(kernel)
                 return kernel
             launch((*grid, 1, 1)[:3], device, args)
+
+        def _do_compile(self, *what: Any) -> Any:
+            """Triton's way from what `run` has found out to a kernel; None: it is not compiled now."""
+            compile_kernel, notes = partial(super()._do_compile, *what), noting.get()
+            return compile_kernel() if notes is None else notes.add(compile_kernel)
 
     return Quick
 
 
-def _launcher(kernel: Any) -> Callable[[tuple[int, ...], int, tuple[Any, ...]], None]:
-    """Launches a compiled kernel on a device's current stream; in the way of the Triton that we know, or in any's."""
+def launcher(kernel: Any) -> Callable[[tuple[int, ...], int, tuple[Any, ...]], None]:
+    """Load a compiled kernel onto the current GPU, and return what launches it on a device's current stream; in the way
+    of the Tritons that we know, or in any's."""
     if not KNOWN:
         return lambda grid, device, args: kernel[grid](*args)
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata

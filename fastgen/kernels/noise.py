@@ -26,8 +26,7 @@ WORD = 0xFFFFFFFF
 
 @jit()
 def log2(x):
-    """Return log2(x) from the GPU's unit for it: exact to 2**-22 near 1, and relatively so elsewhere. Triton's own takes
-    twenty instructions."""
+    """Return log2(x) with an error below 2**-22, near 1 absolute, else relative. tl.log2 takes twenty instructions."""
     if IN_SOFTWARE:
         return tl.log2(x)
     else:

@@ -255,9 +255,8 @@ def _combine(
     token = tl.sum(tl.where(number == first, winners, 0)).to(tl.int64)
     raw = tl.load(logits_ptr + row * V + token).to(tl.float32)
     x = raw
-    if FULL:
-        if edited:
-            x = tl.load(edited_ptr + row * V + token)
+    if FULL and edited:
+        x = tl.load(edited_ptr + row * V + token)
     share = tl.div_rn(x - best, temperature)
     possible = (best > float("-inf")) & (best < float("inf"))
     logprob = tl.where(temperature == 0, 0.0, share - kept_total)

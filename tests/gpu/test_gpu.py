@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +164,33 @@ def test_the_bundled_checkpoint_is_the_same_on_both_devices() -> None:
         pairs = zip(there._runner.model.targets().items(), here._runner.model.targets().values(), strict=True)
         for (name, one), other in pairs:
             assert torch.equal(one.view, other.view.cpu()), name
+
+
+FILL = """
+import sys, torch
+kept, size = [], 1 << 30
+while size >= 1 << 20:
+    try:
+        kept.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError:
+        size //= 2
+print("full", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_gpu_that_another_program_fills_is_a_clear_error() -> None:
+    """A new process has no room for its context; this process has one, and no room for the weights."""
+    torch.empty(0, device="cuda")
+    torch.cuda.empty_cache()
+    with subprocess.Popen([sys.executable, "-c", FILL], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as filling:
+        try:
+            assert filling.stdout is not None
+            assert filling.stdout.readline() == b"full\n"
+            with pytest.raises(ValueError, match=r"end (the|other) programs that hold .* device='cpu'"):
+                Generator()
+            code = "from fastgen import Generator; Generator()"
+            ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+            assert re.search(r"\nValueError: .*end (the|other) programs that hold .* device='cpu'", ended.stderr)
+        finally:
+            filling.kill()

@@ -13,7 +13,7 @@ from fastgen.cli.serve.grammar import Grammar
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_request, refused
 from fastgen.cli.serve.replies import ChatReply
 from fastgen.cli.serve.tokens import Vocabulary
-from fastgen.request import Event, RequestOutput, SamplingParams
+from fastgen.request import Event, RequestOutput, SamplingParams, drawn_lists
 
 if TYPE_CHECKING:
     from fastgen.generator import Generator
@@ -95,13 +95,11 @@ def _events(output: RequestOutput) -> list[Event]:
             id=output.id,
             index=completion.index,
             token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            raw_logprobs=completion.raw_logprobs,
             text=completion.text,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
-            top_logprobs=completion.top_logprobs,
             cached_tokens=output.cached_tokens,
+            **drawn_lists(completion),
         )
         for completion in output.completions
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastgen.outputs import Stats
 from fastgen.ranks.channel import Failed, Start
-from fastgen.request import Event, Prompt, SamplingParams
+from fastgen.request import Event, Prompt, SamplingParams, drawn_lists
 
 PIECE = 1024  # positions of a prompt's logprobs that go in one message, so that reading it is short
 
@@ -114,7 +114,6 @@ def joined(events: Iterable[Event]) -> list[Event]:
 
 def _joined(events: list[Event]) -> Event:
     first, last = events[0], events[-1]
-    names = ["token_ids", "logprobs", "raw_logprobs", "untruncated_logprobs"]
-    names += [name for name in ("top_logprobs", "sampling_mask") if getattr(last, name) is not None]
+    names = ["token_ids", *drawn_lists(last)]
     lists: dict[str, Any] = {name: [item for event in events for item in getattr(event, name) or ()] for name in names}
     return replace(last, **lists, text="".join(event.text for event in events), started=first.started)
