@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
+Handler = Callable[[int, FrameType | None], None]
 
 IMPATIENT = 3
 """SIGINTs within one `with` block: the last of them is raised at once, since the call may hang."""
@@ -24,22 +25,21 @@ class DeferredInterrupt:
 
     def __init__(self) -> None:
         self._handler = self._note  # one object, which `is` finds again
+        self._installed = False  # whether SIGINT has it now
         self._outermost: list[bool] = []  # of each block that has been entered
         self._count = 0  # SIGINTs that wait
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            outermost = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            outermost = not self._installed and signal.getsignal(signal.SIGINT) is signal.default_int_handler
             if outermost:
-                signal.signal(signal.SIGINT, self._handler)
+                self._replace(signal.default_int_handler, self._handler)
             self._outermost.append(outermost)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if threading.current_thread() is not threading.main_thread() or not self._outermost.pop():
             return
-        left = signal.signal(signal.SIGINT, signal.default_int_handler)
-        if left is not self._handler:  # code within the block has installed its own, to stay
-            signal.signal(signal.SIGINT, left)
+        self._replace(self._handler, signal.default_int_handler)
         count, self._count = self._count, 0
         if count and not isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt
@@ -58,17 +58,26 @@ class DeferredInterrupt:
 
     def _next(self, iterator: Iterator[T]) -> list[T]:
         """Return the next item in a list, or an empty list at the end."""
-        lifted = signal.getsignal(signal.SIGINT) is self._handler
+        lifted = self._installed
         self.check()
         try:
             if lifted:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+                self._replace(self._handler, signal.default_int_handler)
             return [next(iterator)]
         except StopIteration:
             return []
         finally:
-            if lifted and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                signal.signal(signal.SIGINT, self._handler)
+            if lifted:
+                self._replace(signal.default_int_handler, self._handler)
+
+    def _replace(self, old: Handler, new: Handler) -> None:
+        """Install a handler in another's place. One that code within the block has installed stays."""
+        self._installed = False  # first: where `new` is Python's, a SIGINT may raise right behind the next call
+        found = signal.signal(signal.SIGINT, new)
+        if found is not old:
+            signal.signal(signal.SIGINT, found)
+        else:
+            self._installed = new is self._handler
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._count += 1

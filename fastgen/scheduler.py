@@ -349,16 +349,16 @@ class Scheduler:
                 continue
             changed.append(sequence)
             if plain and token >= 0:  # the loop that each token goes through: what _append does, without the calls
-                drawn = sequence.drawn
+                drawn, token_ids = sequence.drawn, sequence.token_ids
                 drawn.logprobs.append(logprob)
                 drawn.untruncated_logprobs.append(untruncated)
                 drawn.raw_logprobs.append(raw_logprob)
-                sequence.token_ids.append(token)
-                self.generated_tokens += 1
-                if token in sequence.stop_ids or len(sequence.token_ids) == sequence.max_len:
+                token_ids.append(token)
+                if token in sequence.stop_ids or len(token_ids) == sequence.max_len:
                     self._end(sequence, token)
             else:
                 self._append(sequence, result, row)
+        self.generated_tokens += len(changed)
         for chunk in batch.prefills:
             if not chunk.sample:
                 sequence = self._on(chunk.lane)
@@ -369,9 +369,9 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, result: StepResult, row: int) -> None:
         if keep_token(sequence, result, row):
-            self.generated_tokens += 1
             self._end(sequence, sequence.token_ids[-1])
         else:
+            self.generated_tokens -= 1  # `update` counts a token for each
             self.finish(sequence, "error")
 
     def _end(self, sequence: Sequence, token: int) -> None:
