@@ -428,10 +428,10 @@ class Generator(BetweenSteps):
             self._runner.settle()  # before pages that steps on their way read or write are given to others
         finally:
             self._scheduler.reset()
-        for sequence, (_, answer) in list(self._owners.items()):
-            answer.forget_text(self.tokenizer)
-            if answer.text is not None or sequence.status is Status.FINISHED:
-                self._see(sequence)
+            for sequence, (_, answer) in list(self._owners.items()):
+                answer.forget_text(self.tokenizer)
+                if answer.text is not None or sequence.status is Status.FINISHED:
+                    self._see(sequence)
 
     def _see(self, sequence: Sequence) -> None:
         """Text, events and the end of a sequence that has something new."""

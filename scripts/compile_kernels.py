@@ -8,6 +8,8 @@ arguments and the configuration that it would have on that chip, the kernel is c
 torch twin computes the result (of products and attention it is zeros, which are quicker). So what is compiled is what
 one GPU would run, without deterministic mode and then with it, but for flash-attn. Needs Triton, and no GPU.
 
+A kernel is late if it is not among those that the start of a Generator compiles ahead of all launches.
+
 VERSION is Triton's. The file has a row for each kernel: variants, its compiled configurations, and the largest
 of their figures. shared: bytes of shared memory, of those that a block may have on that chip; spilled: bytes of a
 thread's numbers that have no register, and are in memory instead.
@@ -87,26 +89,24 @@ class Compiled:
     def __init__(self, chip: Chip) -> None:
         self.what = ""
         self.rows: list[dict[str, Any]] = []
-        self.late: list[str] = []
+        self.late: set[str] = set()  # hashes of kernels that were compiled at a launch, and not ahead of it
         self._seen: set[str] = set()
         driver.set_active(Target(chip))
-        compiled = self
-
-        quick = launch.quick
+        compiled, quick = self, launch.quick
 
         def compiling(base: Any) -> Any:
             class Compile(quick(base)):  # type: ignore[misc]
                 def run(self, *args: Any, warmup: bool, **options: Any) -> Any:
-                    options.setdefault("enable_fp_fusion", True)  # as in launch.quick
                     kernel = super().run(*args, warmup=True, **options)
                     if kernel is not None:  # not only noted
                         compiled.add(f"{self.fn.__module__}.{self.fn.__name__}", kernel)
                     return kernel
 
                 def _do_compile(self, *what: Any) -> Any:
-                    if launch.noting.get() is None:
-                        compiled.late.append(f"{self.fn.__module__}.{self.fn.__name__}, {compiled.what}: {what[0]}")
-                    return super()._do_compile(*what)
+                    kernel = super()._do_compile(*what)
+                    if kernel is not None:
+                        compiled.late.add(kernel.hash)
+                    return kernel
 
             return Compile
 
@@ -121,7 +121,8 @@ class Compiled:
         registers, spilled = resources(kernel.asm["cubin"])
         meta = kernel.metadata
         row = {"kernel": name, "first_in": self.what, "warps": meta.num_warps, "stages": meta.num_stages}
-        self.rows.append(row | {"shared": meta.shared, "registers": registers, "spilled": spilled})
+        row |= {"shared": meta.shared, "registers": registers, "spilled": spilled}
+        self.rows.append(row | {"late": kernel.hash in self.late})
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -246,13 +247,13 @@ def main(argv: list[str] | None = None) -> int:
     for (name, chip), rows in zip(chips.items(), all_rows, strict=True):
         kernels = [largest(list(some)) for _, some in groupby(sorted(rows, key=KERNEL), KERNEL)]
         report["chips"][name] = {"capability": chip.capability, "shared_memory": chip.shared_memory, "kernels": kernels}
-        large, spilling = ([row for row in rows if row[what] > most] for what, most in
-                           (("shared", chip.shared_memory), ("spilled", 0)))  # fmt: skip
-        bad += len(large)
+        large, spilling, late = ([row for row in rows if row[what] > most] for what, most in
+                                 (("shared", chip.shared_memory), ("spilled", 0), ("late", False)))  # fmt: skip
+        bad += len(large) + len(late)
         modules = " ".join(sorted({row["kernel"].split(".")[-2] for row in rows}))
         most = f"at most {max(row['shared'] for row in rows)} of {chip.shared_memory} bytes of shared memory"
         print(f"{name}: {len(rows)} kernels of {modules}, {most}", flush=True)
-        for row in [*large, *spilling]:
+        for row in [*large, *spilling, *late]:
             print(f"  {row}")
     if not arguments.smoke:
         (DATA / f"kernels-compiled-{triton.__version__}.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -49,17 +49,18 @@ KNOWN = version() in KNOWN_TRITON
 """Whether this Triton's launcher and its Gluon are the ones that fastgen was tested with."""
 
 
-class Noting(Protocol):
-    """Takes note of kernels that are to be compiled: see fastgen.kernels.ahead."""
+class Notes(Protocol):
+    """Notes of the kernels that would be launched: see fastgen.kernels.ahead."""
 
     def is_new(self, launch: object) -> bool:
-        """Whether no launch of a kernel with arguments of the same kinds was asked for before."""
+        """Return whether `launch`, a kernel and the kinds of its arguments, is seen for the first time."""
 
-    def add(self, compile_kernel: Callable[[], Any]) -> None: ...
+    def add(self, compile_kernel: Callable[[], Any]) -> None:
+        """Note a kernel that is not compiled."""
 
 
-noting: ContextVar[Noting | None] = ContextVar("noting", default=None)
-"""While it is set, no kernel is launched in this thread, and those that would be are noted."""
+noting: ContextVar[Notes | None] = ContextVar("noting", default=None)
+"""While it is set, no kernel is launched in this context; kernels are noted instead."""
 
 
 def constant(value: float) -> Any:
@@ -103,9 +104,9 @@ def quick(base: Any) -> Any:
             key = device, *map(type, args), *kinds, *options.items()
             launch, notes = self._compiled.get(key), noting.get()
             if notes is not None:
-                if launch is None and notes.is_new((self, key)):
-                    super().run(*args, grid=grid, warmup=True, **options)
-                return None
+                if launch is not None or not notes.is_new((self, key)):
+                    return None
+                warmup = True
             if launch is None or warmup:
                 # Triton 3.9 warns where this is left to its default, which changes in 3.10.
                 options.setdefault("enable_fp_fusion", True)
@@ -116,7 +117,7 @@ def quick(base: Any) -> Any:
             launch((*grid, 1, 1)[:3], device, args)
 
         def _do_compile(self, *what: Any) -> Any:
-            """Triton's way from what `run` has found out to a kernel; None: it is not compiled now."""
+            """Compile a kernel, as Triton's `run` asks for it; while kernels are noted, only note it and return None."""
             compile_kernel, notes = partial(super()._do_compile, *what), noting.get()
             return compile_kernel() if notes is None else notes.add(compile_kernel)
 
@@ -124,8 +125,8 @@ def quick(base: Any) -> Any:
 
 
 def launcher(kernel: Any) -> Callable[[tuple[int, ...], int, tuple[Any, ...]], None]:
-    """Load a compiled kernel onto the current GPU, and return what launches it on a device's current stream; in the way
-    of the Tritons that we know, or in any's."""
+    """Load a compiled kernel onto the current GPU, and return a function that launches it on a device's current stream:
+    directly with a known Triton, else by Triton's own, slower way."""
     if not KNOWN:
         return lambda grid, device, args: kernel[grid](*args)
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata

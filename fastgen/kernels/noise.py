@@ -22,6 +22,7 @@ ROUNDS = constant(7)
 LARGEST = constant(1 - 2**-24)  # below 1, to which the largest words round
 IN_SOFTWARE = constant(INTERPRETED)
 WORD = 0xFFFFFFFF
+BLOCK = 8192  # counters that torch computes at a time, so that they stay in the processor's cache
 
 
 @jit()
@@ -54,12 +55,14 @@ def noise(entry, position, first, COUNT: tl.constexpr):
 def gumbel(seed: Tensor, index: Tensor, position: Tensor, vocab: int) -> Tensor:
     """Return the Gumbel noise [R, vocab] float32 of rows with these seeds (bits), sample indices and positions, int64
     [R, 1]."""
-    groups = torch.arange(-(-vocab // 4), device=seed.device)[None]
-    counter = (position & WORD, groups, index & WORD, (position >> 32) & WORD)
-    words = philox(counter, (seed & WORD, (seed >> 32) & WORD))
-    u = torch.empty(len(seed), groups.shape[1], 4, device=seed.device)
-    for place, word in enumerate(words):
-        u[..., place] = word
+    rows, count = len(seed), -(-vocab // 4)
+    u = torch.empty(rows, count, 4, device=seed.device)
+    width = max(BLOCK // rows, 1)
+    for first in range(0, count, width):
+        groups = torch.arange(first, min(first + width, count), device=seed.device)[None]
+        counter = (position & WORD, groups, index & WORD, (position >> 32) & WORD)
+        for place, word in enumerate(philox(counter, (seed & WORD, (seed >> 32) & WORD))):
+            u[:, first : first + width, place] = word
     u = u.flatten(1)[:, :vocab].mul_(2**-32).add_(2**-33).clamp_(max=1 - 2**-24)
     return u.neg_().log1p_().neg_().log_().neg_()
 
@@ -74,9 +77,8 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int = 7
     k0, k1 = key
     for _ in range(rounds):
         even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wrap around as int64, with the bits of the unsigned product
-        c0 = ((odd >> 32) & WORD) ^ (c1 ^ k0)
-        c1 = odd & WORD
-        c2 = ((even >> 32) & WORD) ^ (c3 ^ k1)
-        c3 = even & WORD
+        c0 = ((odd >> 32) ^ (c1 ^ k0)).bitwise_and_(WORD)
+        c2 = ((even >> 32) ^ (c3 ^ k1)).bitwise_and_(WORD)
+        c1, c3 = odd, even  # only their low words count
         k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
-    return c0, c1, c2, c3
+    return c0, c1 & WORD, c2, c3 & WORD
