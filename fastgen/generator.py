@@ -7,34 +7,41 @@ import logging
 import time
 import weakref
 from collections.abc import Generator as PyGenerator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from fastgen.arch import read_config
-from fastgen.intake import Intake, paired, scored
-from fastgen.interrupts import DeferredInterrupt
-from fastgen.loader import resolve
-from fastgen.memory import release_memory
-from fastgen.outputs import Active, Answer, Sink, Stats, failed, shown
-from fastgen.profiling import Recorder, Tracer, span
+from torch import Tensor
+
+from fastgen.device.memory import release_memory
+from fastgen.device.profiling import Recorder, Tracer, span
+from fastgen.engine.inputs import Intake, paired, scored
+from fastgen.engine.interrupts import DeferredInterrupt
+from fastgen.engine.outputs import Active, Answer, Sink, Stats, failed, shown
+from fastgen.engine.scheduler import Scheduler
+from fastgen.model.config import read_config
+from fastgen.model.loader import resolve
+from fastgen.model.transformer import checkpoint_parts
+from fastgen.model.weights import Update, Weights
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import RankSetup, agreeing, log_start
 from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
-from fastgen.scheduler import Scheduler
 from fastgen.tokenizer import Tokenizer
-from fastgen.updating import BetweenSteps, Weights
 
 log = logging.getLogger(__name__)
 
 AHEAD = 4096  # requests of one generate() that are in the engine at a time, if there are so many
 READ_STEPS = 4  # so many steps' tokens are read of new prompts before each step, at most
 LOG_SECONDS = 10.0  # of steps, between two lines in the log
+IN_FLIGHT = ("error", "keep", "recompute")
+TAGS = ("weights", "kv_cache")
+TORN = "the weights are torn, as an update was cut short or failed"
+DROPPED = "the weights were dropped by sleep"
 
 
-class Generator(BetweenSteps):
+class Generator:
     """Generates text from a model, many requests at a time.
 
     model: a folder in Hugging Face format or a hub id; None: the bundled model. revision: of the hub id.
@@ -330,6 +337,90 @@ class Generator(BetweenSteps):
         """
         return nullcontext() if isinstance(self._team, Follower) else self.recorder.block(path, steps)
 
+    def update_weights(
+        self,
+        named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        version: int | None = None,
+        partial: bool = False,
+        in_flight: str = "error",
+    ) -> int:
+        """Replace the weights, in place; returns their version, by default the one before plus 1 (the first is 0).
+
+        named: whole tensors by their Hugging Face names, such as `model.state_dict()`, in any float dtype, on the CPU
+            or a GPU; at most one of them is there a second time. The `lm_head.weight` of a tied model may be left out.
+            In a tp_group each rank gives the same tensors, from an iterable of its own.
+        version: a number of your own, other than the current one. partial: what is not given stays as it is.
+        in_flight: what becomes of requests that are in the engine: "error": the update is refused; "keep": they go on
+            with the KV that the old weights made; "recompute": it is computed again with the new ones.
+            `Completion.weight_versions` tells which tokens came from which. No later request finds KV of old weights.
+
+        Raises ValueError with all that is wrong with names, shapes and dtypes. A mapping, its items and a sequence are
+        checked before anything is written, and the old weights stay. With any other iterable, or where reading one
+        fails midway, nothing can be generated (RuntimeError) until an update that is not partial is complete.
+        """
+        update = Update(named, checkpoint_parts(self.model_config), partial, self._interrupt.reading)
+
+        def change() -> int:
+            return self._replace(update, version, in_flight)
+
+        with self._interrupt:
+            following: int = change() if self._team is None else self._team.call("update_weights", change, update)
+            self._weights.version = following  # of ranks above 0, too
+        return following
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights, as `update_weights` returned it; 0 before the first."""
+        return self._weights.version
+
+    @on_all_ranks
+    def sleep(self, tags: str | Iterable[str] = TAGS, keep_weights: bool = True) -> int:
+        """Give device memory back to the driver, between two uses; returns how many bytes are free now that were not.
+
+        tags: "weights", "kv_cache" or both. Addresses stay, so that CUDA graphs do; what torch only keeps for later is
+            given back too. The prefix cache is emptied with "kv_cache", but for the pages in the host tier.
+        keep_weights: `wake` brings the weights back, from pinned copies on the host. These take their time when they
+            are made for the first time, and stay for the next. Else the weights are dropped: behind `wake`, nothing can
+            be generated until `update_weights` was called with all of them. On the CPU, weights that are kept stay.
+
+        What is asleep already stays as it is. Until `wake`, generating is a RuntimeError. Raises ValueError where
+        requests are in flight, and where the host has too little memory for the weights. The bytes are what the GPU's
+        driver says before and after, or of the CPU what this process has in memory; of several ranks, their sum.
+        """
+        wanted = self._checked("sleep", tags)
+        self._settle()
+        if self._active:
+            raise ValueError(f"{len(self._active)} requests are in flight; finish or abort them before sleep")
+        state = self._weights
+        tired = wanted - state.asleep
+        if not tired:
+            return 0
+        if "weights" in tired and not keep_weights:
+            state.torn = DROPPED
+        state.asleep |= tired  # first: wherever an exception comes, wake sets it right
+        try:
+            freed: int = self._runner.sleep(sorted(tired), keep_weights)
+        except ValueError:
+            self.wake(tired)
+            raise
+        return freed
+
+    @on_all_ranks
+    def wake(self, tags: str | Iterable[str] | None = None) -> None:
+        """Take the memory again that `sleep` gave back, all or that of some tags, and fill it; what is awake stays so.
+
+        A trainer may wake "weights" alone, call `update_weights`, give up its own memory, and wake the rest. Raises
+        torch.OutOfMemoryError where the GPU has too little; then more can be freed, and wake called again.
+        """
+        state = self._weights
+        wanted = self._checked("wake", TAGS if tags is None else tags) & state.asleep
+        if not wanted:
+            return
+        self._runner.wake(sorted(wanted))
+        if "kv_cache" in wanted:
+            self._scheduler.pages.forget_pages()
+        state.asleep -= wanted
+
     def close(self) -> None:
         """Abort everything and let the memory go."""
         if self._closed:
@@ -491,3 +582,54 @@ class Generator(BetweenSteps):
 
     def _new_id(self) -> str:
         return next(key for key in map("r{}".format, self._ids) if key not in self._active)
+
+    def _replace(self, update: Update, version: int | None, in_flight: str) -> int:
+        """`update_weights`, on one rank."""
+        self._check_between("update_weights")
+        state = self._weights
+        following = state.following(version)
+        if in_flight not in IN_FLIGHT:
+            raise ValueError(f"in_flight is {in_flight!r}; it must be one of {', '.join(map(repr, IN_FLIGHT))}")
+        if "weights" in state.asleep:
+            raise RuntimeError("the weights are asleep; call wake first, of 'weights' at least")
+        if update.partial:
+            state.check_whole()
+        self._settle()
+        if self._active and in_flight == "error":
+            raise ValueError(
+                f"{len(self._active)} requests are in flight; finish or abort them, or pass in_flight='keep' (they go "
+                "on with the KV of the old weights) or 'recompute' (it is computed again)"
+            )
+
+        def begin() -> None:
+            state.torn = TORN
+            self._scheduler.forget_prefixes()
+            if in_flight == "recompute":
+                self._scheduler.compute_again()
+
+        try:
+            self._runner.update_weights(update, begin)
+        except BaseException as error:
+            if state.torn:
+                error.add_note("until update_weights is called with all weights again, nothing can be generated")
+                self._reset()
+            raise
+        for sequence in self._owners:
+            sequence.begin_version(following)
+        state.version, state.torn = following, ""
+        return following
+
+    def _check_between(self, name: str) -> None:
+        """Raise RuntimeError where a method of this name can not be called now."""
+        if self._closed:
+            raise RuntimeError("this Generator is closed; make a new one")
+        if self._stepping:
+            raise RuntimeError(f"{name} is called from within a step; call it between two")
+
+    def _checked(self, name: str, tags: str | Iterable[str]) -> frozenset[str]:
+        self._check_between(name)
+        wanted = frozenset((tags,) if isinstance(tags, str) else tags)
+        unknown = wanted.difference(TAGS)
+        if unknown:
+            raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are 'weights' and 'kv_cache'")
+        return wanted

@@ -17,7 +17,7 @@ from serving import Server
 
 import fastgen
 from fastgen import Generator, SamplingParams
-from fastgen.arch import sampling_defaults
+from fastgen.model.config import sampling_defaults
 from fastgen.request import RequestOutput
 
 TINY = Path(fastgen.__file__).parent / "tiny"

@@ -16,7 +16,7 @@ import torch
 import fastgen.generator  # noqa: F401
 from fastgen.cli.gen import outputs
 from fastgen.cli.gen.main import main
-from fastgen.loader import resolve
+from fastgen.model.loader import resolve
 from fastgen.tokenizer import Tokenizer
 
 PART_SECONDS = 0.05

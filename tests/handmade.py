@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from fastgen.arch import read_config
-from fastgen.config import EngineConfig
-from fastgen.parallel import Group
+from fastgen.engine.config import EngineConfig
+from fastgen.engine.runner import Runner
+from fastgen.engine.startup import build_runner
+from fastgen.model.config import read_config
+from fastgen.parallel.group import Group
 from fastgen.request import Batch, LaneStart, Prefill, SamplingParams, Score, StepResult
-from fastgen.runner import Runner
-from fastgen.startup import build_runner
 
 PAGE = 16
 EMPTY = Batch((), (), (), (), masked=False)

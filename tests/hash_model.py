@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from fastgen.admission import Expectation
-from fastgen.config import EngineConfig
+from fastgen.engine.admission import Expectation
+from fastgen.engine.config import EngineConfig
+from fastgen.engine.scheduler import Scheduler
 from fastgen.request import Batch, Drawn, LaneStart, SamplingParams, Scored, Sequence, StepResult
-from fastgen.scheduler import Scheduler
 
 VOCAB = 40  # two words of mask
 JUNK = -1  # what memory holds before anything is written

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.attention import StepLayout
-from fastgen.attention.reference import ReferenceAttention
-from fastgen.cache.pool import KVPool
+from fastgen.model.attention import StepLayout
+from fastgen.model.attention.reference import ReferenceAttention
+from fastgen.model.kv_pool import KVPool
 
 KV_HEADS = 2
 LAYERS = 2

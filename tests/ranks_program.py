@@ -21,7 +21,8 @@ from conftest import Turns, new_weights, random_ids
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from fastgen import Generator, Request, SamplingParams, runner
+from fastgen import Generator, Request, SamplingParams
+from fastgen.engine import runner
 
 SHORT = SamplingParams(max_tokens=10, seed=7, ignore_eos=True, logprobs=2)
 LONG = replace(SHORT, max_tokens=28)

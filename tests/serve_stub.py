@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from fastgen.outputs import Stats
+from fastgen.engine.outputs import Stats
 from fastgen.ranks import processes
 from fastgen.request import Event, SamplingParams
 

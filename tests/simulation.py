@@ -19,9 +19,9 @@ from hash_model import (
     text_stop,
 )
 
-from fastgen.config import EngineConfig
+from fastgen.engine.config import EngineConfig
+from fastgen.engine.scheduler import Scheduler
 from fastgen.request import Batch, SamplingParams, Sequence, Status, drawn_lists
-from fastgen.scheduler import Scheduler
 
 
 class WrongAnswerError(AssertionError):

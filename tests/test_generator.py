@@ -17,8 +17,8 @@ from hash_model import hopeful
 
 import fastgen.generator
 from fastgen import Event, Generator, Request, RequestOutput, SamplingParams
+from fastgen.engine.runner import Launched
 from fastgen.request import Batch, Sequence
-from fastgen.runner import Launched
 
 pytestmark = pytest.mark.timeout(60)  # a loop that waits for what never comes is what goes wrong here
 SHORT = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)

@@ -123,7 +123,7 @@ def test_kernels_are_not_needed() -> None:
     code = """
 import importlib, pkgutil, sys
 sys.modules["triton"] = None
-import fastgen.attention.paged, fastgen.kernels
+import fastgen.model.attention.paged, fastgen.kernels
 for found in pkgutil.iter_modules(fastgen.kernels.__path__):
     importlib.import_module(f"fastgen.kernels.{found.name}")
 assert fastgen.kernels.launch.triton is None

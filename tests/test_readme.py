@@ -5,6 +5,8 @@ import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -27,7 +29,17 @@ def test_the_python_example_runs_and_the_model_is_mostly_right() -> None:
     assert all(abs(float(left) - float(right)) < 2e-3 for left, right in scores)
 
 
-def test_every_file_of_the_tree_exists() -> None:
-    tree = README.split("## The repository")[1].split("Read `request.py`")[0]
-    for name in re.findall(r"^ {6}(\S+)", tree, re.MULTILINE):
-        assert (ROOT / "fastgen" / name).exists(), name
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_the_code_of_a_guide_runs_and_its_links_lead_somewhere(page: str) -> None:
+    """Blocks that begin with ```python run one after the other; those with ```python no-test are excerpts."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(code, page, "exec"), names)
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
+        assert target.startswith("https://") or (ROOT / "docs" / target).exists(), target
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+?)\)", README):
+        assert target.startswith("https://") or (ROOT / target).exists(), target

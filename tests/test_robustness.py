@@ -13,7 +13,7 @@ import torch
 from conftest import check_idle, random_ids
 
 from fastgen import Event, Generator, Request, SamplingParams
-from fastgen.intake import Intake
+from fastgen.engine.inputs import Intake
 from fastgen.request import MAX_BIASES
 from fastgen.tokenizer import AnswerText, Tokenizer
 

@@ -15,8 +15,8 @@ from conftest import EOS, Script, Turns, check_idle, hf_logits, random_ids
 from hash_model import hopeful
 
 from fastgen import Completion, Event, Generator, Request, SamplingParams
+from fastgen.engine.runner import Launched
 from fastgen.request import Batch
-from fastgen.runner import Launched
 
 pytestmark = pytest.mark.timeout(60)
 PLAIN = SamplingParams(max_tokens=20, ignore_eos=True, seed=5)

@@ -15,8 +15,8 @@ from hash_model import hopeful
 from test_schedules import Answer, answer, answers
 
 from fastgen import Generator, SamplingParams
-from fastgen.arch import read_config
-from fastgen.config import token_bytes
+from fastgen.engine.config import token_bytes
+from fastgen.model.config import read_config
 
 SHORT = SamplingParams(max_tokens=14, seed=7, ignore_eos=True)
 SYSTEM = random_ids(37, seed=1)

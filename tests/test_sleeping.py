@@ -1,4 +1,4 @@
-"""updating.py: a Generator that has slept answers as before. (Ranks do in test_tensor_parallel.py.)"""
+"""generator.py: a Generator that has slept answers as before. (Ranks do in test_tensor_parallel.py.)"""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import new_weights
-from test_memory import FakeDriver
+from fake_driver import FakeDriver
 from test_updating import LONG, OPTIONS, SHORT, SYSTEM, answers, old_weights
 
 from fastgen import Generator, Request
-from fastgen.memory import DeviceMemory, Memory
-from fastgen.model import ONEDNN
+from fastgen.device.memory import DeviceMemory, Memory
+from fastgen.model.transformer import ONEDNN
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -240,7 +240,7 @@ def test_too_little_memory_leaves_it_awake_or_asleep(
     with Generator(llama, dtype="bfloat16", **OPTIONS) as gen:
         before, size = answers(gen), gpu.mapped
         with monkeypatch.context() as patch:
-            patch.setattr("fastgen.pinned._free_memory", lambda: 1e4)
+            patch.setattr("fastgen.device.pinned._free_memory", lambda: 1e4)
             with pytest.raises(ValueError, match=r"keeping the weights takes .* of which 0\.0 GB are free; pass"):
                 gen.sleep()
         assert gpu.mapped == size

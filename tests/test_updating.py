@@ -1,4 +1,4 @@
-"""updating.py: a Generator whose weights are replaced answers as one that began with them."""
+"""generator.py: a Generator whose weights are replaced answers as one that began with them."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ def _load_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
     interruptible = signal.signal(signal.SIGINT, leave)
     try:
         from fastgen import Generator  # seconds of importing torch: only when there is something to run
-        from fastgen.arch import sampling_defaults
+        from fastgen.model.config import sampling_defaults
 
         options = {"dtype": args.dtype or "auto", "device": args.device, "seed": args.seed}
         # One lane: there is one conversation, and each size of decode step would take time to prepare.

@@ -53,7 +53,7 @@ class Items:
     """A list on the device (see fastgen.kernels.items), the most items that it can have, and how they are run.
 
     kind: PLAIN, SHARED or PRIVATE. Of SHARED ones: rows, whose list it is; bases and kv_lens, int32 [S], of this list's
-    window. alone: see fastgen.attention.interface.Attention.plan_decode.
+    window. alone: see fastgen.model.attention.interface.Attention.plan_decode.
     """
 
     list: Tensor

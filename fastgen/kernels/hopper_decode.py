@@ -266,7 +266,7 @@ def launch(
     workspace: tuple[Tensor, ...], layer: int, window: int, scale: float, merging: tuple[int, int],
 ) -> None:  # fmt: skip
     """As fastgen.kernels.attention, which checks. items: the list, of `most` items; alone: see
-    fastgen.attention.interface.Attention.plan_decode; merging: rows and splits that are merged at once."""
+    fastgen.model.attention.interface.Attention.plan_decode; merging: rows and splits that are merged at once."""
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
     chip, group, dims = Chip.of(q.device), num_heads // num_kv, power_of_two(head_size)
     rows, stages = rows_of(group), stages_of(group, dims, q.element_size(), chip)

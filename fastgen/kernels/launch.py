@@ -117,7 +117,8 @@ def quick(base: Any) -> Any:
             launch((*grid, 1, 1)[:3], device, args)
 
         def _do_compile(self, *what: Any) -> Any:
-            """Compile a kernel, as Triton's `run` asks for it; while kernels are noted, only note it and return None."""
+            """Compile a kernel, as Triton's `run` asks for it; while kernels are noted, only note it and return
+            None."""
             compile_kernel, notes = partial(super()._do_compile, *what), noting.get()
             return compile_kernel() if notes is None else notes.add(compile_kernel)
 

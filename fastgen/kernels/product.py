@@ -36,7 +36,7 @@ PAYS = 32
 NARROW = {1: (8, 1024, 4, 4), 8: (64, 128, 4, 6), 16: (64, 128, 4, 5), 32: (64, 128, 4, 4), 64: (64, 128, 4, 3)}
 WIDE = {1: (16, 512, 4, 3), 8: (128, 128, 8, 2), 16: (128, 128, 8, 3), 32: (128, 128, 8, 2), 64: (128, 64, 8, 4)}
 """Padded tokens -> (rows, depth, warps, stages) of Config, for 2-byte weights; WIDE where 128 rows a program still fill
-the chip. As measured on an H200 (scripts/tune_product.py)."""
+the chip. As measured on an H200 (scripts/tune/tune_product.py)."""
 
 PROGRAMS = 2
 """Programs a processor that it takes to keep enough bytes on their way."""

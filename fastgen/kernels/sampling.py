@@ -1,4 +1,4 @@
-"""The sampler on a GPU: fastgen.sampler says what it computes.
+"""The sampler on a GPU: fastgen.model.sampler says what it computes.
 
 1. edit: applies penalties, bias, held back stop ids and masks, and notes each row's largest logits. It runs for batches
    that are edited or truncated.
@@ -43,7 +43,7 @@ CUT_REGISTERS = 128
 
 
 class Lanes(Protocol):
-    """The state of S lanes that the kernels read and write (fastgen.sampler.LaneState).
+    """The state of S lanes that the kernels read and write (fastgen.model.sampler.LaneState).
 
     table: int64 [S, 14], see fastgen.kernels.sampler_layout. token_ids, addends: int64 and float32 [S, width], a
     lane's biases and then its stop ids. last_token: int64 [S]. counts: int32 [S, V]. in_prompt: bool [S, V].

@@ -45,7 +45,7 @@ class Config:
 
 # Per phase, and whether a number takes 2 bytes: (rows, keys, warps, stages), the first of which fits is taken. Rows 0:
 # those of a token. `stages` - 1 blocks of keys are on their way while one is worked on. As measured on an H200
-# (scripts/tune_attention.py).
+# (scripts/tune/tune_attention.py).
 _HALF_PREFILL = ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))
 CONFIGS = {
     (DECODE, True): ((0, 32, 1, 2), (0, 16, 1, 2)),

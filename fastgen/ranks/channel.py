@@ -20,7 +20,7 @@ from io import BufferedReader
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from fastgen.rank_errors import DepartedError, portable
+from fastgen.parallel.errors import DepartedError, portable
 
 HEAD = struct.Struct("!Q")  # bytes of the message that follows
 STUCK = 10.0  # seconds without a byte taken, after which another rank, which always receives, has stopped

@@ -28,9 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.interrupts import DeferredInterrupt
-from fastgen.parallel import Group
-from fastgen.rank_errors import DepartedError, portable, raise_first
+from fastgen.engine.interrupts import DeferredInterrupt
+from fastgen.engine.runner import Launched, Runner
+from fastgen.model.weights import Update
+from fastgen.parallel.errors import DepartedError, portable, raise_first
+from fastgen.parallel.group import Group
 from fastgen.ranks.channel import Failed, Peers
 from fastgen.ranks.messages import (
     Call,
@@ -48,8 +50,6 @@ from fastgen.ranks.messages import (
 from fastgen.ranks.processes import end, ending
 from fastgen.ranks.weights import SharedMemory, Weight, Written, check_agreement, check_or_write, received
 from fastgen.request import Batch, StepResult
-from fastgen.runner import Launched, Runner
-from fastgen.weights import Update
 
 T = TypeVar("T")
 

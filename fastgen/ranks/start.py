@@ -25,16 +25,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastgen.arch import ModelConfig
-from fastgen.config import EngineConfig
+from fastgen.engine.config import EngineConfig
+from fastgen.engine.startup import build_rank, find_device, find_devices
 from fastgen.kernels.launch import current
-from fastgen.parallel import Group, host
+from fastgen.model.config import ModelConfig
+from fastgen.parallel.group import Group, host
 from fastgen.ranks.channel import Failed, Peers, Start
 from fastgen.ranks.messages import Ready
 from fastgen.ranks.processes import end_with_caller, spawn
 from fastgen.ranks.protocol import Follower, Leader, Spawned, error_of
 from fastgen.ranks.weights import SharedMemory
-from fastgen.startup import build_rank, find_device, find_devices
 
 log = logging.getLogger(__name__)
 

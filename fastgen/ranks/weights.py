@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.rank_errors import raise_first
-from fastgen.runner import Runner
-from fastgen.weights import Update
+from fastgen.engine.runner import Runner
+from fastgen.model.weights import Update
+from fastgen.parallel.errors import raise_first
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fastgen import Generator, SamplingParams
-from fastgen.loader import load
-from fastgen.parallel import Part
+from fastgen.model.loader import load
+from fastgen.parallel.group import Part
 from fastgen.request import Completion
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")

@@ -7,9 +7,9 @@ import torch
 from ragged import KV_HEADS, LAYER, Ragged, assert_within
 from torch import Tensor
 
-from fastgen.attention import Attention
-from fastgen.attention.reference import ReferenceAttention
-from fastgen.cache.pool import KVPool
+from fastgen.model.attention import Attention
+from fastgen.model.attention.reference import ReferenceAttention
+from fastgen.model.kv_pool import KVPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 
@@ -27,8 +27,8 @@ def make(name: str, pool: KVPool, num_heads: int, max_seqs: int, tokens: int) ->
     """flash: prefills by flash, decodes by paged; flash alone: both by flash. Skips where it can not run."""
     if name == "reference":
         return ReferenceAttention(pool)
-    from fastgen.attention.flash import FlashAttention, why_not
-    from fastgen.attention.paged import PagedAttention
+    from fastgen.model.attention.flash import FlashAttention, why_not
+    from fastgen.model.attention.paged import PagedAttention
 
     paged = PagedAttention(pool, num_heads, WINDOWS, max_seqs, tokens, 2048)
     if name == "paged":

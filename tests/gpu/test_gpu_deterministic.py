@@ -14,13 +14,13 @@ from bitwise import Answer, Requests, alone, answers, preempting, random_options
 from torch import Tensor
 
 from fastgen import Generator
-from fastgen.attention import StepLayout
-from fastgen.attention.paged import PagedAttention
-from fastgen.cache.pool import KVPool
 from fastgen.kernels import fixed, hopper, hopper_decode
 from fastgen.kernels.launch import Chip
 from fastgen.kernels.product import Fused, RopeWrite
 from fastgen.kernels.rope import Places
+from fastgen.model.attention import StepLayout
+from fastgen.model.attention.paged import PagedAttention
+from fastgen.model.kv_pool import KVPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 

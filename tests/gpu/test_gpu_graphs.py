@@ -1,7 +1,7 @@
 """A decode step replayed as a CUDA graph is, bit for bit, the same step launched kernel by kernel, and so are pieces of
 a step with prefills; and what steps need is compiled when they begin.
 
-(Named unlike tests/test_graphs.py, beside which pytest could not collect a second file of that name.)
+(Named unlike tests/device/test_cuda_graphs.py, beside which pytest could not collect a second file of that name.)
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_arch import KNOWN
+from known_models import KNOWN
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
-from fastgen.runner import Runner
+from fastgen.engine.runner import Runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 
@@ -163,7 +163,7 @@ import json, sys
 import numpy as np
 import triton
 from fastgen import Generator, SamplingParams
-from fastgen.attention import paged
+from fastgen.model.attention import paged
 
 paged.SHARING_PAYS = 1
 options = json.loads(sys.argv[1])

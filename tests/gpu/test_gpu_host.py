@@ -17,10 +17,10 @@ import torch
 from handmade import EMPTY, PARAMS, continued, make_runner, run, siblings, start, table
 from torch import Tensor
 
-from fastgen.cache.host import HostTier
-from fastgen.loader import resolve
+from fastgen.engine.runner import Launched, Runner
+from fastgen.model.host_tier import HostTier
+from fastgen.model.loader import resolve
 from fastgen.request import Batch, Prefill, SamplingParams
-from fastgen.runner import Launched, Runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 

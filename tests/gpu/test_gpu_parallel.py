@@ -23,9 +23,9 @@ from test_logits import forget, reference, token_logprobs, write_config
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
-from fastgen.admission import Expectation
+from fastgen.engine.admission import Expectation
+from fastgen.engine.scheduler import Scheduler
 from fastgen.request import Completion, Prompt, RequestOutput
-from fastgen.scheduler import Scheduler
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than 2 GPUs that torch can use")
 
@@ -226,7 +226,7 @@ import json, os, sys
 import torch
 import torch.distributed as dist
 from fastgen import Generator, SamplingParams
-from fastgen.graphs import Graphs
+from fastgen.device.cuda_graphs import Graphs
 
 ran, replay = [], Graphs.run
 def counted(self, size):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fastgen import Generator, SamplingParams
-from fastgen.attention import paged
+from fastgen.engine.runner import Runner
+from fastgen.model.attention import paged
 from fastgen.request import Completion
-from fastgen.runner import Runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 

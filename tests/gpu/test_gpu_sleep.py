@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from known_models import KNOWN
 from safetensors.torch import load_file
-from test_arch import KNOWN
 from test_gpu import CHATS
 
 from fastgen import Generator, SamplingParams
-from fastgen.loader import BUNDLED
+from fastgen.model.loader import BUNDLED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_seqs": 4, "kv_cache_gb": 2.0, "seed": 0}

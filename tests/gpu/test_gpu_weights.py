@@ -12,7 +12,7 @@ from test_gpu import CHATS
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
-from fastgen.loader import BUNDLED
+from fastgen.model.loader import BUNDLED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_seqs": 4, "num_pages": 64, "seed": 0}

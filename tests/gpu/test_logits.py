@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_arch import KNOWN
+from known_models import KNOWN
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams

@@ -219,7 +219,7 @@ def _generator(args: argparse.Namespace) -> Generator:
 
 
 def _job(args: argparse.Namespace, gen: Generator, template: Template | None, batch: bool, seed: int) -> Job:
-    from fastgen.arch import sampling_defaults
+    from fastgen.model.config import sampling_defaults
 
     params = SamplingParams(**{**sampling_defaults(gen.folder), **_sampling(args)})
     params.validate(gen.model_config.vocab_size)

@@ -24,7 +24,7 @@ from typing import Any
 from fastgen.cli.gen.outputs import Indices
 from fastgen.cli.gen.rows import Row, Source, read_rows
 from fastgen.cli.gen.work import Done, Job, Work, work
-from fastgen.ray import check_room, connect
+from fastgen.cli.serve.ray import check_room, connect
 
 ROWS = 16  # of a bundle
 LANES = 512  # that an engine is taken to have, where --max-seqs does not say

@@ -21,7 +21,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from fastgen.cli.serve.messages import Abort, EngineInfo, Message, Refused, Submit, Turn, decode, joined
-from fastgen.outputs import Stats
+from fastgen.engine.outputs import Stats
 from fastgen.ranks import processes
 from fastgen.ranks.channel import HEAD, Failed, Start, frame
 from fastgen.request import Event, Prompt, SamplingParams

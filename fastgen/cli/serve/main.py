@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("fastgen").setLevel(logging.INFO if options.server.verbose else logging.WARNING)
     try:
         if options.server.replicas or options.server.max_replicas:
-            from fastgen.ray import serve_replicas
+            from fastgen.cli.serve.ray import serve_replicas
 
             serve_replicas(options, _say)
         else:

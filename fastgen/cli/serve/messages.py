@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from fastgen.outputs import Stats
+from fastgen.engine.outputs import Stats
 from fastgen.ranks.channel import Failed, Start
 from fastgen.request import Event, Prompt, SamplingParams, drawn_lists
 

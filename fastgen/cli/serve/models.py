@@ -7,12 +7,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastgen.arch import sampling_defaults
 from fastgen.cli.serve.engine import Engine
 from fastgen.cli.serve.metrics import Metrics
 from fastgen.cli.serve.options import ModelOptions, Options
 from fastgen.cli.serve.protocol import ApiError, choose_model
 from fastgen.cli.serve.tokens import Vocabulary
+from fastgen.model.config import sampling_defaults
 from fastgen.request import SamplingParams
 from fastgen.tokenizer import Tokenizer
 

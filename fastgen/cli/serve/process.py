@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.serve.messages import Abort, EngineInfo, Message, Refused, Submit, Turn, encode, messages_of
 from fastgen.cli.signals import trace_on_signal
-from fastgen.rank_errors import portable
+from fastgen.parallel.errors import portable
 from fastgen.ranks.channel import Channel, Failed, Start
 from fastgen.ranks.processes import end_with_caller
 from fastgen.request import Event, TokenMask

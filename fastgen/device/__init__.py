@@ -1,0 +1,1 @@
+"""The device, without any model: CUDA graphs, memory, pinned buffers, profiling."""

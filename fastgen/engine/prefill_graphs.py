@@ -1,0 +1,89 @@
+"""Steps of few tokens in pieces: all of a forward but its attention, as CUDA graphs.
+
+Launched kernel by kernel, such a step takes as long as the host needs for its launches, which is longer than the GPU
+needs. No graph can hold the attention of chunks, whose grids and lists differ from step to step. So a graph, a piece,
+goes from one layer's attention to the next one's: the one's o and MLP, then the other's qkv. What is behind the last
+layer's keys and values is launched kernel by kernel too, since it is computed for the rows alone that are wanted.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+import torch
+from torch import Tensor
+
+from fastgen.device.cuda_graphs import Graphs
+from fastgen.device.profiling import span
+from fastgen.model.attention import Attention
+from fastgen.model.kv_pool import KVPool
+from fastgen.model.transformer import StepInput, Stream, Transformer
+from fastgen.parallel.residual import Whole
+
+SIZES = (16, 32, 64, 96, 128, 192, 256)
+"""Tokens that pieces are captured for; few, since each takes a graph a layer. Multiples of ROW_TILE."""
+
+
+def piece_sizes(most: int) -> list[int]:
+    """Those of SIZES up to `most`, the tokens of the largest step."""
+    return [size for size in SIZES if size <= most]
+
+
+class Pieces:
+    """Captures the pieces of steps of `sizes` tokens (ascending), and runs steps through them.
+
+    beside: graphs that they share their memory pool with. A graph's number is its size times the number of layers, plus
+    the layer whose qkv it ends with.
+    """
+
+    def __init__(self, model: Transformer, pool: KVPool, sizes: list[int], beside: Graphs) -> None:
+        self.sizes = sizes
+        self._model, self._pool = model, pool
+        self._layers = len(model.layers)
+        heads, head_size, like = model.config.num_heads, model.config.head_size, model.embedding
+        most = sizes[-1]
+        # What a step gives to its pieces, and they to each other and to attention: at fixed addresses.
+        self._ids, self._positions, self._slots = torch.zeros(3, most, dtype=torch.int64, device=like.device)
+        self._slots.fill_(-1)
+        self._x = like.new_zeros(most, model.config.hidden_size)
+        self._q = like.new_zeros(most, heads, head_size)
+        self._attended = like.new_zeros(most, heads * head_size)
+        numbers = [size * self._layers + layer for size in sizes for layer in range(self._layers)]
+        self.graphs = Graphs(numbers, like.device, beside)
+        self.graphs.capture(self._piece)
+
+    def size_of(self, tokens: int) -> int:
+        """The size that a step of so many tokens, up to the largest, is padded to."""
+        return self.sizes[bisect.bisect_left(self.sizes, tokens)]
+
+    def forward(self, step: StepInput, attention: Attention) -> Tensor:
+        """`Transformer.forward` of a step that is padded to one of `sizes`. The next one may overwrite the result."""
+        size, model = len(step.token_ids), self._model
+        self._ids[:size] = step.token_ids
+        self._positions[:size] = step.places.positions
+        self._slots[:size] = step.places.slots
+        stream, q = Stream(step, Whole(model.group, self._x[:size])), self._q[:size]
+        for number in range(self._layers):
+            if number:
+                attended = model.attend(stream, number - 1, q, attention)
+                self._attended[: len(attended)] = attended
+            step.wait(number)
+            with span("piece"):
+                self.graphs.run(size * self._layers + number)
+        last = self._layers - 1
+        model.add_attended(stream, last, model.attend(stream, last, q, attention))
+        model.add_mlp(stream, last)
+        return stream.residual.whole()[: step.wanted]
+
+    def _piece(self, number: int) -> None:
+        """The launches of a piece."""
+        size, layer = divmod(number, self._layers)
+        model, x, ids = self._model, self._x[:size], self._ids[:size]
+        places = model.places(self._pool, self._positions[:size], self._slots[:size], size)
+        stream = Stream(StepInput(ids, places, plan=None), Whole(model.group, x))
+        if layer == 0:
+            x.copy_(model.embed([ids])[0].whole())
+        else:
+            model.add_attended(stream, layer - 1, self._attended[:size])
+            model.add_mlp(stream, layer - 1)
+        self._q[:size] = model.queries(stream, layer, self._pool)

@@ -1,0 +1,357 @@
+"""From a configuration to a Runner: weights, the KV pool, and what a GPU is made ready with.
+
+On a GPU the pool takes what is left, within `memory_fraction`, when the weights are there and the largest step has
+been run over a pool of one page: its peak is measured, not guessed. The largest step runs again with the pool in place,
+and torch keeps what it took; then the graphs are captured. So memory runs out now or never.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastgen.device.cuda_graphs import batch_sizes, shared_sizes
+from fastgen.device.memory import device_memory, release_memory
+from fastgen.engine.config import EngineConfig
+from fastgen.engine.prefill_graphs import piece_sizes
+from fastgen.engine.runner import SCORE_ROWS, Runner, largest_half
+from fastgen.kernels import fixed, product
+from fastgen.kernels.ahead import compile_ahead
+from fastgen.kernels.launch import Chip, current, refused, triton
+from fastgen.kernels.support import kernels_of, slower_than_possible
+from fastgen.model.attention import make_attention
+from fastgen.model.config import ModelConfig
+from fastgen.model.host_tier import HostTier
+from fastgen.model.kv_pool import KVPool
+from fastgen.model.loader import fill_random
+from fastgen.model.loader import load as load_checkpoint
+from fastgen.model.transformer import Transformer
+from fastgen.parallel.group import Group
+from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams, Score
+
+log = logging.getLogger(__name__)
+
+GRAPH_BYTES = 4e6  # that a captured step, or the pieces of one, take beside their tensors
+LEAST_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
+
+
+def find_device(name: str | None) -> str:
+    """Return the device to run on; for None, the GPU where torch can use one, else the CPU.
+
+    Raises ValueError for a device that torch can not use, for a GPU whose memory is full, and for a GPU that is too old
+    for fastgen. The last two are errors for None too, as the rest of the program may use that GPU.
+    """
+    if name is None:
+        with warnings.catch_warnings():  # torch warns once in a process, and does not say that the CPU is used
+            warnings.simplefilter("ignore")
+            available = torch.cuda.is_available()
+        name = "cuda" if available else _cpu_instead()
+    try:
+        torch.empty(0, device=name)
+        device = torch.device(name)
+        device_memory(str(device))  # creates the context, which takes hundreds of MB
+    except (RuntimeError, AssertionError) as error:
+        remedy = "device='cpu' needs no GPU"
+        if _is_out_of_memory(error):
+            remedy = (
+                "end the programs that hold its memory, select another GPU with device='cuda:N' or "
+                "CUDA_VISIBLE_DEVICES, or use device='cpu'"
+            )
+        raise ValueError(
+            f"device is {str(name)!r}, which torch can not use here: {_first_line(error)}; {remedy}"
+        ) from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {str(name)!r}; fastgen runs on 'cpu' and on 'cuda'")
+    if device.type == "cuda" and device.index is None:  # the current GPU may change later
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda":
+        _check_capability(device)
+    return str(device)
+
+
+def _check_capability(device: torch.device) -> None:
+    """Raise ValueError for a GPU that is too old."""
+    chip = torch.cuda.get_device_properties(device)
+    if (chip.major, chip.minor) < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        raise ValueError(
+            f"{device} is a {chip.name} of compute capability {chip.major}.{chip.minor}, and fastgen needs {least} or "
+            "higher; select another GPU, or use device='cpu'"
+        )
+
+
+def find_devices(name: str | None, ranks: int) -> str:
+    """Return the kind of device, "cuda" or "cpu", of ranks that each have a process and, if "cuda", a GPU of their own.
+
+    No GPU is initialized here; each rank calls `find_device`. Raises ValueError where there are too few GPUs.
+    """
+    found = torch.cuda.device_count()
+    if name is None:
+        name = "cuda" if found else _cpu_instead()
+    if name not in ("cpu", "cuda"):
+        raise ValueError(
+            f"device is {str(name)!r}; with tensor_parallel it is 'cpu', or 'cuda' for the first GPUs that "
+            "CUDA_VISIBLE_DEVICES names"
+        )
+    if name == "cuda" and found < ranks:
+        raise ValueError(
+            f"tensor_parallel is {ranks}, and torch finds {found} GPUs here; lower it, or use device='cpu'"
+        )
+    return name
+
+
+def _cpu_instead() -> str:
+    """Return "cpu", and log a warning where the machine has a GPU that torch can not use."""
+    why = None
+    if torch.version.cuda is None:
+        why = "this torch is built without CUDA" if any(Path("/dev").glob("nvidia[0-9]*")) else None
+    elif torch.cuda.device_count():  # counts with NVML, which works beside a driver that is too old for CUDA
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            why = _first_line(error)
+    if why is not None:
+        log.warning(
+            "the model runs on the CPU, which is far slower, because torch can not use the GPU of this machine: %s; "
+            "device='cpu' runs there without this warning",
+            why,
+        )
+    return "cpu"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether a GPU's memory did not suffice: for torch's allocator, the CUDA runtime, Triton or cuBLAS."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        told in str(error) for told in ("out of memory", "STATUS_ALLOC_FAILED")
+    )
+
+
+def build_rank(
+    model_config: ModelConfig, options: Mapping[str, Any], folder: Path, load: str, device: str, group: Group
+) -> Runner:
+    """What a rank of `group` runs. options: of EngineConfig.make, but for the device, its memory and the ranks."""
+    release_memory(device)
+    gpu = torch.device(device)
+    make = partial(
+        EngineConfig.make,
+        model_config.split(group.size),
+        device=device,
+        memory=group.least(device_memory(device)),
+        tensor_parallel=group.size,
+        kernels=kernels_of(gpu),
+    )
+    config = make(**options)
+    if slower := slower_than_possible(gpu):
+        log.warning("%s: %s", device, slower)
+    try:
+        return build_runner(model_config, config, folder, load, group)
+    except Exception as error:
+        if not config.deterministic or options.get("deterministic") is not None or not refused(error):
+            raise
+        log.warning(
+            "deterministic mode is off: a kernel of it does not compile on %s with Triton %s, where another Triton may "
+            "compile it: %s", device, triton and triton.__version__, error,
+        )  # fmt: skip
+    gc.collect()  # what was built so far
+    release_memory(device)
+    return build_runner(model_config, make(**{**options, "deterministic": False}), folder, load, group)
+
+
+def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Runner:
+    """The model with its weights, the KV pool and the runner over them; its `config` says how large the pool is."""
+    device = torch.device(config.device)
+    free = device_memory(config.device)
+    with _explained(config, free), current(device):
+        with group.agreeing():  # where one rank can not have its weights, the others are not to wait for it
+            model = _build_model(model_config, config, folder, load, group)
+        if device.type == "cpu":
+            return _assemble(model, config)
+        measured = not config.num_pages
+        if measured:
+            config = config.settle(_measure_pages(model, config, free))
+        runner = _assemble(model, config)
+        if not measured:  # first, so that a kernel which does not compile is known by now
+            _compile(runner)
+            _rehearse(runner)
+        if runner.attention.capturable:
+            runner.capture()
+        _rehearse(runner)
+        model.group.ready()
+    log.info(
+        "%d pages of %d tokens; %.1f GB free", config.num_pages, config.page_size, device_memory(config.device) / 1e9
+    )
+    return runner
+
+
+def _build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Transformer:
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    half = largest_half(config.max_step_tokens)
+    if config.deterministic and device.type == "cuda" and triton is None:
+        raise ValueError("deterministic=True needs Triton on a GPU; install it, or leave deterministic out")
+    model = Transformer(model_config, dtype, device, config.max_model_len, group, half, config.deterministic)
+    if load == "dummy":
+        fill_random(model.targets())
+    else:
+        load_checkpoint(model.targets(), folder, progress=sys.stderr.isatty() and group.rank == 0)
+    model.pack()
+    return model
+
+
+def _assemble(model: Transformer, config: EngineConfig) -> Runner:
+    c = model.config
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    try:
+        pool = KVPool(c.num_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size, dtype, device)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise ValueError(f"no memory for {config.num_pages} pages of KV; lower num_pages or kv_cache_gb") from error
+    attention = make_attention(
+        config.attention, pool, c.num_heads, c.windows, config.max_seqs, config.max_step_tokens, config.max_model_len,
+        config.deterministic,
+    )  # fmt: skip
+    host = HostTier(pool, config.host_pages) if config.host_pages else None
+    return Runner(model, pool, attention, config, host)
+
+
+def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
+    """How many pages fit beside the weights and the largest step. free: bytes before the weights came."""
+    weights = free - device_memory(config.device)
+    # One slot of the host tier takes as much of the GPU's memory as all of them.
+    probe = _assemble(model, replace(config, num_pages=1, host_pages=min(config.host_pages, 1)))
+    _compile(probe)
+    _rehearse(probe)
+    pieces = piece_sizes(config.max_step_tokens)
+    if probe.attention.capturable:
+        probe.capture([config.max_seqs], pieces[-1:])
+        _rehearse(probe)  # whose memory the graph may have taken
+    left = device_memory(config.device)  # torch keeps what the largest step took
+    sizes = batch_sizes(config.max_seqs)
+    graphs = len(sizes) + len(shared_sizes(sizes)) * probe.share_prefixes + len(pieces)
+    del probe
+    gc.collect()
+    release_memory(config.device)
+    room = left - GRAPH_BYTES * graphs - (1 - config.memory_fraction) * free
+    page_bytes = config.page_bytes(model.config)
+    pages = model.group.least(int(room // page_bytes) - 1)
+    if pages < max(config.max_seqs, 2):
+        step = free - weights - left
+        raise ValueError(
+            f"of {free / 1e9:.1f} GB that were free, memory_fraction={config.memory_fraction:g} allows "
+            f"{config.memory_fraction * free / 1e9:.1f}; the weights take {weights / 1e9:.1f} and the largest step "
+            f"{step / 1e9:.1f}, which leaves {max(pages, 0)} pages of {page_bytes / 1e6:.1f} MB, and max_seqs="
+            f"{config.max_seqs} needs one each: raise memory_fraction, or lower max_seqs or max_step_tokens"
+        )
+    return min(pages, config.useful_pages())
+
+
+def _compile(runner: Runner) -> None:
+    """Compile the kernels that steps need."""
+    show = sys.stderr.isatty() and runner.group.rank == 0
+    compile_ahead(partial(_launch_all, runner), runner.device, show)
+
+
+def _launch_all(runner: Runner) -> None:
+    """Launch each kernel that a step may need: run the largest steps, decodes of all sizes, and products of the sizes
+    that they are compiled for."""
+    config, model = runner.config, runner.model
+    _rehearse(runner)
+    if runner.attention.capturable:
+        runner.decode_all(batch_sizes(config.max_seqs))
+    if model.lm_head.fixed:
+        _launch_products(model, runner.pool, [*fixed.SIZES, config.max_step_tokens])
+        return
+    for size in product.SIZES:
+        count = min(size, config.max_step_tokens, config.max_model_len - 1)
+        start = LaneStart(0, SamplingParams(), 0, 0, count, frozenset(), ())
+        zeros = np.zeros(count, dtype=np.int32)
+        scored = Prefill(0, 0, zeros, True, Score(0, zeros, 0, 1.0))  # so that the head is run too
+        runner.collect(runner.launch(Batch((), (scored,), (start,), (), masked=False)))
+    runner.forget()
+
+
+@torch.inference_mode()
+def _launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None:
+    """Launch the products of deterministic mode, which are cut up by the number of tokens, as for these sizes."""
+    device = pool.keys.device
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    for linear, fused in model.products(model.places(pool, zero, zero - 1, 1), pool):
+        x = linear.weight.new_zeros(1, linear.weight.shape[1])
+        for size in sizes:
+            found = fixed.config(size, *linear.weight.shape, linear.weight.dtype, Chip.of(device))
+            rope = fused.rope if fixed.turns(size) else None
+            fixed.launch_as(found, x, linear.weight, linear.bias, fused._replace(rope=rope))
+
+
+def _rehearse(runner: Runner) -> None:
+    """Run the largest steps there can be, on made-up tokens: with all that a request can ask for, and with nothing."""
+    plain = SamplingParams()
+    everything = SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, min_tokens=1,
+        logit_bias={0: 1.0}, logprobs=min(MAX_LOGPROBS, runner.model.config.vocab_size), return_sampling_mask=True,
+    )  # fmt: skip
+    demanding = SamplingParams(temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1)
+    for params in (everything, demanding, plain):
+        for batch in _largest_batches(runner.config, params):
+            runner.collect(runner.launch(batch))
+    runner.forget()
+
+
+def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[Batch]:
+    """A step of prefills that fill the token budget, on all lanes, and a step of decodes on all lanes after it.
+
+    The spare page is moved about in all the ways there are. A fork takes no more than a lane that prefills.
+    """
+    lanes, most = config.max_seqs, config.max_model_len - 1
+    lengths, spare = [1] * lanes, config.max_step_tokens - lanes
+    for lane in range(lanes):  # the first are the longest, so that there are many rows to be scored
+        more = min(spare, most - 1)
+        lengths[lane], spare = 1 + more, spare - more
+    scored = min(lengths[0] - 1, SCORE_ROWS) if params.logprobs else 0
+    starts = tuple(LaneStart(lane, params, 0, 0, lengths[lane], frozenset((0,)), (0,)) for lane in range(lanes))
+    prefills = tuple(
+        Prefill(
+            lane,
+            0,
+            np.zeros(lengths[lane], dtype=np.int32),
+            True,
+            Score(0, np.zeros(scored, dtype=np.int32), params.logprobs or 0, 1.0) if lane == 0 and scored else None,
+        )
+        for lane in range(lanes)
+    )
+    spare = config.num_pages
+    saves, loads = (((spare, 0),), ((0, spare),)) if config.host_pages else ((), ())
+    yield Batch((), prefills, starts, (), masked=False, fresh=(spare,), saves=saves, loads=loads)
+    yield Batch(tuple(range(lanes)), (), (), (), masked=False, copies=((0, spare),))
+
+
+@contextmanager
+def _explained(config: EngineConfig, free: int) -> Iterator[None]:
+    """Turn an error for want of memory into a ValueError that says what to lower. free: bytes, before the weights."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not _is_out_of_memory(error):
+            raise
+        where = f"the memory of {config.device}, of which {free / 1e9:.1f} GB were free,"
+        if isinstance(error, MemoryError):
+            where = "the host's memory"
+        raise ValueError(
+            f"{where} does not suffice for the weights and a step of max_step_tokens={config.max_step_tokens} over "
+            f"max_seqs={config.max_seqs}: lower these, memory_fraction, num_pages or kv_cache_gb, end other programs "
+            f"that hold the memory, or use a smaller model or device='cpu' ({_first_line(error)})"
+        ) from error

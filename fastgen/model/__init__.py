@@ -1,0 +1,1 @@
+"""The model: the transformer, its weights, its KV pool, and the sampler."""

@@ -1,0 +1,237 @@
+"""Attention in Triton kernels that read the paged pool as it is, for decodes and for prefills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastgen.kernels import attention as kernel
+from fastgen.kernels import hopper_decode, tiles
+from fastgen.kernels import items as lists
+from fastgen.kernels.launch import Chip
+from fastgen.model.attention.interface import StepLayout
+from fastgen.model.attention.shared import SharedItems, roots, saved_keys, shared_items, shared_ranges
+from fastgen.model.kv_pool import KVPool
+
+FIXED_SLOTS = 8192  # partial results of a decode step whose splits are fixed: where it has more, it has none
+PREFILL_SLOTS = 2048  # partial results, of a query token each, that there is room for at least
+SHARING_PAYS = 16e6  # bytes of a layer's keys and values that are not read again
+FILLS = 0.5  # of the programs that a chip holds, items of shared keys that are not split
+DEPTH = 64  # priors of a row, at most, where few rows share
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """work: for each window, the lists that a layer with it goes through, one launch each."""
+
+    page_table: Tensor
+    work: dict[int, list[kernel.Items]]
+
+
+class PagedAttention:
+    """See fastgen.model.attention.interface.Attention. A plan holds until the next one with decodes is made, and
+    serves each layer once.
+
+    num_heads: H; windows: of the layers, 0 for none; max_seqs, max_step_tokens: of a step, with padding; context: the
+    longest kv_len. deterministic: a query's answer is the same to the bit in whatever step.
+    All memory but that of answers and prefill lists is taken here, and graphs share it: `slots` partial
+    results of (H * (D + 1) + K) * 4 bytes, and 32 bytes a slot and distinct window. At H = 32, K = 8, D = 128 with 1024
+    sequences these are 9216 slots, 153 MB and 0.3 MB, however large the pool is.
+    """
+
+    needs_clean_pages = False  # values that are not written yet are in no product
+
+    @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
+    def __init__(
+        self,
+        pool: KVPool,
+        num_heads: int,
+        windows: tuple[int, ...],
+        max_seqs: int,
+        max_step_tokens: int,
+        context: int,
+        deterministic: bool = False,
+    ) -> None:
+        _, _, num_kv, page_size, head_size = pool.keys.shape
+        device, dtype = pool.keys.device, pool.keys.dtype
+        self.pool = pool
+        self.num_kv = num_kv
+        self.max_seqs = max_seqs
+        self.chip = Chip.of(device)
+        self.group = num_heads // num_kv
+        self.configs = {
+            phase: tiles.configure(phase, self.group, head_size, dtype, self.chip, deterministic)
+            for phase in (tiles.DECODE, tiles.FEW, tiles.PREFILL, tiles.GROUP)
+        }
+        self._fixed = deterministic
+        streams = hopper_decode.streams(self.chip, dtype, self.group, head_size, page_size)
+        self._split_below = hopper_decode.SPLIT_BELOW if deterministic and streams else None
+        self._most_fixed = -(-context // self.configs[tiles.DECODE].keys)
+        self.windows = tuple(sorted(set(windows)))
+        self.priors = max(min(lists.SLOTS, DEPTH * max_seqs), max_seqs)  # of all rows together
+        decode_slots = lists.slots_for(max_seqs, context) + self.priors
+        self.slots = max(decode_slots, min(PREFILL_SLOTS, max_step_tokens * lists.MOST_SPLITS))
+        if self._fixed:  # prefills are not split then, and a row has one prior
+            each = self._most_fixed + 1
+            self.slots = max(min(max_seqs * each, FIXED_SLOTS), each, 2 * max_seqs)
+        self._windows = torch.tensor(self.windows, dtype=torch.int32, device=device)
+        size = lists.HEADER + self.slots * lists.FIELDS
+        self._lists = torch.zeros(len(self.windows), size, dtype=torch.int32, device=device)
+        self._shared = _SharedTable(max_seqs, self.priors, len(self.windows), device)
+        self._workspace = kernel.Workspace.empty(self.slots, num_heads, num_kv, head_size, device)
+
+    @property
+    def capturable(self) -> bool:
+        on_gpu = self.pool.keys.device
+        return kernel.attention.runs_on(on_gpu) and lists.plan_decode.runs_on(on_gpu)
+
+    @property
+    def shares(self) -> bool:
+        return self.pool.keys.device not in kernel.sharing.refused
+
+    def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
+        levels = shared_ranges(tables, lanes, full)
+        page_size, head_size = self.pool.keys.shape[3:]
+        if self._fixed:
+            levels = roots(levels, page_size, self.configs[tiles.GROUP].keys)
+        key_bytes = 2 * self.num_kv * head_size * self.pool.keys.element_size()
+        if not levels or saved_keys(levels, page_size) * key_bytes < SHARING_PAYS:
+            self._shared.clear()
+            return False
+        config = self.configs[tiles.GROUP]
+        tile, units = config.rows // self.group, max(self.chip.processors * config.programs // self.num_kv, 1)
+        slots = 0 if self._fixed else self.priors  # 0: no range is split
+        found = shared_items(levels, lanes, page_size, tile, config.keys, units, slots)
+        idle = self._fixed and len(found.items) < FILLS * units  # where it is slower than each row's own splits
+        if idle or int(found.priors.sum()) > self.priors:  # or trees are so deep that there is no room
+            self._shared.clear()
+            return False
+        self._shared.write(found)
+        return True
+
+    def plan_decode(
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
+    ) -> _Plan:
+        """The lists are made on the device, in the step's own graph; that of what is shared is there already."""
+        sequences = len(lanes)
+        assert sequences <= self.max_seqs
+        split, most = self._splits(sequences, shared)
+        rows = self._shared.rows if shared else None
+        lists.plan_decode(lanes, kv_lens, self._windows, self._lists, split, most, rows)
+        few = sequences * self.num_kv <= tiles.FILLED * self.chip.processors
+        config = self.configs[tiles.FEW if few else tiles.DECODE]
+        plan = _Plan(page_table, {window: [] for window in self.windows})
+        for number, window in enumerate(self.windows):
+            if rows is not None:
+                group = self.configs[tiles.GROUP]
+                bases = rows.bases[number]
+                items = kernel.Items(rows.list, self.priors, group, kernel.SHARED, rows, bases, kv_lens)
+                plan.work[window].append(items)
+            kind = kernel.PRIVATE if shared else kernel.PLAIN
+            items = kernel.Items(self._lists[number], sequences * (most + 1), config, kind, alone=alone)
+            plan.work[window].append(items)
+        return plan
+
+    def _splits(self, sequences: int, shared: bool) -> tuple[int, int]:
+        """Keys of a decode's split, and the most splits that a sequence has before they get longer. (Where they are
+        fixed none has more: longer ones would have other bits.)"""
+        if not self._fixed:
+            return lists.split_of(sequences, self.num_kv, self.chip), lists.splits_of(sequences)
+        config = self.configs[tiles.DECODE]
+        units = config.programs if shared or self._split_below is None else self._split_below
+        idle = sequences * self.num_kv < self.chip.processors * units
+        room = sequences * (self._most_fixed + 1) <= self.slots and self._most_fixed < lists.SPLITS // 2
+        if idle and room:
+            return config.keys, self._most_fixed
+        return lists.WHOLE, 1
+
+    def plan(self, layout: StepLayout) -> _Plan:
+        """Decodes are planned as in a step of their own; the lists of the prefills come from here, with their lanes and
+        lengths in one copy."""
+        query_lens, kv_lens, lanes = (x.numpy() for x in (layout.query_lens, layout.kv_lens, layout.lanes))
+        first = np.cumsum(query_lens) - query_lens
+        decodes, device = layout.decodes, layout.page_table.device
+        pieces = [np.ascontiguousarray(lanes[:decodes]).view(np.int32), kv_lens[:decodes].astype(np.int32)]
+        chunks = lists.Chunks(*(x[decodes:] for x in (first, query_lens, lanes, kv_lens)))
+        counts = []
+        if len(query_lens) > decodes:
+            config = self.configs[tiles.PREFILL]
+            tile = config.rows // self.group
+            units = max(self.chip.processors * config.programs // self.num_kv, 1)
+            for window in self.windows:
+                slots = 0 if self._fixed else self.slots  # 0: no tile's keys are split
+                items = lists.prefill_items(chunks, window, tile, config.keys, units, slots)
+                counts.append(len(items))
+                pieces.append(lists.prefill_list(items))
+        on_device = _upload(pieces, device)
+        plan = _Plan(layout.page_table, {window: [] for window in self.windows})
+        if decodes:
+            lens = on_device[1]
+            plan = self.plan_decode(on_device[0].view(torch.int64), lens, layout.page_table, layout.shared)
+        for window, count, made in zip(self.windows, counts, on_device[2:], strict=False):  # counts: none or all
+            plan.work[window].append(kernel.Items(made, count, config))
+        return plan
+
+    def attend(self, plan: _Plan, layer: int, q: Tensor, window: int) -> Tensor:
+        q = q.contiguous()  # it is, but where a torch twin made it
+        out = torch.empty_like(q)
+        for items in plan.work[window]:
+            launch: Callable[..., Any] = kernel.attention if items.kind == kernel.PLAIN else kernel.sharing
+            # Where it does not compile, no twin gives the same bits for all steps. (Of shared keys that is known from
+            # the start on, and nothing is shared then.)
+            if self._fixed and items.kind == kernel.PLAIN:
+                launch = kernel.attention.launch
+            launch(q, out, self.pool.keys, self.pool.values, plan.page_table, items, self._workspace, layer, window)
+        return out
+
+
+class _SharedTable:
+    """Where graphs find what the rows of a step share. All is in one tensor, which the host sends in one copy."""
+
+    def __init__(self, max_seqs: int, priors: int, windows: int, device: torch.device) -> None:
+        sizes = [-(-size // 4) * 4 for size in (max_seqs, max_seqs, priors, lists.HEADER + priors * lists.FIELDS)]
+        self._whole = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        ends, counts, members, items = torch.split(self._whole, sizes)
+        bases = torch.zeros(windows, sizes[0], dtype=torch.int32, device=device)
+        self.rows = lists.SharedRows(items, members, ends, counts, bases)
+        self._empty = True
+
+    def clear(self) -> None:
+        """Nothing is shared, also by rows shorter than those before."""
+        if not self._empty:
+            self._whole.zero_()
+            self._empty = True
+
+    def write(self, found: SharedItems) -> None:
+        """Does not wait for the device. Rows behind the last share nothing."""
+        rows = self.rows
+        listed = lists.prefill_list(found.items)
+        sizes = [len(rows.ends), len(rows.priors), len(rows.members), len(listed)]
+        host = torch.zeros(sum(sizes), dtype=torch.int32)
+        numbers = (found.ends, found.priors, found.members, listed)
+        for part, each in zip(torch.split(host, sizes), numbers, strict=True):
+            part[: len(each)] = torch.from_numpy(each)
+        if self._whole.device.type == "cuda":
+            host = host.pin_memory()
+        self._empty = False
+        self._whole[: len(host)].copy_(host, non_blocking=True)
+
+
+def _upload(pieces: list[NDArray[np.int32]], device: torch.device) -> list[Tensor]:
+    """Copies of the pieces, in one transfer. Each begins at a multiple of 16 bytes, as others of its kind do, so that
+    Triton does not compile kernels anew for another alignment."""
+    sizes = [-(-len(piece) // 4) * 4 for piece in pieces]
+    whole = np.zeros(sum(sizes), np.int32)
+    for at, piece in zip(np.cumsum(sizes) - sizes, pieces, strict=True):
+        whole[at : at + len(piece)] = piece
+    host = torch.from_numpy(whole)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    parts = torch.split(host.to(device, non_blocking=True), sizes)
+    return [part[: len(piece)] for part, piece in zip(parts, pieces, strict=True)]

@@ -1,0 +1,131 @@
+"""What the rows of a decode step share: ranges of keys in pages that several page tables name.
+
+Page tables share prefixes alone (see fastgen.engine.pages): where two name the same page in a slot, they name the same
+pages in all slots before it. So the ranges form trees: a system prompt, behind it few-shot prompts, behind each its
+samples.
+
+Shape letters: S rows of the step, P page size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastgen.kernels.items import SPLIT, SPLITS, cut
+
+SHORTEST = 128  # keys of a shared range's split, unless the range has fewer
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Level:
+    """Ranges at one depth of the trees: pages first .. last - 1 of their tables are the same for `count` rows each, two
+    or more of a step. count, first, last: [n]; rows: [count.sum()], those of one range after the other."""
+
+    rows: Ints
+    count: Ints
+    first: Ints
+    last: Ints
+
+
+def shared_ranges(tables: NDArray[np.int32], lanes: Ints, full: Ints) -> list[Level]:
+    """What rows share, from the roots of the trees on.
+
+    tables: [all lanes, slots], page tables; lanes: [S], which of them each row has; full: [S], how many of its pages
+    are full.
+    """
+    found: list[Level] = []
+    rows = np.arange(len(full))
+    group, slot = np.zeros_like(rows), np.zeros_like(rows)  # of each row: the range that it is in, and where it ends
+    while True:
+        more = full[rows] > slot
+        rows, group, slot = rows[more], group[more], slot[more]
+        pages = tables[lanes[rows], slot]
+        order = np.lexsort((pages, group))
+        rows, group, slot, pages = rows[order], group[order], slot[order], pages[order]
+        cuts = np.flatnonzero(np.diff(group) | np.diff(pages)) + 1
+        count = np.diff(cuts, prepend=0, append=len(rows))
+        several = np.repeat(count > 1, count)
+        rows, slot, count = rows[several], slot[several], count[count > 1]
+        if not len(rows):
+            return found
+        begin = np.cumsum(count) - count
+        last = np.minimum.reduceat(_first_differences(tables, lanes, full, rows, np.repeat(rows[begin], count)), begin)
+        found.append(Level(rows, count, slot[begin], last))
+        group, slot = np.repeat(np.arange(len(count)), count), np.repeat(last, count)
+
+
+def _first_differences(tables: NDArray[np.int32], lanes: Ints, full: Ints, rows: Ints, others: Ints) -> Ints:
+    """The first slot in which each row's table differs from that of another row, or is not full."""
+    width = int(full[rows].max())
+    same = tables[lanes[rows], :width] == tables[lanes[others], :width]
+    return np.minimum(np.where(same.all(1), width, same.argmin(1)), full[rows])
+
+
+def roots(levels: list[Level], page_size: int, block: int) -> list[Level]:
+    """The first level alone, of ranges that end at multiples of `block` keys: what can be gone through from position 0
+    on in the order in which a row alone would."""
+    if not levels:
+        return []
+    root, step = levels[0], block // math.gcd(block, page_size)
+    last = root.last // step * step
+    kept = last > 0
+    found = Level(root.rows[np.repeat(kept, root.count)], root.count[kept], root.first[kept], last[kept])
+    return [found] if kept.any() else []
+
+
+def saved_keys(levels: list[Level], page_size: int) -> int:
+    """Keys that are not read because others have read them, in all rows together."""
+    return sum(int(((each.count - 1) * (each.last - each.first)).sum()) for each in levels) * page_size
+
+
+@dataclass(frozen=True)
+class SharedItems:
+    """For fastgen.kernels.items.SharedRows, all int32: items [n, FIELDS], members [m], ends and priors [S]."""
+
+    items: NDArray[np.int32]
+    members: NDArray[np.int32]
+    ends: NDArray[np.int32]
+    priors: NDArray[np.int32]
+
+
+def shared_items(
+    levels: list[Level], lanes: Ints, page_size: int, tile: int, block: int, units: int, slots: int
+) -> SharedItems:
+    """The items of ranges, in tiles of up to `tile` rows, longest first. lanes: [S].
+
+    Ranges are split, evenly and at multiples of `block` keys, where they have more than their even share of `units`
+    items, but not so far that all priors together are more than `slots` (0: not at all).
+    """
+    members, count, first, last = (
+        np.concatenate([getattr(each, name) for each in levels]) for name in ("rows", "count", "first", "last")
+    )
+    first_key, last_key = first * page_size, last * page_size
+    length, tiles = last_key - first_key, -(-count // tile)
+    share = max(int((length * tiles).sum()) // units, SHORTEST)
+    while True:
+        splits = np.maximum((length + share // 2) // share, 1)
+        split = -(-length // (splits * block)) * block
+        splits = -(-length // split)
+        if splits.max() == 1 or int((splits * count).sum()) <= slots:
+            break
+        share *= 2
+    ends, priors = np.zeros(len(lanes), np.int32), np.zeros(len(lanes), np.int32)
+    number = []  # of each range's first prior, the same for all its rows
+    for each, here in zip(levels, np.split(splits, np.cumsum([len(each.count) for each in levels])[:-1]), strict=True):
+        number.append(priors[each.rows[np.cumsum(each.count) - each.count]])
+        priors[each.rows] += np.repeat(here, each.count).astype(np.int32)
+        ends[each.rows] = np.repeat(each.last * page_size, each.count)
+    owner = np.repeat(np.arange(len(count)), tiles)
+    offset = (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * tile
+    member = (np.cumsum(count) - count)[owner] + offset
+    tokens = np.minimum(count[owner] - offset, tile)
+    begin, end = first_key[owner], last_key[owner]
+    items, nominal = cut(member, tokens, lanes[members[member]], end, begin, end, begin, split[owner])
+    items[:, SPLIT] = items[:, SPLIT] % SPLITS + np.repeat(np.concatenate(number)[owner], splits[owner])
+    return SharedItems(items[np.argsort(-nominal, kind="stable")], members.astype(np.int32), ends, priors)

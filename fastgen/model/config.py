@@ -1,0 +1,354 @@
+"""Hugging Face `config.json` -> ModelConfig, for the four dense families that `model/transformer.py` implements.
+
+Files of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and of transformers 5 (`rope_parameters`, `dtype`)
+are read alike. What is not supported is a ValueError that names the field and its value. Neither torch nor transformers
+is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fastgen.request import check_integer
+
+# What transformers assumes where config.json lacks a field altogether; a null is a value and stays one.
+_ABSENT: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"bos_token_id": 1, "eos_token_id": 2},
+    "MistralForCausalLM": {"bos_token_id": 1, "eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+}
+_MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# Fields that turn a dense text model into something else, when they are there and neither null, false, 0 nor empty.
+_FOREIGN = (
+    "quantization_config", "compression_config", "num_experts", "num_local_experts", "n_routed_experts",
+    "vision_config", "audio_config", "text_config", "per_layer_config", "is_encoder_decoder",
+)  # fmt: skip
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+_DTYPES = ("bfloat16", "float16", "float32")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. `fastgen.model.rope` says what the numbers do; a kind reads only its own.
+
+    Sources: RoFormer (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), llama3 from Llama 3.1.
+    """
+
+    kind: str = "default"  # default | linear | llama3 | yarn
+    theta: float = 10000.0
+    factor: float = 1.0  # how many times the context was stretched
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position: int = 0  # llama3, yarn: the context before stretching; 0: the model's max_position
+    beta_fast: float = 32.0  # yarn: pairs with more turns than this in the original context stay as they are
+    beta_slow: float = 1.0  # yarn: pairs with fewer are interpolated
+    attention_factor: float | None = None  # yarn: scales cos and sin; None: derived from the factor and the mscales
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: round the ends of the ramp outwards to whole pairs
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of one dense decoder-only transformer.
+
+    Checked on construction: a ValueError names what does not fit together.
+    """
+
+    architecture: str  # as in config.json: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_position: int  # the model's context in tokens (max_position_embeddings)
+    norm_eps: float
+    rope: RopeConfig
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool  # an RMSNorm over each head of q and k before rope (Qwen3)
+    tied: bool  # the output matrix is the embedding; the checkpoint need not hold lm_head.weight
+    windows: tuple[int, ...]  # a layer: a query at p sees the keys in (p - window, p]; 0: all keys up to p
+    eos_ids: tuple[int, ...]
+    dtype: str  # the checkpoint's: bfloat16, float16 or float32
+
+    def __post_init__(self) -> None:
+        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+                      "head_size", "max_position"):  # fmt: skip
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; it has to be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
+            )
+        if self.head_size % 2:
+            raise ValueError(f"head_dim={self.head_size} is odd; rope rotates pairs")
+        if len(self.windows) != self.num_layers or min(self.windows) < 0:
+            raise ValueError(f"windows={self.windows} does not give a size of 0 or more for {self.num_layers} layers")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not supported; it has to be one of {', '.join(_DTYPES)}")
+
+    @property
+    def num_parameters(self) -> int:
+        """Without norms and biases, which are few."""
+        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * layer + self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+
+    def split(self, ranks: int) -> ModelConfig:
+        """What each of so many tensor-parallel ranks computes: its heads, and its share of the MLP. KV heads that are
+        fewer than the ranks are replicated. `vocab_size`, which is shared out as well, stays that of the model.
+
+        Raises ValueError, with both numbers, for a size that does not divide.
+        """
+        check_integer("tensor_parallel", ranks, 1)
+        if ranks == 1:
+            return self
+        sizes = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size,
+                 "vocab_size": self.vocab_size}  # fmt: skip
+        for name, size in sizes.items():
+            if size % ranks:
+                raise ValueError(f"{name}={size} does not divide by {ranks} ranks; take another tensor_parallel")
+        if max(self.num_kv_heads, ranks) % min(self.num_kv_heads, ranks):
+            raise ValueError(
+                f"num_key_value_heads={self.num_kv_heads} and {ranks} ranks: one has to divide the other; take another "
+                "tensor_parallel"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // ranks,
+            num_kv_heads=max(self.num_kv_heads // ranks, 1),
+            intermediate_size=self.intermediate_size // ranks,
+        )
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Read `config.json` of a checkpoint folder, and `generation_config.json` if it is there.
+
+    Raises ValueError, naming the folder, if config.json is missing, is not JSON, or describes an unsupported model.
+    """
+    config = _read_json(folder / "config.json")
+    if config is None:
+        raise ValueError(f"{folder} has no config.json; a checkpoint folder in Hugging Face's format is needed")
+    generation = _read_json(folder / "generation_config.json")
+    try:
+        return parse_config(config, generation)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+    except (TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"{folder / 'config.json'} has a field of a wrong type ({error!r}); fetch it again") from error
+
+
+def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    """The content of `config.json` (and of `generation_config.json`, whose eos ids come first) -> ModelConfig.
+
+    Fields mean what they mean to transformers 5: Qwen2 has biases on q, k and v whatever `attention_bias` says, in
+    Llama and Qwen3 that field covers o too, and Mistral has none. `pretraining_tp` changes no result and is ignored.
+    """
+    architecture = _architecture(config)
+    config = {**_ABSENT[architecture], **config}
+    _refuse_foreign(config)
+    num_layers, num_heads = _int(config, "num_hidden_layers"), _int(config, "num_attention_heads")
+    hidden_size = _int(config, "hidden_size")
+    attention_bias = bool(config.get("attention_bias")) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=_int(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_int(config, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_int(config, "num_key_value_heads", num_heads),
+        head_size=_head_size(config, hidden_size, num_heads),
+        max_position=_int(config, "max_position_embeddings"),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        rope=_rope(config),
+        qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
+        o_bias=attention_bias,
+        mlp_bias=bool(config.get("mlp_bias")) and architecture == "LlamaForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        tied=bool(config.get("tie_word_embeddings")),
+        windows=_windows(config, architecture, num_layers),
+        eos_ids=_eos_ids(config, generation or {}),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+    )
+
+
+def sampling_defaults(folder: Path) -> dict[str, float]:
+    """The sampling fields that `generation_config.json` sets, for the command-line tools.
+
+    A subset of temperature, top_p, top_k, min_p and repetition_penalty; nulls are left out. Greedy, which is a
+    temperature of 0, where `do_sample` is false. Empty without the file, and with neither `do_sample` nor a
+    temperature.
+    """
+    generation = _read_json(folder / "generation_config.json") or {}
+    if generation.get("do_sample") is False:
+        return {"temperature": 0}
+    if not generation.get("do_sample", generation.get("temperature") is not None):
+        return {}
+    return {field: _number(generation, field) for field in _SAMPLING if generation.get(field) is not None}
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    names = config.get("architectures") or [_MODEL_TYPES.get(config.get("model_type", ""))]
+    if len(names) != 1 or names[0] not in _ABSENT:
+        fields = f"architectures={config.get('architectures')!r} (model_type={config.get('model_type')!r})"
+        raise ValueError(f"{fields} is not supported; fastgen runs {', '.join(_ABSENT)}")
+    return str(names[0])
+
+
+def _refuse_foreign(config: dict[str, Any]) -> None:
+    for field in _FOREIGN:
+        if config.get(field):
+            raise _unsupported(field, config[field])
+    if config.get("hidden_act", "silu") != "silu":
+        raise _unsupported("hidden_act", config["hidden_act"], "only silu is")
+
+
+def _head_size(config: dict[str, Any], hidden_size: int, num_heads: int) -> int:
+    if config.get("head_dim") is not None:
+        return _int(config, "head_dim")
+    if num_heads < 1 or hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}, and there is no head_dim"
+        )
+    return hidden_size // num_heads
+
+
+def _windows(config: dict[str, Any], architecture: str, num_layers: int) -> tuple[int, ...]:
+    """The sliding window of each layer, as transformers 5 applies it.
+
+    Llama has none. Qwen2 and Qwen3 have one only with `use_sliding_window`, from layer `max_window_layers` on. Mistral
+    has it on every layer; but a Mistral config with `layer_types` is loaded by AutoModel as Ministral, which follows
+    them, and so do we (MistralForCausalLM itself would ignore them). Ministral 8B's own config has no `layer_types`
+    and a window equal to its context of 32768, which masks nothing.
+    """
+    qwen = architecture.startswith("Qwen")
+    off = architecture == "LlamaForCausalLM" or (qwen and not config.get("use_sliding_window"))
+    window = None if off else config.get("sliding_window")
+    if window is not None and (not _is_int(window) or window < 1):
+        raise _unsupported("sliding_window", window, "a positive number of tokens or null is")
+    size = int(window or 0)
+    types = config.get("layer_types")
+    if types is None or architecture == "LlamaForCausalLM":
+        first = _int(config, "max_window_layers") if qwen and size else 0
+        return tuple(size if layer >= first else 0 for layer in range(num_layers))
+    if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise _unsupported("layer_types", types, f"{num_layers} of full_attention or sliding_attention are")
+    if "sliding_attention" in types and not size:
+        raise _unsupported("layer_types", types, "sliding_attention needs a sliding_window that is switched on")
+    return tuple(size if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _rope(config: dict[str, Any]) -> RopeConfig:
+    field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    given: dict[str, Any] = config.get(field) or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if any(isinstance(value, dict) for value in given.values()) or kind not in _ROPE_KINDS:
+        raise _unsupported(field, given, f"a rope_type of {', '.join(_ROPE_KINDS)}, the same for all layers, is")
+    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise _unsupported("partial_rotary_factor", partial)
+    theta = _number(given, "rope_theta", _number(config, "rope_theta", 10000.0))
+    if theta <= 1:
+        raise _unsupported("rope_theta", theta, "a number above 1 is")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    factor = _rope_factor(given, kind, config)
+    if kind == "linear":
+        return RopeConfig(kind, theta, factor)
+    # Some configs hold this field beside the others; transformers gives that one priority.
+    field = "original_max_position_embeddings"
+    original = _int(config, field, _int(given, field, 0))
+    return (_llama3_config if kind == "llama3" else _yarn_config)(given, theta, factor, original)
+
+
+def _llama3_config(given: dict[str, Any], theta: float, factor: float, original: int) -> RopeConfig:
+    low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
+    if not 0 < low < high:
+        raise ValueError(f"low_freq_factor={low} has to lie between 0 and high_freq_factor={high}")
+    return RopeConfig("llama3", theta, factor, low, high, original)
+
+
+def _yarn_config(given: dict[str, Any], theta: float, factor: float, original: int) -> RopeConfig:
+    optional = ("attention_factor", "mscale", "mscale_all_dim")
+    return RopeConfig(
+        "yarn",
+        theta,
+        factor,
+        original_max_position=original,
+        beta_fast=_number(given, "beta_fast", 0) or 32.0,
+        beta_slow=_number(given, "beta_slow", 0) or 1.0,
+        truncate=bool(given.get("truncate", True)),
+        **{field: _number(given, field) for field in optional if given.get(field) is not None},
+    )
+
+
+def _rope_factor(given: dict[str, Any], kind: str, config: dict[str, Any]) -> float:
+    if kind == "yarn" and given.get("factor") is None:  # DeepSeek's way: the ratio of the contexts
+        return _int(config, "max_position_embeddings") / _int(given, "original_max_position_embeddings")
+    factor = _number(given, "factor")
+    if factor <= 0:
+        raise _unsupported("rope factor", factor, "a positive number is")
+    return factor
+
+
+def _eos_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    ids = generation.get("eos_token_id")
+    ids = config.get("eos_token_id") if ids is None else ids
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(_is_int(token) for token in ids):
+        raise _unsupported("eos_token_id", ids, "an id or a list of ids is")
+    return tuple(ids)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object from a file; None if there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also what is not UTF-8
+        raise ValueError(f"{path} is not JSON: {error}; fetch it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} does not hold a JSON object but {type(content).__name__}")
+    return content
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _int(config: dict[str, Any], field: str, default: int | None = None) -> int:
+    """An integer field; absent or null is the default, and an error without one."""
+    value = default if config.get(field) is None else config[field]
+    if value is None or not _is_int(value):
+        raise ValueError(f"{field}={value!r} is missing or not an integer")
+    return value
+
+
+def _number(config: dict[str, Any], field: str, default: float | None = None) -> float:
+    """As `_int`, for any number, which is returned as it is written."""
+    value = default if config.get(field) is None else config[field]
+    if value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{field}={value!r} is missing or not a number")
+    return value
+
+
+def _unsupported(field: str, value: object, instead: str = "") -> ValueError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 200 else shown[:200] + "..."
+    return ValueError(f"{field}={shown} is not supported" + (f"; {instead}" if instead else ""))

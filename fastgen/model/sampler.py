@@ -1,0 +1,458 @@
+"""From logits to tokens: penalties, bias, masks, truncation, seeded draws and logprobs, all on the device.
+
+A token is drawn by the Gumbel-max trick: of the tokens that truncation keeps, the token with the largest
+logit / temperature + noise is drawn. The noise is a function of (seed, sample index, position, token id), see
+fastgen.kernels.noise. So a draw is a function of these and of the row's logits. Neither the batch nor a `SamplePlan`,
+which only leaves out steps that would change no row, changes a bit of it: a maximum is the same in any order, and a
+row is never summed in an order that other rows could change.
+
+A logit and its token id make one integer, the rank key, larger for a larger logit and, among equals, for the lower id.
+So "the k likeliest" is always exactly k tokens, and top_k=1 draws the greedy token.
+
+On a GPU the kernels of fastgen.kernels.sampling do this; the torch code below is their twin.
+
+Shapes: R rows (the samples drawn in a step), V vocabulary, S lanes. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgen.device.pinned import upload
+from fastgen.kernels import sampling, scoring
+from fastgen.kernels.launch import Kernel
+from fastgen.kernels.noise import gumbel
+from fastgen.kernels.scoring import ids_of_keys, rank_keys_of
+from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
+
+REACH = 30.5  # top-k and top-p cut tokens less likely than the likeliest by more than exp(REACH)
+MAX_VOCAB = 2**18  # a rank key has 18 bits for the token id
+NO_TOKEN = -1  # drawn where nothing may be: the mask or -inf forbids all, or a logit is NaN or +inf
+LARGE = 1e30  # parameters are held to +-LARGE and the temperature to 1 / LARGE, so that float32 arithmetic stays finite
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """What the rows of a batch need, known on the host; a False leaves out a step that would change no row.
+
+    greedy, draws: some row takes the likeliest token, some row draws one. top_k_or_p, min_p: some drawing row has
+    them. widest: how many of the likeliest tokens top-k and top-p must order, 0 for all. top_logprobs: raw
+    alternatives, the most that a row asks for. keep_mask: some row asks which tokens truncation kept.
+    """
+
+    greedy: bool = True
+    draws: bool = True
+    penalties: bool = True
+    bias: bool = True
+    min_tokens: bool = True
+    top_k_or_p: bool = True
+    widest: int = 0
+    min_p: bool = True
+    top_logprobs: int = 0
+    keep_mask: bool = False
+
+    @staticmethod
+    def of(rows: Iterable[SamplingParams] | np.ndarray) -> SamplePlan:
+        """The least plan for rows with these parameters, or with these plan_flags (int64 [R])."""
+        flags = rows if isinstance(rows, np.ndarray) else np.array([plan_flags(p) for p in rows], dtype=np.int64)
+        if not len(flags):
+            return _plan(0, 0, 0)
+        together = int(np.bitwise_or.reduce(flags))
+        top_logprobs = int((flags >> 9 & 31).max())
+        widest = 0 if together & _TOP_P_ALONE else int((flags >> 14).max())
+        return _plan(together & (1 << 9) - 1, top_logprobs, widest)
+
+    @property
+    def edits(self) -> bool:
+        """Whether logits are edited before the draw, masks aside."""
+        return self.penalties or self.bias or self.min_tokens
+
+
+_NEEDS = ("greedy", "draws", "penalties", "bias", "min_tokens", "top_k_or_p", "min_p", "keep_mask")
+"""Of SamplePlan: a bit each."""
+
+_TOP_P_ALONE = 1 << len(_NEEDS)
+
+
+def plan_flags(params: SamplingParams) -> int:
+    """What SamplePlan.of has to know of a row, below 2**63: nine bits, then logprobs (5 bits), then top_k."""
+    drawing = params.temperature > 0
+    ordered = drawing and (params.top_k > 0 or params.top_p < 1)
+    needs = {
+        "greedy": not drawing,
+        "draws": drawing,
+        "penalties": params.penalized,
+        "bias": bool(params.logit_bias),
+        "min_tokens": params.min_tokens > 0,
+        "top_k_or_p": ordered,
+        "min_p": drawing and params.min_p > 0,
+        "keep_mask": params.return_sampling_mask,
+    }
+    flags = sum(bool(needs[name]) << place for place, name in enumerate(_NEEDS))
+    flags |= _TOP_P_ALONE * (ordered and not params.top_k)
+    return flags | (params.logprobs or 0) << 9 | (min(params.top_k, MAX_VOCAB) << 14 if ordered else 0)
+
+
+@lru_cache(maxsize=1024)
+def _plan(flags: int, top_logprobs: int, widest: int) -> SamplePlan:
+    needs = {name: bool(flags >> place & 1) for place, name in enumerate(_NEEDS)}
+    return SamplePlan(**needs, top_logprobs=top_logprobs, widest=widest)
+
+
+@dataclass(slots=True)
+class SampleOutput:
+    """What R rows drew; all on the device.
+
+    packed: [4, R] int32, so that one copy brings it to the host: the tokens, NO_TOKEN where nothing could be drawn;
+    then, as the bits of float32, the logprobs, of the distribution drawn from, 0 for a greedy row, NaN at NO_TOKEN;
+    then the untruncated logprobs, the same but for top-k, top-p and min-p; then the raw logprobs, log-softmax of the
+    untouched logits, which mean nothing at NO_TOKEN.
+    top_ids, top_logprobs: [R, k] int64 and float32, the raw alternatives, best first, equals by id; None for k = 0.
+    kept: [R, V] bool, the tokens that could be drawn (a greedy row's one); None unless a row asked for it.
+    """
+
+    packed: Tensor
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    kept: Tensor | None = None
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R] int64."""
+        return self.packed[0].long()
+
+    @property
+    def logprobs(self) -> Tensor:
+        """[R] float32."""
+        return self.packed[1].view(torch.float32)
+
+    @property
+    def untruncated_logprobs(self) -> Tensor:
+        """[R] float32."""
+        return self.packed[2].view(torch.float32)
+
+    @property
+    def raw_logprobs(self) -> Tensor:
+        """[R] float32."""
+        return self.packed[3].view(torch.float32)
+
+
+class _Rows(NamedTuple):
+    """The parameters of R rows as columns [R, 1]: float32, then float64 (top_p), then int64."""
+
+    temperature: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    top_p: Tensor
+    seed: Tensor
+    sample_index: Tensor
+    prompt_len: Tensor
+    min_tokens: Tensor
+    top_k: Tensor  # V where there is none
+    penalized: Tensor
+    biases: Tensor  # so many in the token table, and so many stop ids behind them
+    stops: Tensor
+
+
+class LaneState:
+    """What the sampler keeps of S lanes on the device.
+
+    `last_token` [S] int64 is what a lane drew last (0 for NO_TOKEN, so that it can always be embedded). `table` [S, 14]
+    int64 are the parameters: the integers of _Rows from seed on, then the bits of its floats, as float64. `token_ids`
+    and `addends` [S, MAX_BIASES] are (token, addend) pairs, a lane's biases and then its stop ids; `widest`: the most
+    that a lane has had. Penalty counts take 5 bytes a lane and token of the vocabulary; they are allocated at once on a
+    GPU, whose memory is shared out at the start, else when the first penalized lane starts. A lane's own are rebuilt
+    from its tokens at each start. draws: whether tokens are drawn here; a rank that is told what others drew keeps
+    only `last_token` up to date.
+    """
+
+    @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
+    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device, draws: bool = True) -> None:
+        if vocab_size > MAX_VOCAB:
+            raise ValueError(f"the vocabulary has {vocab_size} tokens; the sampler takes at most {MAX_VOCAB}")
+        self.vocab_size = vocab_size
+        self.last_token = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        self.table = torch.zeros(max_seqs, 14, dtype=torch.int64, device=device)
+        width = min(MAX_BIASES, 2 * vocab_size)
+        self.token_ids = torch.zeros(max_seqs, width, dtype=torch.int64, device=device)
+        self.addends = torch.zeros(max_seqs, width, dtype=torch.float32, device=device)
+        self.widest = 0
+        self.in_prompt: Tensor | None = None  # [S, V] bool
+        self.counts: Tensor | None = None  # [S, V] int32, occurrences in the answer
+        self._workspace: sampling.Workspace | None = None
+        if device.type == "cuda" and draws:
+            self.allocate_counts()
+            self.workspace(max_seqs)
+
+    @torch.inference_mode(False)
+    def allocate_counts(self) -> None:
+        shape = (len(self.last_token), self.vocab_size)
+        self.counts = torch.zeros(shape, dtype=torch.int32, device=self.last_token.device)
+        self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.last_token.device)
+
+    def workspace(self, rows: int) -> sampling.Workspace:
+        """What the kernels need beside the lanes, for at least so many rows; the same until more are wanted."""
+        if self._workspace is None or self._workspace.rows < rows:
+            self._workspace = sampling.Workspace.make(rows, self.vocab_size, self.last_token.device)
+        return self._workspace
+
+    @torch.inference_mode(False)
+    def start(self, starts: Sequence[LaneStart]) -> None:
+        """Rewrite the rows of these lanes, each named once."""
+        if not starts:
+            return
+        device = self.last_token.device
+        shared: dict[int, tuple[list[int], list[int]]] = {}  # of parameters, which many lanes have in common
+        rows = []
+        for s in starts:
+            if id(s.params) not in shared:
+                shared[id(s.params)] = self._integers(s.params), _float_bits(s.params)
+            integers, floats = shared[id(s.params)]
+            seed = (s.seed + 2**63) % 2**64 - 2**63  # the low 64 bits, as int64: seeds -1 and 2**64 - 1 are one
+            stops = len(s.stop_ids) if s.params.min_tokens else 0
+            rows.append([s.lane, seed, s.index, s.prompt_len, *integers, stops, *floats])
+        uploaded = upload(np.array(rows, dtype=np.int64), device)
+        self.table.index_copy_(0, uploaded[:, 0], uploaded[:, 1:])
+        if any(s.params.logit_bias or s.params.min_tokens for s in starts):
+            self._write_pairs(starts)
+        penalized = [s for s in starts if s.params.penalized]
+        if penalized:
+            self._count(penalized)
+
+    def _integers(self, params: SamplingParams) -> list[int]:
+        top_k = min(params.top_k or self.vocab_size, self.vocab_size)
+        return [params.min_tokens, top_k, int(params.penalized), len(params.logit_bias or ())]
+
+    def _write_pairs(self, starts: Sequence[LaneStart]) -> None:
+        """Put the biases and stop ids of these lanes into the token table; what was there stays behind them."""
+        alike: dict[tuple[int, frozenset[int]], list[LaneStart]] = {}  # so that n samples of a long list cost one
+        for s in starts:
+            alike.setdefault((id(s.params), s.stop_ids), []).append(s)
+        for together in alike.values():
+            pairs = [*_bias(together[0].params), *_stops(together[0])]
+            if pairs:
+                count = len(pairs)
+                tokens, addends = np.array(pairs, dtype=np.float64).T
+                lanes = [s.lane for s in together]
+                packed = np.concatenate((tokens.astype(np.int64), addends.copy().view(np.int64), lanes))
+                ids, bits, rows = torch.split(upload(packed, self.table.device), [count, count, len(lanes)])
+                self.token_ids[:, :count].index_copy_(0, rows, ids.expand(len(lanes), -1))
+                self.addends[:, :count].index_copy_(0, rows, bits.view(torch.float64).float().expand(len(lanes), -1))
+                self.widest = max(self.widest, count)
+
+    def _count(self, starts: Sequence[LaneStart]) -> None:
+        """Count the tokens of these lanes from nothing."""
+        device = self.last_token.device
+        if self.counts is None or self.in_prompt is None:
+            self.allocate_counts()
+        assert self.counts is not None
+        assert self.in_prompt is not None
+        known = [np.array(s.token_ids, dtype=np.int64) + s.lane * self.vocab_size for s in starts]
+        prompts = np.concatenate([tokens[: s.prompt_len] for tokens, s in zip(known, starts, strict=True)])
+        answers = np.concatenate([tokens[s.prompt_len :] for tokens, s in zip(known, starts, strict=True)])
+        uploaded = upload(np.concatenate((np.array([s.lane for s in starts]), prompts, answers)), device)
+        lanes, cells = uploaded[: len(starts)], uploaded[len(starts) :]
+        prompt, answer = cells[: len(prompts)], cells[len(prompts) :]
+        self.counts.index_fill_(0, lanes, 0)
+        self.in_prompt.index_fill_(0, lanes, False)
+        self.in_prompt.view(-1).index_fill_(0, prompt, True)
+        self.counts.view(-1).index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
+
+    def rows(self, lanes: Tensor) -> _Rows:
+        """The parameters of lanes [R]."""
+        entries = self.table[lanes]
+        integers, floats = entries[:, :8], entries[:, 8:].view(torch.float64)
+        float32s = floats[:, :5].float()
+        return _Rows._make([*float32s[..., None].unbind(1), floats[:, 5:], *integers[..., None].unbind(1)])
+
+    def drew(self, lanes: Tensor, tokens: Tensor, penalized: Tensor | None) -> None:
+        """Note tokens [R] as what lanes [R] drew last; count those of penalized rows [R] (1 or 0)."""
+        tokens = tokens.clamp(min=0)
+        self.last_token[lanes] = tokens
+        if penalized is not None and self.counts is not None:
+            self.counts.view(-1).index_add_(0, lanes * self.vocab_size + tokens, penalized.int())
+
+
+def sample(
+    state: LaneState, lanes: Tensor, positions: Tensor, logits: Tensor, plan: SamplePlan, mask: Tensor | None = None
+) -> SampleOutput:
+    """Draw the next token of each row, and note it in `state`.
+
+    lanes: [R] int64, none twice but for one that is not penalized and whose draws nobody reads. positions: [R] int64,
+    where in prompt and answer (from 0) the drawn token will stand. logits: [R, V], left as they are. mask:
+    [R, ceil(V / 32)] int32, bit i of word w is token 32 w + i, a set bit allows it. The order is that of
+    SamplingParams: penalties, bias, min_tokens, mask, temperature, top-k, top-p, min-p.
+    """
+    output: SampleOutput = draw(logits.contiguous(), state, lanes, positions, plan, mask)
+    return output
+
+
+def _launch_draw(
+    logits: Tensor, state: LaneState, lanes: Tensor, positions: Tensor, plan: SamplePlan, mask: Tensor | None
+) -> SampleOutput:
+    truncated = plan.top_k_or_p or plan.min_p
+    out, kept = sampling.draw(
+        logits, state, lanes, positions, state.workspace(len(lanes)), edited=plan.edits, truncated=truncated,
+        cut=plan.top_k_or_p, mask=mask, keep=plan.keep_mask,
+    )  # fmt: skip
+    output = SampleOutput(out[:4])
+    if kept is not None:
+        output.kept = _kept(kept, state.rows(lanes), output.tokens)
+    if plan.top_logprobs:
+        totals = out[4:].view(torch.float32)
+        output.top_ids, output.top_logprobs = scoring.alternatives.launch(logits, plan.top_logprobs, totals)
+    return output
+
+
+def _draw_twin(
+    logits: Tensor, state: LaneState, lanes: Tensor, positions: Tensor, plan: SamplePlan, mask: Tensor | None
+) -> SampleOutput:
+    logits = logits.float()
+    rows = state.rows(lanes)
+    edited = _edit(state, rows, lanes, positions, logits, plan, mask)
+    best = edited.amax(1, keepdim=True)
+    possible = best.isfinite()
+    if plan.draws:
+        tokens, logprobs, kept = _draw(edited, best, rows, positions[:, None], plan)
+    else:
+        tokens, logprobs, kept = edited.argmax(1, keepdim=True), torch.zeros_like(best).repeat(1, 2), None
+    logprobs = logprobs.masked_fill(~possible, float("nan"))
+    raw_logprobs = logits.log_softmax(1).gather(1, tokens)
+    tokens = tokens.masked_fill(~possible, NO_TOKEN)
+    state.drew(lanes, tokens.squeeze(1), rows.penalized.squeeze(1) if plan.penalties else None)
+    packed = torch.cat((tokens.int(), logprobs.view(torch.int32), raw_logprobs.view(torch.int32)), dim=1)
+    output = SampleOutput(packed.T.contiguous())
+    if plan.keep_mask:
+        output.kept = _kept(edited > float("-inf") if kept is None else kept, rows, output.tokens)
+    if plan.top_logprobs:
+        output.top_ids, output.top_logprobs = scoring.alternatives.twin(logits, plan.top_logprobs)
+    return output
+
+
+draw = Kernel(_launch_draw, _draw_twin)
+
+
+def score(
+    logits: Tensor, targets: Tensor, temperatures: Tensor | None = None, top: int = 0
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Logprobs [R] float32 of targets [R] int64 under logits [R, V] / temperatures [R] float32 (all above 0; None: 1),
+    and `top` raw alternatives (not divided) as ids and logprobs [R, top], or None for 0."""
+    logits = logits.contiguous()
+    logprobs, totals = scoring.score(logits, targets, temperatures)
+    if not top:
+        return logprobs, None, None
+    return logprobs, *scoring.alternatives(logits, top, None if temperatures is not None else totals)
+
+
+def _edit(
+    state: LaneState,
+    rows: _Rows,
+    lanes: Tensor,
+    positions: Tensor,
+    logits: Tensor,
+    plan: SamplePlan,
+    mask: Tensor | None,
+) -> Tensor:
+    """Logits [R, V] after penalties, bias, min_tokens and mask; the argument itself where there are none."""
+    if plan.penalties and state.counts is not None and state.in_prompt is not None:
+        counts, in_prompt = state.counts[lanes], state.in_prompt[lanes]
+        answered = counts > 0
+        repeated = torch.where(logits > 0, logits / rows.repetition, logits * rows.repetition)
+        logits = torch.where(answered | in_prompt, repeated, logits)
+        logits = logits - counts * rows.frequency - answered * rows.presence
+    if plan.bias or plan.min_tokens:
+        early = positions[:, None] - rows.prompt_len < rows.min_tokens
+        used = rows.biases + torch.where(early, rows.stops, 0)
+        unused = torch.arange(state.widest, device=logits.device) >= used
+        token_ids, addends = state.token_ids[lanes, : state.widest], state.addends[lanes, : state.widest]
+        logits = logits.scatter_add(1, token_ids, addends.masked_fill(unused, 0.0))
+    if mask is not None:
+        bits = mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)
+        allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+        logits = logits.masked_fill(~allowed, float("-inf"))
+    return logits
+
+
+def _draw(
+    edited: Tensor, best: Tensor, rows: _Rows, positions: Tensor, plan: SamplePlan
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw from edited logits [R, V] with maxima best [R, 1]: tokens [R, 1], logprobs and untruncated logprobs [R, 2],
+    and the tokens that truncation kept [R, V] (None: all). A greedy row gets its likeliest token."""
+    greedy = rows.temperature == 0
+    scores = (edited - best).div_(rows.temperature.masked_fill(greedy, 1.0))
+    untruncated = logprobs = scores.log_softmax(1)
+    kept = _truncate(edited, best, rows, plan)
+    if kept is not None:
+        scores.masked_fill_(~kept, float("-inf"))
+        logprobs = scores.log_softmax(1)
+    noise = gumbel(rows.seed, rows.sample_index, positions, edited.shape[1])
+    scores += noise.masked_fill_(greedy, 0.0) if plan.greedy else noise
+    tokens = scores.argmax(1, keepdim=True)
+    found = torch.cat((logprobs.gather(1, tokens), untruncated.gather(1, tokens)), dim=1)
+    return tokens, found.masked_fill(greedy, 0.0), kept
+
+
+def _truncate(edited: Tensor, best: Tensor, rows: _Rows, plan: SamplePlan) -> Tensor | None:
+    """Return the tokens that truncation keeps of edited logits [R, V] with maxima best [R, 1]: bool [R, V], or None for
+    all. It always keeps the likeliest token."""
+    kept = None
+    temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
+    if plan.top_k_or_p:
+        kept = _likeliest(edited, best, rows, temperature, plan.widest)
+    if plan.min_p:
+        likely = edited >= best + rows.min_p.log() * temperature
+        kept = likely if kept is None else kept.logical_and_(likely)
+    return None if kept is None else kept.logical_and_(edited > float("-inf"))
+
+
+def _likeliest(edited: Tensor, best: Tensor, rows: _Rows, temperature: Tensor, widest: int) -> Tensor:
+    """Return the tokens that top-k and then top-p keep of logits [R, V] with maxima best [R, 1]: bool [R, V]."""
+    vocab = edited.shape[1]
+    width = min(widest or vocab, vocab)
+    keys = rank_keys_of(edited)
+    ranked = keys.topk(width).values if width < vocab else keys.sort(dim=1, descending=True).values
+    likeliest = edited.gather(1, ids_of_keys(ranked, vocab))
+    count = rows.top_k.clamp(max=width)
+    within = torch.arange(width, device=keys.device) < count
+    held = ((likeliest - best) / temperature).exp().double().mul_(within).cumsum_(1)
+    short = (held < held[:, -1:] * rows.top_p).sum(1, keepdim=True)  # so many hold less than top_p together
+    count = torch.where(rows.top_p < 1, torch.minimum(short + 1, count), count)
+    everything = (rows.top_k >= vocab) & (rows.top_p >= 1)  # its count is wrong where width < vocab
+    cut = (keys >= ranked.gather(1, count - 1)).logical_and_(edited >= best - REACH * temperature)
+    return cut.logical_or_(everything)
+
+
+def _kept(kept: Tensor, rows: _Rows, tokens: Tensor) -> Tensor:
+    """Return the tokens that each row could draw, [R, V] bool, given those that truncation kept and tokens [R]."""
+    chosen = torch.arange(kept.shape[1], device=kept.device) == tokens[:, None]
+    return torch.where(rows.temperature == 0, chosen, kept)
+
+
+def _float_bits(params: SamplingParams) -> list[int]:
+    """A lane's floats in the order of _Rows, as the bits of float64."""
+    temperature = max(params.temperature, 1 / LARGE) if params.temperature else 0.0
+    repetition = max(params.repetition_penalty, 1 / LARGE)
+    bounded = map(_bounded, (temperature, params.min_p, repetition, params.presence_penalty, params.frequency_penalty))
+    bits: list[int] = np.array([*bounded, params.top_p], dtype=np.float64).view(np.int64).tolist()
+    return bits
+
+
+def _bias(params: SamplingParams) -> list[tuple[int, float]]:
+    return [(token, _bounded(bias)) for token, bias in (params.logit_bias or {}).items()]
+
+
+def _stops(start: LaneStart) -> list[tuple[int, float]]:
+    return [(token, float("-inf")) for token in sorted(start.stop_ids)] if start.params.min_tokens else []
+
+
+def _bounded(value: float) -> float:
+    return min(max(value, -LARGE), LARGE)

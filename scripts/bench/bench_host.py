@@ -1,0 +1,132 @@
+"""Measures what the host does in a step of steady decode, and writes JSON to scripts/results/host.json.
+
+    python scripts/bench/bench_host.py            # 1, 64, 256 and 1024 lanes, short and long contexts
+    python scripts/bench/bench_host.py --smoke    # the same in seconds, to see that it runs; writes nothing
+
+The bundled model's settings, and in place of the runner a stub that answers at once with made-up tokens: what is left
+is the loop of Generator, that is to schedule, to hand over, and to take the tokens in. Microseconds a step, the median
+over windows of whole pages, so that each lane takes its pages in each window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from bench import RESULTS, processor
+
+from fastgen import Generator, SamplingParams
+from fastgen.engine.config import EngineConfig
+from fastgen.engine.outputs import Sink
+from fastgen.model.config import ModelConfig
+from fastgen.request import Batch, Request, StepResult
+
+LANES = (1, 64, 256, 1024)
+PAGE_SIZE = 64
+SHORT, LONG = 100, 30_000  # tokens of prompt
+
+
+@dataclass
+class Launched:
+    batch: Batch
+
+
+class StubRunner:
+    """Draws the token 7 for everybody, at no cost."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._columns: dict[int, tuple[list[int], list[float]]] = {}
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+    def launch(self, batch: Batch) -> Launched:
+        return Launched(batch)
+
+    def sample(self, launched: Launched, masks: Any = None) -> None:
+        pass
+
+    def collect(self, launched: Launched) -> StepResult:
+        rows = len(launched.batch.sampling)
+        if rows not in self._columns:
+            self._columns[rows] = [7] * rows, [-0.5] * rows
+        tokens, logprobs = self._columns[rows]
+        return StepResult(tokens, logprobs, logprobs, logprobs)
+
+
+def stub_generator(lanes: int, context: int, model: Path | None = None) -> Generator:
+    """A Generator of the bundled model's settings (or another's) over a StubRunner, with pages for all its lanes."""
+
+    def build(model_config: ModelConfig, options: dict[str, Any], *where: object) -> StubRunner:
+        pages = lanes * -(-context // PAGE_SIZE) + 1
+        return StubRunner(replace(EngineConfig.make(model_config, **options), max_model_len=context, num_pages=pages))
+
+    with patch("fastgen.ranks.start.build_rank", build):
+        return Generator(model, device="cpu", max_seqs=lanes, max_step_tokens=1 << 20, page_size=PAGE_SIZE)
+
+
+def decoding(lanes: int, prompt: int, answer: int, read: bool = False, model: Path | None = None) -> Generator:
+    """A Generator whose lanes all decode. read: somebody reads the events, and so the text, of each step."""
+    gen = stub_generator(lanes, prompt + answer + 1, model)
+    params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0)
+    ids, sink = [5] * prompt, None if read else Sink()
+    for _ in range(lanes):
+        gen._begin(Request(ids, params), sink)
+    for _ in range(2 + lanes * prompt // gen.config.max_step_tokens + 1):  # the prompts, and a step to read the last
+        gen._advance()
+    assert len(gen._scheduler.running) == lanes
+    assert all(sequence.output_len for sequence in gen._scheduler.running)
+    gc.collect()  # what the set-up left, not in the middle of a measurement
+    return gen
+
+
+def seconds(gen: Generator, steps: int, windows: int) -> float:
+    """Seconds a step, the median over windows of so many steps each."""
+    read = any(active.sink is None for active in gen._active.values())
+    turn: Callable[[], object] = gen.step if read else gen._advance
+    found = []
+    for _ in range(windows):
+        start = time.perf_counter()
+        for _ in range(steps):
+            turn()
+        found.append((time.perf_counter() - start) / steps)
+    return statistics.median(found)
+
+
+def measure(lanes: int, prompt: int, steps: int, windows: int, read: bool = False, model: Path | None = None) -> float:
+    """Microseconds a step."""
+    with decoding(lanes, prompt, windows * steps + PAGE_SIZE, read, model) as gen:  # nobody ends before
+        return round(seconds(gen, steps, windows) * 1e6, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a few steps, nothing written")
+    smoke = parser.parse_args().smoke
+    logging.getLogger("fastgen").setLevel(logging.ERROR)  # the contexts are not the model's
+    steps, windows = (8, 2) if smoke else (2 * PAGE_SIZE, 7)
+    rows = [{"lanes": lanes, "context": SHORT, "us": measure(lanes, SHORT, steps, windows)} for lanes in LANES]
+    rows.append({"lanes": 256, "context": LONG, "us": measure(256, LONG, steps, windows)})
+    read = {"lanes": 256, "context": SHORT, "us": measure(256, SHORT, *(8, 2) if smoke else (PAGE_SIZE, 3), read=True)}
+    for row in rows:
+        print(f"{row['lanes']:5} lanes, context {row['context']:6}: {row['us']:8.1f} us a step")
+    print(f"{read['lanes']:5} lanes whose text is read at each step: {read['us']:8.1f} us a step")
+    if not smoke:
+        report = {"machine": processor(), "python": sys.version.split()[0], "steady_decode": rows, "text_read": read}
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "host.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""What `bench.py gpu` measures beside its workloads: loading, how busy the GPU is, rates over lengths, and what
+deterministic mode costs."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import re
+import statistics
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import bench_engine
+import torch
+from bench_engine import write_report
+from bench_limits import WORKLOADS, Costs, Workload, settings
+
+from fastgen import Generator
+from fastgen.model import loader
+from fastgen.model.config import parse_config
+from fastgen.model.loader import fill_random
+from fastgen.model.transformer import Transformer
+
+PERF_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+# Deterministic mode
+
+
+def bench_deterministic(arguments: argparse.Namespace) -> None:
+    """The workloads without and with deterministic mode, one engine after the other. cost_percent: how much longer the
+    latter takes."""
+    found: dict[str, dict[str, Any]] = {}
+    for deterministic in (False, True):
+        with bench_engine.ready_generator(arguments, deterministic=deterministic) as (generator, ready):
+            mode = "with" if deterministic else "without"
+            for name in arguments.only or ("headline", "short", "chat1"):
+                one = bench_engine.measure_workload(arguments, generator, name, None, 1) | {"ready_seconds": ready}
+                found.setdefault(name, {})[mode] = one
+        gc.collect()
+        if not arguments.smoke:  # the next engine takes what is free
+            torch.cuda.empty_cache()
+    for name, modes in found.items():
+        rate = {mode: one["tokens_per_second"] for mode, one in modes.items()}
+        modes["cost_percent"] = 100 * (rate["without"] / rate["with"] - 1)
+        print(f"{name}: deterministic mode costs {modes['cost_percent']:.1f} %", flush=True)
+    write_report(arguments, "deterministic", {"workloads": found})
+
+
+# Loading
+
+
+def bench_load(arguments: argparse.Namespace) -> None:
+    """GB/s of loading a random checkpoint that has just been written, so that it is in the page cache."""
+    smoke = arguments.smoke
+    device, dtype = torch.device("cpu" if smoke else "cuda"), torch.bfloat16
+    config = parse_config(settings(arguments.model, smoke))
+    targets = Transformer(config, dtype, device, context=128).targets()
+    views = {name: part.view for name, part in targets.items()}
+    with tempfile.TemporaryDirectory(prefix="fastgen-bench-") as name:
+        folder = Path(name)
+        fill_random(targets)
+        expected = checksums(views)
+        written = write_checkpoint(views, folder, shard_bytes=10**5 if smoke else 5 * 10**9)
+        print(f"wrote {written / 1e9:.1f} GB", flush=True)
+
+        def load_seconds() -> float:
+            for view in views.values():
+                view.zero_()
+            bench_engine.wait(device.type)
+            start = time.perf_counter()
+            loader.load(targets, folder)
+            seconds = time.perf_counter() - start
+            if checksums(views) != expected:
+                raise RuntimeError("what was loaded is not what was written")
+            return seconds
+
+        runs = [load_seconds() for _ in range(3)]
+        rates = [written / seconds / 1e9 for seconds in runs]
+        report = {
+            "gb": written / 1e9,
+            "gb_per_second": statistics.median(rates),
+            "spread": [min(rates), max(rates)],
+            "first_gb_per_second": rates[0],
+            "others": try_settings(load_seconds, written),
+        }
+    write_report(arguments, "load", report)
+
+
+def checksums(tensors: dict[str, torch.Tensor]) -> list[int]:
+    return torch.stack([tensor.view(torch.int16).sum() for tensor in tensors.values()]).tolist()
+
+
+def write_checkpoint(tensors: dict[str, torch.Tensor], folder: Path, shard_bytes: int) -> int:
+    """Write tensors as shards with an index; returns the bytes of the tensors."""
+    from safetensors.torch import save_file
+
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    held = 0
+    for name, tensor in tensors.items():
+        if held + tensor.nbytes > shard_bytes and shards[-1]:
+            shards.append({})
+            held = 0
+        shards[-1][name] = tensor
+        held += tensor.nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file({name: tensor.cpu().contiguous() for name, tensor in shard.items()}, folder / file)
+        weight_map |= dict.fromkeys(shard, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def try_settings(load_seconds: Callable[[], float], size: int) -> dict[str, float]:
+    """GB/s with other numbers of threads and other buffers."""
+    found = {}
+    settled = loader.THREADS, loader.BUFFER_BYTES
+    for threads, megabytes in ((2, 16), (4, 16), (16, 16), (8, 4), (8, 32)):
+        loader.THREADS, loader.BUFFER_BYTES = threads, megabytes << 20
+        found[f"{threads} threads, buffers of {megabytes} MB"] = size / load_seconds() / 1e9
+    loader.THREADS, loader.BUFFER_BYTES = settled
+    return found
+
+
+# How busy the GPU is
+
+
+class RecordedEnough(Exception):  # noqa: N818
+    """The steps that were wanted have been recorded."""
+
+
+class Recorder:
+    """Records `steps` steps of a Generator, from when it decodes steadily: the same lanes all draw a token each step.
+
+    It stands in for the step of the loop, `Generator._advance`, and leaves through an exception when it has enough.
+    """
+
+    def __init__(self, generator: Generator, steps: int, on_gpu: bool) -> None:
+        activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+        self.profiler = torch.profiler.profile(activities=[activity])
+        self.lanes = 0
+        self._steps = steps
+        self._generator = generator
+        self._advance: Callable[[], None] = generator._advance
+        self.ends: list[float] = []  # of the steps recorded
+        self._recording = False
+        self._seen: deque[tuple[int, int]] = deque(maxlen=9)  # (lanes, tokens) after each of the last steps
+
+    def __call__(self) -> None:
+        self._advance()
+        if not self._recording:
+            stats = self._generator.stats
+            self._seen.append((stats.running, stats.generated_tokens))
+            if self._steady():
+                self.lanes = stats.running
+                self.profiler.start()
+                self._recording = True
+            return
+        self.ends.append(time.perf_counter())
+        if len(self.ends) == self._steps:
+            self.profiler.stop()
+            raise RecordedEnough
+
+    def _steady(self) -> bool:
+        lanes = {running for running, _ in self._seen}
+        drawn = {after - before for (_, before), (_, after) in itertools.pairwise(self._seen)}
+        return len(self._seen) == self._seen.maxlen and len(lanes) == 1 and drawn == lanes
+
+
+def bench_busy(arguments: argparse.Namespace) -> None:
+    """The share of its time that the GPU computes or copies, and what takes it, over steady decode steps."""
+    smoke = arguments.smoke
+    report: dict[str, Any] = {}
+    with bench_engine.dummy_folder(arguments.model, smoke) as folder:
+        generator = Generator(folder, **bench_engine.engine_options(arguments))
+    with generator:
+        bench_engine.warm_up(generator, smoke)
+        for name in arguments.only or ["decode"]:
+            workload = Workload(4, 24, 80) if smoke else WORKLOADS[name]
+            recorder = Recorder(generator, steps=8 if smoke else 64, on_gpu=not smoke)
+            record(generator, workload, recorder)
+            report[name] = read_trace(recorder, "cpu_op" if smoke else "kernel")
+    write_report(arguments, "busy", report)
+
+
+def record(generator: Generator, workload: Workload, recorder: Recorder) -> None:
+    """Run a workload until its recorder has enough. Raises RuntimeError where it never has."""
+    generator._advance = recorder  # type: ignore[method-assign]
+    try:
+        bench_engine.run(generator, workload, seed=1)
+    except RecordedEnough:
+        return
+    finally:
+        del generator._advance
+    raise RuntimeError(f"{workload} never decoded steadily for long enough")
+
+
+def read_trace(recorder: Recorder, kernels: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorder.profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kinds = {kernels, "gpu_memcpy", "gpu_memset"}
+    work = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") in kinds)
+    first, last = work[0][0], max(end for _, end, _ in work)
+    first += (last - first) / 10  # starting the profiler leaves a gap
+    work = [each for each in work if each[0] >= first]
+    spent: dict[str, list[float]] = defaultdict(list)
+    for start, end, name in work:
+        spent[re.sub(r"<.*", "", name)[:80]].append(end - start)
+    top = sorted(spent.items(), key=lambda item: -sum(item[1]))[:25]
+    window = last - work[0][0]
+    step = statistics.median(after - before for before, after in itertools.pairwise(recorder.ends)) * 1e6
+    steps = window / step
+    return {
+        "busy": covered((start, end) for start, end, _ in work) / window,
+        "lanes": recorder.lanes,
+        "steps": len(recorder.ends),
+        "us_per_step": step,
+        "kernels_per_step": len(work) / steps,
+        "top": [
+            {"name": name, "share": sum(times) / window, "per_step": len(times) / steps, "us": statistics.median(times)}
+            for name, times in top
+        ],
+    }
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals, which come in the order of their starts."""
+    total, until = 0.0, float("-inf")
+    for start, end in intervals:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+# Rates over the tokens generated
+
+
+def bench_perf(arguments: argparse.Namespace) -> None:
+    """tok/s over 16 to 2048 generated tokens for 512 prompts of 1024; scripts/bench/plot.py draws it.
+
+    A length that the file holds already, or that is a workload measured before, is not measured again.
+    """
+    smoke = arguments.smoke
+    lengths = PERF_LENGTHS[:3] if smoke else arguments.lengths or PERF_LENGTHS
+    points = known_points(arguments)
+    with bench_engine.dummy_folder(arguments.model, smoke) as folder:
+        generator = Generator(folder, **bench_engine.engine_options(arguments))
+    costs = Costs.of(generator.model_config)
+    with generator:
+        bench_engine.warm_up(generator, smoke)
+        for generated in lengths:
+            if generated not in points:
+                workload = Workload(4, 24, generated) if smoke else Workload(512, 1024, generated)
+                found = bench_engine.measure(generator, workload, repeats=1)
+                points[generated] = bench_engine.compare(found, costs, None, workload, None, arguments.tensor_parallel)
+                print(bench_engine.line(str(generated), points[generated]), flush=True)
+    write_report(arguments, "perf", {"points": [points[generated] for generated in sorted(points)]})
+
+
+def known_points(arguments: argparse.Namespace) -> dict[int, dict[str, Any]]:
+    """Tokens generated -> what was measured of 512 prompts of 1024, by this or as a workload."""
+    if arguments.smoke:
+        return {}
+    gpu, found = torch.cuda.get_device_name(), {}
+    for part, key in (("", "workloads"), ("perf", "points")):
+        path = bench_engine.report_path(arguments, gpu, part)
+        report = json.loads(path.read_text())[key] if path.exists() else []
+        for point in report.values() if isinstance(report, dict) else report:
+            if (point["workload"]["sequences"], point["workload"]["prompt"]) == (512, 1024):
+                found[point["workload"]["generated"]] = point
+    return found

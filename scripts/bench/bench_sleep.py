@@ -1,0 +1,77 @@
+"""What `bench.py gpu --sleep` measures: new weights from a state dict on the GPU, and sleep and wake."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import bench_engine
+import torch
+from bench_engine import write_report
+
+from fastgen import Generator
+from fastgen.model.config import ModelConfig
+from fastgen.model.transformer import checkpoint_parts
+
+REPEATS = 5
+ROOM = 0.7  # of the free memory, so that a second set of weights fits beside
+
+SLEEPS: dict[str, dict[str, Any]] = {
+    "both": {},
+    "kv_cache": {"tags": "kv_cache"},
+    "weights": {"tags": "weights"},
+    "dropped": {"keep_weights": False},
+}
+
+
+def bench_sleep(arguments: argparse.Namespace) -> None:
+    """Medians of seconds, and GB that sleep gave back. first: of the first sleep, which pins memory of the host."""
+    smoke = arguments.smoke
+    room = arguments.memory_fraction or ROOM
+    with bench_engine.ready_generator(arguments, memory_fraction=room) as (generator, _):
+        weights = state_dict(generator.model_config, "cpu" if smoke else "cuda")
+        updates = [seconds(lambda: generator.update_weights(weights))[0] for _ in range(REPEATS)]
+        report: dict[str, Any] = {
+            "weights_gb": sum(tensor.nbytes for tensor in weights.values()) / 1e9,
+            "update_weights": spread(updates),
+            "sleep": {name: turns(generator, options, weights) for name, options in SLEEPS.items()},
+        }
+    write_report(arguments, "sleep", report)
+
+
+def state_dict(config: ModelConfig, device: str) -> dict[str, torch.Tensor]:
+    """Random weights, by name."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    parts = checkpoint_parts(config)
+    return {name: torch.empty(part.shape, dtype=dtype, device=device).normal_(0, 0.02) for name, part in parts.items()}
+
+
+def turns(generator: Generator, options: dict[str, Any], weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    slept, woke, freed = [], [], []
+    for _ in range(REPEATS):
+        taken, found = seconds(lambda: generator.sleep(**options))
+        slept.append(taken)
+        freed.append(found / 1e9)
+        woke.append(seconds(generator.wake)[0])
+        if not options.get("keep_weights", True):
+            generator.update_weights(weights)
+        bench_engine.warm_up(generator, smoke=True)  # takes again what torch has given back
+    return {"freed_gb": statistics.median(freed), "first": slept[0], "sleep": spread(slept[1:]), "wake": spread(woke)}
+
+
+def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    """That a call takes, with all that it launches, and what it returns."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    found = call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, found
+
+
+def spread(times: list[float]) -> dict[str, Any]:
+    return {"median": statistics.median(times), "spread": [min(times), max(times)]}

@@ -1,0 +1,138 @@
+"""What `bench.py gpu --start` and `--chat` measure: seconds from the start of a process to its first token, or word.
+
+First with an empty folder for Triton's cache ("cold"), then with what was left there ("warm"). `marks` are seconds
+since the process was started; `parts` are seconds that its parts took: loading the weights, compiling kernels, running
+the largest steps, capturing graphs. `kernels` says of each kernel how long it took, how much of that in Python, and
+whether it was compiled ahead, by one of several threads, or late, at its first launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import bench_engine
+import bench_parts
+
+MEASURED = """
+import json, sys, threading, time
+marks, parts, kernels, within = {"interpreter": time.time()}, {}, [], []
+
+
+def measure(owner, name, part):
+    function = getattr(owner, name)
+
+    def call(*args, **options):
+        start = time.time()
+        within.append(part)
+        try:
+            return function(*args, **options)
+        finally:
+            within.pop()
+            if not within:
+                parts[part] = parts.get(part, 0) + time.time() - start
+
+    setattr(owner, name, call)
+
+
+def note(*, src, metadata, metadata_group, times, cache_hit):
+    stages = sum(spent for _, spent in times.lowering_stages)
+    seconds = (times.ir_initialization + stages + times.store_results) / 1e6
+    known = {"kernel": src.fn.__name__, "seconds": seconds, "python_seconds": times.ir_initialization / 1e6}
+    late = threading.current_thread() is threading.main_thread()
+    kernels.append({**known, "late": late, "cached": cache_hit})
+
+
+from fastgen.engine import startup
+from fastgen import Generator, SamplingParams
+from fastgen.cli import chat
+from fastgen.kernels.launch import triton
+from fastgen.engine.runner import Runner
+
+marks["imported"] = time.time()
+for name, part in (("_build_model", "weights"), ("_compile", "compile"), ("_rehearse", "largest_steps")):
+    measure(startup, name, part)
+measure(Runner, "capture", "graphs")
+if triton is not None:
+    triton.knobs.compilation.listener = note
+"""
+
+FIRST_TOKEN = """
+generator = Generator(sys.argv[1], **json.loads(sys.argv[2]))
+marks["generator"] = time.time()
+outputs = generator.generate([list(range(3, 131))], SamplingParams(max_tokens=1, ignore_eos=True))
+assert len(outputs[0].completions[0].token_ids) == 1, outputs
+marks["first_token"] = time.time()
+"""
+
+FIRST_WORD = """
+def check(self, messages, check=chat.Local.check):
+    marks["generator"] = time.time()
+    check(self, messages)
+
+
+def say(self, text, say=chat.Console.say):
+    if text.strip():
+        marks.setdefault("first_word", time.time())
+    say(self, text)
+
+
+chat.Local.check, chat.Console.say = check, say
+status = chat.main(json.loads(sys.argv[1]))
+assert status == 0, status
+"""
+
+REPORT = """
+print()
+print(json.dumps({"marks": marks, "parts": parts, "kernels": kernels}))
+"""
+
+
+def bench_start(arguments: argparse.Namespace) -> None:
+    """Seconds from starting a process to its first token, random weights."""
+    with bench_engine.dummy_folder(arguments.model, arguments.smoke) as folder:
+        options = json.dumps(bench_engine.engine_options(arguments))
+        report = cold_and_warm(FIRST_TOKEN, [str(folder), options], "first_token", arguments.smoke)
+    bench_parts.write_report(arguments, "start", report)
+
+
+def bench_chat(arguments: argparse.Namespace) -> None:
+    """Seconds from starting fgchat, with the bundled model, to the first word of its answer."""
+    options = ["--device", "cpu", "--max-tokens", "8"] if arguments.smoke else []
+    report = cold_and_warm(FIRST_WORD, [json.dumps(options)], "first_word", arguments.smoke)
+    bench_parts.write_report(argparse.Namespace(**{**vars(arguments), "model": "bundled"}), "chat", report)
+
+
+def cold_and_warm(program: str, arguments: list[str], last: str, smoke: bool) -> dict[str, Any]:
+    """last: the mark that counts."""
+    with tempfile.TemporaryDirectory(prefix="fastgen-bench-") as cache:
+        cold = measured(program, arguments, cache)
+        print(f"cold {cold['marks']} {cold['parts']}", flush=True)
+        warm = [measured(program, arguments, cache) for _ in range(1 if smoke else 3)]
+    totals = [each["marks"][last] for each in warm]
+    seconds = {"cold_seconds": cold["marks"][last], "warm_seconds": statistics.median(totals)}
+    for each in warm:
+        each["kernels"] = [kernel for kernel in each["kernels"] if kernel["late"] or not kernel["cached"]]
+    spread = [min(totals), max(totals)]
+    return {"cores": len(os.sched_getaffinity(0)), **seconds, "spread": spread, "cold": cold, "warm": warm}
+
+
+def measured(program: str, arguments: list[str], cache: str) -> dict[str, Any]:
+    """What a process reports that is asked one question on its stdin."""
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", MEASURED + program + REPORT, *arguments]
+    start = time.time()
+    question = "Who are you?\n"
+    ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment, input=question)
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    found["marks"] = {name: mark - start for name, mark in found["marks"].items()}
+    return found

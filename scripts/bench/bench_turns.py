@@ -1,0 +1,306 @@
+"""What `bench.py gpu --turns` measures: conversations whose KV is more than the pool holds, in rounds of one turn each.
+
+Three engines, one after the other: with a host tier that holds all conversations, with the prefix cache alone, and with
+neither, which computes each conversation anew at each turn. The time to the first token counts from add() on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import bench_engine
+import numpy as np
+from bench_engine import write_report
+from bench_limits import settings
+
+from fastgen import Generator, SamplingParams
+from fastgen.engine.config import token_bytes
+from fastgen.model.config import ModelConfig, parse_config
+from fastgen.request import Event
+
+Prompts = list[list[int]]
+
+
+class Engine(Protocol):
+    """What of a Generator is used while time is taken."""
+
+    def add(self, prompt: list[int], params: SamplingParams) -> str | int: ...
+
+    def step(self) -> list[Event]: ...
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Conversations of so many turns: `new` tokens are said, and `generated` answered.
+
+    active: conversations in the engine at a time. repeats: of what is measured of one conversation alone.
+    """
+
+    conversations: int = 256
+    turns: int = 6
+    new: int = 122
+    generated: int = 128
+    active: int = 32
+    repeats: int = 9
+    page_size: int = 64
+
+    @property
+    def context(self) -> int:
+        """Tokens of a conversation at its end."""
+        return self.turns * (self.new + self.generated)
+
+    @property
+    def known(self) -> int:
+        """Tokens of a conversation before its last turn."""
+        return self.context - self.new - self.generated
+
+    @property
+    def pages(self) -> int:
+        """Of all conversations at their ends."""
+        return self.conversations * -(-self.context // self.page_size)
+
+    @property
+    def pool_pages(self) -> int:
+        return self.pages // 3
+
+    def cached(self, tokens: int) -> int:
+        """Tokens of a conversation of so many that a cache can hold: full pages, without the last token's KV."""
+        return (tokens - 1) // self.page_size * self.page_size
+
+    def host_gb(self, model: ModelConfig, dtype: str) -> float:
+        """A host tier for all conversations. Half a page more, or rounding might lose one."""
+        return (self.pages + 0.5) * self.page_size * token_bytes(model, dtype) / 1e9
+
+
+SMALL = Turns(conversations=8, turns=3, new=20, generated=12, active=2, repeats=2, page_size=16)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To one prompt. ttft: seconds from add() to the step() that returned its first token."""
+
+    ttft: float
+    cached_tokens: int
+    token_ids: list[int]
+
+
+def ask(
+    engine: Engine, prompts: Prompts, generated: int, active: int, clock: Callable[[], float] = time.perf_counter
+) -> list[Answer]:
+    """Answers of `generated` tokens each, in order, `active` at a time: the next is added as one finishes."""
+    params = SamplingParams(temperature=1, max_tokens=generated, ignore_eos=True)
+    waiting, running = deque(enumerate(prompts)), dict[str | int, tuple[int, float]]()
+    answers: dict[int, Answer] = {}
+    while waiting or running:
+        while waiting and len(running) < active:
+            number, prompt = waiting.popleft()
+            added = clock()
+            running[engine.add(prompt, params)] = number, added
+        events, now = engine.step(), clock()
+        for event in events:
+            number, added = running[event.id]
+            if event.token_ids and number not in answers:
+                answers[number] = Answer(now - added, event.cached_tokens, [])
+            if event.token_ids:
+                answers[number].token_ids.extend(event.token_ids)
+            if event.finish_reason is not None:
+                found = len(answers[number].token_ids) if number in answers else 0
+                if found != generated:
+                    raise RuntimeError(f"an answer of {found} tokens instead of {generated}: {event.error}")
+                del running[event.id]
+    return [answers[number] for number in range(len(prompts))]
+
+
+def random_prompts(count: int, tokens: int, vocab_size: int, draw: np.random.Generator) -> Prompts:
+    ids: Prompts = draw.integers(0, vocab_size, (count, tokens)).tolist()
+    return ids
+
+
+def play(
+    engine: Engine, turns: Turns, vocab_size: int, clock: Callable[[], float] = time.perf_counter
+) -> list[list[Answer]]:
+    """All conversations, turn t of each in round t; the answers of each round, in the order they were asked for."""
+    draw = np.random.default_rng(1)
+    conversations: Prompts = [[] for _ in range(turns.conversations)]
+    rounds = []
+    for _ in range(turns.turns):
+        for conversation, new in zip(
+            conversations, random_prompts(turns.conversations, turns.new, vocab_size, draw), strict=True
+        ):
+            conversation += new
+        order = [conversations[index] for index in draw.permutation(turns.conversations)]
+        rounds.append(ask(engine, order, turns.generated, turns.active, clock))
+        for conversation, answer in zip(order, rounds[-1], strict=True):
+            conversation += answer.token_ids
+    return rounds
+
+
+def spread(seconds: Iterable[float]) -> dict[str, float]:
+    """Median, mean and 90th percentile, in milliseconds."""
+    ms = 1e3 * np.array(list(seconds))
+    return {"median": float(np.median(ms)), "mean": float(ms.mean()), "p90": float(np.percentile(ms, 90))}
+
+
+def measure_rounds(generator: Generator, turns: Turns) -> dict[str, Any]:
+    """An engine's figures; cached_share: of the tokens that could be found in a cache that holds everything."""
+    before, start = generator.stats, time.perf_counter()
+    rounds = play(generator, turns, generator.model_config.vocab_size)
+    seconds, after = time.perf_counter() - start, generator.stats
+    later = [answer for answers in rounds[1:] for answer in answers]
+    step = turns.new + turns.generated
+    cacheable = turns.conversations * sum(turns.cached(turn * step) for turn in range(1, turns.turns))
+    return {
+        "ttft_ms": {f"turn {turn}": spread(a.ttft for a in answers) for turn, answers in enumerate(rounds, 1)},
+        "later_ttft_ms": spread(answer.ttft for answer in later),
+        "tokens_per_second": turns.conversations * turns.turns * turns.generated / seconds,
+        "seconds": seconds,
+        "cached_share": sum(answer.cached_tokens for answer in later) / cacheable,
+        "pages_saved": after.pages_saved - before.pages_saved,
+        "pages_loaded": after.pages_loaded - before.pages_loaded,
+        "preemptions": after.preemptions - before.preemptions,
+    }
+
+
+def confirm(name: str, found: dict[str, Any]) -> None:
+    """Raise RuntimeError where an engine did not do what it is measured for."""
+    saved, loaded, held = found["pages_saved"], found["pages_loaded"], found["cached_share"]
+    right = {
+        "host": saved > 0 and loaded > 0 and held > 0.9,
+        "cache": saved == loaded == 0,
+        "recompute": saved == loaded == held == 0,
+    }
+    if not right[name]:
+        raise RuntimeError(
+            f"{name}: {saved} pages were saved and {loaded} loaded, and {held:.2f} of what can be cached was found"
+        )
+
+
+# One conversation alone
+
+
+def alone_from_host(generator: Generator, turns: Turns) -> list[float]:
+    """Seconds to the first token of a conversation's last turn on an idle engine, its KV on the host; `repeats` times.
+
+    The conversations are made, and then so much else is computed that nothing of them is left in the pool.
+    """
+    vocab_size, draw = generator.model_config.vocab_size, np.random.default_rng(2)
+    conversations = random_prompts(turns.repeats, turns.known - turns.generated, vocab_size, draw)
+    answers = ask(generator, conversations, turns.generated, turns.active)
+    others = -(-3 * turns.pool_pages * turns.page_size // (2 * turns.context))
+    ask(generator, random_prompts(others, turns.context, vocab_size, draw), 1, turns.active)
+    found = []
+    for start, answer, new in zip(
+        conversations, answers, random_prompts(turns.repeats, turns.new, vocab_size, draw), strict=True
+    ):
+        before = generator.stats.pages_loaded
+        [last] = ask(generator, [start + answer.token_ids + new], turns.generated, 1)
+        loaded, cached = generator.stats.pages_loaded - before, turns.cached(turns.known)
+        if last.cached_tokens != cached or loaded * turns.page_size != cached:
+            raise RuntimeError(
+                f"of a conversation of {turns.known} tokens, {last.cached_tokens} were found and {loaded} pages loaded "
+                f"from the host, not {cached} in {cached // turns.page_size}"
+            )
+        found.append(last.ttft)
+    return found
+
+
+def alone_computed(generator: Generator, turns: Turns) -> list[float]:
+    """As `alone_from_host`, where nothing is cached."""
+    draw, length = np.random.default_rng(3), turns.known + turns.new
+    prompts = random_prompts(turns.repeats, length, generator.model_config.vocab_size, draw)
+    answers = ask(generator, prompts, turns.generated, 1)
+    if any(answer.cached_tokens for answer in answers):
+        raise RuntimeError("a prompt of random tokens was found in the cache")
+    return [answer.ttft for answer in answers]
+
+
+def alone(from_host: list[float], computed: list[float]) -> dict[str, Any]:
+    ratio = statistics.median(computed) / statistics.median(from_host)
+    return {"from_host_ms": spread(from_host), "computed_ms": spread(computed), "times_faster": ratio}
+
+
+# The three engines
+
+
+def bench_turns(arguments: argparse.Namespace) -> None:
+    """Times to the first token, and tokens/s, of each of the engines; and of one conversation alone."""
+    turns, host_gb = conversations(arguments)
+    engines: dict[str, dict[str, Any]] = {
+        "host": {"host_cache_gb": host_gb},
+        "cache": {},
+        "recompute": {"prefix_cache": False},
+    }
+    found: dict[str, dict[str, Any]] = {}
+    seconds: dict[str, list[float]] = {}
+    for name, differing in engines.items():
+        with engine(arguments, turns, **differing) as generator:
+            found[name] = measure_rounds(generator, turns) | {"engine": asdict(generator.config)}
+            print(line(name, found[name]), flush=True)
+            confirm(name, found[name])
+            if name == "host":
+                seconds[name] = alone_from_host(generator, turns)
+            elif name == "recompute":
+                seconds[name] = alone_computed(generator, turns)
+    report = {
+        "turns": about(turns),
+        "host_cache_gb": host_gb,
+        "engines": found,
+        "alone": alone(seconds["host"], seconds["recompute"]),
+    }
+    write_report(arguments, "turns", report)
+
+
+def bench_alone(arguments: argparse.Namespace) -> None:
+    """Of one conversation alone; in the file of `bench_turns` its other figures stay. Half the host tier suffices."""
+    turns, host_gb = conversations(arguments)
+    machine = bench_engine.machine("cpu" if arguments.smoke else "cuda", arguments.tensor_parallel)
+    path = bench_engine.report_path(arguments, machine["gpu"], "turns")
+    report = {"model": arguments.model, **machine, "turns": about(turns)}
+    if path.exists():
+        report = json.loads(path.read_text())
+        if report["turns"] != about(turns):
+            raise ValueError(f"{path} is of other conversations; run --turns without --alone, or give another --out")
+    with engine(arguments, turns, host_cache_gb=host_gb / 2) as generator:
+        from_host = alone_from_host(generator, turns)
+    with engine(arguments, turns, prefix_cache=False) as generator:
+        computed = alone_computed(generator, turns)
+    found = alone(from_host, computed) | {"host_cache_gb": host_gb / 2, "versions": machine["versions"]}
+    print(json.dumps(found, indent=2))
+    if arguments.out or not arguments.smoke:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report | {"alone": found}, indent=2) + "\n")
+
+
+def conversations(arguments: argparse.Namespace) -> tuple[Turns, float]:
+    """What the command line asks for, and the 10^9 bytes of a host tier that holds all of it."""
+    turns = SMALL if arguments.smoke else Turns(page_size=arguments.page_size or Turns.page_size)
+    model = parse_config(settings(arguments.model, arguments.smoke))
+    return turns, turns.host_gb(model, bench_engine.engine_options(arguments)["dtype"])
+
+
+def about(turns: Turns) -> dict[str, int]:
+    return asdict(turns) | {"context": turns.context}
+
+
+@contextmanager
+def engine(arguments: argparse.Namespace, turns: Turns, **options: Any) -> Iterator[Generator]:
+    options |= {"page_size": turns.page_size, "num_pages": turns.pool_pages}
+    with bench_engine.ready_generator(arguments, **options) as (generator, _):
+        yield generator
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    first = ", ".join(f"{kind} {ms:.1f}" for kind, ms in found["later_ttft_ms"].items())
+    return (
+        f"{name:9} {found['tokens_per_second']:8.1f} tok/s; first token of turns after the first: {first} ms; "
+        f"{found['cached_share']:.3f} of what can be cached found, {found['pages_saved']} pages saved, "
+        f"{found['pages_loaded']} loaded, {found['preemptions']} preemptions"
+    )

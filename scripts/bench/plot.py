@@ -1,0 +1,159 @@
+"""Plots what `bench.py gpu`, `bench.py gpu --perf`, bench_serve.py, rl_grpo.py or synth_data.py wrote.
+
+    python scripts/bench/plot.py scripts/results/mistral7-h200-perf.json scripts/results/mistral7-perf.png
+
+Needs matplotlib, which fastgen itself does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+Report = dict[str, Any]
+
+NAMES = {"mistral7": "Mistral 7B", "qwen14": "Qwen2.5 14B"}
+LINES = {"reward": ("samples, temperature 1", "0.6", ""), "held_out_accuracy": ("held out, greedy", "tab:blue", "o")}
+TIMES = {"ttft": "first token", "inter_token": "between two tokens", "end_to_end": "whole answer"}
+COLORS = {"p50": "tab:blue", "p90": "tab:orange", "p99": "tab:red"}
+
+
+def plot(report: Report, path: Path) -> None:
+    """Raises ModuleNotFoundError where there is no matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
+    next(draw for key, draw in DRAWN.items() if key in report)(report, figure)
+    figure.savefig(path, dpi=figure.dpi)  # which one that draws may have set
+
+
+def perf_series(report: Report) -> tuple[list[int], list[float], list[float]]:
+    """Tokens generated a sequence, tokens per second, and its limit; in the order of the first."""
+    points = sorted(report["points"], key=lambda point: point["workload"]["generated"])
+    lengths = [point["workload"]["generated"] for point in points]
+    speeds = [point["tokens_per_second"] for point in points]
+    return lengths, speeds, [point["limit"]["h200"] for point in points]
+
+
+def draw_perf(report: Report, figure: Any) -> None:
+    """Generated tokens per second over the tokens generated, and the limit."""
+    lengths, speeds, limits = perf_series(report)
+    workload = report["points"][0]["workload"]
+    axes = figure.subplots()
+    axes.plot(lengths, limits, "--", color="0.5", label="limit of memory and matrix products")
+    axes.plot(lengths, speeds, "o-", color="tab:blue", label="fastgen")
+    for length, speed in zip(lengths, speeds, strict=True):
+        axes.annotate(f"{speed:.0f}", (length, speed), textcoords="offset points", xytext=(5, -11))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.set_xlim(lengths[0] / 1.2, lengths[-1] * 1.5)  # room for the last label
+    axes.set_ylim(0, 1.1 * max(limits))
+    axes.set_xlabel("tokens generated a sequence")
+    axes.set_ylabel("generated tokens per second")
+    model = NAMES.get(report["model"], report["model"])
+    axes.set_title(f"{model}, {report['gpu']}: {workload['sequences']} prompts of {workload['prompt']} tokens")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left")
+
+
+def serve_series(report: Report) -> tuple[str, list[float], list[Report]]:
+    """What the points differ in (concurrency or rate), its values, and the points, in the order of these."""
+    by = "concurrency" if report["points"][0]["concurrency"] is not None else "rate"
+    points = sorted(report["points"], key=lambda point: point[by])
+    return by, [point[by] for point in points], points
+
+
+def draw_serve(report: Report, figure: Any) -> None:
+    """Throughput and waiting times over the requests in flight, or over their rate."""
+    by, places, points = serve_series(report)
+    figure.set(size_inches=(10, 7), dpi=130)
+    first, *others = figure.subplots(2, 2).flat
+    first.plot(places, [point["tokens_per_second"] for point in points], "o-", color="tab:blue")
+    first.set_title("generated tokens per second")
+    first.set_ylim(bottom=0)
+    for axes, (name, title) in zip(others, TIMES.items(), strict=True):
+        told = [(place, point[name]) for place, point in zip(places, points, strict=True) if point[name] is not None]
+        for quantile, color in COLORS.items():
+            axes.plot(
+                [place for place, _ in told],
+                [1000 * times[quantile] for _, times in told],
+                "o-",
+                color=color,
+                label=quantile,
+            )
+        axes.set_title(f"{title}, ms")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    for axes in (first, *others):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(places, [f"{place:g}" for place in places])
+        axes.set_xticks([], minor=True)
+        axes.set_xlabel("requests in flight" if by == "concurrency" else "requests per second")
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"{report['server']}, {report['machine']}: {report['prompt']} -> {report['tokens']} tokens")
+
+
+def draw_rl(report: Report, figure: Any) -> None:
+    """The rewards of the samples and the held-out accuracy over the steps."""
+    axes = figure.subplots()
+    for key, (label, color, marker) in LINES.items():
+        points = [(point["step"], 100 * point[key]) for point in report["curve"] if key in point]
+        axes.plot(*zip(*points, strict=True), label=label, color=color, marker=marker)
+    shares = ", ".join(f"{part} {100 * share:.1f} %" for part, share in report["shares"].items())
+    axes.set_title(f"GRPO of two-digit products, {report['machine']}\n{shares}", fontsize="medium")
+    axes.set(xlabel="step", ylabel="right, %", ylim=(0, 102))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+
+
+def draw_lengths(report: Report, figure: Any) -> None:
+    """A histogram of the lengths."""
+    figure.set(size_inches=(7, 3.6))
+    axes = figure.subplots()
+    lengths = {int(length): count for length, count in report["lengths_of_kept"].items()}
+    axes.bar(*zip(*lengths.items(), strict=True), width=0.9)
+    axes.set_title(f"{report['kept']} of {report['answers']} answers kept; right: {100 * report['right_share']:.1f} % "
+                   f"before, {100 * report['right_share_of_kept']:.1f} % after", fontsize="medium")  # fmt: skip
+    axes.set(xlabel="tokens of an answer", ylabel="answers kept")
+
+
+def draw_comparison(report: Report, figure: Any) -> None:
+    """Draw the share of the limit that fastgen and vLLM reach, for each workload with a figure of both."""
+    both = {name: found for name, found in report["workloads"].items() if found.get("vllm")}
+    axes = figure.subplots()
+    shares = {
+        "vLLM 0.26.0": ("0.7", [found["vllm"] / found["limit"]["h200"] for found in both.values()]),
+        "fastgen": ("tab:blue", [found["of_limit"]["h200"] for found in both.values()]),
+    }
+    for place, (engine, (color, heights)) in enumerate(shares.items()):
+        bars = axes.bar([number + 0.4 * place for number in range(len(both))], heights, 0.38, color=color, label=engine)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7)
+    axes.axhline(1, color="0.5", linestyle="--", label="limit of memory and matrix products")
+    axes.set_xticks([number + 0.2 for number in range(len(both))], list(both))
+    axes.set_ylim(0, 1.2)
+    axes.set_ylabel("generated tokens per second, of the limit")
+    axes.set_title(f"{NAMES.get(report['model'], report['model'])}, {report['gpu']}, bfloat16")
+    axes.legend(loc="upper right", ncols=3, fontsize=8)
+
+
+DRAWN = {  # by a key that the report has
+    "workloads": draw_comparison,
+    "gpu": draw_perf,
+    "server": draw_serve,
+    "curve": draw_rl,
+    "lengths_of_kept": draw_lengths,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, help="the JSON that one of them wrote")
+    parser.add_argument("picture", type=Path, help="the PNG to write")
+    arguments = parser.parse_args()
+    plot(json.loads(arguments.report.read_text()), arguments.picture)
+
+
+if __name__ == "__main__":
+    main()

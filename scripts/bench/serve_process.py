@@ -1,0 +1,125 @@
+"""A server for scripts to measure: `Server` starts fgserve and tells what its processes spend."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from bench_limits import MODELS, settings
+
+READY_SECONDS = 600.0
+BUNDLED = "bundled"
+
+
+class Server:
+    """fgserve at a free port of this machine, from the first line of a `with` block on ready.
+
+    model: a folder or hub id; None: the bundled model. flags: of fgserve.
+    """
+
+    def __init__(self, model: str | None, flags: Sequence[str] = ()) -> None:
+        models = [] if model is None else [model]
+        command = [sys.executable, "-m", "fastgen.cli.serve.main", *models, "--port", "0", *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        self.url = ""
+        self._said: deque[str] = deque(maxlen=50)
+        self._listening = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._said.append(line)
+            if found := re.search(r"listening at (\S+)", line):
+                self.url = found[1]
+                self._listening.set()
+        self._listening.set()
+
+    def __enter__(self) -> Server:
+        try:
+            self._listening.wait()
+            deadline = time.monotonic() + READY_SECONDS
+            while not self._ready():
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the server does not get ready; it said: {''.join(self._said)}")
+                time.sleep(0.1)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=10) as reply:
+                return bool(reply.status == 200)
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+            return False
+        except (OSError, ValueError):  # it has ended, or never listened
+            return False
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+    @property
+    def engine(self) -> int:
+        """The process of its engine."""
+        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(found[0])
+
+    def cpu_seconds(self) -> tuple[float, float]:
+        """CPU time that the HTTP process and the engine's have spent, all their threads together. Linux only."""
+        return cpu_seconds(self.process.pid), cpu_seconds(self.engine)
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU time of a process, to the nanosecond. Linux only."""
+    return time.clock_gettime((~process << 3) | 2)  # the clock that clock_getcpuclockid(3) tells
+
+
+@contextmanager
+def model_folder(name: str, smoke: bool = False) -> Iterator[tuple[str | None, list[str]]]:
+    """(model, flags of fgserve) of a name: `bundled`, one of bench.py's (mistral7, ...), which gets random weights, or
+    a folder or hub id. smoke: tiny shapes, on the CPU."""
+    if name not in MODELS:
+        yield (None if name == BUNDLED else name), []
+        return
+    from bench_engine import dummy_folder  # not above: it imports torch
+
+    config = settings(name, smoke)
+    with dummy_folder(name, smoke) as folder:
+        write_tokenizer(folder, config["vocab_size"])
+        yield str(folder), ["--load", "dummy", *(["--device", "cpu"] if smoke else [])]
+
+
+def write_tokenizer(folder: Path, size: int) -> None:
+    """Tokenizer files of a vocabulary of made-up words, so that random weights have text to be turned into."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = {"<unk>": 0} | {f"\u2581w{number}": number for number in range(1, size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))

@@ -1,0 +1,163 @@
+"""Synthetic data in four stages, with the bundled model: topics, questions, answers, and a filter by a scorer.
+
+    python scripts/data/synth_data.py FOLDER            # again with the same folder: it goes on where it was ended
+    python scripts/data/synth_data.py FOLDER --smoke    # a few topics, in seconds
+
+    topics.jsonl     two numbers, of which one is in words
+    questions.jsonl  the model reads the words; of its answer two questions are made for each topic
+    answers.jsonl    each question several times, at temperature 1
+    data.jsonl       each answer once, with its score: the mean logprob that its tokens have for the same model behind
+                     the question "step by step"; data that has a score above the bound is kept
+    report.json, report.png   how many were made, kept and right, and how long they are
+
+The bundled model mostly guesses a product when it is not asked to work it out, so there is something to filter: the
+scorer knows no product, but it has another prompt, behind which a guess is unlikely. That it works is told by the
+products, which the report alone looks at. The stages that generate are fggen's, and what it has done is not done again;
+and so it is with scores. The picture needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fastgen import Generator
+from fastgen.cli.gen.main import main as fggen
+from fastgen.cli.gen.outputs import Lines
+from fastgen.cli.gen.rows import read_rows
+
+sys.path.extend(str(Path(__file__).parent.parent / folder) for folder in ("bench", "tiny"))
+
+from plot import plot
+from tiny_words import number_in_words
+
+Record = dict[str, Any]
+
+BOUND = -0.05  # of the score; the mean logprob of a token
+SCORED = 256  # answers in one call
+QUESTIONS = ("What is {a} * {b}?", "{a} * {b} step by step")
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Write a file that is there as a whole or not at all."""
+    beside = path.with_suffix(".tmp")
+    with beside.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    beside.replace(path)
+
+
+def read(path: Path) -> Iterator[Record]:
+    return (row.columns for row in read_rows([path]))
+
+
+def once(path: Path, make: Callable[[], Iterable[Record]]) -> Path:
+    """The file, which is made unless it is there."""
+    if not path.exists():
+        write(path, make())
+    return path
+
+
+def generate(source: Path, output: Path, *options: str) -> Path:
+    """A stage of fggen. Ends the program where it ends with an error or a Ctrl-C."""
+    command = ["fastgen-tiny", str(source), "-o", str(output), "--chat", "--ordered", "--strict", "--seed", "0"]
+    if fggen([*command, *options]) != 0:
+        raise SystemExit(f"{output.name} is not complete; the same command goes on")
+    return output
+
+
+def topics(count: int) -> Iterator[Record]:
+    draw = random.Random(0)
+    for _ in range(count):
+        a, b = (10 * draw.randrange(1, 10) + draw.randrange(1, 10) for _ in range(2))
+        yield {"words": number_in_words(a), "b": b}
+
+
+def questions(read_numbers: Path) -> Iterator[Record]:
+    for record in read(read_numbers):
+        if found := re.search(r"\d+", record["completions"][0]):  # else the model has not understood
+            for form in QUESTIONS:
+                yield {"a": int(found[0]), "b": record["b"], "prompt": form.format(a=found[0], b=record["b"])}
+
+
+def score(gen: Generator, answers: Path, path: Path) -> None:
+    """Append the answers that have no score yet, with theirs."""
+    texts = (
+        {"question": record["prompt"], "a": record["a"], "b": record["b"], "answer": text, "token_ids": ids}
+        for record in read(answers)
+        for text, ids in zip(record["completions"], record["token_ids"], strict=True)
+    )
+    output = Lines(path, r'\{"row": (\d+),')
+    output.open()
+    done = output.recover()
+    left = ((row, sample) for row, sample in enumerate(texts) if row not in done)
+    while chunk := list(islice(left, SCORED)):
+        means = scores(gen, [sample for _, sample in chunk])
+        for (row, sample), mean in zip(chunk, means, strict=True):
+            output.write(row, {"row": row, **sample, "score": mean, "kept": mean > BOUND})
+    output.close()
+
+
+def scores(gen: Generator, samples: Sequence[Record]) -> list[float]:
+    """The mean logprob of each answer's tokens, behind the question that asks for the steps."""
+    assert gen.tokenizer is not None, "the bundled model has one"
+    asked = [[{"role": "user", "content": QUESTIONS[1].format(**sample)}] for sample in samples]
+    prompts = [gen.tokenizer.encode_chat(messages) for messages in asked]
+    sequences = [prompt + sample["token_ids"] for prompt, sample in zip(prompts, samples, strict=True)]
+    found = gen.score(sequences, start=[len(prompt) for prompt in prompts])
+    return [sum(logprobs) / len(logprobs) for logprobs in found]
+
+
+def report(seeds: Path, data: Path) -> dict[str, Any]:
+    """Counts, shares of right answers, and the lengths of those that are kept, in tokens."""
+    made = kept = right = kept_right = 0
+    lengths: dict[int, int] = {}
+    for sample in read(data):
+        is_right = re.findall(r"\d+", sample["answer"])[-1:] == [str(sample["a"] * sample["b"])]
+        made, right = made + 1, right + is_right
+        if sample["kept"]:
+            kept, kept_right = kept + 1, kept_right + is_right
+            lengths[len(sample["token_ids"])] = lengths.get(len(sample["token_ids"]), 0) + 1
+    return {
+        "topics": sum(1 for _ in read(seeds)),
+        "answers": made,
+        "kept": kept,
+        "right_share": right / max(made, 1),
+        "right_share_of_kept": kept_right / max(kept, 1),
+        "lengths_of_kept": dict(sorted(lengths.items())),
+    }
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--topics", type=int, default=200)
+    parser.add_argument("--samples", type=int, default=8, help="answers to a question (default 8)")
+    parser.add_argument("--smoke", action="store_true", help="4 topics, 2 samples")
+    arguments = parser.parse_args(argv)
+    count, samples = (4, 2) if arguments.smoke else (arguments.topics, arguments.samples)
+    folder: Path = arguments.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    seeds = once(folder / "topics.jsonl", lambda: topics(count))
+    numbers = generate(seeds, folder / "numbers.jsonl", "--template", "{words} in digits", "--temperature", "0")
+    asked = once(folder / "questions.jsonl", lambda: questions(numbers))
+    answers = generate(asked, folder / "answers.jsonl", "--n", str(samples), "--temperature", "1", "--logprobs")
+    with Generator() as gen:
+        score(gen, answers, folder / "data.jsonl")
+    found = report(seeds, folder / "data.jsonl")
+    (folder / "report.json").write_text(json.dumps(found, indent=1) + "\n")
+    if found["kept"] and importlib.util.find_spec("matplotlib"):
+        plot(found, folder / "report.png")
+    print(json.dumps({name: value for name, value in found.items() if name != "lengths_of_kept"}))
+    return found
+
+
+if __name__ == "__main__":
+    main()

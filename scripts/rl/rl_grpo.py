@@ -1,0 +1,250 @@
+"""GRPO in plain PyTorch: the bundled model learns two-digit products, with a Generator as the sampler.
+
+    python scripts/rl/rl_grpo.py                  # on two CPU cores in minutes
+    python scripts/rl/rl_grpo.py --device cuda    # on a GPU
+    python scripts/rl/rl_grpo.py --smoke          # two small steps in seconds, to see that it runs; writes nothing
+
+A step draws prompts, samples each several times, rewards the exact product, takes a few optimizer steps on the clipped
+objective, and gives the weights to the Generator. The behaviour logprobs are the Generator's own, so nothing is
+computed twice. The bundled model has seen neither the training problems nor the held-out ones: it answers them at
+once and mostly wrong, and now and then works one out in steps, which is nearly always right; that is what it can find.
+
+Writes the learning curve to scripts/results/rl-grpo-cpu.json (or of the GPU's name), and beside it as a picture where
+matplotlib is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from fastgen import Generator, RequestOutput, SamplingParams
+
+sys.path.extend(str(Path(__file__).parent.parent / folder) for folder in ("bench", "tiny"))
+
+from bench import RESULTS, processor
+from bench_engine import slug
+from plot import plot
+from tiny_skills import fact_key
+from tiny_task import is_held_out
+
+Problem = tuple[int, int]
+MAX_TOKENS = 64  # of an answer
+PARTS = ("generate", "train", "push")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """prompts a step, samples of each, and the sequences of one optimizer step; micro_batch of them are computed at a
+    time. clip_low, clip_high: how far an importance ratio may fall and rise. Held-out problems are asked every
+    evaluate_every steps."""
+
+    steps: int = 12
+    prompts: int = 32
+    samples: int = 8
+    batch: int = 64
+    micro_batch: int = 32
+    learning_rate: float = 1e-4
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    held_out: int = 400
+    evaluate_every: int = 2
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sample: the prompt's ids and its own, the logprobs that it was drawn with, and how much better than the
+    others of its group it was."""
+
+    ids: list[int]
+    prompt_len: int
+    logprobs: list[float]
+    advantage: float
+
+
+def problems(settings: Settings) -> tuple[list[Problem], list[Problem]]:
+    """Pairs of two-digit numbers to train on, and held-out ones; a pair and its mirror image are on the same side.
+
+    None was in the bundled model's own training data; neither factor is a multiple of ten, as those it knows.
+    """
+    numbers = [number for number in range(11, 100) if number % 10]
+    pairs = [(a, b) for a in numbers for b in numbers if a <= b and is_held_out(fact_key("*", a, b))]
+    rng = random.Random(settings.seed)
+    rng.shuffle(pairs)
+    pairs = [pair if rng.random() < 0.5 else pair[::-1] for pair in pairs]
+    return pairs[settings.held_out :], pairs[: settings.held_out]
+
+
+def chat(problem: Problem) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "what is {} * {}?".format(*problem)}]
+
+
+def reward(problem: Problem, text: str) -> float:
+    """1 where the last number of an answer is the product, else 0."""
+    return float(re.findall(r"\d+", text)[-1:] == [str(problem[0] * problem[1])])
+
+
+def rewards_of(asked: Sequence[Problem], outputs: Sequence[RequestOutput]) -> Tensor:
+    """Of every sample: float32 [prompts, samples]."""
+    pairs = zip(asked, outputs, strict=True)
+    return torch.tensor([[reward(problem, sample.text) for sample in out.completions] for problem, out in pairs])
+
+
+def rollouts(outputs: Sequence[RequestOutput], rewards: Tensor) -> list[Rollout]:
+    """The samples that teach something: those of groups that were neither all right nor all wrong."""
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+    return [
+        Rollout(out.prompt_token_ids + sample.token_ids, len(out.prompt_token_ids), sample.logprobs, advantage)
+        for out, group in zip(outputs, advantages.tolist(), strict=True)
+        for sample, advantage in zip(out.completions, group, strict=True)
+        if advantage
+    ]
+
+
+def clipped_loss(model: Any, batch: Sequence[Rollout], settings: Settings) -> tuple[Tensor, Tensor]:
+    """The clipped policy objective, summed over the answers' tokens, and the log importance ratio of each of them.
+
+    Rows are padded on the right, where causal attention needs no mask. Shapes: B rows, L positions, T answer tokens.
+    """
+    length = max(len(rollout.ids) for rollout in batch)
+    ids = torch.tensor([rollout.ids + [0] * (length - len(rollout.ids)) for rollout in batch], device=model.device)
+    said = [[rollout.prompt_len <= at < len(rollout.ids) for at in range(length)] for rollout in batch]
+    answer = torch.tensor(said, device=model.device)[:, 1:]  # [B, L - 1]: whether what is predicted there counts
+    logits = model(ids).logits[:, :-1]
+    logprobs = -F.cross_entropy(logits[answer], ids[:, 1:][answer], reduction="none")  # [T]
+    behaviour = torch.tensor([p for rollout in batch for p in rollout.logprobs], device=model.device)
+    advantages = torch.tensor([r.advantage for r in batch for _ in r.logprobs], device=model.device)
+    ratios = (logprobs - behaviour).exp()
+    clipped = ratios.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return -torch.minimum(ratios * advantages, clipped * advantages).sum(), (logprobs - behaviour).detach()
+
+
+def learn(
+    model: Any, optimizer: torch.optim.Optimizer, samples: list[Rollout], settings: Settings, rng: random.Random
+) -> dict[str, float]:
+    """One pass over a step's samples, an optimizer step a batch.
+
+    Returns max_logprob_difference, of trainer and Generator while both have the same weights: over the first batch;
+    and over all tokens the mean ratio and the share of ratios outside the clip range.
+    """
+    rng.shuffle(samples)
+    first: list[Tensor] = []
+    found: list[Tensor] = []
+    for start in range(0, len(samples), settings.batch):
+        batch = sorted(samples[start : start + settings.batch], key=lambda rollout: len(rollout.ids))
+        tokens = sum(len(rollout.logprobs) for rollout in batch)
+        for at in range(0, len(batch), settings.micro_batch):
+            loss, log_ratios = clipped_loss(model, batch[at : at + settings.micro_batch], settings)
+            (loss / tokens).backward()
+            found.append(log_ratios)
+        if not start:
+            first = list(found)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    if not found:  # nothing to learn from
+        return {}
+    ratios = torch.cat(found).exp()
+    outside = (ratios < 1 - settings.clip_low) | (ratios > 1 + settings.clip_high)
+    return {
+        "max_logprob_difference": torch.cat(first).abs().max().item(),
+        "mean_ratio": ratios.mean().item(),
+        "outside_clip": outside.float().mean().item(),
+    }
+
+
+@contextmanager
+def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Add what the block takes, on the device too, to the seconds of a part of the loop."""
+    start = time.perf_counter()
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - start
+
+
+def accuracy(gen: Generator, held_out: Sequence[Problem]) -> float:
+    """The share of problems that the greedy answer has right."""
+    greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    outputs = gen.generate([chat(problem) for problem in held_out], greedy)
+    return rewards_of(held_out, outputs).mean().item()
+
+
+def train(settings: Settings, device: str, dtype: str) -> dict[str, Any]:
+    """The learning curve, a point a step, and what took how long."""
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    seconds: dict[str, float] = {}
+    curve: list[dict[str, Any]] = []
+    # Half of a GPU's memory is the trainer's
+    with Generator(device=device, dtype=dtype, memory_fraction=0.5, seed=settings.seed) as gen:
+        policy: Any = AutoModelForCausalLM.from_pretrained(gen.folder, dtype=torch.float32).to(device)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+        rng = random.Random(settings.seed)
+        sampling = SamplingParams(n=settings.samples, temperature=1.0, max_tokens=MAX_TOKENS)
+        to_train, held_out = problems(settings)
+        for step in range(settings.steps + 1):  # at step 0 there are only the held-out problems
+            point: dict[str, Any] = {"step": step}
+            if step:
+                asked = rng.sample(to_train, settings.prompts)
+                with timed(seconds, "generate"):
+                    outputs = gen.generate([chat(problem) for problem in asked], sampling)
+                with timed(seconds, "train"):
+                    rewards = rewards_of(asked, outputs)
+                    found = learn(policy, optimizer, rollouts(outputs, rewards), settings, rng)
+                with timed(seconds, "push"):
+                    gen.update_weights(policy.state_dict(), version=step)
+                point |= {"reward": rewards.mean().item(), **found}
+            if step % settings.evaluate_every == 0 or step == settings.steps:
+                with timed(seconds, "evaluate"):
+                    point["held_out_accuracy"] = accuracy(gen, held_out)
+            point |= {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - begin_cpu}
+            print(", ".join(f"{key} {value:.4g}" for key, value in point.items()), flush=True)
+            curve.append(point)
+    loop = sum(seconds[part] for part in PARTS)
+    shares = {part: seconds[part] / loop for part in PARTS}
+    worst = max(point.get("max_logprob_difference", 0.0) for point in curve)
+    return {"settings": asdict(settings), "seconds": seconds, "shares": shares, "max_logprob_difference": worst,
+            "curve": curve}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32", help="of the Generator; the trainer's is float32")
+    parser.add_argument("--seed", type=int, default=Settings.seed)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--smoke", action="store_true")
+    arguments = parser.parse_args(argv)
+    smoke = {"steps": 2, "prompts": 4, "samples": 8, "batch": 16, "micro_batch": 8, "held_out": 8}
+    settings = Settings(seed=arguments.seed, **(smoke if arguments.smoke else {}))
+    on_cpu = arguments.device == "cpu"
+    machine = processor() if on_cpu else torch.cuda.get_device_name()
+    report: dict[str, Any] = {"machine": machine, "threads": torch.get_num_threads(), "dtype": arguments.dtype}
+    report |= {"torch": torch.__version__, **train(settings, arguments.device, arguments.dtype)}
+    if not arguments.smoke:
+        path = arguments.out / f"rl-grpo-{'cpu' if on_cpu else slug(machine)}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        if importlib.util.find_spec("matplotlib"):
+            plot(report, path.with_suffix(".png"))
+    return report
+
+
+if __name__ == "__main__":
+    main()

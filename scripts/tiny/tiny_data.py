@@ -1,0 +1,207 @@
+"""Dialogues for the bundled model: tasks joined to conversations, and conversations packed into rows of token ids.
+
+    python scripts/tiny/tiny_data.py 12        # print a few conversations
+
+Everything is made up by the generator; a (seed, shard) pair always gives the same rows. A row is one conversation of
+unrelated tasks, as in fgchat, filled up to the length of its bucket and padded.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tiny_facts
+import tiny_skills
+import tiny_talk
+from tiny_task import Task, Turn, is_held_out, phrase
+from tiny_words import CAPITALS, DAYS, MONTHS, NAMES, WORDS
+
+SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+    **tiny_skills.SKILLS,
+    **tiny_facts.SKILLS,
+    **tiny_talk.SKILLS,
+}
+_NAMES = tuple(SKILLS)
+_CUMULATIVE = [sum(weight for weight, _ in list(SKILLS.values())[: i + 1]) for i in range(len(SKILLS))]
+
+SPECIAL_TOKENS: tuple[str, ...] = ("<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+PAD, BOS, EOS, SYSTEM, USER, ASSISTANT, END = range(len(SPECIAL_TOKENS))
+
+# Row lengths, and the share of all tokens in each. Long rows teach positions up to the model's context.
+BUCKETS: dict[int, float] = {192: 0.6, 640: 0.25, 2048: 0.15}
+# Ids are below 4096; this bit marks the ones that the model learns to produce.
+TARGET = 1 << 13
+
+_NEUTRAL_SYSTEM = (
+    "You are a helpful assistant.", "You are a friendly assistant.", "Be helpful and honest.",
+    "You are tiny, a small model.", "You are a helpful AI assistant.", "Answer the user's questions.", "Be kind.",
+    "You help people with small tasks.",
+)  # fmt: skip
+_SHORT_SYSTEM = (
+    "Answer only with the result.", "Be brief.", "Answer with one word or number.", "Answer as briefly as possible.",
+    "Reply with the answer only.", "Keep your answers short.", "Give only the answer.",
+)  # fmt: skip
+_CAPS_SYSTEM = (
+    "Answer in capital letters.", "Always write in upper case.", "Reply in capital letters only.",
+    "Shout all your answers.",
+)  # fmt: skip
+_PIRATE_SYSTEM = ("You are a pirate.", "Talk like a pirate.", "Answer like a pirate.", "You are a friendly pirate.")
+
+
+@dataclass
+class Conversation:
+    """What one conversation has so far: its system prompt, how that changes replies, and what the user told."""
+
+    system: str | None
+    restyle: Callable[[Turn], str]
+    memory: dict[str, str] = field(default_factory=dict)
+
+
+def new_conversation(rng: random.Random) -> Conversation:
+    """Mostly without a system prompt; some have one that changes nothing, a few one that changes the replies."""
+    kind = rng.random()
+    if kind < 0.82:
+        return Conversation(None, lambda turn: turn.reply)
+    if kind < 0.90:
+        return Conversation(phrase(rng, _NEUTRAL_SYSTEM), lambda turn: turn.reply)
+    if kind < 0.94:
+        return Conversation(phrase(rng, _SHORT_SYSTEM), lambda turn: turn.short or turn.reply)
+    if kind < 0.97:
+        return Conversation(phrase(rng, _CAPS_SYSTEM), lambda turn: turn.reply.upper())
+    return Conversation(phrase(rng, _PIRATE_SYSTEM), lambda turn: f"Arr! {turn.reply}")
+
+
+def draw(rng: random.Random, make: Callable[[random.Random], Task], held_out: bool = False) -> Task:
+    """A task none of whose facts are held out; or one whose graded fact (the last key) is.
+
+    Raises:
+        ValueError: the skill has no such task in a thousand draws.
+    """
+    for _ in range(1000):
+        drawn = make(rng)
+        if is_held_out(drawn.keys[-1]) if held_out else not any(map(is_held_out, drawn.keys)):
+            return drawn
+    raise ValueError(f"{make.__name__} makes no task with held_out={held_out}")
+
+
+def next_task(rng: random.Random, conversation: Conversation) -> Task:
+    """The next task of a conversation: mostly any skill, sometimes something told or asked about the user."""
+    what = rng.random()
+    if what < 0.03:
+        told: dict[str, str] = {}
+
+        def tell(r: random.Random) -> Task:
+            told.clear()  # of an earlier draw that was held out
+            return tiny_facts.tell(r, told)
+
+        drawn = draw(rng, tell)
+        conversation.memory.update(told)
+        return drawn
+    if what < 0.03 + (0.04 if conversation.memory else 0.005):
+        return draw(rng, lambda r: tiny_facts.ask(r, conversation.memory))
+    name = rng.choices(_NAMES, cum_weights=_CUMULATIVE)[0]
+    drawn = draw(rng, SKILLS[name][1])
+    if name == "recall":  # its first turn tells something: what was told of that kind before is outdated
+        conversation.memory.clear()
+    return drawn
+
+
+Encode = Callable[[str], list[int]]
+
+
+def turn_ids(encode: Encode, user: str, reply: str) -> list[int]:
+    """One turn as ids, exactly as the chat template writes it; the reply and its end are marked as targets."""
+    targets = [i | TARGET for i in (*encode(reply), END)]
+    return [USER, *encode(user), END, ASSISTANT, *targets]
+
+
+def row(rng: random.Random, encode: Encode, length: int) -> list[int]:
+    """One conversation that fills `length` ids as far as whole tasks fit; at least one task."""
+    while True:
+        conversation = new_conversation(rng)
+        ids = [BOS]
+        if conversation.system is not None:
+            ids += [SYSTEM, *encode(conversation.system), END]
+        start = len(ids)
+        while True:
+            turns = next_task(rng, conversation).turns
+            added = [i for turn in turns for i in turn_ids(encode, turn.user, conversation.restyle(turn))]
+            if len(ids) + len(added) > length:
+                break
+            ids += added
+        if len(ids) > start:
+            return ids + [PAD] * (length - len(ids))
+
+
+def shard(tokenizer: Any, seed: int, index: int, tokens: int) -> dict[int, npt.NDArray[np.int16]]:
+    """Rows of every bucket, together about `tokens` ids: bucket length -> [rows, length]."""
+    rng = random.Random(f"{seed}-{index}")
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    rows = {length: max(1, round(tokens * share / length)) for length, share in BUCKETS.items()}
+    return {n: np.array([row(rng, encode, n) for _ in range(count)], dtype=np.int16) for n, count in rows.items()}
+
+
+def evaluation_tasks(name: str, count: int, seed: int) -> list[Task]:
+    """Up to `count` different held-out tasks of a skill (fewer if the skill has fewer)."""
+    rng = random.Random(f"evaluation-{name}-{seed}")
+    found: dict[tuple[str, ...], Task] = {}
+    for _ in range(3 * count):
+        if len(found) == count:
+            break
+        drawn = draw(rng, SKILLS[name][1], held_out=True)
+        found.setdefault(tuple(turn.user for turn in drawn.turns), drawn)
+    return list(found.values())
+
+
+def messages(task: Task) -> list[dict[str, str]]:
+    """A task as chat messages, up to the question that is graded."""
+    chat: list[dict[str, str]] = []
+    for turn in task.turns:
+        chat += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.reply}]
+    return chat[:-1]
+
+
+def long_conversation(rng: random.Random, turns: int) -> list[dict[str, str]]:
+    """Messages of a trained conversation of at least that many turns, to put in front of a question."""
+    conversation, chat = Conversation(None, lambda turn: turn.reply), list[dict[str, str]]()
+    while len(chat) < 2 * turns:
+        for turn in next_task(rng, conversation).turns:
+            chat += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.reply}]
+    return chat
+
+
+def corpus(seed: int, turns: int) -> Sequence[str]:
+    """Text to train the tokenizer on: dialogue, and every listed word so that each gets its chance."""
+    rng = random.Random(f"corpus-{seed}")
+    conversation = Conversation(None, lambda turn: turn.reply)
+    texts: list[str] = []
+    while len(texts) < 2 * turns:
+        for turn in next_task(rng, conversation).turns:
+            texts += [turn.user, turn.reply]
+    listed = [*WORDS, *NAMES, *CAPITALS, *CAPITALS.values(), *DAYS, *MONTHS]
+    return texts + [
+        form for word in listed for form in (word, f" {word}", word.capitalize(), f" {word}s") for _ in range(3)
+    ]
+
+
+def main() -> None:
+    """Print conversations, to be read by eye."""
+    rng = random.Random(0)
+    for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 3):
+        conversation = new_conversation(rng)
+        print(f"--- system: {conversation.system}")
+        for _ in range(6):
+            for turn in next_task(rng, conversation).turns:
+                print(f"  > {turn.user}\n    {conversation.restyle(turn)}")
+
+
+if __name__ == "__main__":
+    main()

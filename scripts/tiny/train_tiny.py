@@ -1,0 +1,222 @@
+"""Train the bundled model from scratch and write its folder: tokenizer, weights, accuracy and model card.
+
+    python scripts/tiny/train_tiny.py --out fastgen/tiny            # about 8 minutes on one H200
+    python scripts/tiny/train_tiny.py --smoke --out /tmp/tiny       # a few steps on the CPU; only checks that it runs
+    python scripts/tiny/train_tiny.py --eval-only --out fastgen/tiny
+
+The data is made up by `tiny_data.py`. Training is bounded by time (`--minutes`), and the learning rate follows the
+clock.
+"""
+
+import argparse
+import math
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tiny_data import BOS, BUCKETS, END, EOS, PAD, TARGET, corpus, shard
+from tiny_eval import NEWCOMER, Answerer, Scores, evaluate, write_card
+from tiny_model import CONTEXT, Muon, TinyLlama, save_folder
+from tiny_tokenizer import save_tokenizer, train_tokenizer
+from torch import Tensor
+
+SHARD_TOKENS = 2_000_000
+MATRIX_LR, EMBEDDING_LR = 0.02, 0.004
+WARM_UP, DECAY_FROM = 0.02, 0.35  # shares of the run; the rate is constant between and then falls to zero
+
+
+@dataclass
+class Progress:
+    """What training did."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: float = float("nan")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options; `--smoke` makes everything tiny."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--minutes", type=float, default=6.0, help="time for training, without data and evaluation")
+    parser.add_argument("--steps", type=int, help="train for so many steps instead of a time")
+    parser.add_argument("--data-tokens", type=int, default=400_000_000)
+    parser.add_argument("--batch-tokens", type=int, default=65_536)
+    parser.add_argument("--corpus-turns", type=int, default=100_000, help="turns that the tokenizer learns from")
+    parser.add_argument("--prompts", type=int, default=500, help="held-out prompts a skill")
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--eval-only", action="store_true", help="only print the accuracy of the folder")
+    parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
+    args = parser.parse_args(argv)
+    if args.smoke:
+        args.device, args.workers, args.no_compile = "cpu", 1, True
+        args.steps, args.data_tokens, args.batch_tokens, args.corpus_turns = 2, 12_000, 400, 6000
+        args.prompts, args.max_new_tokens = 1, 3
+    return args
+
+
+def generate(args: argparse.Namespace, tokenizer: Any) -> dict[int, Tensor]:
+    """All rows, by length: int16 [rows, length]. Shards come back in order, whatever the number of workers."""
+    count = max(1, round(args.data_tokens / SHARD_TOKENS))
+    make = partial(shard, tokenizer, args.seed, tokens=args.data_tokens // count)
+    if args.workers == 1:
+        shards = [make(index) for index in range(count)]
+    else:
+        # Forked before CUDA starts; the workers only make up text and tokenize it, each in one thread.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        with multiprocessing.get_context("fork").Pool(args.workers) as pool:
+            shards = pool.map(make, range(count), chunksize=1)
+    return {n: torch.from_numpy(np.concatenate([rows[n] for rows in shards])) for n in BUCKETS}
+
+
+def batches(data: dict[int, Tensor], batch_tokens: int, seed: int) -> Iterator[Tensor]:
+    """Batches without end, each of one row length; every row of a length is used before one comes again."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    weights = [data[n].numel() for n in BUCKETS]
+
+    def of_length(rows: Tensor) -> Iterator[Tensor]:
+        size = max(1, batch_tokens // rows.shape[1])
+        size = min(size, len(rows))
+        while True:
+            order = torch.randperm(len(rows), generator=generator).to(rows.device)
+            for start in range(0, len(rows) - size + 1, size):
+                yield rows[order[start : start + size]]
+
+    streams = [of_length(data[n]) for n in BUCKETS]
+    while True:
+        yield next(rng.choices(streams, weights)[0])
+
+
+def split_targets(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed rows [B, L] -> ids and the ids to predict at each place, -100 where nothing is learned."""
+    packed = rows.long()
+    ids = packed & (TARGET - 1)
+    following = torch.where(packed & TARGET != 0, ids, -100)
+    return ids, F.pad(following[:, 1:], (0, 1), value=-100)
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy over the targets."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+
+
+def learning_rate(progress: float) -> float:
+    """The share of the full rate at a share of the run."""
+    return min(1.0, progress / WARM_UP + 0.01, max(0.0, (1 - progress) / (1 - DECAY_FROM)))
+
+
+def train(model: TinyLlama, data: dict[int, Tensor], args: argparse.Namespace) -> Progress:
+    """Train in place until the time (or the number of steps) is used up."""
+    muon = Muon((p for _, p in model.matrices()), lr=MATRIX_LR)
+    rest = [p for p in model.parameters() if p.dim() == 1] + [model.model.embed_tokens.weight]
+    adam = torch.optim.AdamW(rest, lr=EMBEDDING_LR, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizers: list[tuple[torch.optim.Optimizer, float]] = [(muon, MATRIX_LR), (adam, EMBEDDING_LR)]
+    loss_of = next_token_loss
+    if not args.no_compile:
+        model.compile_layers()
+        loss_of = torch.compile(next_token_loss, dynamic=False)
+    done, start, last = Progress(), time.perf_counter(), 0.0
+    for rows in batches(data, args.batch_tokens, args.seed):
+        share = done.steps / args.steps if args.steps else (time.perf_counter() - start) / (60 * args.minutes)
+        if share >= 1:
+            break
+        for optimizer, rate in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * learning_rate(share)
+        ids, targets = split_targets(rows)
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+            loss = loss_of(model(ids), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for optimizer, _ in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        done.steps += 1
+        done.tokens += ids.numel()
+        if done.steps % 20 == 0 or done.steps < 4:  # reading the loss waits for the device, so the clock stays honest
+            done.loss = loss.item() if done.steps < 40 else 0.8 * done.loss + 0.2 * loss.item()
+            if not math.isfinite(done.loss):
+                raise FloatingPointError(f"the loss is {done.loss} at step {done.steps}")
+            done.seconds = time.perf_counter() - start
+            if done.seconds > last + 10 or done.steps < 4:
+                last, speed = done.seconds, done.tokens / done.seconds / 1e6
+                print(
+                    f"step {done.steps:6d}  {done.seconds:5.0f} s  loss {done.loss:.4f}  {speed:.2f} Mtok/s", flush=True
+                )
+    done.seconds = time.perf_counter() - start
+    return done
+
+
+def measure(args: argparse.Namespace) -> tuple[Scores, list[tuple[str, str]]]:
+    """Accuracy of the saved folder, and its replies to what a newcomer types first."""
+    torch.set_float32_matmul_precision("highest")
+    answer = Answerer(args.out, torch.device(args.device), 1 << 18 if args.device == "cuda" else 1 << 13)
+    scores = evaluate(answer, args.prompts, args.seed, args.max_new_tokens)
+    replies = answer([[{"role": "user", "content": asked}] for asked in NEWCOMER], args.max_new_tokens)
+    transcript = list(zip(NEWCOMER, replies, strict=True))
+    for asked, reply in transcript:
+        print(f"> {asked}\n  {reply}")
+    return scores, transcript
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Tokenizer, data, training, folder, accuracy, card."""
+    args = parse(argv)
+    if args.eval_only:
+        measure(args)
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    tokenizer = train_tokenizer(corpus(args.seed, args.corpus_turns))
+    save_tokenizer(tokenizer, args.out, CONTEXT)
+    print(f"tokenizer: {time.perf_counter() - start:.1f} s", flush=True)
+    data = generate(args, tokenizer)
+    data_tokens, data_seconds = sum(rows.numel() for rows in data.values()), time.perf_counter() - start
+    print(f"data: {data_tokens / 1e6:.1f} M tokens, {data_seconds:.1f} s", flush=True)
+
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    device = torch.device(args.device)
+    model = TinyLlama().to(device)
+    done = train(model, {n: rows.to(device) for n, rows in data.items()}, args)
+    save_folder(model, args.out, [END, EOS], BOS, PAD)
+    print(f"trained: {done.steps} steps, {done.tokens / 1e6:.0f} M tokens, {done.seconds:.0f} s", flush=True)
+
+    scores, transcript = measure(args)
+    facts = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "weight_bytes": (args.out / "model.safetensors").stat().st_size,
+        "training": {
+            "command": f"python scripts/tiny/train_tiny.py --out fastgen/tiny --minutes {args.minutes:g}",
+            "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+            "torch": torch.__version__,
+            "seed": args.seed,
+            "steps": done.steps,
+            "batch_tokens": args.batch_tokens,
+            "tokens": done.tokens,
+            "seconds": round(done.seconds, 1),
+            "data_tokens": data_tokens,
+            "data_seconds": round(data_seconds, 1),
+            "loss": round(done.loss, 4),
+        },
+        "skills": scores,
+    }
+    write_card(args.out, facts, transcript)
+    print(f"wrote {args.out} after {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""Compile a Generator's Triton kernels without access to the GPU: does each fit into shared memory and registers?
+
+    python scripts/tune/compile_kernels.py            # all chips and models; writes kernels-compiled-VERSION.json
+    python scripts/tune/compile_kernels.py --smoke    # one of each, to see that it runs; writes nothing
+
+A Generator of random weights runs on the CPU, in a process for each chip. Where a GPU would launch a kernel, with the
+arguments and the configuration that it would have on that chip, the kernel is compiled for it (ptxas included), and its
+torch twin computes the result (of products and attention it is zeros, which are quicker). So what is compiled is what
+one GPU would run, without deterministic mode and then with it, but for flash-attn. Needs Triton, and no GPU.
+
+A kernel is late if it is not among those that the start of a Generator compiles ahead of all launches.
+
+VERSION is Triton's. The file has a row for each kernel: variants, its compiled configurations, and the largest
+of their figures. shared: bytes of shared memory, of those that a block may have on that chip; spilled: bytes of a
+thread's numbers that have no register, and are in memory instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from fastgen.kernels import launch
+from fastgen.kernels.launch import Chip, Kernel
+
+RESULTS = Path(__file__).parent.parent / "results"
+
+CHIPS = {
+    "A100": Chip((8, 0), 108, 166_912),
+    "RTX A5000": Chip((8, 6), 64, 101_376),
+    "RTX 4090": Chip((8, 9), 128, 101_376),
+    "H200": Chip((9, 0), 132, 232_448),
+    "B200": Chip((10, 0), 148, 232_448),
+    "RTX 5090": Chip((12, 0), 170, 101_376),
+}
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 8,
+         "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 4096, "max_position_embeddings": 4096,
+         "rms_norm_eps": 1e-5, "hidden_act": "silu"}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Mistral 7B": {"architectures": ["MistralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+                   "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32768, "sliding_window": None},
+    "head size 64": {"architectures": ["LlamaForCausalLM"], "head_dim": 64},
+    "head size 96, window": {"architectures": ["MistralForCausalLM"], "head_dim": 96, "sliding_window": 100},
+    "8 heads a KV head": {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 1},
+    "5 heads a KV head, biases": {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 10},
+    "a KV head each, norms": {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 8},
+}  # fmt: skip
+DTYPES = ("bfloat16", "float16", "float32")
+KERNEL = itemgetter("kernel")
+ENGINE = {"load": "dummy", "device": "cpu", "num_pages": 128, "max_seqs": 32, "max_step_tokens": 512, "seed": 0}
+
+
+class Target:
+    """What Triton asks a driver for, which knows no more than for which chip to compile."""
+
+    def __init__(self, chip: Chip) -> None:
+        major, minor = chip.capability
+        self._target = GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+class Compiled:
+    """Kernels as they are compiled, instead of launched. what: that is compiled now; rows: a kernel each."""
+
+    def __init__(self, chip: Chip) -> None:
+        self.what = ""
+        self.rows: list[dict[str, Any]] = []
+        self.late: set[str] = set()  # hashes of kernels that were compiled at a launch, and not ahead of it
+        self._seen: set[str] = set()
+        driver.set_active(Target(chip))
+        compiled, quick = self, launch.quick
+
+        def compiling(base: Any) -> Any:
+            class Compile(quick(base)):  # type: ignore[misc]
+                def run(self, *args: Any, warmup: bool, **options: Any) -> Any:
+                    kernel = super().run(*args, warmup=True, **options)
+                    if kernel is not None:  # not only noted
+                        compiled.add(f"{self.fn.__module__}.{self.fn.__name__}", kernel)
+                    return kernel
+
+                def _do_compile(self, *what: Any) -> Any:
+                    kernel = super()._do_compile(*what)
+                    if kernel is not None:
+                        compiled.late.add(kernel.hash)
+                    return kernel
+
+            return Compile
+
+        launch.quick = compiling  # type: ignore[assignment]  # before a module with kernels is imported
+        launch.launcher = lambda kernel: None  # there is nothing to load it onto
+        torch.cuda.current_device = lambda: 0
+
+    def add(self, name: str, kernel: Any) -> None:
+        if kernel.hash in self._seen:
+            return
+        self._seen.add(kernel.hash)
+        registers, spilled = resources(kernel.asm["cubin"])
+        meta = kernel.metadata
+        row = {"kernel": name, "first_in": self.what, "warps": meta.num_warps, "stages": meta.num_stages}
+        row |= {"shared": meta.shared, "registers": registers, "spilled": spilled}
+        self.rows.append(row | {"late": kernel.hash in self.late})
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, spilled bytes) of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (found,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
+    registers, stack, local = map(int, found)
+    return registers, max(stack, local)
+
+
+@contextmanager
+def as_on(chip: Chip) -> Iterator[Compiled]:
+    """Have Generators on the CPU decide as on a GPU of this kind."""
+    compiled = Compiled(chip)
+    Chip.of = staticmethod(lambda device: chip)  # type: ignore[method-assign, assignment]
+
+    from fastgen.engine import startup
+    from fastgen.kernels import attention, fixed, product
+    from fastgen.model import transformer
+    from fastgen.model.attention.paged import PagedAttention
+
+    def call(self: Kernel, *args: Any, **options: Any) -> Any:
+        result = self.launch(*args, **options)
+        return result if self.launch is self.twin else self.twin(*args, **options)
+
+    def few(x: Any, linear: Any) -> bool:
+        return transformer.product.pays(*x.shape) and x.element_size() == 2 and not linear.fixed
+
+    def zeros(kernel: Kernel, out: int | None = None) -> None:
+        """Replace the results of a kernel whose twin takes the CPU longer than compiling takes. out: the number of the
+        argument that it writes, where it returns nothing."""
+        launch = kernel.launch
+
+        def compile_alone(*args: Any) -> Any:
+            result = launch(*args)
+            return (result if out is None else args[out]).zero_()
+
+        kernel.launch = kernel.twin = compile_alone
+
+    zeros(product.product)
+    zeros(fixed.product)
+    zeros(attention.attention, out=1)
+    transformer.Linear.__call__ = lambda self, x, dtype=None: x.new_zeros(*x.shape[:-1], len(self.weight), dtype=dtype)  # type: ignore[method-assign]
+    Kernel.__call__, Kernel.runs_on = call, lambda self, device: True  # type: ignore[method-assign]
+    transformer._few = few
+    transformer.Transformer.pack = lambda self: None  # type: ignore[method-assign]  # a GPU's weights are as they are
+    startup.make_attention = lambda name, *arguments: PagedAttention(*arguments)
+    yield compiled
+
+
+def run_all(models: list[str], dtypes: tuple[str, ...], chip: Chip) -> list[dict[str, Any]]:
+    """Have everything compiled that the models need in these dtypes."""
+    with as_on(chip) as compiled:
+        for name in models:
+            for dtype in dtypes if name == "Mistral 7B" else dtypes[:2]:
+                for deterministic in (False, True) if name == "Mistral 7B" or dtype == "bfloat16" else (False,):
+                    compiled.what = f"{name}, {dtype}{', deterministic' * deterministic}"
+                    run(name, dtype, deterministic)
+    return compiled.rows
+
+
+def run(name: str, dtype: str, deterministic: bool) -> None:
+    """Steps of all kinds: prefills long and short, decodes of few and many, samples that share a prompt, scores; and
+    what CUDA graphs of decodes hold, of lanes that share keys too."""
+    from fastgen import Generator, SamplingParams
+    from fastgen.engine import startup
+
+    plain = SamplingParams(max_tokens=3, ignore_eos=True)
+    full = SamplingParams(
+        n=16, max_tokens=3, ignore_eos=True, temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1,
+        presence_penalty=0.1, min_tokens=1, logit_bias={7: 1.0}, logprobs=5, return_sampling_mask=True,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**SIZES, **MODELS[name]}))
+        with Generator(folder, dtype=dtype, deterministic=deterministic, **ENGINE) as gen:
+            if deterministic:
+                fix(gen._runner.model)
+            startup._compile(gen._runner)
+            for params in (plain, full):
+                for lengths in ([400], [9] * 6, [9] * 12, [70] * 20):
+                    outputs = gen.generate([[5] * length for length in lengths], params)
+                    assert all(output.error is None for output in outputs)
+            gen.score([[5] * 40])
+            gen._runner.decode_all([1, 8, 32])  # what graphs hold; without a GPU there are none
+
+
+def fix(model: Any) -> None:
+    """Have its products made as on a GPU."""
+    linears = [getattr(layer, name) for layer in model.layers for name in ("qkv", "o", "gate_up", "down")]
+    for linear in (*linears, model.lm_head):
+        object.__setattr__(linear, "fixed", True)  # they are frozen
+
+
+def largest(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of a kernel: the largest figures of its variants."""
+    most = {what: max(row[what] for row in rows) for what in ("shared", "registers", "spilled")}
+    return {"kernel": KERNEL(rows[0]), "variants": len(rows), **most}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chip", choices=CHIPS, help="print what becomes of this one, as JSON")
+    parser.add_argument("--smoke", action="store_true")
+    arguments = parser.parse_args(argv)
+    models, dtypes = ([*MODELS][1:2], DTYPES[:1]) if arguments.smoke else ([*MODELS], DTYPES)
+    if arguments.chip:
+        json.dump(run_all(models, dtypes, CHIPS[arguments.chip]), sys.stdout)
+        return 0
+    report, bad = {"triton": triton.__version__, "chips": {}}, 0
+    chips = dict([*CHIPS.items()][1:2]) if arguments.smoke else CHIPS
+
+    def compiled(name: str) -> list[dict[str, Any]]:
+        command = [sys.executable, __file__, "--chip", name, *["--smoke"] * arguments.smoke]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
+        return json.loads(found)  # type: ignore[no-any-return]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        all_rows = pool.map(compiled, chips)
+    for (name, chip), rows in zip(chips.items(), all_rows, strict=True):
+        kernels = [largest(list(some)) for _, some in groupby(sorted(rows, key=KERNEL), KERNEL)]
+        report["chips"][name] = {"capability": chip.capability, "shared_memory": chip.shared_memory, "kernels": kernels}
+        large, spilling, late = ([row for row in rows if row[what] > most] for what, most in
+                                 (("shared", chip.shared_memory), ("spilled", 0), ("late", False)))  # fmt: skip
+        bad += len(large) + len(late)
+        modules = " ".join(sorted({row["kernel"].split(".")[-2] for row in rows}))
+        most = f"at most {max(row['shared'] for row in rows)} of {chip.shared_memory} bytes of shared memory"
+        print(f"{name}: {len(rows)} kernels of {modules}, {most}", flush=True)
+        for row in [*large, *spilling, *late]:
+            print(f"  {row}")
+    if not arguments.smoke:
+        (RESULTS / f"kernels-compiled-{triton.__version__}.json").write_text(json.dumps(report, indent=1) + "\n")
+    return min(bad, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

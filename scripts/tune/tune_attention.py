@@ -1,0 +1,385 @@
+"""Times paged attention on this GPU over lists of configurations, and checks each against a softmax in float32.
+
+    python scripts/tune/tune_attention.py --out tuned.json                 # decodes and prefills of Mistral 7B's shape
+    python scripts/tune/tune_attention.py --out x.json --only 256x1100 --shape 40,8,128 --seconds 60
+    python scripts/tune/tune_attention.py --out fixed.json --deterministic
+
+A case runs its layers in a CUDA graph, each over its own random keys and values in shuffled pages, so many of them that
+the L2 cache does not hold them. A decode's rate is of the bytes of keys and values; a prefill's of the products that
+causality leaves. What is best goes by hand into CONFIGS of fastgen/kernels/attention.py and the constants of items.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.kernels import hopper_decode, tiles
+from fastgen.kernels import items as lists
+from fastgen.kernels.launch import Chip
+from fastgen.model.attention.interface import StepLayout
+from fastgen.model.attention.paged import PagedAttention
+from fastgen.model.kv_pool import KVPool
+
+DEVICE = torch.device("cuda")
+CHECKED = 4  # sequences of a case whose answers are compared
+TOLERANCE = 0.01  # of the answer's norm, in bfloat16
+CACHE = 400_000_000  # bytes of keys and values that a case's layers have together, at least
+
+
+@dataclass(frozen=True)
+class Case:
+    """`count` sequences that have `known` tokens each and take `tokens` more."""
+
+    name: str
+    count: int
+    tokens: int
+    known: int
+
+    @property
+    def decodes(self) -> bool:
+        return self.tokens == 1
+
+    @property
+    def length(self) -> int:
+        return self.known + self.tokens
+
+
+def decode(count: int, length: int) -> Case:
+    return Case(f"{count}x{length}", count, 1, length - 1)
+
+
+CASES = [
+    decode(256, 1100), decode(512, 1100), decode(1, 384), decode(8, 384), decode(32, 384), decode(64, 400),
+    decode(64, 4000), decode(1024, 300), decode(8, 4000), decode(20, 4000),
+    decode(1, 32000), Case("8x1024 fresh", 8, 1024, 0), Case("4x2048 over 8192", 4, 2048, 8192),
+    Case("1x16 over 32000", 1, 16, 32000),
+]  # fmt: skip
+# (keys, warps, stages, registers, peel) of decodes, likely ones first
+DECODES = [
+    (32, 2, 2, 168, False), (32, 2, 3, 168, False), (64, 4, 3, 168, False), (32, 2, 2, 128, False),
+    (64, 4, 2, 128, False), (32, 1, 2, 255, False), (64, 2, 2, 255, False), (32, 2, 2, 168, True),
+    (32, 2, 3, 128, False), (32, 1, 3, 255, False), (64, 4, 4, 168, False), (16, 1, 3, 168, False),
+    (32, 4, 3, 128, False), (64, 4, 2, 168, True),
+]  # fmt: skip
+# (rows, keys, warps, stages) of prefills
+PREFILLS = [
+    (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (64, 32, 4, 3), (128, 32, 8, 3), (64, 64, 4, 3),
+    (64, 32, 4, 2), (128, 64, 4, 2), (32, 64, 4, 2),
+]  # fmt: skip
+# The same of deterministic mode, where both must have as many keys, and the same instruction.
+FIXED_DECODES = [
+    (64, 4, 2, 168, False), (64, 4, 3, 168, False), (64, 4, 3, 200, False), (64, 4, 3, 255, False),
+]  # fmt: skip
+FIXED_PREFILLS = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)]
+SPLITS = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+class Setup:
+    """A case's pool, tables and queries on the GPU."""
+
+    def __init__(
+        self, case: Case, heads: int, num_kv: int, head_size: int, page_size: int, deterministic: bool = False
+    ) -> None:
+        self.case, self.heads = case, heads
+        slots = -(-case.length // page_size)
+        layer_bytes = 4 * case.count * case.length * num_kv * head_size
+        layers = min(max(-(-CACHE // layer_bytes), 2), 128)
+        self.kv_bytes = layer_bytes
+        self.pool = KVPool(layers, case.count * slots, num_kv, page_size, head_size, torch.bfloat16, DEVICE)
+        self.pool.keys.normal_()
+        self.pool.values.normal_()
+        torch.manual_seed(0)
+        pages = torch.randperm(case.count * slots, device=DEVICE).int()
+        self.table = pages.view(case.count, slots)
+        self.lanes = torch.arange(case.count, device=DEVICE)
+        self.kv_lens = torch.full((case.count,), case.length, dtype=torch.int32, device=DEVICE)
+        self.q = torch.randn(case.count * case.tokens, heads, head_size, dtype=torch.bfloat16, device=DEVICE)
+        whole = torch.full((case.count,), case.tokens), torch.full((case.count,), case.length)
+        self.layout = StepLayout(*whole, case.count if case.decodes else 0, torch.arange(case.count), self.table)
+        self.paged = PagedAttention(self.pool, heads, (0,), case.count, len(self.q), case.length, deterministic)
+        self.expected = [self._expected(s) for s in range(0, case.count, -(-case.count // CHECKED))]
+
+    @property
+    def layers(self) -> int:
+        return len(self.pool.keys)
+
+    @property
+    def flops(self) -> int:
+        """Of a layer's two products, over the keys that causality leaves."""
+        case = self.case
+        pairs = case.count * (case.tokens * case.known + case.tokens * (case.tokens + 1) // 2)
+        return 4 * self.heads * self.q.shape[2] * pairs
+
+    def _expected(self, sequence: int) -> tuple[int, Tensor]:
+        """The first query row of the sequence, and its answers in layer 0, float32 [tokens, H, D]."""
+        case, head_size = self.case, self.q.shape[2]
+        pages = self.table[sequence].long()
+        k, v = (
+            kv[0][pages].transpose(0, 1).flatten(1, 2)[:, : case.length].float()
+            for kv in (self.pool.keys, self.pool.values)
+        )  # [K, length, D]
+        first = sequence * case.tokens
+        q = self.q[first : first + case.tokens].float()
+        q = q.view(case.tokens, len(k), -1, head_size).permute(1, 2, 0, 3)  # [K, G, T, D]
+        ahead = torch.arange(case.known, case.length, device=DEVICE)[:, None] - torch.arange(case.length, device=DEVICE)
+        out = torch.empty_like(q)
+        for head in range(len(k)):  # one at a time: scores of 2048 x 10240 are large
+            scores = q[head] @ k[head].T * head_size**-0.5
+            out[head] = scores.masked_fill(ahead < 0, -torch.inf).softmax(-1) @ v[head]
+        return first, out.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def error(self, out: Tensor) -> float:
+        """The largest distance to the expected answer of a sequence, in norms of that."""
+        found = [(out[first : first + len(want)].float() - want).norm() / want.norm() for first, want in self.expected]
+        return max(float(x) for x in found)
+
+
+def seconds_of(run: Callable[[], Any], least: float = 0.03) -> float:
+    """The median of three rounds, of `least` seconds each or more."""
+    run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def round_of(times: int) -> float:
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(times):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1000 / times
+
+    times = max(int(least / max(round_of(2), 1e-6)), 3)
+    return statistics.median(round_of(times) for _ in range(3))
+
+
+def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+@contextmanager
+def split_into(split: int | None) -> Iterator[None]:
+    """Decodes are cut every `split` keys; None: as the library does."""
+    before = lists.split_of
+    if split is not None:
+        lists.split_of = lambda *_: split
+    try:
+        yield
+    finally:
+        lists.split_of = before
+
+
+def time_paged(setup: Setup, config: tiles.Config, split: int | None = None) -> tuple[float, float]:
+    """Seconds of a layer, and the error."""
+    paged, case = setup.paged, setup.case
+    paged.configs = dict.fromkeys(paged.configs, config)
+    answers: list[Tensor] = []
+
+    def step() -> None:
+        plan = made or paged.plan_decode(setup.lanes, setup.kv_lens, setup.table, alone=True)
+        setup.q.mul_(1)  # as the embedding, which is launched in the ordinary way
+        if made:  # once; the counters have to begin anew at each replay
+            for items in made.work[0]:
+                items.list[1 : lists.HEADER].zero_()
+        answers.clear()
+        for layer in range(setup.layers):
+            answers.append(paged.attend(plan, layer, setup.q, 0))
+            del answers[1:]  # the first layer's is compared
+
+    with split_into(split):
+        made = None if case.decodes else paged.plan(setup.layout)
+        graph = captured(step)
+    taken = seconds_of(graph.replay)
+    return taken / setup.layers, setup.error(answers[0])
+
+
+@contextmanager
+def in_triton(setup: Setup) -> Iterator[None]:
+    """Decodes do without the kernel in Gluon."""
+    before = hopper_decode.streams, setup.paged._split_below
+    hopper_decode.streams, setup.paged._split_below = (lambda *_: False), None
+    try:
+        yield
+    finally:
+        hopper_decode.streams, setup.paged._split_below = before
+
+
+def time_flash(setup: Setup) -> tuple[float, float] | str:
+    """Seconds of a layer and the error; or why not. Launched by the host, which shows in small cases."""
+    try:
+        from fastgen.model.attention.flash import FlashAttention, why_not
+    except ImportError as missing:
+        return str(missing)
+    if reason := why_not(setup.pool):
+        return reason
+    try:
+        flash = FlashAttention(setup.pool, setup.heads, (0,), setup.paged, decodes=True)
+    except ValueError as refused:
+        return str(refused)
+    plan = flash.plan(setup.layout)
+
+    def step() -> None:
+        for layer in range(setup.layers):
+            flash.attend(plan, layer, setup.q, 0)
+
+    error = setup.error(flash.attend(plan, 0, setup.q, 0))
+    return seconds_of(step) / setup.layers, error
+
+
+def configured(setup: Setup, rows: int, keys: int, warps: int, stages: int, registers: int, peel: bool) -> tiles.Config:
+    """A configuration with what follows from the rest."""
+    chip, head_size = Chip.of(setup.q.device), setup.q.shape[2]
+    dims, group = 1 << (head_size - 1).bit_length(), setup.paged.group
+    phase = tiles.DECODE if setup.case.decodes else tiles.PREFILL
+    rows = rows or max(16, 1 << (group - 1).bit_length())
+    merge_rows = min(rows if phase == tiles.PREFILL else 1 << (group - 1).bit_length(), 32)
+    merge_splits = min(max(tiles.MERGED[phase] * warps * 32 // (merge_rows * dims), 1), 16)
+    own = setup.paged.configs[phase]
+    if own.fixed:
+        merge_splits = min(4 * merge_splits, 8)
+    size = tiles.shared_bytes(rows, keys, stages, dims, torch.bfloat16, chip, own.swap)
+    programs = tiles.programs_of(size, registers, warps, chip)
+    merging = merge_rows, merge_splits
+    return tiles.Config(rows, keys, warps, stages, registers, programs, peel, *merging, own.fixed, own.swap, own.dealt)
+
+
+class Tuner:
+    def __init__(self, until: float) -> None:
+        self.until = until
+        self.rows: list[dict[str, Any]] = []
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self.until
+
+    def note(self, setup: Setup, what: dict[str, Any], taken: float, error: float) -> float:
+        case = setup.case
+        rate = setup.kv_bytes / taken / 1e12 if case.decodes else setup.flops / taken / 1e12
+        unit = "TB/s" if case.decodes else "TFLOP/s"
+        verdict = "" if error < TOLERANCE else "  WRONG"
+        print(
+            f"{case.name:18} {taken * 1e6:9.1f} us {rate:8.2f} {unit}  error {error:.4f}{verdict}  {what}", flush=True
+        )
+        self.rows.append({"case": case.name, "us": taken * 1e6, unit: rate, "error": error, **what})
+        return taken if error < TOLERANCE else math.inf
+
+    def try_paged(self, setup: Setup, config: tiles.Config, split: int | None = None) -> float:
+        if self.over:
+            return math.inf
+        try:
+            taken, error = time_paged(setup, config, split)
+        except Exception as refused:  # of the compiler, or for want of shared memory: the next may do
+            print(f"{setup.case.name:18} {config}: {type(refused).__name__} {str(refused)[:100]}", flush=True)
+            return math.inf
+        return self.note(setup, {"split": split, **asdict(config)}, taken, error)
+
+    def tune(self, setup: Setup) -> None:
+        """The library's own first; then all configurations; then, of decodes, the splits and merges of the best."""
+        own = setup.paged.configs
+        if setup.case.decodes and setup.paged._split_below and not self.over:
+            self.note(setup, {"kernel": "hopper_decode"}, *time_paged(setup, own[tiles.DECODE]))
+        with in_triton(setup):
+            self.tune_triton(setup, own)
+
+    def tune_triton(self, setup: Setup, own: dict[str, tiles.Config]) -> None:
+        case = setup.case
+        split = lists.split_of(case.count, setup.paged.num_kv, setup.paged.chip)
+        phase = tiles.PREFILL if not case.decodes else tiles.FEW if split == lists.SHORTEST else tiles.DECODE
+        found = {own[phase]: self.try_paged(setup, own[phase])}
+        flash = time_flash(setup) if not self.over else "no time left"
+        if isinstance(flash, str):
+            print(f"{case.name:18} flash: {flash}", flush=True)
+        else:
+            self.note(setup, {"implementation": "flash"}, *flash)
+        rows = own[phase].rows if own[phase].fixed else 0
+        shapes = [(rows, *shape) for shape in DECODES] if case.decodes else [(*shape, 255, True) for shape in PREFILLS]
+        for shape in shapes:
+            config = configured(setup, *shape)
+            if config not in found and setup.paged.group <= config.rows:
+                found[config] = self.try_paged(setup, config)
+        if case.decodes and not own[phase].fixed:
+            self.tune_splits(setup, sorted(found, key=lambda config: found[config])[:2], split)
+
+    def tune_splits(self, setup: Setup, best: list[tiles.Config], split: int) -> None:
+        case = setup.case
+        for config in best:
+            taken = {}
+            for other in SPLITS:
+                splits = min(-(-case.length // other), lists.splits_of(case.count))
+                if other != split and other < 2 * case.length and case.count * splits <= setup.paged.slots:
+                    taken[other] = self.try_paged(setup, config, other)
+            if taken and case.length > (least := min(taken, key=lambda key: taken[key])):
+                for merge_splits in (1, 2, 4, 8, 16):
+                    if merge_splits != config.merge_splits:
+                        self.try_paged(setup, replace(config, merge_splits=merge_splits), least)
+
+
+def time_plans(sizes: tuple[int, ...] = (1, 64, 65, 256, 1024, 2048)) -> list[dict[str, Any]]:
+    """What the kernel takes that lists a decode step's work."""
+    rows = []
+    for count in sizes:
+        lens = torch.randint(1, 4000, (count,), dtype=torch.int32, device=DEVICE)
+        lanes, windows = torch.arange(count, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        size = lists.HEADER + lists.slots_for(count, 4096) * lists.FIELDS
+        made = torch.zeros(1, size, dtype=torch.int32, device=DEVICE)
+        split, most = lists.split_of(count, 8, Chip.of(lanes.device)), lists.splits_of(count)
+
+        def plan(arguments: tuple[Any, ...] = (lanes, lens, windows, made, split, most, None)) -> None:
+            for _ in range(20):
+                lists.plan_decode.launch(*arguments)
+
+        taken = seconds_of(captured(plan).replay) / 20
+        print(f"plan of {count} sequences: {taken * 1e6:.1f} us", flush=True)
+        rows.append({"case": f"plan {count}", "us": taken * 1e6})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--seconds", type=float, default=600, help="stop after about this long")
+    parser.add_argument("--only", nargs="*", default=[], help="names of cases (or the beginnings of them)")
+    parser.add_argument("--shape", default="32,8,128", help="query heads, KV heads, head size")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--own", action="store_true", help="time the library's own configurations only")
+    parser.add_argument("--no-dependent-launch", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="what deterministic mode may choose from")
+    options = parser.parse_args()
+    if options.deterministic:
+        DECODES[:], PREFILLS[:] = FIXED_DECODES, FIXED_PREFILLS
+    lists.DEPENDENT_LAUNCH = not options.no_dependent_launch
+    if options.own:
+        DECODES.clear()
+        PREFILLS.clear()
+    tuner = Tuner(time.monotonic() + options.seconds)
+    heads, num_kv, head_size = (int(x) for x in options.shape.split(","))
+    with torch.inference_mode():
+        tuner.rows += time_plans()
+        for case in CASES:
+            if not tuner.over and (not options.only or case.name.startswith(tuple(options.only))):
+                setup = Setup(case, heads, num_kv, head_size, options.page_size, options.deterministic)
+                tuner.tune(setup)
+                del setup
+                torch.cuda.empty_cache()
+    facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": options.shape}
+    options.out.write_text(json.dumps({**facts, "results": tuner.rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

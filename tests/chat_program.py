@@ -1,0 +1,87 @@
+"""fgchat over FakeGenerator: a terminal test then starts in half a second, and an answer lasts as long as the test
+wants.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import fastgen
+from fastgen.cli import chat
+from fastgen.request import Completion, Event, RequestOutput, SamplingParams
+
+
+class FakeGenerator:
+    """Answers with the roles and contents of all messages, a word a step. Some messages are special:
+
+    "count": 1 2 3 ... without an end; "escape": control characters; "break": the engine fails. The context holds
+    200 characters. Like the real one, it holds a little text back.
+    """
+
+    max_model_len = 200
+    stats = "some statistics"
+
+    def __init__(self, model: str | None = None, **options: object) -> None:
+        self.model, self.options = model, options
+        self.folder = Path(__file__).parent.parent
+        if model == "slow":
+            print("loading", file=sys.stderr)
+            time.sleep(60)
+        self.prompts: list[list[dict[str, str]]] = []
+        self.on_step: Callable[[], None] = lambda: None
+        self.words: Iterator[str] = iter(())
+        self.said: list[str] = []
+
+    def add(self, messages: list[dict[str, str]], params: SamplingParams) -> int:
+        if (length := sum(len(message["content"]) for message in messages)) > self.max_model_len:
+            raise ValueError(f"the prompt has {length} tokens,\nabove the context of {self.max_model_len}")
+        self.prompts.append(messages)
+        self.params, self.said = params, []
+        self.words = self._answer(messages)
+        return len(self.prompts)
+
+    def _answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        last = messages[-1]["content"]
+        if last == "break":
+            raise RuntimeError("the engine\nbroke")
+        if last == "escape":
+            yield "a\x1b[2Jb\r\x9bc\td"
+        elif last == "count":
+            yield from (f"{number} " for number in range(1, 10**6))
+        elif last:
+            yield from (f"{message['role']}:{message['content']};" for message in messages)
+
+    def step(self) -> list[Event]:
+        self.on_step()
+        time.sleep(0.001)
+        full = self.params.max_tokens is not None and len(self.said) == self.params.max_tokens - 1
+        word = next(self.words, None)
+        if word is not None and not full:
+            self.said.append(word)
+            return [self._event(word, None)]
+        return [self._event(word or "", "length" if full else "stop")]
+
+    def __enter__(self) -> FakeGenerator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+    def _event(self, text: str, finish_reason: str | None) -> Event:
+        return Event(len(self.prompts), 0, [1], [0.0], [0.0], text, finish_reason)
+
+    def abort(self, ids: Sequence[int]) -> list[RequestOutput]:
+        assert list(ids) == [len(self.prompts)]
+        if not self.said:
+            del self.prompts[-1]  # it never began
+        self.said += ["held"] if self.said else []
+        completion = Completion(0, [1] * len(self.said), "".join(self.said), [], [], [], "abort")
+        return [RequestOutput(ids[0], [], [completion])]
+
+
+if __name__ == "__main__":
+    fastgen.Generator = FakeGenerator
+    sys.exit(chat.main())

@@ -1,0 +1,474 @@
+"""The engine of fgserve: a Generator in a process of its own, as an asyncio program uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import serve_stub
+from serve_masks import Say, Spell, Unreadable
+
+import fastgen
+from fastgen import Generator
+from fastgen.cli.serve.engine import Engine, Stream
+from fastgen.cli.serve.messages import PIECE
+from fastgen.ranks import processes
+from fastgen.request import Event, SamplingParams
+
+pytestmark = pytest.mark.timeout(120)
+
+OPTIONS: dict[str, Any] = {"seed": 7, "max_seqs": 32, "num_pages": 400, "page_size": 16, "max_step_tokens": 512}
+
+
+Result = TypeVar("Result")
+
+
+class Client:
+    """An engine, the event loop that it is used from, and a Generator of this process that says the same."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.engine = Engine(**OPTIONS)
+
+    async def start(self) -> None:
+        _, self.reference = await asyncio.gather(self.engine.start(), asyncio.to_thread(Generator, **OPTIONS))
+
+    def run(self, main: Coroutine[Any, Any, Result]) -> Result:
+        return self.runner.run(main)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    client = Client()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # where the masks are
+        with client.runner:
+            client.run(client.start())
+            with client.reference:
+                yield client
+            client.run(client.engine.close())
+
+
+@pytest.fixture
+def client(shared: Client) -> Iterator[Client]:
+    """A client whose engine runs; a test has to leave it idle, with nothing kept."""
+    assert shared.engine.ready
+    yield shared
+    shared.run(until_idle(shared.engine))
+
+
+async def until_idle(engine: Engine, seconds: float = 10.0) -> None:
+    """Wait until the engine says that it holds nothing."""
+    deadline = time.monotonic() + seconds
+    while (stats := engine.stats).requests != stats.finished + stats.aborted or not engine.idle or stats.pages_used:
+        assert time.monotonic() < deadline, (stats, engine.idle)
+        await asyncio.sleep(0.01)
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert not engine._running
+    assert not engine._streams
+
+
+async def collect(stream: Stream) -> list[Event]:
+    """All of a request as one event a sample."""
+    found: dict[int, Event] = {}
+    async for events in stream:
+        assert events, "a list without an event"
+        for event in events:
+            assert event.id == stream.request_id
+            before = found.get(event.index)
+            found[event.index] = event if before is None else joined(before, event)
+    return [found[index] for index in sorted(found)]
+
+
+def joined(first: Event, then: Event) -> Event:
+    assert first.finish_reason is None, "an event after the last"
+    growing = {"token_ids", "logprobs", "untruncated_logprobs", "raw_logprobs", "text", "top_logprobs", "sampling_mask"}
+    changes = {name: getattr(first, name) + getattr(then, name) for name in growing if getattr(then, name) is not None}
+    return replace(then, **changes)
+
+
+def expected(gen: Generator, prompt: list[int], params: SamplingParams) -> list[Event]:
+    """What a Generator in this process says, as `collect` gives it."""
+    found: dict[int, Event] = {}
+    gen.add(prompt, params, "expected")
+    while gen.unfinished:
+        for event in gen.step():
+            found[event.index] = joined(found[event.index], event) if event.index in found else event
+    return [found[index] for index in sorted(found)]
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length} {seed}").choices(range(10, 4000), k=length)
+
+
+LONG = SamplingParams(ignore_eos=True, max_tokens=1500)
+
+
+# ------------------------------------------------------------------------------------------------ streams
+
+
+@pytest.mark.parametrize(
+    ("length", "params"),
+    [
+        (20, SamplingParams(temperature=0, max_tokens=30)),
+        (5, SamplingParams(n=3, seed=4, max_tokens=25, logprobs=3, top_k=50, return_sampling_mask=True)),
+        (40, SamplingParams(seed=1, max_tokens=60, ignore_eos=True, stop=["e", "a "], min_tokens=4)),
+        (PIECE + 10, SamplingParams(n=2, seed=2, max_tokens=4, prompt_logprobs=2)),
+        (PIECE, SamplingParams(max_tokens=0, prompt_logprobs=0)),
+        (3, SamplingParams(seed=5, max_tokens=20, logit_bias={100: 4.0, 101: 3.0}, stop_token_ids=[101])),
+    ],
+)  # fmt: skip
+def test_a_stream_is_what_a_generator_says(client: Client, length: int, params: SamplingParams) -> None:
+    async def main() -> list[Event]:
+        with client.engine.submit("a", prompt, params) as stream:
+            return await collect(stream)
+
+    prompt = ids(length)
+    wanted = [replace(event, id="a") for event in expected(client.reference, prompt, params)]
+    found = client.run(main())
+    for event in (*found, *wanted):
+        event.cached_tokens = 0  # the engines have had other requests before
+        event.started = None
+        assert event.prompt_logprobs is None or math.isnan(event.prompt_logprobs.pop(0))
+    assert [asdict(event) for event in found] == [asdict(event) for event in wanted]
+
+
+async def consume(engine: Engine, stream: Stream, way: str) -> list[Event]:
+    """What comes of a stream whose consumer reads it to the end, or goes in one way or another after a list."""
+    if way == "reads":
+        return await collect(stream)
+    with stream:
+        first = await anext(stream)
+        if way == "is cancelled":
+            task = asyncio.create_task(collect(stream))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+        return first
+
+
+def test_many_requests_at_once(client: Client) -> None:
+    """Each gets its own events, in order, whatever runs beside it and whoever goes; the counts at the end are right."""
+
+    async def main() -> list[list[Event]]:
+        streams = [client.engine.submit(f"r{i}", prompt, params) for i, (prompt, params) in enumerate(requests)]
+        assert not client.engine.idle
+        tasks = [consume(client.engine, stream, way) for stream, way in zip(streams, ways, strict=True)]
+        found = await asyncio.gather(*tasks)
+        await until_idle(client.engine)
+        return found
+
+    rng = random.Random(3)
+    requests = [
+        (ids(rng.randrange(1, 40), i), SamplingParams(seed=i, n=1 + (i % 7 == 0), max_tokens=rng.randrange(1, 9)))
+        for i in range(60)
+    ]
+    ways = rng.choices(["reads", "is cancelled", "leaves"], weights=[6, 2, 1], k=len(requests))
+    before = client.engine.stats
+    found = client.run(main())
+    done = client.engine.stats.since(before)
+    assert done.requests == 60
+    assert done.finished >= ways.count("reads")
+    outputs = client.reference.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+    for events, output, way in zip(found, outputs, ways, strict=True):
+        if way == "reads":
+            assert [event.token_ids for event in events] == [completion.token_ids for completion in output.completions]
+            assert [event.text for event in events] == [completion.text for completion in output.completions]
+        for completion in output.completions:
+            said = [token for event in events if event.index == completion.index for token in event.token_ids]
+            assert said == completion.token_ids[: len(said)]
+
+
+def test_what_nobody_has_read_is_joined(client: Client) -> None:
+    params = SamplingParams(max_tokens=6, n=2, seed=3, ignore_eos=True, logprobs=2, top_k=9, return_sampling_mask=True)
+    prompt = ids(5)
+
+    async def main() -> tuple[list[Event], float]:
+        with client.engine.submit("slow", prompt, params) as stream:
+            while not client.engine.idle:
+                await asyncio.sleep(0.01)
+            events = await anext(stream)
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            return events, client.engine.stalled
+
+    events, stalled = client.run(main())
+    (output,) = client.reference.generate([prompt], params)
+    assert len(events) == 2
+    for event, completion in zip(events, output.completions, strict=True):
+        for name in (
+            "index", "token_ids", "text", "logprobs", "raw_logprobs", "untruncated_logprobs", "top_logprobs",
+            "sampling_mask", "finish_reason", "weight_versions",
+        ):  # fmt: skip
+            assert getattr(event, name) == getattr(completion, name), name
+        assert event.started is not None
+    assert stalled == 0
+
+
+def test_who_wants_the_whole_answer_is_woken_twice(client: Client) -> None:
+    prompt, params = ids(5), SamplingParams(max_tokens=30, ignore_eos=True, temperature=0)
+
+    async def main() -> list[list[Event]]:
+        with client.engine.submit("whole", prompt, params, every_step=False) as stream:
+            return [events async for events in stream]
+
+    lists = client.run(main())
+    assert len(lists) == 2
+    (output,) = client.reference.generate([prompt], params)
+    assert [token for (event,) in lists for token in event.token_ids] == output.completions[0].token_ids
+
+
+# ------------------------------------------------------------------------------------------------ ends
+
+
+async def by_cancelling(engine: Engine, stream: Stream) -> None:
+    task = asyncio.create_task(collect(stream))
+    while not engine.stats.running:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def by_leaving(engine: Engine, stream: Stream) -> None:
+    with stream:
+        await anext(stream)
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def by_letting_go(engine: Engine, stream: Stream) -> None:
+    await anext(stream)
+
+
+async def at_once(engine: Engine, stream: Stream) -> None:
+    stream.close()
+
+
+@pytest.mark.parametrize("way", [by_cancelling, by_leaving, by_letting_go, at_once])
+def test_a_request_is_aborted(client: Client, way: Any) -> None:
+    """Whichever way its consumer goes, the engine stops computing it, and the others go on."""
+
+    async def main() -> None:
+        other = asyncio.create_task(collect(engine.submit("beside", ids(9), SamplingParams(max_tokens=5))))
+        await way(engine, engine.submit("a", ids(10), replace(LONG, n=2)))
+        gc.collect()
+        await asyncio.sleep(0)  # what garbage collection asks for, the loop does
+        assert "a" not in engine._running
+        assert (await other)[0].finish_reason in ("stop", "length")
+        await until_idle(engine)
+        again = await collect(engine.submit("a", ids(3), SamplingParams(max_tokens=2, ignore_eos=True)))
+        assert len(again[0].token_ids) == 2, "the id is free, and no event of the first comes to the second"
+
+    engine, before = client.engine, client.engine.stats
+    client.run(main())
+    client.run(until_idle(engine))
+    done = engine.stats.since(before)
+    assert done.generated_tokens < 1000
+    assert engine.stats.aborted - before.aborted == (done.requests == 3), "closed at once, it may never be added"
+
+
+def test_what_is_wrong_fails_alone(client: Client) -> None:
+    async def refused(kind: type[Exception], match: str, prompt: Any, params: SamplingParams) -> None:
+        with pytest.raises(kind, match=match):
+            await collect(engine.submit("bad", prompt, params))
+        assert "bad" not in engine._running
+
+    async def main() -> None:
+        good = asyncio.create_task(collect(engine.submit("good", ids(9), replace(LONG, max_tokens=60))))
+        await asyncio.sleep(0)
+        await refused(ValueError, "temperature is -1", ids(3), SamplingParams(temperature=-1))
+        await refused(TypeError, "n must be an integer", ids(3), SamplingParams(n="2"))  # type: ignore[arg-type]
+        await refused(ValueError, "the prompt has 3000 tokens", ids(3000), SamplingParams())
+        await refused(ValueError, "the id 5000", [5000], SamplingParams())
+        await refused(ValueError, "the prompt is empty", [], SamplingParams())
+        await refused(TypeError, "must hold integers", ["x"], SamplingParams())
+        await refused(ValueError, "nothing to spell", ids(3), SamplingParams(mask=Spell("")))
+        await refused(ValueError, "invalid literal", ids(3), SamplingParams(mask=Unreadable()))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="a request with the id 'good' is running"):
+            engine.submit("good", ids(3), SamplingParams())
+        (event,) = await good
+        assert len(event.token_ids) == 60
+
+    engine = client.engine
+    client.run(main())
+
+
+def test_masks_are_sent_or_made_over_there(client: Client) -> None:
+    async def said(params: SamplingParams) -> list[Event]:
+        return await collect(client.engine.submit("masked", ids(4), params))
+
+    async def main() -> None:
+        sent = await said(SamplingParams(n=2, max_tokens=3, mask=Say([77, 88, 99])))
+        assert [event.token_ids for event in sent] == [[77, 88, 99]] * 2
+        spell = Spell("the mask")
+        first, again = [(await said(SamplingParams(max_tokens=2, mask=spell)))[0].token_ids for _ in range(2)]
+        assert first == again[::-1] != again, "what compilations keep is there for the next"
+
+    client.run(main())
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that start from now on have a Generator that computes nothing."""
+    monkeypatch.setattr(processes, "spawn", serve_stub.spawn)
+
+
+async def stall(engine: Engine) -> None:
+    with engine.submit("stalled", [5], LONG) as stream:
+        await anext(stream)
+        os.kill(pid(engine), signal.SIGINT)  # is none of its business
+        os.kill(pid(engine), signal.SIGSTOP)
+        await asyncio.sleep(0.4)
+        assert engine.stalled > 0.2
+        os.kill(pid(engine), signal.SIGCONT)
+        await anext(stream)
+        await anext(stream)
+        assert engine.stalled < 0.2
+        assert engine.ready
+    assert engine.stalled == 0
+
+
+async def die(engine: Engine, how: str, kill: Callable[[], Any]) -> None:
+    streams = [engine.submit(f"r{i}", [5], replace(LONG, n=2)) for i in range(3)]
+    await anext(streams[0])
+    started = time.monotonic()
+    cause = kill()  # a stream, perhaps, which would be aborted if nobody held it
+    said = [[event async for events in stream for event in events] for stream in streams]
+    assert time.monotonic() - started < 1
+    assert await engine.died() == engine.dead
+    assert engine.dead is not None
+    assert engine.dead.startswith(f"the engine of the bundled model {how}")
+    assert [(e.index, e.finish_reason, e.error) for events in said for e in events[-2:]] == [
+        (index, "error", engine.dead) for _ in streams for index in range(2)
+    ]
+    del cause
+    assert not engine.ready
+    assert engine.idle
+    with pytest.raises(RuntimeError, match=how):
+        engine.submit("late", [5], LONG)
+
+
+@pytest.mark.usefixtures("stubs")
+def test_a_stall_is_seen_and_a_death_is_told_and_another_is_started() -> None:
+    async def main() -> None:
+        async with Engine() as engine:
+            await stall(engine)
+            await die(engine, "was killed by SIGKILL", lambda: os.kill(pid(engine), signal.SIGKILL))
+            restart = asyncio.create_task(engine.restart(max_seqs=9))
+            while engine.dead is not None:
+                await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="not ready"):
+                engine.submit("early", [5], LONG)
+            await restart
+            assert (await collect(engine.submit("r0", [5], SamplingParams(max_tokens=3))))[0].error is None
+            await die(engine, "failed with RuntimeError: bad luck", lambda: engine.submit("x", [serve_stub.BAD], LONG))
+
+    asyncio.run(main())
+
+
+def pid(engine: Engine) -> int:
+    assert engine._process is not None
+    return engine._process.pid
+
+
+def python(code: str) -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(fastgen.__file__).parent.parent)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, timeout=30)
+
+
+PARENT = """
+import asyncio, os, signal
+from fastgen.cli.serve.engine import Engine
+
+async def main():
+    engine = Engine()
+    starting = asyncio.create_task(engine.start())
+    while engine._process is None:
+        await asyncio.sleep(0.001)
+    print(engine._process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_an_engine_ends_with_its_parent() -> None:
+    done = python(PARENT)
+    assert done.returncode == -signal.SIGKILL
+    child = Path("/proc") / done.stdout.decode().strip()
+    deadline = time.monotonic() + 10
+    while child.exists() and " Z " not in (child / "stat").read_text():
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("stubs")
+def test_a_generator_that_can_not_be_made_says_why() -> None:
+    async def main() -> None:
+        engine = Engine("broken", name="mine")
+        with pytest.raises(RuntimeError, match="the engine of mine is not ready"):
+            engine.submit("a", [1], SamplingParams())
+        with pytest.raises(ValueError, match="broken is broken; mend it"):
+            await engine.start()
+        assert engine.dead is not None
+        assert engine.dead.startswith("the engine of mine ")
+        assert engine._process is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("sys.exit(3)", "exited with status 3"),
+        ("os.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
+        ("own.sendall(bytes([0, 0, 0, 1, 0])); time.sleep(0.2)", "exited with status 0"),  # no message at all
+    ],
+)
+def test_a_process_that_dies_while_it_loads(code: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        engine = Engine("a model")
+        with pytest.raises(RuntimeError, match=f"the engine of a model {how}"):
+            await engine.start()
+        assert await engine.died() == engine.dead
+        await engine.close()
+
+    program = f"import os, socket, sys, time; own = socket.socket(fileno=int(sys.argv[-1])); {code}"
+    spawn = processes.spawn
+    monkeypatch.setattr(processes, "spawn", lambda _, started: spawn(("-c", program), started))
+    asyncio.run(main())
+
+
+def test_a_start_that_is_cancelled_leaves_no_process() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.start(), 0.2)
+        assert engine._process is None
+        assert engine.dead == "the engine of the bundled model was closed"
+
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    before = children.read_text()
+    asyncio.run(main())
+    assert children.read_text() == before
+
+
+def test_the_client_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys, fastgen.cli.serve.engine; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    assert python(code).returncode == 0

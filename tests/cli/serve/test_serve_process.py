@@ -1,0 +1,73 @@
+"""The loop of an engine's process, and its end of the socket, in the process of the test."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from queue import SimpleQueue
+from typing import Any
+
+from fastgen.cli.serve import process
+from fastgen.cli.serve.messages import Abort, Submit
+from fastgen.cli.serve.process import Loop
+from fastgen.engine.outputs import Stats
+from fastgen.ranks.channel import Channel
+from fastgen.request import Event, SamplingParams
+
+
+class FakeGenerator:
+    """Runs every request for three steps; adding one takes a while."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.left: dict[int, int] = {}
+
+    def add(self, prompt: Sequence[int], params: SamplingParams, number: int) -> None:
+        time.sleep(0.004)
+        self.calls.append(("add", number))
+        self.left[number] = 3
+
+    def abort(self, numbers: list[int]) -> None:
+        self.calls.append(("abort", numbers))
+        for number in numbers:
+            self.left.pop(number, None)
+
+    def step(self) -> list[Event]:
+        self.calls.append(("step", len(self.left)))
+        self.left = {number: steps - 1 for number, steps in self.left.items() if steps > 1}
+        return []
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.left)
+
+    @property
+    def stats(self) -> Stats:
+        return Stats()
+
+
+def test_many_arrivals_hold_up_the_steps_for_a_moment_only_and_aborts_for_none() -> None:
+    gen = FakeGenerator()
+    ours, its = socket.socketpair()
+    incoming: SimpleQueue[Any] = SimpleQueue()
+    with ours:
+        channel = Channel(its, incoming.put)
+        loop = Loop(gen, channel, incoming)  # type: ignore[arg-type]
+        for number in range(40):
+            incoming.put(Submit(number, [1], SamplingParams(), None))
+        incoming.put(Submit(40, [1], SamplingParams(), None))
+        incoming.put(Submit(41, [1], SamplingParams(mask=None), b"slow"))
+        incoming.put(Abort(39))
+        incoming.put(Abort(41))
+        while not loop.idle or not gen.calls:
+            loop.turn()
+        channel.close()
+    added = [number for name, number in gen.calls if name == "add"]
+    assert added == [*range(39), 40], "in their order, and without those that were aborted meanwhile"
+    assert gen.calls[0] == ("abort", [39, 41])
+    steps = [at for at, (name, _) in enumerate(gen.calls) if name == "step"]
+    most = int(process.INTAKE_SECONDS / 0.004) + 1
+    assert all(then - at - 1 <= most for at, then in pairwise(steps))
+    assert steps[0] <= most + 1

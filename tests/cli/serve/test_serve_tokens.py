@@ -1,0 +1,152 @@
+"""tokens.py: the bytes of tokens in each kind of vocabulary, chats with variables, and what is said of tokenizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, TokenizeRequest
+from fastgen.cli.serve.tokens import (
+    Vocabulary,
+    detokenize,
+    encode_chat,
+    encode_text,
+    tokenize,
+    tokenizer_info,
+)
+from fastgen.model.loader import resolve
+from fastgen.tokenizer import Tokenizer
+
+TEXTS = [
+    "hello world, the quick brown fox",
+    "double  spaces ",
+    "emoji 😀 and é and ß",
+    "你好\tand\nnew lines",
+    "~\x00\x7f\xad",
+]
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def byte_level(folder: Path) -> Path:
+    """A vocabulary like GPT-2's, Llama 3's and Qwen's."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(["the quick brown fox", "hello the world", "你好"], trainer)
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["byte level", "byte fallback", "bundled"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    if request.param == "byte level":
+        return Tokenizer(byte_level(tmp_path_factory.mktemp("byte-level")))
+    return Tokenizer(request.getfixturevalue("talker") if request.param == "byte fallback" else resolve(None))
+
+
+@pytest.fixture(scope="module")
+def chatty(talker: Path) -> Tokenizer:
+    return Tokenizer(talker)
+
+
+def test_the_bytes_of_tokens_are_the_text(tokenizer: Tokenizer) -> None:
+    vocabulary = Vocabulary(tokenizer)
+    rng = np.random.default_rng(0)
+    letters = [chr(code) for code in (*range(32, 127), 0xE9, 0x4F60, 0x1F600)]
+    for text in [*TEXTS, *("".join(rng.choice(letters, 20)) for _ in range(50))]:
+        ids = tokenizer.encode(text, special=False)
+        assert b"".join(map(vocabulary.raw, ids)).decode().removeprefix(" ") == text.removeprefix(" ")
+        for id in ids:
+            assert vocabulary.text(id) == vocabulary.raw(id).decode(errors="replace")
+            assert id not in vocabulary.special
+
+
+def test_special_and_broken_and_foreign_tokens_have_names(tokenizer: Tokenizer) -> None:
+    vocabulary = Vocabulary(tokenizer)
+    end = tokenizer.hf.eos_token_id
+    assert vocabulary.name(end) == vocabulary.text(end) == tokenizer.hf.eos_token
+    assert end in vocabulary.special
+    broken = next(id for id in range(len(tokenizer.hf)) if vocabulary.raw(id) == b"\xf0")
+    assert (vocabulary.name(broken), vocabulary.text(broken)) == ("bytes:\\xf0", "\ufffd")
+    assert vocabulary.raw(10**6) == b""
+
+
+def test_tokens_go_out_and_come_back(tokenizer: Tokenizer) -> None:
+    vocabulary, size = Vocabulary(tokenizer), len(tokenizer.hf)
+    for text in TEXTS:
+        request = TokenizeRequest(prompt=text, return_token_strs=True)
+        reply = tokenize(request, tokenizer, vocabulary, context=77)
+        ids, names = reply["tokens"], reply["token_strs"]
+        assert ids == encode_text(text, tokenizer).ids == tokenizer.encode(text)
+        assert names == [vocabulary.name(id) for id in ids]
+        assert (reply["count"], reply["max_model_len"]) == (len(ids), 77)
+        bare = tokenize(TokenizeRequest(prompt=text, add_special_tokens=False), tokenizer, vocabulary, 77)
+        assert bare["token_strs"] is None
+        assert detokenize(bare["tokens"], tokenizer, size)["prompt"] == text
+        assert text in detokenize(ids, tokenizer, size)["prompt"].replace("> ", ">")
+    end = tokenizer.hf.eos_token
+    assert detokenize([tokenizer.hf.eos_token_id], tokenizer, size) == {"prompt": end}
+    for wrong in (size, -1):
+        with pytest.raises(ApiError) as raised:
+            detokenize([1, wrong], tokenizer, size)
+        assert raised.value.param == "tokens[1]"
+
+
+def test_an_echo_is_the_text_that_was_given(chatty: Tokenizer) -> None:
+    assert encode_text(" the <s> fox", chatty).text == " the <s> fox"
+    ids = chatty.encode("the fox")
+    assert encode_text(ids, chatty, echo=True).text == "the fox"
+    assert encode_text(ids, None, echo=True).text == ""
+    with pytest.raises(ApiError, match="no tokenizer"):
+        encode_text("the fox", None)
+
+
+def test_a_chat_as_its_template_writes_it(chatty: Tokenizer) -> None:
+    def written(**fields: Any) -> str:
+        ids = encode_chat(ChatRequest(messages=HELLO, **fields), chatty, HELLO).ids  # type: ignore[arg-type]
+        return chatty.decode(ids, special=True)
+
+    assert written().endswith("[answer] ")
+    assert not written(add_generation_prompt=False).endswith("[answer] ")
+    template = "{{ mood }}|{{ tools | length }}|" + chatty.hf.chat_template
+    original, chatty.hf.chat_template = chatty.hf.chat_template, template
+    try:
+        request = ChatRequest(messages=HELLO, chat_template_kwargs={"mood": "glad"})  # type: ignore[arg-type]
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        ids = encode_chat(request, chatty, [{"role": "user", "content": "other"}], {"tools": tools}).ids
+        assert "glad|1|" in chatty.decode(ids)
+        assert "other" in chatty.decode(ids)
+    finally:
+        chatty.hf.chat_template = original
+
+
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "conversation", "messages", "add_generation_prompt"])
+def test_variables_that_a_template_can_not_have(chatty: Tokenizer, name: str) -> None:
+    request = ChatRequest(messages=HELLO, chat_template_kwargs={name: "x"})  # type: ignore[arg-type]
+    with pytest.raises(ApiError) as raised:
+        encode_chat(request, chatty, HELLO)
+    assert raised.value.status == 400
+    assert name in raised.value.message
+
+
+def test_a_tokenizer_is_described(tokenizer: Tokenizer) -> None:
+    info = tokenizer_info(tokenizer)
+    assert info["eos_token"] == tokenizer.hf.eos_token
+    assert info["chat_template"] == tokenizer.hf.chat_template
+    assert info["vocab_size"] == len(tokenizer.hf)
+    assert {"bos_token", "pad_token", "tokenizer_class"} < set(info)
+    without = TokenizeRequest(messages=HELLO)  # type: ignore[arg-type]
+    if tokenizer.hf.chat_template is None:
+        with pytest.raises(ApiError, match="no chat template") as raised:
+            tokenize(without, tokenizer, Vocabulary(tokenizer), 77)
+        assert raised.value.param == "messages"
+    else:
+        assert tokenize(without, tokenizer, Vocabulary(tokenizer), 77)["tokens"] == tokenizer.encode_chat(HELLO)

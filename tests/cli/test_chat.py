@@ -1,0 +1,432 @@
+"""fgchat: what each line does, in a pseudo-terminal and through a pipe."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+from chat_program import FakeGenerator
+from terminal import BANNER, ROOT, STATS, ask, at_prompt, leave, said, spawn
+
+import fastgen
+from fastgen.cli import chat
+from fastgen.cli.speakers import Local, Reply
+from fastgen.request import SamplingParams
+
+PROGRAM = str(ROOT / "tests" / "chat_program.py")
+
+# A terminal
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., pexpect.spawn]]:
+    """start(*command) runs a Python command in a pseudo-terminal; without one, fgchat over FakeGenerator."""
+    children = []
+
+    def run(*command: str, **environment: str) -> pexpect.spawn:
+        children.append(spawn(tmp_path / "state", *(command or [PROGRAM]), **environment))
+        return children[-1]
+
+    yield run
+    for child in children:
+        child.close(force=True)
+
+
+def test_banner_rounds_and_quit(start):
+    child = start()
+    assert at_prompt(child, 1) == BANNER
+    child.sendline("hello")
+    child.expect(STATS)
+    assert said(child).endswith("\nuser:hello;\n")
+    assert child.match[1] == "2"  # the end-of-answer token counts
+    at_prompt(child, 2)
+    assert "\nuser:hello;assistant:user:hello;;user:more;\n" in ask(child, "more", 3)
+    assert leave(child, "/q") == 0
+
+
+def test_ctrl_d_quits(start):
+    child = start()
+    at_prompt(child, 1)
+    assert leave(child) == 0
+
+
+def test_ctrl_c_while_loading(start):
+    child = start(PROGRAM, "slow")
+    child.expect("loading")
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 130
+
+
+def test_reset_and_wrong_commands(start):
+    child = start()
+    at_prompt(child, 1)
+    ask(child, "one", 2)
+    ask(child, "two", 3)
+    for wrong in ("0", "4", "-1", "x"):
+        assert f"\n/r {wrong}: no such round; N goes from 1 to 3, " in ask(child, f"/r {wrong}", 3)
+    assert "\n/r takes one number; there are /r <N>, /m and /q (" in ask(child, "/r 1 2", 3)
+    assert "\nno command /x; there are /r <N>, /m and /q (" in ask(child, "/x", 3)
+    ask(child, " /x", 4)  # a message
+    ask(child, "/r 2", 2)
+    assert "\nuser:one;assistant:user:one;;user:other;\n" in ask(child, "other", 3)
+    ask(child, "/r", 1)
+    assert "\nuser:fresh;\n" in ask(child, "fresh", 2)
+
+
+def test_multiline_message(start):
+    child = start()
+    at_prompt(child, 1)
+    for line in ("/m", "first", "  . second"):
+        child.sendline(line)
+    assert "\nuser:first\n  . second;\n" in ask(child, ".", 2)
+    ask(child, "/r", 1)
+    pasted = ask(child, "\x1b[200~pasted\n/q\x1b[201~", 2)  # a bracketed paste is one message
+    assert "\nuser:pasted\n/q;\n" in pasted
+    child.sendline("/m")
+    ask(child, ".", 2)  # nothing to say
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(start):
+    child = start()
+    at_prompt(child, 1)
+    child.sendline("count")
+    child.expect("5 6 7 ")  # it never ends, so this much was streamed
+    child.sendintr()
+    child.expect(STATS)
+    assert said(child).endswith("held\n")
+    at_prompt(child, 2)
+    assert re.search(r"user:count;assistant:1 2 3 4 5 6 7 [\d ]*held;user:go on;", ask(child, "go on", 3))
+    assert leave(child) == 0
+
+
+def test_ctrl_c_at_the_prompt_clears_the_line(start):
+    child = start()
+    at_prompt(child, 1)
+    child.send("never mind")
+    child.sendintr()
+    assert "quits" not in at_prompt(child, 1)
+    child.sendintr()
+    assert "(/q or Ctrl-D quits)" in at_prompt(child, 1)
+    assert "\nuser:hello;\n" in ask(child, "hello", 2)
+    child.sendline("/m")
+    child.send("dropped")
+    child.sendintr()
+    at_prompt(child, 2)
+    assert "assistant:user:hello;;user:kept;" in ask(child, "kept", 3)
+
+
+def test_history_survives_and_does_without_its_file(start, tmp_path):
+    child = start()
+    at_prompt(child, 1)
+    ask(child, "remember", 2)
+    assert leave(child, "/q") == 0
+    child = start()
+    at_prompt(child, 1)
+    assert "\nuser:remember;\n" in ask(child, "\x1b[A\x1b[A", 2)  # up, past /q
+    (tmp_path / "file").touch()
+    child = start(XDG_STATE_HOME=str(tmp_path / "file"))
+    at_prompt(child, 1)
+    ask(child, "hello", 2)
+
+
+def test_a_dumb_terminal_gets_plain_lines(start):
+    child = start(TERM="dumb")
+    child.expect("1> ")
+    assert child.before.replace("\r", "") == BANNER
+    child.sendline("/m\na\nb\n.")
+    child.expect("2> ")
+    assert "\nuser:a\nb;\n" in said(child)
+    assert leave(child) == 0
+
+
+def test_stdout_in_a_file_gets_only_the_answers(start, tmp_path):
+    command = f"{sys.executable} {PROGRAM} > {tmp_path}/out"
+    child = start("-c", f"import os; os.execl('/bin/sh', 'sh', '-c', {command!r})")
+    assert at_prompt(child, 1) == BANNER
+    assert re.search(STATS, ask(child, "hello", 2))
+    assert leave(child, "/q") == 0
+    assert (tmp_path / "out").read_text() == "user:hello;\n"
+
+
+def test_a_terminal_shows_control_characters(start):
+    child = start()
+    at_prompt(child, 1)
+    assert "\na\u241b[2Jb\ufffdc\td\n" in ask(child, "escape", 2)
+
+
+# A pipe, in this process
+
+
+@pytest.fixture
+def pipe(monkeypatch, capsys):
+    """pipe(lines) -> (exit status, stdout, stderr, the generator)."""
+
+    def run(lines: str, system: str | None = None, **params: int) -> tuple[int, str, str, FakeGenerator]:
+        gen = FakeGenerator()
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        status = chat.run(Local(gen, SamplingParams(**params)), system)
+        return status, *capsys.readouterr(), gen
+
+    return run
+
+
+def test_a_pipe_prints_only_answers(pipe):
+    status, out, err, gen = pipe("hello\n\n/m\nx\ny\n.\n  bye", system="be short")
+    assert status == 0
+    assert out.splitlines()[0] == "system:be short;user:hello;"
+    assert "Ready" not in out + err
+    assert [line for line in err.splitlines() if line and not re.fullmatch(STATS, line)] == []
+    assert gen.prompts[1][-1] == {"role": "user", "content": "x\ny"}
+    assert [message["role"] for message in gen.prompts[1]] == ["system", "user", "assistant", "user"]
+    assert gen.prompts[2][-1]["content"] == "bye"
+
+
+def test_a_message_that_does_not_fit_is_refused_and_the_conversation_kept(pipe):
+    long = "x" * 201
+    status, _, err, gen = pipe(f"{long}\nhello\n{long}\nagain\n")
+    assert status == 1  # a script should know
+    first, _, _, second, _, _ = err.splitlines()
+    assert first == "the prompt has 201 tokens, above the context of 200"
+    assert second.endswith("above the context of 200; /r N goes back before round N, /r to the start")
+    assert [message["content"] for message in gen.prompts[1]] == ["hello", "user:hello;", "again"]
+
+
+def test_a_cut_answer_says_what_cut_it(pipe, capsys):
+    _, out, err, _ = pipe("count", max_tokens=3)
+    assert out == "1 2 3 \n"
+    assert err.endswith("\n(cut at --max-tokens 3)\n")
+    chat.Chat(Local(FakeGenerator(), SamplingParams()), chat.Console()).report(Reply("text", 3, "length"), 1.0)
+    assert capsys.readouterr().err.endswith("\n(cut: the context of 200 tokens is full; /r N goes back)\n")
+
+
+def test_invalid_bytes_do_not_reach_the_tokenizer(pipe):
+    _, _, _, gen = pipe("caf\udce9\n")
+    assert gen.prompts[0][0]["content"] == "caf?"
+
+
+def interrupting(at: int, times: int = 1) -> FakeGenerator:
+    """A generator in whose step after so many words Ctrl-C is pressed."""
+    gen = FakeGenerator()
+
+    def on_step() -> None:
+        for _ in range(times if len(gen.said) == at else 0):
+            signal.raise_signal(signal.SIGINT)
+
+    gen.on_step = on_step
+    return gen
+
+
+def test_ctrl_c_in_a_pipe_ends_it_after_the_step(monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGINT)
+    gen = interrupting(at=3)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("count\nnever\n"))
+    with pytest.raises(KeyboardInterrupt):
+        chat.run(Local(gen, SamplingParams()))
+    assert capsys.readouterr().out == "1 2 3 4 held\n"
+    assert len(gen.prompts) == 1
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class Typist(chat.Console):
+    """A console at which somebody sits."""
+
+    def __init__(self) -> None:
+        self.interactive, self.screen = True, sys.stderr
+
+
+def test_further_ctrl_cs_do_nothing(monkeypatch, capsys):
+    gen = interrupting(at=3, times=2)
+    abort = gen.abort
+    monkeypatch.setattr(gen, "abort", lambda ids: signal.raise_signal(signal.SIGINT) or abort(ids))
+    conversation = chat.Chat(Local(gen, SamplingParams()), Typist())
+    conversation.ask("count")
+    assert conversation.rounds == [("count", "1 2 3 4 held")]
+    assert capsys.readouterr().out == "1 2 3 4 held\n"
+    gen.on_step = lambda: None
+    conversation.ask("next")
+    assert [message["content"] for message in gen.prompts[-1]] == ["count", "1 2 3 4 held", "next"]
+
+
+def test_ctrl_c_before_the_first_word_takes_the_round_back(monkeypatch, capsys):
+    gen = FakeGenerator()
+    add = gen.add
+    monkeypatch.setattr(gen, "add", lambda *given: signal.raise_signal(signal.SIGINT) or add(*given))
+    conversation = chat.Chat(Local(gen, SamplingParams()), Typist())
+    conversation.ask("count")
+    assert conversation.rounds == []
+    assert re.search(STATS, capsys.readouterr().err)[1] == "0"
+
+
+def test_a_closed_pipe_and_an_engine_error_are_quiet_ends():
+    command = f"{sys.executable} {PROGRAM}"
+    shell = {"shell": True, "capture_output": True, "text": True, "timeout": 30, "executable": "/bin/bash"}
+    shell["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
+    head = subprocess.run(f"echo count | {command} 2>errors | head -c 4; cat errors; rm errors", **shell)
+    assert head.stdout == "1 2 "
+    broken = subprocess.run(f"echo break | {command}", **shell)
+    assert (broken.returncode, broken.stdout) == (1, "")
+    assert broken.stderr == "fgchat: error: RuntimeError: the engine broke\n"
+
+
+# The command line, and the bundled model
+
+
+def test_help_and_version_tell_the_truth(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        chat.main(["--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    names = set(re.findall(r"--[a-z-]+", out)) - {"--help", "--version"}
+    assert len(names) == 12
+    for name in (*names, "MODEL"):
+        assert re.search(rf" {name} [^()]*\(default: ", out.split("positional arguments:")[1]), name
+    with pytest.raises(SystemExit, match="0"):
+        chat.main(["--version"])
+    assert capsys.readouterr().out == f"fgchat {fastgen.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--top-p 0", "--temperature -1", "--temperature nan", "--max-tokens 0", "--dtype int8", "--seed x", "--temp 1"]
+    + ["--tensor-parallel 0", "--tensor-parallel two", "--api-key x", "--model x"]
+    + [
+        f"--url http://localhost {local}"
+        for local in ("a/model", "--device cpu", "--dtype auto", "--tensor-parallel 1")
+    ],
+)
+def test_bad_options_exit_2(options, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        chat.main(options.split())
+    assert capsys.readouterr().err.splitlines()[-1].startswith("fgchat: error: ")
+
+
+def test_no_such_model_is_one_line(capsys, tmp_path):
+    assert chat.main([str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert re.fullmatch(rf"fgchat: error: {tmp_path} has no config.json.*\n", err)
+    assert out == ""
+
+
+def test_options_go_over_the_models_defaults(monkeypatch, capsys, tmp_path):
+    defaults = {"do_sample": True, "temperature": 0.3, "top_k": 7, "top_p": 0.5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
+    made = []
+
+    def make(model: str | None, **options: object) -> FakeGenerator:
+        made.append(FakeGenerator(model, **options))
+        made[0].folder = tmp_path
+        return made[0]
+
+    monkeypatch.setattr(fastgen, "Generator", make)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    options = ["--top-p", "0.9", "--max-tokens", "5", "--seed", "3", "--system", "short", "--tensor-parallel", "4"]
+    assert chat.main(["a/model", *options, "-v"]) == 0
+    (gen,) = made
+    assert gen.params == SamplingParams(temperature=0.3, top_k=7, top_p=0.9, max_tokens=5)
+    assert gen.prompts[0][0] == {"role": "system", "content": "short"}
+    expected = {"seed": 3, "dtype": "auto", "device": None, "max_seqs": 1, "tensor_parallel": 4}
+    assert (gen.model, gen.options) == ("a/model", expected)
+    assert gen.closed
+    assert capsys.readouterr().err.endswith("some statistics\n")
+
+
+def test_the_bundled_model_in_a_pipe(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("what is 12 + 30?\n"))
+    assert chat.main(["--seed", "0"]) == 0
+    out, err = capfd.readouterr()
+    assert re.fullmatch(r"[^\n]*\b42\b[^\n]*\n", out)
+    assert re.search(rf"{STATS}\n$", err)
+
+
+def test_the_bundled_model_in_a_terminal(start):
+    child = start("-m", "fastgen.cli.chat", "--temperature", "0")
+    shown = at_prompt(child, 1)
+    assert "100%" in shown
+    assert shown.endswith(f"\n{BANNER}")
+    child.sendline("hello")
+    child.expect(STATS)
+    first = said(child).split("\n", 1)[1]
+    assert first.strip()
+    at_prompt(child, 2)
+    pasted = f"\x1b[200~{'far too long ' * 1000}\x1b[201~"
+    refused = ask(child, pasted, 2)
+    assert re.search(r"\nthe prompt has \d+ tokens.*; /r N goes back before round N, /r to the start\n", refused)
+    ask(child, "and what is 2 + 2?", 3)
+    ask(child, "/r 1", 1)
+    child.sendline("hello")
+    child.expect(STATS)
+    assert said(child).split("\n", 1)[1] == first  # nothing was left of the other conversation
+    at_prompt(child, 2)
+    assert leave(child) == 0
+
+
+# Several ranks
+
+RANKS = ("-m", "fastgen.cli.chat", "--tensor-parallel", "2", "--device", "cpu", "--temperature", "0")
+
+
+def ranks_of(child: pexpect.spawn) -> list[int]:
+    """The processes that fgchat has started."""
+    return [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "they live on"
+        time.sleep(0.02)
+
+
+def test_two_ranks_in_a_terminal(start):
+    """Nothing is shown that one process would not show, an answer that is stopped leaves the conversation whole, and
+    where a rank dies the chat ends with a line."""
+    child = start(*RANKS)
+    shown = at_prompt(child, 1)
+    assert re.fullmatch(rf"(loading weights: [^\n]*\n*)+{re.escape(BANNER)}", shown)
+    ranks = ranks_of(child)
+    assert len(ranks) == 1, "this one is the other"
+    assert re.search(rf"\n[^\n]*\b42\b[^\n]*\n{STATS}\n$", ask(child, "what is 12 + 30?", 2))
+    child.sendline("please count from 1 to 100")
+    child.expect("2, 3, ")
+    os.kill(ranks[0], signal.SIGSTOP)  # so that the answer is still being made, and its step will not end
+    child.sendintr()
+    child.sendintr()  # breaks the step that waits
+    time.sleep(0.2)
+    os.kill(ranks[0], signal.SIGCONT)
+    child.expect(STATS)
+    assert "22, 23" not in said(child)
+    at_prompt(child, 3)
+    assert re.search(rf"\n[^\n]*\b4\b[^\n]*\n{STATS}\n$", ask(child, "what is 2 + 2?", 4))
+    assert ranks_of(child) == ranks
+    assert "astgen" not in said(child), "neither a warning nor a trace"
+    os.kill(ranks[0], signal.SIGKILL)
+    child.sendline("hello")
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert re.search(r"\nfgchat: error: RuntimeError: rank 1 was killed by SIGKILL [^\n]*\n$", said(child))
+    assert child.exitstatus == 1
+    wait_until_gone(ranks)
+
+
+def test_ctrl_c_while_ranks_start_leaves_none(start):
+    child = start(*RANKS)
+    deadline = time.monotonic() + 60
+    while not (ranks := ranks_of(child)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert (said(child), child.exitstatus) == ("^C\n", 130)
+    wait_until_gone(ranks)

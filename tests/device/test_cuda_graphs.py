@@ -1,0 +1,138 @@
+"""device/cuda_graphs.py and the runner's way of decoding from the lanes: without a GPU the step is called where a
+graph would be replayed, so that all but the capture itself is the real thing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from called_graphs import Called, capturable
+from conftest import Script, check_idle, random_ids
+
+from fastgen import Generator, SamplingParams
+from fastgen.device.cuda_graphs import batch_sizes, shared_sizes
+from fastgen.device.pinned import upload
+from fastgen.kernels.lanes import DecodeInput
+from fastgen.model.attention.reference import ReferenceAttention
+from fastgen.model.transformer import ROW_TILE
+
+PROMPTS = [random_ids(length) for length in (1, 2, 40, 90, 17)]
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 7, 8, 9, 33, 100, 256, 300, 384, 385, 1000, 1024])
+def test_batch_sizes_rise_to_the_largest_and_lie_close(most: int) -> None:
+    sizes = batch_sizes(most)
+    assert sizes[0] == 1
+    assert sizes[-1] == most
+    assert all(small < large for small, large in pairwise(sizes))
+    assert all(large - small <= max(1, small / 2) for small, large in pairwise(sizes))
+    assert len(sizes) <= 40
+    shared = shared_sizes(sizes)
+    assert set(shared) <= set(sizes)
+    assert shared[-1] == most
+    assert all(large <= max(4, 2 * small) for small, large in pairwise(shared))
+
+
+def with_graphs(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Go through `Called` from now on; returns the sizes of decodes that ran."""
+    runner = gen._runner
+    capturable(monkeypatch)
+    # A multiple of ROW_TILE rows, as without graphs, or the products of the CPU would round otherwise.
+    runner.capture([ROW_TILE, 2 * ROW_TILE])
+    graphs = runner.graphs[False]
+    assert isinstance(graphs, Called)
+    return graphs.ran
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=20, temperature=0, ignore_eos=True),
+        SamplingParams(max_tokens=20, seed=1, top_p=0.9, frequency_penalty=0.5, logprobs=2, n=3),
+    ],
+)
+def test_decoding_from_the_lanes_gives_the_same_bits(
+    family: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"max_seqs": 2 * ROW_TILE, "max_step_tokens": 48, "page_size": 16, "num_pages": 40}
+    with Generator(family, **options) as gen:  # type: ignore[arg-type]
+        expected = [output.completions for output in gen.generate(PROMPTS, params)]
+        ran = with_graphs(gen, monkeypatch)
+        assert [output.completions for output in gen.generate(PROMPTS, params)] == expected
+        assert ran
+        check_idle(gen)
+        gen._runner.forget()
+
+
+def test_a_mask_is_asked_between_the_forward_and_the_sampler(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = [9, 8, 7, 6, 5]
+    masked = SamplingParams(max_tokens=5, mask=Script(script), ignore_eos=True)
+    free = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    with Generator(llama, max_seqs=ROW_TILE, page_size=16) as gen:
+        expected = gen.generate(PROMPTS[:2], free)
+        ran = with_graphs(gen, monkeypatch)
+        outputs = gen.generate([*PROMPTS[:2], PROMPTS[3]], [free, free, masked])
+    assert [output.completions for output in outputs[:2]] == [output.completions for output in expected]
+    assert outputs[2].completions[0].token_ids == script
+    assert len(ran) >= 8
+
+
+def test_padding_lanes_write_to_the_spare_page_alone(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Generator(llama, max_seqs=ROW_TILE, page_size=16, num_pages=6) as gen:
+        with_graphs(gen, monkeypatch)
+        runner = gen._runner
+        runner.pool.keys.fill_(7)
+        with torch.inference_mode():
+            runner._step.lanes.fill_(ROW_TILE)
+            runner.decode(ROW_TILE)
+        assert bool((runner.pool.keys[:, :-1] == 7).all())
+        assert bool((runner.pool.keys[:, -1] != 7).any())
+        assert runner.kv_lens.tolist() == [0] * (ROW_TILE + 1)
+
+
+def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five lanes that share nothing run in a step of 5, and later, sharing keys, in one of 8, whose other rows must be
+    padding: lanes that ended long ago would write into pages that others have."""
+    shares = [False]
+    capturable(monkeypatch)
+    monkeypatch.setattr(ReferenceAttention, "shares", True)
+    monkeypatch.setattr(ReferenceAttention, "share", lambda *_: shares[0])
+    with Generator(llama, max_seqs=8, max_model_len=128, page_size=16, seed=0, num_pages=30) as gen:
+        runner = gen._runner
+        runner.capture()
+        plain, shared = runner.graphs[False], runner.graphs[True]
+        assert isinstance(plain, Called)
+        assert isinstance(shared, Called)
+        for count in (8, 5):
+            gen.generate([random_ids(20)] * count, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+        shares[0] = True
+        gen.generate([random_ids(9)], SamplingParams(max_tokens=1, ignore_eos=True))  # no decodes: looked into anew
+        seen = []
+        monkeypatch.setattr(shared, "_step", lambda size: seen.append(runner._step.lanes[:size].tolist()))
+        gen.generate([random_ids(20)] * 5, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    assert plain.ran[-2:] == [5, 5]
+    assert shared.ran[-2:] == [8, 8]
+    assert seen[-1][5:] == [8, 8, 8], "the padding lane"
+
+
+def test_lanes_are_sent_when_they_change(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A steady decode sends nothing of them."""
+    with Generator(llama, max_seqs=ROW_TILE, page_size=64) as gen:
+        with_graphs(gen, monkeypatch)
+        sent: list[np.ndarray] = []
+        monkeypatch.setattr(
+            "fastgen.engine.runner.upload", lambda array, device: sent.append(array) or upload(array, device)
+        )
+        gen.generate(PROMPTS[:2], SamplingParams(max_tokens=30, ignore_eos=True, temperature=0))
+        assert len(sent) <= 6, [len(array) for array in sent]
+
+
+def test_a_decode_input_is_a_view() -> None:
+    whole = DecodeInput.empty(8, torch.device("cpu"))
+    part = whole.first(3)
+    part.lanes.fill_(5)
+    assert whole.lanes.tolist() == [5, 5, 5, 0, 0, 0, 0, 0]
+    assert part.kv_lens.data_ptr() == whole.kv_lens.data_ptr()

@@ -1,0 +1,194 @@
+"""memory.py: what is given back and taken again; a GPU's part over a driver that checks each call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from fake_driver import MB, FakeDriver
+from torch import Tensor
+
+from fastgen.device import memory
+from fastgen.device.memory import CudaDriver, DeviceMemory, HostMemory, Memory, taken
+
+CPU = torch.device("cpu")
+
+
+def fill(tensors: list[Tensor]) -> list[Tensor]:
+    for number, tensor in enumerate(tensors):
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + number)
+    return [tensor.clone() for tensor in tensors]
+
+
+SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
+    ((3,), torch.float32), ((40, 50), torch.bfloat16), ((1,), torch.int64), ((5000, 3), torch.float32),
+]  # fmt: skip
+
+
+def test_a_gpus_tensors_stay_where_they_are_and_their_memory_goes() -> None:
+    driver = FakeDriver()
+    held = DeviceMemory(driver, CPU)
+    tensors = [held.zeros(shape, dtype) for shape, dtype in SHAPES]
+    assert not any(tensor.any() for tensor in tensors)
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == SHAPES
+    assert all(tensor.data_ptr() % memory.ALIGNMENT == 0 for tensor in tensors)
+    size = sum(driver.mapped.values())
+    assert size < sum(t.nbytes for t in tensors) + len(tensors) * memory.ALIGNMENT + driver.granularity
+    before = fill(tensors)
+    for keep in (True, True, False, True):
+        for _ in range(2):
+            held.release(keep)
+            assert not driver.mapped
+        driver.log.clear()
+        for _ in range(2):
+            held.restore()
+        assert driver.log == [("map", size)], "as one piece, and once"
+        assert [torch.equal(*pair) for pair in zip(tensors, before, strict=True)] == [keep] * len(tensors)
+        if not keep:
+            assert not any(tensor.any() for tensor in tensors)
+            fill(tensors)
+    assert held._kept is not None
+    assert len(held._kept.bytes) < size
+
+
+def test_addresses_and_memory_go_with_the_last_tensor() -> None:
+    for released in (False, True):
+        driver = FakeDriver()
+        held = DeviceMemory(driver, CPU)
+        tensors = [held.zeros((5,), torch.float32) for _ in range(2)]
+        if released:
+            held.release(keep=False)
+        del held
+        assert driver.ranges
+        tensors.pop()
+        assert driver.ranges
+        assert bool(driver.mapped) is not released
+        tensors.clear()
+        assert not driver.ranges
+        assert not driver.mapped
+
+
+def test_what_there_is_too_little_memory_for_can_be_asked_for_again() -> None:
+    driver = FakeDriver()
+    held = DeviceMemory(driver, CPU)
+    with pytest.raises(torch.OutOfMemoryError):
+        held.zeros((driver.total + 1,), torch.uint8)
+    tensor = held.zeros((2 * MB,), torch.uint8)
+    tensor.fill_(7)
+    held.release(keep=True)
+    driver.capacity = MB
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            held.restore()
+    driver.capacity = driver.total
+    held.restore()
+    assert bool((tensor == 7).all())
+
+
+def test_the_hosts_memory_must_hold_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = DeviceMemory(FakeDriver(), CPU)
+    tensor = held.zeros((2 * MB,), torch.uint8)
+    monkeypatch.setattr("fastgen.device.pinned._free_memory", lambda: MB)
+    with pytest.raises(ValueError, match=r"keeping the weights takes 0\.0 GB .* pass keep_weights=False, and"):
+        held.release(keep=True)
+    tensor.fill_(3)
+    held.release(keep=False)
+    held.restore()
+    assert not tensor.any()
+
+
+def test_the_cpus_memory_goes_where_it_is_not_kept() -> None:
+    held = Memory.on(CPU)
+    assert isinstance(held, HostMemory)
+    tensors = [held.zeros(shape, dtype) for shape, dtype in [*SHAPES, ((24 * MB,), torch.uint8)]]
+    before = fill(tensors)
+    full = taken("cpu")
+    held.release(keep=True)
+    held.restore()
+    assert all(map(torch.equal, tensors, before))
+    held.release(keep=False)
+    assert full - taken("cpu") > 16 * MB
+    held.restore()
+    assert not any(tensor.any() for tensor in tensors)
+    tensors[-1].fill_(1)
+    assert full - taken("cpu") < 8 * MB
+    del tensors
+    assert not list(held._blocks), "they go with their tensors"
+    with pytest.raises(MemoryError, match="GB of memory can not be had"):
+        held.zeros((1 << 60,), torch.uint8)
+
+
+class FakeLibrary:
+    """libcuda.so.1, which answers each call with a status, and gives numbers out."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[Any]]] = []
+        self.statuses: dict[str, list[int]] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            given = [getattr(each, "_obj", each) for each in arguments]
+            if name in ("cuMemGetAllocationGranularity", "cuMemAddressReserve", "cuMemCreate"):
+                given[0].value = {"cuMemGetAllocationGranularity": 2 * MB, "cuMemAddressReserve": 1 << 40}.get(name, 77)
+            self.calls.append((name, given))
+            return self.statuses[name].pop(0) if self.statuses.get(name) else 0
+
+        return call
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    made = FakeLibrary()
+    monkeypatch.setattr(memory, "_driver", lambda: made)
+    monkeypatch.setattr(memory, "release_memory", lambda device: made.calls.append(("release", [device])))
+    for name, result in {"mem_get_info": (5 * MB, 7 * MB), "current_device": 3, "synchronize": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
+    monkeypatch.setattr(memory, "current", made_current)
+    return made
+
+
+@contextmanager
+def made_current(device: torch.device) -> Iterator[None]:
+    assert device == torch.device("cuda", 3)
+    yield
+
+
+def test_the_driver_is_called_as_cuda_says(library: FakeLibrary) -> None:
+    driver = CudaDriver(torch.device("cuda"))
+    assert driver.granularity == 2 * MB
+    assert driver.reserve() == (1 << 40, 8 * MB)
+    library.calls.clear()
+    driver.map(1 << 40, 4 * MB)
+    (_, created), (_, mapped), (_, released), (_, access) = library.calls
+    assert [name for name, _ in library.calls] == ["cuMemCreate", "cuMemMap", "cuMemRelease", "cuMemSetAccess"]
+    assert created[1] == 4 * MB
+    assert (created[2].type, created[2].location.type, created[2].location.id) == (1, 1, 3)
+    assert mapped[:3] == [1 << 40, 4 * MB, 0]
+    assert mapped[3].value == released[0].value == 77
+    assert (access[:2], access[3]) == ([1 << 40, 4 * MB], 1)
+    assert (access[2].flags, access[2].location.id) == (3, 3)
+    driver.unmap(1 << 40, 4 * MB)
+    driver.free(1 << 40, 8 * MB)
+    assert library.calls[4:] == [("cuMemUnmap", [1 << 40, 4 * MB]), ("cuMemAddressFree", [1 << 40, 8 * MB])]
+    assert ctypes.sizeof(memory._Allocation) == 32
+    assert ctypes.sizeof(memory._Access) == 12
+
+
+def test_memory_that_torch_keeps_is_asked_for_before_there_is_too_little(library: FakeLibrary) -> None:
+    driver = CudaDriver(torch.device("cuda", 3))
+    library.calls.clear()
+    library.statuses["cuMemCreate"] = [2]
+    driver.map(1 << 40, 4 * MB)
+    names = [name for name, _ in library.calls]
+    assert names == ["cuMemCreate", "release", "cuMemCreate", "cuMemMap", "cuMemRelease", "cuMemSetAccess"]
+    library.statuses["cuMemCreate"] = [2, 2]
+    with pytest.raises(torch.OutOfMemoryError, match=r"0\.00 GB of cuda:3 are needed, and 0\.01 are free; free as"):
+        driver.map(1 << 40, 4 * MB)
+    for name in ("cuMemCreate", "cuMemMap", "cuMemSetAccess"):
+        library.statuses[name] = [1]
+        with pytest.raises(RuntimeError, match=rf"refuses {name} \(CUDA error 1\)"):
+            driver.map(1 << 40, 4 * MB)

@@ -1,0 +1,276 @@
+"""Traces, the line in the log, and what the loop costs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Checkpoint, Turns, random_ids
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
+
+import bench_host
+
+from fastgen import Generator, SamplingParams
+from fastgen.cli.signals import trace_on_signal
+from fastgen.device.profiling import span
+
+pytestmark = pytest.mark.timeout(120)
+PARTS = ("schedule", "launch", "collect", "update")
+PARAMS = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+
+
+def spans(path: Path) -> Counter[str]:
+    """How often each named range is in a trace."""
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+    return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+
+
+def operators(path: Path) -> set[str]:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return {event["name"] for event in events if event.get("cat") == "cpu_op"}
+
+
+# Blocks.
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_has_the_parts_of_so_many_steps(gen: Generator, tmp_path: Path, name: str) -> None:
+    alone = gen.generate([random_ids(9)], PARAMS)[0].completions
+    with gen.profile(tmp_path / name, steps=5):
+        assert gen.generate([random_ids(9)], PARAMS)[0].completions == alone
+    found = spans(tmp_path / name)
+    assert [found[part] for part in PARTS] == [5, 5, 4, 4]  # nothing was in flight before the first
+
+
+def test_a_trace_shows_what_the_cpu_did(gen: Generator, tmp_path: Path) -> None:
+    with gen.profile(str(tmp_path / "trace.json.gz"), steps=1):
+        gen.generate([random_ids(9)], PARAMS)
+    assert {"aten::empty", "aten::embedding"} <= operators(tmp_path / "trace.json.gz")
+
+
+def test_a_trace_of_a_masked_step_shows_its_sampler(gen: Generator, tmp_path: Path) -> None:
+    with gen.profile(tmp_path / "trace.json", steps=3):
+        gen.generate([random_ids(9)], replace(PARAMS, mask=Turns()))
+    assert spans(tmp_path / "trace.json")["sample"] == 3
+
+
+def test_a_block_with_fewer_steps_writes_those(gen: Generator, tmp_path: Path) -> None:
+    id = gen.add(random_ids(9), PARAMS)
+    with gen.profile(tmp_path / "trace.json"):
+        gen.step()
+        gen.step()
+    gen.step()
+    assert spans(tmp_path / "trace.json")["schedule"] == 2
+    gen.abort([id])
+
+
+def test_what_ends_a_block_early_comes_out_and_the_trace_is_there(gen: Generator, tmp_path: Path) -> None:
+    def one_step() -> None:
+        with gen.profile(tmp_path / "trace.json"):
+            gen.step()
+            raise KeyboardInterrupt
+
+    gen.add(random_ids(9), PARAMS, id="a")
+    with pytest.raises(KeyboardInterrupt):
+        one_step()
+    assert spans(tmp_path / "trace.json")["schedule"] == 1
+    gen.abort("a")
+
+
+def test_a_block_without_a_step_says_so(gen: Generator, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with gen.profile(tmp_path / "trace.json"):
+        pass
+    assert "no step has run" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, None])
+def test_steps_that_make_no_sense(gen: Generator, tmp_path: Path, steps: Any) -> None:
+    with pytest.raises(ValueError, match="at least 1"), gen.profile(tmp_path / "trace.json", steps=steps):
+        pass
+
+
+@pytest.mark.parametrize("path", [".", "nowhere/trace.json"])
+def test_paths_that_are_no_files(gen: Generator, tmp_path: Path, path: str) -> None:
+    with pytest.raises(ValueError, match="in a folder that exists"), gen.profile(tmp_path / path):
+        pass
+
+
+def test_one_trace_at_a_time(gen: Generator, tmp_path: Path) -> None:
+    with (
+        gen.profile(tmp_path / "outer.json"),
+        pytest.raises(ValueError, match="a trace is being recorded"),
+        gen.profile(tmp_path / "inner.json"),
+    ):
+        pass
+    with (
+        torch.profiler.profile(),
+        pytest.raises(ValueError, match="a trace is being recorded"),
+        gen.profile(tmp_path / "inner.json"),
+    ):
+        pass
+    with gen.profile(tmp_path / "first.json", steps=1):
+        gen.generate([[5]], PARAMS)
+        with gen.profile(tmp_path / "second.json", steps=2):  # the first has ended
+            gen.generate([[5]], PARAMS)
+    assert [spans(tmp_path / name)["launch"] for name in ("first.json", "second.json")] == [1, 2]
+
+
+def test_a_profiler_that_begins_within_the_block_wins(
+    gen: Generator, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with gen.profile(tmp_path / "trace.json"), torch.profiler.profile():
+        gen.generate([[5]], PARAMS)
+    assert "no trace in" in caplog.text
+
+
+def test_a_file_that_can_not_be_written_is_a_warning(
+    gen: Generator, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "folder").mkdir()
+    with gen.profile(tmp_path / "folder" / "trace.json.gz", steps=1):
+        (tmp_path / "folder").rmdir()
+        assert len(gen.generate([[5]], PARAMS)[0].completions[0].token_ids) == 20
+    assert "No such file" in caplog.text
+
+
+def test_spans_show_in_a_users_own_trace_and_cost_nothing_without(gen: Generator) -> None:
+    with torch.profiler.profile() as profiler:
+        gen.generate([[5]], PARAMS)
+    assert {event.key for event in profiler.key_averages()} >= set(PARTS)
+    assert span("one") is span("other")
+
+
+# Signals.
+
+
+@pytest.fixture
+def usr2() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGUSR2)
+    yield
+    signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.usefixtures("usr2")
+def test_a_signal_asks_for_a_trace_of_the_next_steps(
+    gen: Generator, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace_on_signal(gen, tmp_path)
+    gen.generate([[5]], PARAMS)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGUSR2)  # one trace
+    assert not list(tmp_path.iterdir()), "a handler does nothing but set a flag"
+    gen.generate([[5]], PARAMS)
+    (path,) = tmp_path.iterdir()
+    assert re.fullmatch(rf"fastgen-{os.getpid()}-\d{{8}}-\d{{6}}\.json\.gz", path.name)
+    assert spans(path)["launch"] == 8
+    assert str(path) in caplog.text
+
+
+@pytest.mark.usefixtures("usr2")
+def test_a_signal_within_a_block_waits_for_its_end(gen: Generator, tmp_path: Path) -> None:
+    trace_on_signal(gen, tmp_path)
+    with gen.profile(tmp_path / "block.json", steps=2):
+        os.kill(os.getpid(), signal.SIGUSR2)
+        gen.generate([[5]], PARAMS)
+    path = next(tmp_path.glob("fastgen-*"))
+    assert (spans(tmp_path / "block.json")["launch"], spans(path)["launch"]) == (2, 8)
+
+
+def test_fgchat_obeys_the_signal(talker: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fastgen.cli.chat", str(talker), "--device", "cpu", "-v", "--max-tokens", "60"]
+    chat = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert chat.stdin is not None
+    assert chat.stdout is not None
+    chat.stdin.write("hello\n")
+    chat.stdin.flush()
+    assert chat.stdout.read(1)  # it has begun to answer
+    chat.send_signal(signal.SIGUSR2)
+    _, errors = chat.communicate("hello\n" * 2, timeout=60)  # with a third, what was drawn may pass the context
+    assert chat.returncode == 0, errors
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith(f"fastgen-{chat.pid}-")
+    assert path.name in errors
+    assert spans(path)["launch"] == 8
+
+
+# The line in the log.
+
+
+def test_a_line_in_the_log_tells_how_it_goes(
+    gen: Generator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "fastgen.generator")
+    gen.generate([random_ids(9)] * 3, PARAMS)
+    assert not caplog.records, "it has not taken long"
+    monkeypatch.setattr("fastgen.generator.LOG_SECONDS", 0.0)
+    gen.add(random_ids(9), PARAMS, "a")
+    gen.step()
+    gen.step()
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "running 1, waiting 0, finished 0; 0 tokens in, 1 out, 0.0 tok/s in" in second
+    assert "pages 1/" in second
+    assert "preemptions 0" in second
+    assert "\n" not in first + second
+    gen.abort("a")
+
+
+def test_rates_are_of_the_interval(gen: Generator) -> None:
+    gen.generate([random_ids(30)], PARAMS)
+    before = gen.stats
+    gen.generate([random_ids(11)], replace(PARAMS, max_tokens=3))
+    part = gen.stats.since(before)
+    assert (part.prefilled_tokens, part.generated_tokens, part.steps, part.finished) == (11, 3, 3, 1)
+    assert part.prefilled_per_second == pytest.approx(11 / part.step_seconds)
+    assert part.tokens_per_second == pytest.approx(3 / part.step_seconds)
+    assert part.pages == before.pages
+    assert f"{part.prefilled_per_second:.1f} tok/s in, {part.tokens_per_second:.1f} tok/s out" in str(part)
+
+
+# What the loop costs. The bounds are wide: the machine may be busy. scripts/bench/bench_host.py measures.
+
+
+def test_the_loop_costs_little_and_no_more_at_long_contexts(checkpoint: Checkpoint) -> None:
+    model = checkpoint("Llama", max_position_embeddings=32768)
+    steps, windows = 64, 3
+    with (
+        bench_host.decoding(256, 100, steps * windows * 5, model=model) as short,
+        bench_host.decoding(256, 30_000, steps * windows * 5, model=model) as long,
+    ):
+        for _ in range(steps):  # the lists of tokens have grown once
+            long._advance()
+            short._advance()
+        found = []
+        for _ in range(3):  # side by side
+            found.append((bench_host.seconds(short, steps, windows), bench_host.seconds(long, steps, windows)))
+            if found[-1][1] < 1.5 * found[-1][0]:
+                break
+        assert min(costs[0] for costs in found) < 3e-3
+        assert found[-1][1] < 1.5 * found[-1][0], found
+
+
+def test_nothing_of_a_sequence_is_kept_when_it_has_ended() -> None:
+    with bench_host.decoding(8, 100, 300) as gen:
+        while gen.unfinished:
+            gen._advance()
+        gen._scheduler.check()
+        assert not gen._watched
+        assert not gen._owners
+        assert gen.stats.pages_used == 0

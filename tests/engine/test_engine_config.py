@@ -1,0 +1,263 @@
+"""EngineConfig: what is left open is filled in from the model, and what can not work is one clear error."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from fastgen.engine.config import DEFAULT_KV_CACHE_GB, DTYPE_BYTES, EngineConfig
+from fastgen.kernels import hopper, hopper_decode
+from fastgen.kernels.launch import Chip
+from fastgen.model.config import ModelConfig, RopeConfig
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    max_position=1000,
+    norm_eps=1e-5,
+    rope=RopeConfig(),
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    tied=False,
+    windows=(0, 0, 0),
+    eos_ids=(2,),
+    dtype="bfloat16",
+)
+TOKEN_BYTES = 2 * 3 * 2 * 16 * 4  # K and V, layers, KV heads, head size, float32
+
+
+def make(**options: Any) -> EngineConfig:
+    return EngineConfig.make(MODEL, **options)
+
+
+def test_the_defaults() -> None:
+    assert make() == EngineConfig(
+        device="cpu",
+        dtype="float32",
+        max_model_len=1000,
+        max_seqs=256,
+        max_step_tokens=2048,
+        page_size=64,
+        num_pages=256 * 16 + 1,  # what every lane could ever use, and one more; far below the default size
+        attention="reference",
+        deterministic=True,
+    )
+
+
+def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_the_cpu() -> None:
+    assert make(device="cuda").dtype == "bfloat16"
+    assert make(device="cpu").dtype == "float32"
+    assert make(device="cuda", dtype="float16").dtype == "float16"
+    assert make(device="cpu", dtype="bfloat16").dtype == "bfloat16"
+
+
+def test_the_pool_has_the_size_that_was_asked_for() -> None:
+    assert make(num_pages=7).num_pages == 7
+    page_bytes = 64 * TOKEN_BYTES
+    assert make(kv_cache_gb=5.5 * page_bytes / 1e9).num_pages == 5
+    assert make(kv_cache_gb=5.5 * page_bytes / 1e9, dtype="bfloat16").num_pages == 11
+    assert make(kv_cache_gb=5.5 * page_bytes / 1e9, page_size=16).num_pages == 22
+
+
+def test_a_pool_that_was_asked_for_may_hold_more_than_the_lanes() -> None:
+    """The prefix cache can use it."""
+    page_bytes = 64 * TOKEN_BYTES
+    options = {"max_seqs": 1, "max_step_tokens": 64, "max_model_len": 64}
+    assert make(kv_cache_gb=9.5 * page_bytes / 1e9, **options).num_pages == 9
+    assert make(kv_cache_gb=9.5 * page_bytes / 1e9, prefix_cache=False, **options).num_pages == 2
+    assert make(**options).num_pages == 2
+
+
+def test_the_host_tier_has_the_size_that_was_asked_for() -> None:
+    page_bytes = 64 * TOKEN_BYTES
+    assert (make().prefix_cache, make().host_pages) == (True, 0)
+    assert make(host_cache_gb=5.5 * page_bytes / 1e9).host_pages == 5
+    assert make(host_cache_gb=1, page_size=16).host_pages == 10**9 * 4 // page_bytes
+    config = make(device="cuda", host_cache_gb=5.5 * page_bytes / 1e9)
+    assert (config.num_pages, config.host_pages) == (0, 11), "in bfloat16; the pool is measured later"
+    assert config.settle(30).host_pages == 11
+    assert make(prefix_cache=False, host_cache_gb=0).prefix_cache is False
+
+
+def test_the_default_pool_is_a_size_that_large_models_use_up() -> None:
+    large = replace(MODEL, num_layers=32, windows=(0,) * 32, num_kv_heads=8, num_heads=8, head_size=128)
+    page_bytes = 2 * 32 * 8 * 128 * 64 * 4
+    config = EngineConfig.make(replace(large, max_position=131072))
+    assert config.num_pages == int(DEFAULT_KV_CACHE_GB * 1e9 / page_bytes)
+    assert config.max_model_len == (config.num_pages - 1) * 64, "below the model's, for the pool holds less"
+
+
+@pytest.mark.parametrize(
+    ("page_size", "num_pages", "context"), [(16, 10, 144), (1, 2, 1), (64, 16, 960), (64, 99, 1000)]
+)
+def test_the_context_is_a_page_less_than_the_pool(page_size: int, num_pages: int, context: int) -> None:
+    assert make(page_size=page_size, num_pages=num_pages).max_model_len == context
+
+
+def test_a_pool_of_its_own_making_never_lowers_the_context() -> None:
+    for context in (1, 63, 64, 65, 1000):
+        config = make(max_model_len=context, max_seqs=1)
+        assert config.max_model_len == context
+        assert config.num_pages == -(-context // 64) + 1
+
+
+def test_deterministic_mode() -> None:
+    assert make(deterministic=True).attention == make().attention == "reference"
+    assert make(device="cuda", deterministic=True).attention == "paged"
+    odd = replace(MODEL, intermediate_size=100)
+    assert EngineConfig.make(odd, deterministic=True).deterministic
+    with pytest.raises(ValueError, match=r"inputs are multiples of 8 on a GPU.* 100; leave it out"):
+        EngineConfig.make(odd, device="cuda", memory=10**10, deterministic=True)
+
+
+def test_deterministic_mode_is_on_where_it_costs_little() -> None:
+    assert make().deterministic
+    assert not make(deterministic=False).deterministic
+    assert not make(tensor_parallel=2).deterministic
+    hopper: dict[str, Any] = {"device": "cuda", "kernels": "gluon", "dtype": "bfloat16"}
+    model = replace(MODEL, head_size=128)
+
+    def modes(model: ModelConfig = model, **options: Any) -> tuple[bool, str, str]:
+        config = EngineConfig.make(model, memory=10**11, **hopper | options)
+        return config.deterministic, config.attention, config.kernels
+
+    assert modes() == modes(dtype="float16") == modes(attention="paged") == (True, "paged", "gluon")
+    assert modes(deterministic=False) == (False, "auto", "triton")
+    assert modes(attention="flash") == (False, "flash", "triton")
+    assert modes(kernels="torch") == (False, "auto", "torch")
+    assert modes(kernels="triton", deterministic=True) == (True, "paged", "triton")
+    for other in ({"dtype": "float32"}, {"kernels": "triton"}, {"page_size": 32}, {"tensor_parallel": 2}):
+        assert modes(**other) == (False, "auto", "triton"), other
+    slow = ({"head_size": 256}, {"head_size": 32}, {"head_size": 100}, {"intermediate_size": 100}, {"num_heads": 1000})
+    for change in slow:
+        assert modes(replace(model, **change)) == (False, "auto", "triton"), change
+
+
+def test_the_default_of_deterministic_mode_has_its_fast_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the mode is on by default, the decode kernel and the products in Gluon take every shape."""
+    monkeypatch.setattr(hopper, "GLUON", True)
+    chip = Chip((9, 0), 132, 232_448)
+    on = set()
+    for head_size, group, page_size, dtype in product(
+        (32, 64, 80, 96, 100, 128, 192, 256),
+        (1, 5, 8, 32, 40),
+        (16, 32, 64, 96, 128),
+        ("float16", "bfloat16", "float32"),
+    ):
+        model = replace(MODEL, head_size=head_size, num_heads=2 * group, num_kv_heads=2)
+        config = EngineConfig.make(
+            model, device="cuda", memory=10**11, kernels="gluon", dtype=dtype, page_size=page_size
+        )
+        if config.deterministic:
+            on.add((head_size, group, page_size))
+            assert hopper_decode.streams(chip, getattr(torch, dtype), group, head_size, page_size)
+            assert hopper.runs_on(chip, getattr(torch, dtype))
+    assert {(64, 1, 64), (80, 5, 128), (128, 32, 64)} <= on
+
+
+def test_the_smallest_values_work() -> None:
+    config = make(max_seqs=1, max_step_tokens=1, page_size=1, num_pages=2, max_model_len=1)
+    assert (config.max_seqs, config.max_step_tokens, config.page_size, config.num_pages) == (1, 1, 1, 2)
+    assert make(max_seqs=64, max_step_tokens=64).max_step_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"deterministic": 1}, TypeError, "deterministic must be True or False, not 1"),
+        ({"deterministic": True, "tensor_parallel": 2}, ValueError, "with 2 ranks.*leave deterministic or tensor par"),
+        ({"deterministic": True, "attention": "flash", "device": "cuda"}, ValueError, "not 'flash'; use 'auto'"),
+        ({"dtype": "float64"}, ValueError, "dtype is 'float64'.*float32, bfloat16, float16"),
+        ({"attention": "flash9"}, ValueError, "attention is 'flash9'.*'auto' or one of flash, paged, reference"),
+        ({"max_seqs": 0}, ValueError, "max_seqs is 0; it must be at least 1"),
+        ({"max_step_tokens": -1}, ValueError, "max_step_tokens is -1"),
+        ({"page_size": 0}, ValueError, "page_size is 0"),
+        ({"page_size": 16.0}, TypeError, "page_size must be an integer, not 16.0"),
+        ({"max_seqs": True}, TypeError, "max_seqs must be an integer, not True"),
+        ({"max_step_tokens": "8"}, TypeError, "max_step_tokens must be an integer"),
+        ({"max_seqs": 9, "max_step_tokens": 8}, ValueError, "max_step_tokens is 8, below max_seqs, which is 9"),
+        ({"max_model_len": 0}, ValueError, "max_model_len is 0"),
+        ({"max_model_len": 1001}, ValueError, "max_model_len is 1001, above the model's 1000 positions"),
+        ({"max_model_len": 9.5}, TypeError, "max_model_len must be an integer"),
+        ({"num_pages": 0}, ValueError, "num_pages is 0"),
+        ({"num_pages": 1}, ValueError, "num_pages is 1; the pool needs at least 2"),
+        ({"num_pages": 2.0}, TypeError, "num_pages must be an integer"),
+        ({"num_pages": 9, "kv_cache_gb": 1.0}, ValueError, "num_pages and kv_cache_gb.*one of them"),
+        ({"kv_cache_gb": 0}, ValueError, "kv_cache_gb is 0.*above 0"),
+        ({"kv_cache_gb": -1.0}, ValueError, "kv_cache_gb is -1"),
+        ({"kv_cache_gb": 1.9 * 64 * TOKEN_BYTES / 1e9}, ValueError, "holds 1 pages"),
+        ({"prefix_cache": 1}, TypeError, "prefix_cache must be True or False, not 1"),
+        ({"host_cache_gb": -1}, ValueError, "host_cache_gb is -1; it must be at least 0"),
+        ({"host_cache_gb": float("nan")}, ValueError, "host_cache_gb is nan"),
+        ({"host_cache_gb": float("inf")}, ValueError, "host_cache_gb is inf.*no more than the host's memory"),
+        ({"host_cache_gb": 10**400}, ValueError, "host_cache_gb is 10000"),
+        ({"host_cache_gb": "8"}, TypeError, "host_cache_gb must be a number, not '8'"),
+        ({"host_cache_gb": True}, TypeError, "host_cache_gb must be a number, not True"),
+        ({"host_cache_gb": 2, "prefix_cache": False}, ValueError, "host_cache_gb is 2 with prefix_cache=False"),
+        ({"host_cache_gb": 1e-6}, ValueError, r"1e-06, which holds no page of 0\.0 MB; raise it, or lower page_size"),
+        ({"gpus": 8}, TypeError, "gpus"),
+    ],
+)
+def test_what_can_not_work_is_one_error_that_names_it(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+def test_it_does_not_change_later() -> None:
+    config = make()
+    with pytest.raises(FrozenInstanceError):
+        config.page_size = 1  # type: ignore[misc]
+    assert hash(config) == hash(make())
+
+
+def test_every_dtype_has_its_size() -> None:
+    assert {name: make(dtype=name).dtype for name in DTYPE_BYTES} == {name: name for name in DTYPE_BYTES}
+
+
+LARGE = replace(
+    MODEL, num_layers=32, windows=(0,) * 32, num_kv_heads=8, num_heads=32, head_size=128, hidden_size=4096,
+    intermediate_size=14336, vocab_size=32768, max_position=32768,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("memory", "lanes", "budget"), [(24e9, 128, 2048), (48e9, 512, 4096), (80e9, 1024, 8192), (140e9, 1024, 8192)]
+)
+def test_lanes_and_budget_suit_the_model_and_the_gpu(memory: float, lanes: int, budget: int) -> None:
+    config = EngineConfig.make(LARGE, device="cuda", memory=int(memory))
+    assert (config.max_seqs, config.max_step_tokens) == (lanes, budget)
+    assert (config.attention, config.num_pages) == ("auto", 0), "the pool is measured"
+    assert EngineConfig.make(LARGE, device="cuda", memory=int(memory), max_seqs=7).max_seqs == 7
+    assert EngineConfig.make(LARGE, device="cuda", memory=int(memory), max_step_tokens=33).max_seqs == 33
+
+
+def test_a_pool_that_is_measured_settles_the_context() -> None:
+    config = EngineConfig.make(LARGE, device="cuda", memory=int(24e9))
+    assert config.settle(101).max_model_len == 6400
+    assert config.settle(10**6).max_model_len == 32768
+    given = EngineConfig.make(LARGE, device="cuda", memory=int(24e9), max_model_len=7000)
+    with pytest.raises(ValueError, match=r"101 pages of 64 tokens hold a context of 6400; lower it.*memory_fraction"):
+        given.settle(101)
+
+
+def test_kernels_for_a_gpu_are_not_for_the_cpu() -> None:
+    for name in ("flash", "paged"):
+        with pytest.raises(ValueError, match=f"attention is '{name}', which needs a GPU; use 'auto' or 'reference'"):
+            make(attention=name)
+    for fraction in (0, 1.1, -1):
+        with pytest.raises(ValueError, match=r"memory_fraction is .*; it must be above 0 and at most 1"):
+            make(memory_fraction=fraction)

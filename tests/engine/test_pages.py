@@ -1,0 +1,461 @@
+"""The paged allocator and its prefix cache against brute-force oracles, and its own check against damage."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+
+import pytest
+
+from fastgen.engine import pages as module
+from fastgen.engine.pages import Changes, Node, PageAllocator
+
+
+def brute_missing(pages: list[int], num_tokens: int, page_size: int) -> int:
+    """One page after the other, until the tokens have room."""
+    count = 0
+    while (len(pages) + count) * page_size < num_tokens:
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_every_page_has_one_owner_after_any_operations(seed: int) -> None:
+    rng = random.Random(seed)
+    num_pages, page_size = rng.randint(1, 30), rng.choice((1, 2, 3, 7, 16))
+    allocator = PageAllocator(num_pages, page_size)
+    tables: list[list[int]] = [[] for _ in range(rng.randint(1, 6))]
+    owner: dict[int, int] = {}  # page -> its table
+    for _ in range(200):
+        index = rng.randrange(len(tables))
+        table, before = tables[index], list(tables[index])
+        if rng.random() < 0.3:
+            allocator.release(table)
+            assert table == []
+            owner = {page: other for page, other in owner.items() if other != index}
+        else:
+            num_tokens = rng.randint(0, 12 * page_size)
+            wanted = brute_missing(table, num_tokens, page_size)
+            enough = wanted <= num_pages - len(owner)
+            assert allocator.grow(table, num_tokens) is enough
+            assert table[: len(before)] == before, "a page that is held never moves"
+            new = table[len(before) :]
+            assert len(new) == (wanted if enough else 0)
+            assert not owner.keys() & set(new), f"seed {seed}: a page has two owners"
+            assert new == sorted(set(range(num_pages)) - owner.keys())[: len(new)], "the lowest free pages go first"
+            owner |= dict.fromkeys(new, index)
+        allocator.check(tables)
+        assert allocator.available == num_pages - len(owner)
+    for table in tables:
+        allocator.release(table)
+    allocator.check([])
+    assert allocator.available == num_pages
+
+
+def test_a_table_that_can_not_grow_stays_as_it_is() -> None:
+    allocator = PageAllocator(4, 8)
+    table: list[int] = []
+    other: list[int] = []
+    assert allocator.grow(table, 17)
+    held = list(table)
+    assert not allocator.grow(other, 9)
+    assert not allocator.grow(table, 33)
+    assert (table, other, allocator.available) == (held, [], 1)
+    assert allocator.grow(table, 32)
+    assert allocator.available == 0
+
+
+def test_a_table_grows_only_at_the_edge_of_a_page() -> None:
+    allocator = PageAllocator(4, 3)
+    table: list[int] = []
+    lengths = []
+    for num_tokens in range(10):
+        assert allocator.grow(table, num_tokens)
+        lengths.append(len(table))
+    assert lengths == [0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+# ------------------------------------------------------------------------------------------ the prefix cache
+
+
+class Pool:
+    """Tables of known tokens over an allocator, and memory that does what its Changes say: a page's contents are all
+    tokens up to its end. Who matches must find its own tokens in its pages."""
+
+    def __init__(self, num_pages: int, page_size: int, host_pages: int = 0) -> None:
+        self.allocator = PageAllocator(num_pages, page_size, host_pages)
+        self.page_size = page_size
+        self.memory: dict[int, tuple[int, ...]] = {}
+        self.host: dict[int, tuple[int, ...]] = {}
+        self.tables: list[list[int]] = []
+        self.steps = 0  # not yet read
+        self.seen: Counter[str] = Counter()
+
+    def take(self, tokens: list[int]) -> list[int]:
+        """A table for these tokens: what matches, and pages that the next step computes. It must fit."""
+        nodes = self.allocator.match(tokens, len(tokens))
+        matched = len(nodes)
+        table: list[int] = []
+        self.allocator.adopt(table, nodes)
+        self.tables.append(table)
+        assert self.allocator.grow(table, len(tokens))
+        tip = nodes[-1] if nodes else self.allocator.root
+        self.allocator.index(tip, table, tokens, len(tokens) // self.page_size)
+        self.allocator.check(self.tables)
+        self.step()
+        for at, page in enumerate(table):
+            kept = tuple(tokens[: (at + 1) * self.page_size])
+            if at >= matched:
+                self.memory[page] = kept
+            assert self.memory[page] == kept
+        self.seen["matched"] += matched
+        return table
+
+    def step(self) -> Changes:
+        changes = self.allocator.take_changes()
+        self.allocator.check(self.tables)
+        self.steps += 1
+        for page, slot in changes.saves:
+            self.host[slot] = self.memory[page]
+        for slot, page in changes.loads:
+            self.memory[page] = self.host[slot]
+        for source, page in changes.copies:
+            self.memory[page] = self.memory[source]
+        for name in ("saves", "loads", "copies"):
+            self.seen[name] += len(getattr(changes, name))
+        return changes
+
+    def read(self) -> None:
+        while self.steps:
+            self.allocator.finish_step()
+            self.steps -= 1
+
+    def release(self, table: list[int]) -> None:
+        """The steps that fill it have been read."""
+        self.read()
+        self.tables = [other for other in self.tables if other is not table]
+        self.allocator.release(table)
+        self.allocator.check(self.tables)
+
+    def cached(self, tokens: list[int]) -> int:
+        """How many pages of these tokens match."""
+        return len(self.allocator.match(tokens, len(tokens)))
+
+
+def run_pool(seed: int) -> Counter[str]:
+    rng = random.Random(seed)
+    size, longest = rng.choice((1, 2, 3)), rng.randint(1, 6)
+    pool = Pool(rng.randint(longest, 3 * longest), size, rng.choice((0, 0, 1, 2, 5, 30)))
+    for _ in range(120):
+        kind = rng.random()
+        tokens = [rng.choice((1, 1, 1, 2, 3)) for _ in range(rng.randint(0, longest * size))]
+        if kind < 0.5 and pool.allocator.available >= pool.allocator.count(len(tokens)):
+            pool.take(tokens)
+        elif kind < 0.85 and pool.tables:
+            pool.release(rng.choice(pool.tables))
+        elif kind < 0.9:
+            pool.read()
+        elif kind < 0.95 and pool.allocator.available and pool.tables:
+            source: list[int] = rng.choice(pool.tables)
+            fork: list[int] = []
+            copy = bool(source) and pool.allocator._nodes[source[-1]] is None
+            pool.allocator.fork(fork, source, copy)
+            pool.tables.append(fork)
+            pool.allocator.check(pool.tables)
+            pool.step()
+            if rng.random() < 0.5:
+                pool.release(fork)
+            pool.step()
+            if rng.random() < 0.5:
+                pool.read()
+            pool.seen["forks"] += 1
+        elif kind < 0.97:
+            pool.read()
+            pool.allocator.forget()
+            assert not pool.cached(tokens)
+            pool.allocator.check(pool.tables)
+        else:
+            for table in list(pool.tables):
+                pool.release(table)
+            pool.read()
+            pool.memory.clear()
+            pool.allocator.forget_pages()
+            pool.allocator.check([])
+            assert pool.allocator.available == pool.allocator.num_pages
+            pool.seen["kept on the host"] += pool.cached(tokens)
+    pool.read()
+    for table in list(pool.tables):
+        pool.release(table)
+    assert pool.allocator.available == pool.allocator.num_pages
+    return pool.seen
+
+
+def test_what_matches_is_what_was_computed_after_any_operations() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(300):
+        try:
+            seen += run_pool(seed)
+        except AssertionError as error:
+            raise AssertionError(f"run_pool({seed}): {error}") from error
+    assert min(seen[name] for name in ("matched", "saves", "loads", "copies", "forks")) > 100, seen
+    assert seen["kept on the host"] > 10
+
+
+def test_a_match_is_the_longest_cached_prefix_of_full_pages_within_the_limit() -> None:
+    pool = Pool(20, 3)
+    tokens = list(range(100, 111))  # three pages and two tokens
+    pool.take(tokens)
+    assert [pool.cached(tokens[:length]) for length in range(12)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert [len(pool.allocator.match(tokens, limit)) for limit in (0, 2, 3, 8, 9, 11)] == [0, 0, 1, 2, 3, 3]
+    assert pool.cached([*tokens[:6], 0, 0, 0]) == 2
+    assert pool.cached([0, *tokens[1:]]) == 0
+    assert pool.cached(tokens[3:]) == 0
+
+
+def test_a_save_that_no_step_has_made_is_lost_with_the_pool() -> None:
+    pool = Pool(2, 1, host_pages=4)
+    pool.release(pool.take([1, 2]))
+    table: list[int] = []
+    assert pool.allocator.grow(table, 1)
+    assert pool.allocator._saves
+    pool.allocator.release(table)
+    pool.allocator.forget_pages()
+    pool.allocator.check([])
+    assert not pool.cached([1, 2])
+    assert not pool.step().saves
+
+
+class Colliding(int):
+    """A token whose hash is that of all the others."""
+
+    def __hash__(self) -> int:
+        return 7
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == int(other) if isinstance(other, int) else NotImplemented
+
+
+def test_pages_with_equal_hashes_are_not_taken_for_each_other() -> None:
+    prompts = [[Colliding(token) for token in tokens] for tokens in ((1, 2, 3, 4), (2, 1, 3, 4), (1, 2, 4, 3))]
+    assert len({hash(tuple(prompt)) for prompt in prompts}) == 1
+    pool = Pool(12, 2)
+    first, second, third = (pool.take(list(prompt)) for prompt in prompts)
+    assert not set(first) & set(second)
+    assert third[0] == first[0]
+    assert third[1] not in first
+    assert [pool.cached(list(prompt)) for prompt in prompts] == [2, 2, 2]
+
+
+def test_the_least_recently_used_goes_first_and_leaves_before_their_parents() -> None:
+    pool = Pool(6, 1)
+    old, new = [1, 2, 3], [1, 2, 4, 5]
+    for tokens in (old, new):
+        pool.release(pool.take(tokens))
+    assert [pool.cached(old), pool.cached(new)] == [3, 4]  # five pages
+    held: list[list[int]] = []
+    found = []
+    for _ in range(6):
+        held.append([])
+        assert pool.allocator.grow(held[-1], 1)
+        pool.allocator.check(held)
+        found.append((pool.cached(old), pool.cached(new)))
+    assert found == [(3, 4), (2, 4), (2, 3), (2, 2), (1, 1), (0, 0)]
+
+
+def test_the_host_tier_keeps_what_is_evicted_and_drops_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BACKUPS", 0)
+    pool = Pool(4, 1, host_pages=3)
+    first, second = [1, 2, 3], [4, 5, 6]
+    for tokens in (first, second):
+        pool.release(pool.take(tokens))
+    assert pool.seen["saves"] == 2  # of the first one's pages, 3 and 2; 1 is still on the device
+    assert [pool.cached(first), pool.cached(second)] == [3, 3]
+    pool.release(pool.take([7, 8, 9]))  # 1, 6 and 5 go to the host, and 3, the oldest there, is dropped
+    assert [pool.cached(first), pool.cached(second)] == [1, 3]
+    assert pool.seen["saves"] == 5
+    table = pool.take(second)
+    assert pool.seen["loads"] == 2
+    assert [pool.memory[page] for page in table] == [(4,), (4, 5), (4, 5, 6)]
+
+
+def test_some_that_go_next_are_saved_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLEAN", 2)
+    pool = Pool(8, 1, host_pages=8)
+    pool.release(pool.take([1, 2, 3, 4, 5, 6]))
+    assert pool.step().saves == ((5, 0), (4, 1))  # with the 2 that are free, half of the pool is soon to be had
+    assert pool.step().saves == ()
+    pool.read()
+    table: list[int] = []
+    assert pool.allocator.grow(table, 4)
+    assert not pool.allocator._saves, "what is given out needs no save"
+    pool.tables.append(table)
+    saved = [page for page, _ in pool.step().saves]
+    assert sorted(saved) == [0, 1, 2, 3]  # all that are idle, which is half of the pool
+    assert not set(saved) & set(table)
+
+
+def test_a_slot_is_taken_from_what_is_on_the_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLEAN", 1)
+    pool = Pool(4, 1, host_pages=2)
+    pool.release(pool.take([1, 2]))
+    assert len(pool.step().saves) == 2
+    pool.read()
+    pool.release(pool.take([3, 4]))
+    assert len(pool.step().saves) == 2
+    assert [pool.cached([1, 2]), pool.cached([3, 4])] == [2, 2]
+
+
+def test_a_parent_is_not_dropped_before_what_is_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it was saved before: it was needed when they were computed."""
+    monkeypatch.setattr(module, "BACKUPS", 0)
+    pool = Pool(2, 1, host_pages=3)
+    pool.release(pool.take([1]))
+    pool.release(pool.take([8, 9]))
+    pool.release(pool.take([1, 2]))  # loads 1
+    pool.release(pool.take([5, 6]))  # saves 2, and 1 has kept its slot
+    assert pool.cached([1, 2]) == 2
+    pool.release(pool.take([7]))
+    assert pool.cached([1, 2]) in (1, 2)
+    pool.allocator.check([])
+
+
+def test_conversations_go_by_their_last_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the first pages of some have had a slot: they were used in its last turn too."""
+    monkeypatch.setattr(module, "BACKUPS", 0)
+    rng = random.Random(0)
+    pool = Pool(8, 1, host_pages=24)
+    conversations: dict[int, list[int]] = {}  # by their first token, the last used last
+    for turn in range(600):
+        going = [name for name, tokens in conversations.items() if len(tokens) < 6 and pool.cached(tokens)]
+        name = rng.choice(going[-4:]) if going and rng.random() < 0.8 else 1000 + turn
+        tokens = conversations[name] = [*conversations.pop(name, [name]), rng.randrange(100)]
+        pool.release(pool.take(tokens))
+        room = 24
+        for tokens in reversed(conversations.values()):
+            room -= len(tokens)
+            if room >= 0:
+                assert pool.cached(tokens) == len(tokens)
+    assert pool.seen["loads"] > 100
+
+
+def test_a_slot_that_is_loaded_from_is_not_saved_to_in_the_same_step() -> None:
+    pool = Pool(2, 1, host_pages=2)
+    pool.release(pool.take([1, 2]))
+    pool.release(pool.take([3, 4]))
+    assert [pool.cached([1, 2]), pool.cached([3, 4])] == [2, 2]
+    table: list[int] = []
+    pool.allocator.adopt(table, pool.allocator.match([1, 2], 2))  # both slots are loaded from: there is no place
+    pool.allocator.check([table])
+    pool.tables.append(table)
+    changes = pool.step()
+    assert (len(changes.loads), changes.saves) == (2, ())
+    assert [pool.cached([1, 2]), pool.cached([3, 4])] == [2, 0]
+    assert [pool.memory[page] for page in table] == [(1,), (1, 2)]
+
+
+def test_a_page_that_is_saved_may_be_loaded_in_the_same_step() -> None:
+    pool = Pool(3, 1, host_pages=4)
+    pool.release(pool.take([1, 2, 3]))
+    other: list[int] = []
+    assert pool.allocator.grow(other, 2)  # 3 and 2 go to the host
+    pool.allocator.release(other)
+    table: list[int] = []
+    pool.allocator.adopt(table, pool.allocator.match([1, 2, 3], 3))
+    pool.tables.append(table)
+    changes = pool.step()
+    assert {slot for _, slot in changes.saves} == {slot for slot, _ in changes.loads}
+    assert not changes.fresh
+    assert [pool.memory[page] for page in table] == [(1,), (1, 2), (1, 2, 3)]
+
+
+def test_a_fork_that_leaves_before_its_copy_is_made_takes_it_along() -> None:
+    allocator = PageAllocator(8, 4)
+    source: list[int] = []
+    forks: list[list[int]] = [[], []]
+    allocator.grow(source, 6)
+    for fork in forks:
+        allocator.fork(fork, source, copy=True)
+    allocator.check([source, *forks])
+    assert allocator.take_changes().copies == ()  # this step writes the page that they are copies of
+    held, kept = source[-1], forks[1][-1]
+    allocator.release(forks[0])
+    allocator.release(source)
+    allocator.check(forks)
+    assert allocator.available == 8 - 3, "the page that is copied is not given away before"
+    assert allocator.take_changes().copies == ((held, kept),)
+    for steps, available in ((1, 8 - 3), (2, 8 - 2)):  # nor before the step is read that makes the copy
+        allocator.finish_step()
+        allocator.check(forks)
+        assert allocator.available == available, steps
+    assert allocator.take_changes().copies == ()
+
+
+def test_forgotten_pages_are_free_and_held_ones_are_never_indexed_again() -> None:
+    pool = Pool(8, 1, host_pages=2)
+    pool.release(pool.take([1, 2, 3]))
+    table = pool.take([4, 5])
+    pool.read()
+    tip = pool.allocator.match([4, 5], 2)[-1]
+    pool.allocator.forget()
+    pool.allocator.check(pool.tables)
+    assert len(pool.allocator._free) == 6
+    assert [pool.cached([1]), pool.cached([4])] == [0, 0]
+    assert tip is not pool.allocator.root
+    pool.release(table)
+    assert len(pool.allocator._free) == 8
+
+
+def test_a_page_whose_tokens_are_indexed_already_is_not_indexed_nor_are_those_behind_it() -> None:
+    allocator = PageAllocator(8, 1)
+    tables: list[list[int]] = [[], []]
+    tips = []
+    for table in tables:
+        allocator.grow(table, 3)
+        tips.append(allocator.index(allocator.root, table, [1, 2, 3], 2 if table is tables[0] else 3))
+    allocator.check(tables)
+    assert isinstance(tips[0], Node)
+    assert tips[1] is None
+    assert [node.page for node in allocator.match([1, 2, 3], 3)] == tables[0][:2]
+    assert allocator.index(None, tables[1], [1, 2, 3], 3) is None
+
+
+def test_a_node_is_small() -> None:
+    assert sys.getsizeof(Node(None, (1,) * 64, 0)) <= 96
+    assert not hasattr(Node(), "__dict__")
+
+
+# ------------------------------------------------------------------------------------------------- its check
+
+
+@pytest.mark.parametrize(
+    "damage", ["lost", "doubled in one", "in two tables", "held and free", "made up", "order", "slot", "parent", "refs"]
+)
+def test_check_notices_a_fault(damage: str) -> None:
+    pool = Pool(6, 2, host_pages=2)
+    allocator = pool.allocator
+    first, second = pool.take([1, 2, 3, 4]), pool.take([5, 6, 7, 8])
+    pool.read()
+    allocator.check([first, second])
+    if damage == "lost":
+        first.pop()
+    elif damage == "doubled in one":
+        first.append(first[0])
+    elif damage == "in two tables":
+        first[0] = second[0]
+    elif damage == "held and free":
+        allocator.release(list(first))
+    elif damage == "made up":
+        first[0] = 6
+    elif damage == "order":
+        allocator.release(first)
+        first.clear()
+        allocator._idle.move_to_end(next(iter(allocator._idle)))
+    elif damage == "slot":
+        allocator._free_slots.pop()
+    elif damage == "parent":
+        allocator.match([1, 2], 2)[0].children.clear()
+    else:
+        allocator._refs[first[0]] += 1
+    with pytest.raises(AssertionError):
+        allocator.check([first, second])

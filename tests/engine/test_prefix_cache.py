@@ -1,0 +1,375 @@
+"""What sequences share: prefixes in the cache, forks of one prefill, and what that does to who is admitted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hash_model import HashMask, expected, hopeful, make_config, make_sequence
+from simulation import Simulation, run
+
+from fastgen.engine.config import EngineConfig
+from fastgen.engine.scheduler import Scheduler
+from fastgen.request import SamplingParams, Sequence, Status, StepResult
+
+
+def ask(config: EngineConfig, prompt: list[int], max_tokens: int | None, index: int = 0, **other: Any) -> Sequence:
+    score = other.pop("score", None)
+    params = SamplingParams(max_tokens=max_tokens, **other)
+    return make_sequence(prompt, params, config, index=index, seed=3, score=score)
+
+
+def samples(config: EngineConfig, prompt: list[int], n: int, max_tokens: int) -> list[Sequence]:
+    return [ask(config, prompt, max_tokens, index) for index in range(n)]
+
+
+def simulate(config: EngineConfig, *sequences: Sequence, **other: Any) -> Simulation:
+    """All of them are added, and nothing has run."""
+    simulation = Simulation(config, [(0, sequence) for sequence in sequences], **other)
+    for _, sequence in simulation.arrivals:
+        simulation.add(sequence)
+    simulation.arrivals.clear()
+    return simulation
+
+
+def then(simulation: Simulation, *sequences: Sequence) -> None:
+    """Run all to their end, and these after them."""
+    while simulation.scheduler.busy:
+        simulation.advance()
+    for sequence in sequences:
+        simulation.expected[sequence] = expected(sequence)
+        simulation.add(sequence)
+    while simulation.scheduler.busy:
+        simulation.advance()
+
+
+def chunks(simulation: Simulation) -> list[list[tuple[int, int, int]]]:
+    """(lane, start, tokens) of the prefill chunks of each step."""
+    return [[(c.lane, c.start, len(c.tokens)) for c in batch.prefills] for batch in simulation.batches]
+
+
+PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
+
+
+# ------------------------------------------------------------------------------------------ cached prefixes
+
+
+def test_a_prefix_is_shared_in_the_very_step_that_computes_it() -> None:
+    config = make_config(max_step_tokens=64)
+    first, second = ask(config, [*PROMPT, 1], 4), ask(config, [*PROMPT, 2, 3], 4)
+    simulation = simulate(config, first, second)
+    simulation.advance()
+    assert chunks(simulation) == [[(0, 0, 11), (1, 8, 4)]]
+    assert first.pages[:2] == second.pages[:2]
+    assert first.pages[2] != second.pages[2]
+    assert (first.cached_tokens, second.cached_tokens, simulation.scheduler.cached_tokens) == (0, 8, 8)
+    simulation.run()
+
+
+@pytest.mark.parametrize(("length", "cached"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (10, 8)])
+def test_the_last_known_token_is_always_computed(length: int, cached: int) -> None:
+    config = make_config()
+    simulation = simulate(config, ask(config, PROMPT, 1))
+    again = ask(config, PROMPT[:length], 1)
+    then(simulation, again)
+    assert again.cached_tokens == cached
+    assert simulation.batches[-1].prefills[0].start == cached
+    simulation.run()
+
+
+@pytest.mark.parametrize(("start", "cached"), [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (10, 8)])
+def test_what_a_prompt_logprob_comes_from_is_computed(start: int, cached: int) -> None:
+    """The logprob at position `start` comes from the row before it."""
+    config = make_config()
+    simulation = simulate(config, ask(config, PROMPT, 1))
+    scored = ask(config, PROMPT, 0, prompt_logprobs=0, score=(start, 1.0))
+    then(simulation, scored)
+    assert scored.cached_tokens == cached
+    simulation.run()
+
+
+def test_an_answer_is_found_again_with_its_prompt() -> None:
+    config = make_config(page_size=2)
+    first = ask(config, PROMPT[:5], 8)
+    simulation = simulate(config, first)
+    then(simulation)
+    assert len(first.token_ids) == 13
+    follow_up = ask(config, [*first.token_ids, 1, 2], 3)
+    then(simulation, follow_up)
+    assert follow_up.cached_tokens == 12  # its last token's KV was never computed
+    simulation.run()
+
+
+def test_the_token_too_many_after_a_stop_is_not_in_the_cache() -> None:
+    config = make_config(page_size=1)
+    first = ask(config, PROMPT[:5], 8)
+    first.stop_ids = frozenset({expected(ask(config, PROMPT[:5], 8)).token_ids[8]})
+    simulation = simulate(config, first)
+    simulation.expected[first] = expected(first)
+    then(simulation)
+    assert simulation.seen["dropped"] == 1
+    known = len(first.token_ids)
+    assert len(simulation.scheduler.pages.match([*first.token_ids, *range(40)], 100)) == known
+    follow_up = ask(config, [*first.token_ids, 1], 2)
+    then(simulation, follow_up)
+    assert follow_up.cached_tokens == known
+    simulation.run()
+
+
+def test_a_preempted_sequence_finds_its_pages_again() -> None:
+    config = make_config(num_pages=9, page_size=2, max_step_tokens=64)
+    sequences = [ask(config, [seed, *PROMPT[:3]], 12) for seed in range(3)]
+    simulation = run(config, *sequences, scheduler=hopeful(config))
+    scheduler = simulation.scheduler
+    assert scheduler.preemptions > 0
+    assert scheduler.cached_tokens > 0
+    off = make_config(num_pages=9, page_size=2, max_step_tokens=64, prefix_cache=False)
+    sequences = [ask(off, [seed, *PROMPT[:3]], 12) for seed in range(3)]
+    assert run(off, *sequences, scheduler=hopeful(off)).scheduler.prefilled_tokens > scheduler.prefilled_tokens
+    assert all(sequence.cached_tokens == 0 for sequence in sequences), "only what is found at first counts"
+
+
+def test_without_a_prefix_cache_nothing_is_indexed() -> None:
+    config = make_config(prefix_cache=False)
+    simulation = simulate(config, ask(config, PROMPT, 6))
+    again = ask(config, PROMPT, 6)
+    then(simulation, again)
+    assert again.cached_tokens == simulation.scheduler.cached_tokens == 0
+    assert len(simulation.scheduler.pages._free) == config.num_pages
+    simulation.run()
+
+
+def test_evicted_pages_come_back_from_the_host_tier() -> None:
+    config = make_config(num_pages=6, host_pages=8, max_model_len=20, max_step_tokens=32)
+    first = ask(config, [*PROMPT, *PROMPT[:3]], 2)
+    simulation = simulate(config, first)
+    other = ask(config, [1] * 18, 2)
+    then(simulation, other)
+    scheduler = simulation.scheduler
+    assert scheduler.saved_pages > 0
+    again = ask(config, [*PROMPT, *PROMPT[:4]], 2)
+    then(simulation, again)
+    assert again.cached_tokens == 12
+    assert scheduler.loaded_pages == sum(len(batch.loads) for batch in simulation.batches) > 0
+    assert scheduler.saved_pages == sum(len(batch.saves) for batch in simulation.batches)
+    simulation.run()
+
+
+# ---------------------------------------------------------------------------------------------------- forks
+
+
+def test_samples_of_a_prompt_prefill_it_once() -> None:
+    config = make_config(max_seqs=8, max_step_tokens=64)
+    sequences = samples(config, PROMPT, 5, 6)
+    simulation = run(config, *sequences)
+    first, second, third, *_ = simulation.batches
+    assert [chunk.forks for chunk in first.prefills] == [(1, 2, 3, 4)]
+    assert first.sampling == (0, 1, 2, 3, 4)
+    assert sorted(start.index for start in first.starts) == [0, 1, 2, 3, 4]
+    assert (first.copies, third.copies) == ((), ())
+    assert len(second.copies) == 4
+    assert {source for source, _ in second.copies} == {2}
+    assert second.decodes == (0, 1, 2, 3, 4)
+    assert simulation.scheduler.prefilled_tokens == 10
+    assert [sequence.cached_tokens for sequence in sequences] == [0, 9, 9, 9, 9]
+
+
+def test_equal_prompts_sent_separately_prefill_once() -> None:
+    config = make_config(max_seqs=8, max_step_tokens=16)
+    equal = [ask(config, PROMPT, 5, temperature=index / 2, presence_penalty=1.0) for index in range(3)]
+    masked = ask(config, PROMPT, 5, mask=HashMask(1))
+    simulation = run(config, *equal, masked)
+    assert [chunk.forks for chunk in simulation.batches[0].prefills] == [(1, 2, 3)]
+    assert simulation.batches[0].masked
+
+
+@pytest.mark.parametrize(("length", "max_tokens", "copies"), [(8, 4, 0), (9, 4, 2), (9, 1, 0), (9, 2, 2)])
+def test_only_a_last_page_that_will_be_written_is_copied(length: int, max_tokens: int, copies: int) -> None:
+    config = make_config()
+    simulation = run(config, *samples(config, PROMPT[:length], 3, max_tokens))
+    assert simulation.seen["forks"] == 2
+    assert simulation.seen["copies"] == copies
+
+
+def test_only_those_next_in_line_with_the_same_tokens_and_no_scores_are_forks() -> None:
+    config = make_config(max_seqs=8, max_step_tokens=64)
+    scored = ask(config, PROMPT, 2, prompt_logprobs=0, score=(6, 1.0))
+    between = ask(config, PROMPT[:9], 2)
+    simulation = run(config, *samples(config, PROMPT, 2, 2), scored, ask(config, PROMPT, 2), between)
+    assert [(chunk.lane, chunk.forks) for chunk in simulation.batches[0].prefills] == [(0, (1,)), (2, (3,)), (4, ())]
+
+
+def test_a_sample_that_finds_no_lane_shares_the_full_pages_later() -> None:
+    config = make_config(max_seqs=2)
+    sequences = samples(config, PROMPT, 3, 4)
+    simulation = run(config, *sequences)
+    assert [sequence.cached_tokens for sequence in sequences] == [0, 9, 8]
+    assert simulation.scheduler.prefilled_tokens == 12
+
+
+def test_a_chunked_prompt_is_forked_when_its_last_chunk_is_scheduled() -> None:
+    config = make_config(max_step_tokens=4)
+    simulation = run(config, *samples(config, PROMPT, 3, 4))
+    assert [[chunk.forks for chunk in batch.prefills] for batch in simulation.batches[:3]] == [[()], [()], [(1, 2)]]
+    assert simulation.scheduler.prefilled_tokens == 10
+
+
+def test_a_source_that_ends_at_once_leaves_its_page_until_it_is_copied() -> None:
+    config = make_config(num_pages=8, max_step_tokens=64)
+    source, fork = ask(config, PROMPT, 1), ask(config, PROMPT, 9, index=1)
+    simulation = simulate(config, source, fork)
+    simulation.advance()
+    page = source.pages[-1]
+    simulation.settle()  # as an abort does: read before the next is scheduled
+    assert source.status is Status.FINISHED
+    simulation.scheduler.add(filler := ask(config, [5] * 4, 1))
+    simulation.expected[filler] = expected(filler)
+    simulation.order[filler], simulation.open[filler] = 9, 0
+    simulation.advance()
+    batch = simulation.batches[-1]
+    assert [source for source, _ in batch.copies] == [page]
+    assert page not in batch.fresh
+    simulation.run()
+
+
+def test_a_fork_that_is_aborted_before_its_copy_is_made_drops_it() -> None:
+    config = make_config(max_step_tokens=64)
+    sequences = samples(config, PROMPT, 3, 5)
+    simulation = simulate(config, *sequences)
+    simulation.advance()
+    simulation.abort(sequences[1])
+    simulation.advance()
+    assert len(simulation.batches[-1].copies) == 1
+    simulation.run()
+    assert simulation.seen["dropped copies"] == 1
+
+
+# -------------------------------------------------------------------------------------------- new weights
+
+
+def test_nothing_of_old_weights_is_given_to_who_comes_after_an_update() -> None:
+    config = make_config(max_step_tokens=4, max_seqs=2)
+    old = ask(config, PROMPT, 12)
+    simulation = simulate(config, old)
+    simulation.advance()
+    simulation.update_weights()  # its first page is computed, and the rest is not
+    sibling, later = ask(config, PROMPT, 4, index=1), ask(config, PROMPT, 4, index=2)
+    for sequence in (sibling, later):
+        simulation.expected[sequence] = expected(sequence, version=1)
+        simulation.add(sequence)
+    simulation.run()  # the answers are those of the new weights alone
+    assert simulation.seen["forks"] == 0
+    assert sibling.cached_tokens == 0
+    assert later.cached_tokens == 8, "of its sibling"
+
+
+# ---------------------------------------------------------------------------------- admission with sharing
+
+
+def drive(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> int:
+    """Run so many steps whose tokens are all 1; returns how many sequences ran at a time at most."""
+    for sequence in sequences:
+        scheduler.add(sequence)
+    scheduler.closed = True
+    before, most = None, 0
+    for _ in range(steps):
+        batch = scheduler.schedule()
+        if before is not None:
+            count = len(before.sampling)
+            scheduler.update(before, StepResult([1] * count, *([0.0] * count for _ in range(3))))
+        before, most = batch, max(most, len(scheduler.running))
+    scheduler.check()
+    return most
+
+
+def large(num_pages: int) -> EngineConfig:
+    return make_config(max_model_len=4096, max_seqs=1024, max_step_tokens=8192, page_size=64, num_pages=num_pages)
+
+
+def test_64_groups_of_16_samples_run_in_one_wave() -> None:
+    """1024 -> 512 tokens: 9216 pages with sharing, and 24576 without."""
+    config = large(13000)
+    groups = [samples(config, [group, *range(1, 1024)], 16, 512) for group in range(64)]
+    scheduler = Scheduler(config)
+    assert drive(scheduler, [sequence for group in groups for sequence in group], 12) == 1024
+    assert scheduler.preemptions == 0
+    assert scheduler.prefilled_tokens == 64 * 1024
+
+
+def test_512_requests_behind_a_common_prefix_run_in_one_wave() -> None:
+    config = large(6000)
+    scheduler = Scheduler(config)
+    sequences = [ask(config, [*range(2048), at, *range(99)], 512) for at in range(512)]
+    assert drive(scheduler, sequences, 12) == 512
+    assert scheduler.preemptions == 0
+    assert scheduler.prefilled_tokens == 2048 + 512 * 100
+
+
+def test_what_is_shared_is_reserved_once_and_who_runs_can_still_grow() -> None:
+    """A prompt of four pages, and two more for each answer: 4 + 2 n."""
+    for num_pages, at_once in ((11, 3), (12, 4), (13, 4), (14, 5)):
+        config = make_config(max_seqs=8, max_step_tokens=64, num_pages=num_pages)
+        simulation = run(config, *samples(config, [*PROMPT, *PROMPT[:6]], 5, 9))
+        assert max(len(batch.decodes) for batch in simulation.batches) == at_once
+        assert simulation.scheduler.preemptions == 0
+
+
+def test_cached_pages_that_nobody_holds_are_as_good_as_free() -> None:
+    config = make_config(num_pages=6, max_model_len=20, max_step_tokens=32)
+    simulation = simulate(config, ask(config, [*PROMPT, *PROMPT], 1))
+    then(simulation)
+    assert simulation.scheduler.pages.available == 6
+    assert simulation.scheduler.wants_more
+    two = [ask(config, [seed] * 9, 4) for seed in range(2)]  # three pages each
+    then(simulation, *two)
+    assert [len(batch.starts) for batch in simulation.batches[1:]] == [2, 0, 0, 0]
+    simulation.run()
+
+
+def test_pages_that_match_and_that_nobody_holds_are_needed_all_the_same() -> None:
+    config = make_config(num_pages=6, max_model_len=20, max_step_tokens=32)
+    simulation = simulate(config, ask(config, [*PROMPT, *PROMPT[:7]], 1))
+    then(simulation)
+    runs, waits = ask(config, [1] * 9, 4), ask(config, [*PROMPT, *PROMPT[:7]], 1)  # three pages; four of them cached
+    then(simulation, runs, waits)
+    assert waits.cached_tokens == 12, "one of the four was evicted"
+    assert simulation.scheduler.preemptions == 0
+    assert [len(batch.starts) for batch in simulation.batches[1:3]] == [1, 0]
+    simulation.run()
+
+
+def test_an_answer_behind_pages_that_were_computed_again_is_found_again() -> None:
+    """A prompt of full pages computes its last page anew, beside the one in the cache, which nobody holds."""
+    config = make_config(num_pages=12, max_model_len=40, max_step_tokens=32)
+    prompt = [*PROMPT, *PROMPT][:8]
+    simulation = simulate(config, ask(config, prompt, 9))
+    then(simulation)
+    other = ask(config, prompt, 9)
+    other.seed += 1
+    then(simulation, other)
+    assert other.cached_tokens == 4
+    follow_up = ask(config, [*other.token_ids, 1], 2)
+    then(simulation, follow_up)
+    assert follow_up.cached_tokens == 16
+    simulation.run()
+
+
+def test_a_cached_prompt_that_has_to_wait_is_looked_up_once() -> None:
+    config = make_config(num_pages=6, max_model_len=20, max_step_tokens=32)
+    simulation = simulate(config, ask(config, [*PROMPT, *PROMPT[:7]], 1))
+    then(simulation)
+    before = simulation.seen["match"]
+    runs, waits = ask(config, [1] * 9, 11), ask(config, [*PROMPT, *PROMPT[:7]], 1)
+    then(simulation, runs, waits)
+    assert simulation.seen["match"] - before <= 8, "once a page that the other takes, not once a token"
+    simulation.run()
+
+
+def test_one_that_can_not_fit_is_not_looked_up_again_each_step() -> None:
+    config = make_config(num_pages=6, max_model_len=20, max_step_tokens=32)
+    simulation = simulate(config, ask(config, [1] * 9, 10), ask(config, [2] * 9, 10))
+    while simulation.scheduler.busy:
+        simulation.advance()
+    assert simulation.scheduler.preemptions == 0
+    assert simulation.seen["match"] <= 4
+    simulation.run()

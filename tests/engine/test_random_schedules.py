@@ -1,0 +1,251 @@
+"""The scheduler and its allocator over the hash model: random schedules, and broken ones that they notice."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hash_model import VOCAB, HashMask, drawn_first, expected, make_config, make_sequence
+from simulation import Simulation, WrongAnswerError
+
+from fastgen.engine.admission import Expectation
+from fastgen.engine.config import EngineConfig
+from fastgen.engine.pages import Changes, PageAllocator
+from fastgen.engine.scheduler import Scheduler
+from fastgen.request import SamplingParams, Sequence, Status
+
+SEEDS_A_TEST = 100
+SEEDS = 1000
+
+
+def random_config(rng: random.Random, crowd: bool) -> EngineConfig:
+    page_size, lanes = rng.choice((1, 2, 3, 4) if crowd else (1, 2, 3, 4, 5, 8, 16)), rng.randint(1, 8)
+    context = rng.randint(4, 28)
+    return make_config(
+        max_model_len=context,
+        max_seqs=lanes,
+        max_step_tokens=lanes + rng.choice((0, 0, 1, 3, 8, 40)),
+        page_size=page_size,
+        num_pages=-(-context // page_size) + 1 + rng.choice((0, 0, 1, 2, 4) if crowd else (0, 1, 4, 30)),
+        prefix_cache=crowd or rng.random() < 0.9,
+        host_pages=rng.choice((1, 2, 3, 5, 10, 40) if crowd else (0, 0, 1, 40)),
+    )
+
+
+def random_mask(rng: random.Random) -> HashMask | None:
+    if rng.random() < 0.75:
+        return None
+    end, kind = rng.randrange(8), rng.choice((None, "forbids", "fill_raises", "accept_raises"))
+    mask = HashMask(rng.randrange(1000))
+    if kind is not None:
+        setattr(mask, kind, end)
+    return mask
+
+
+def random_prompt(rng: random.Random, room: int, before: list[Sequence]) -> list[int]:
+    """Tokens of its own, or first those of a request before it, or those and its answer: all or a part of them."""
+    prompt = [rng.randrange(VOCAB) for _ in range(min(rng.randint(1, room), rng.randint(1, room)))]
+    if not before or rng.random() < 0.4:
+        return prompt
+    known = rng.choice(before)
+    tokens = known.token_ids if rng.random() < 0.6 else expected(known).token_ids
+    kept = rng.choice((len(tokens), rng.randint(1, len(tokens))))
+    return (tokens[:kept] + rng.choice(([], prompt)))[:room]
+
+
+def random_request(rng: random.Random, config: EngineConfig, before: list[Sequence]) -> list[Sequence]:
+    scored_only = rng.random() < 0.1
+    prompt = random_prompt(rng, config.max_model_len - (not scored_only), before)
+    max_tokens = 0 if scored_only else rng.choice((None, 1, 2, rng.randint(1, 12)))
+    params = SamplingParams(
+        n=1 if scored_only else rng.choice((1, 1, 2, 3)),
+        max_tokens=max_tokens,
+        min_tokens=rng.choice((0, 0, rng.randint(0, 4))),
+        presence_penalty=rng.choice((0.0, 0.0, 1.0)),
+        stop=rng.choice(((), (), "ab", ("dad", "c"))),
+        mask=random_mask(rng),
+    )
+    stop_ids = frozenset(rng.choice(((), (2,), (2, 7, 11))))
+    scored = scored_only or rng.random() < 0.15
+    score = (rng.choice((0, rng.randint(0, len(prompt)))), rng.choice((1.0, 0.7))) if scored else None
+    seed = rng.getrandbits(63)
+    sequences = [
+        make_sequence(prompt, params, config, index=index, seed=seed, stop_ids=stop_ids, score=score)
+        for index in range(params.n)
+    ]
+    for sequence in sequences:
+        if rng.random() < 0.1:
+            resume(sequence, rng)
+    return sequences
+
+
+def resume(sequence: Sequence, rng: random.Random) -> None:
+    """Let a sequence begin with a part of its answer, as one that was aborted."""
+    right = expected(sequence)
+    count = rng.randrange(max(len(right.drawn.logprobs), 1))
+    sequence.token_ids = right.token_ids[: sequence.prompt_len + count]
+    sequence.drawn = drawn_first(right.drawn, count)
+    if sequence.mask is not None:
+        for token in sequence.output_ids:
+            sequence.mask.accept(token)
+
+
+def random_expectation(rng: random.Random, crowd: bool) -> Expectation:
+    """One that is above all answers, or one that may be below some or all of them."""
+    if crowd and rng.random() < 0.5:
+        return Expectation(0, 0, 0, exact=False)
+    if rng.random() < 0.3:
+        return Expectation()
+    average, least, weight = rng.choice((0, 0, 2, 10)), rng.choice((0, 3)), rng.choice((0, 1 / 16, 1))
+    return Expectation(average, least, weight, exact=rng.random() < 0.5)
+
+
+MakeScheduler = Callable[[EngineConfig, Expectation], Scheduler]
+
+
+def random_simulation(seed: int, make_scheduler: MakeScheduler = Scheduler, check: bool = True) -> Simulation:
+    """Some of them are crowds: many requests that share a lot, few pages, a small host tier."""
+    rng = random.Random(seed)
+    crowd = rng.random() < 0.4
+    config = random_config(rng, crowd)
+    span = rng.choice((1, 10, 40))
+    arrivals: list[tuple[int, Sequence]] = []
+    for _ in range(rng.randint(6, 14) if crowd else rng.randint(1, 7)):
+        turn = rng.randrange(span)
+        before = [sequence for _, sequence in arrivals]
+        arrivals += [(turn, sequence) for sequence in random_request(rng, config, before)]
+    simulation = Simulation(
+        config,
+        arrivals,
+        rng=rng,
+        aborts=rng.choice((0.0, 0.0, 0.1)),
+        trouble=rng.choice((0.0, 0.0, 0.02)),
+        updates=rng.choice((0.0, 0.0, 0.0, 0.05)),
+        scheduler=make_scheduler(config, random_expectation(rng, crowd)),
+        check=check,
+    )
+    simulation.scheduler.closed = rng.random() < 0.3  # waves
+    return simulation
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_A_TEST))
+def test_any_schedule_gives_the_answers_of_no_schedule(first: int) -> None:
+    for seed in range(first, first + SEEDS_A_TEST):
+        try:
+            simulation = random_simulation(seed).run()
+            scheduler = simulation.scheduler
+            if scheduler.expectation.least == Expectation.least and not simulation.seen["reset"]:
+                asked = simulation.seen["computed again"]
+                assert scheduler.preemptions == asked, "preempted where no answer got longer than expected"
+        except Exception as error:
+            raise AssertionError(f"random_simulation({seed}).run(): {error}") from error
+
+
+def test_the_random_schedules_reach_every_corner() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS, SEEDS + 150):
+        seen += random_simulation(seed).run().seen
+    corners = ("mixed", "chunked", "masked", "preempted", "dropped", "stopped late", "reset", "updates")
+    corners += ("computed again", "resumed")
+    corners += ("cached", "forks", "copies", "saves", "loads")
+    reasons = ("stop", "length", "abort", "error")
+    errors = ("the mask allowed no token", "'no rows today')", "'not that token')")
+    assert not [corner for corner in corners + reasons + errors if seen[corner] < 10], seen
+    assert seen["dropped copies"]
+
+
+class DoubledPages(PageAllocator):
+    """Now and then takes a page for free that it has just handed out."""
+
+    def grow(self, pages: list[int], num_tokens: int) -> bool:
+        grown = super().grow(pages, num_tokens)
+        if grown and pages and pages[-1] % 5 == 0:
+            self.release([pages[-1]])
+        return grown
+
+
+def with_pages(kind: type[PageAllocator]) -> MakeScheduler:
+    def make(config: EngineConfig, expectation: Expectation) -> Scheduler:
+        scheduler = Scheduler(config, expectation)
+        scheduler.pages = scheduler.reservations.pages = kind(config.num_pages, config.page_size, config.host_pages)
+        return scheduler
+
+    return make
+
+
+class DropsPageUpdate(Scheduler):
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        grown = super()._grow(sequence, num_tokens)
+        if len(sequence.pages) == 3 and self._page_updates:
+            self._page_updates.pop()
+        return grown
+
+
+class BeginsTooLate(Scheduler):
+    def _admit(self) -> bool:
+        admitted = super()._admit()
+        if admitted and self.running[-1].preemptions:
+            sequence = self.running[-1]
+            sequence.computed = min(sequence.computed + self.config.page_size, len(sequence.token_ids) - 1)
+        return admitted
+
+
+class ForgetsCopies(PageAllocator):
+    def fork(self, pages: list[int], source: list[int], copy: bool) -> None:
+        super().fork(pages, source, copy=False)
+
+
+class ForgetsSaves(PageAllocator):
+    def take_changes(self) -> Changes:
+        return super().take_changes()._replace(saves=())
+
+
+class RemembersOldWeights(PageAllocator):
+    def forget(self) -> None:
+        """Forgets to."""
+
+
+class KeepsOldKV(Scheduler):
+    def compute_again(self) -> None:
+        """Does not."""
+
+
+class IndexesOldKV(Scheduler):
+    def forget_prefixes(self) -> None:
+        super().forget_prefixes()
+        self._tips = [sequence and self.pages.root for sequence in self.lanes]
+
+
+class ForgetsLaneStart(Scheduler):
+    def _admit(self) -> bool:
+        admitted = super()._admit()
+        if admitted and self.running[-1].preemptions:
+            self._starts.pop()
+        return admitted
+
+
+class KeepsTokenTooMany(Scheduler):
+    def _end(self, sequence: Sequence, token: int) -> None:
+        super()._end(sequence, token)
+        if sequence.status is Status.FINISHED and sequence.pending:
+            sequence.token_ids.append(token)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        *(DropsPageUpdate, BeginsTooLate, ForgetsLaneStart, KeepsTokenTooMany, KeepsOldKV, IndexesOldKV),
+        *map(with_pages, (DoubledPages, ForgetsCopies, ForgetsSaves, RemembersOldWeights)),
+    ],
+)
+def test_the_simulation_notices_a_broken_scheduler_by_its_answers(broken: MakeScheduler) -> None:
+    for seed in range(120):
+        try:
+            random_simulation(seed, broken, check=False).run()
+        except WrongAnswerError:
+            return
+        except (AssertionError, LookupError, ValueError):
+            pass  # noticed as well, but not by the answer
+    pytest.fail("no answer is wrong")

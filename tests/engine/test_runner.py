@@ -1,0 +1,293 @@
+"""runner.py through the engine: scores and logprobs are transformers', and a step that breaks off loses nothing; and
+by batches made by hand: a fork says what a lane that prefilled says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from called_graphs import Called, capturable
+from conftest import VOCAB, allow, check_idle, hf_logits, random_ids
+from handmade import make_runner, siblings, start, table
+from handmade import run as run_batch
+
+from fastgen import Generator, SamplingParams
+from fastgen.engine import runner as module
+from fastgen.engine.runner import SCORE_ROWS
+from fastgen.model.transformer import ROW_TILE
+from fastgen.parallel.group import Group
+from fastgen.request import Batch, Prefill, Score
+
+pytestmark = pytest.mark.timeout(60)  # a loop that waits for what never comes is what goes wrong here
+PROMPTS = [random_ids(length) for length in (1, 2, 40, 90)]
+
+
+def target_logprobs(folder: Path, ids: list[int], temperature: float = 1.0) -> list[float]:
+    """transformers' logprobs of ids, NaN at position 0."""
+    logprobs = (hf_logits(folder, ids) / temperature).log_softmax(-1)
+    return [math.nan, *logprobs[range(len(ids) - 1), ids[1:]].tolist()]
+
+
+def close(found: list[float], expected: list[float]) -> bool:
+    assert len(found) == len(expected)
+    return np.allclose(found, expected, atol=1e-4, rtol=0, equal_nan=True)
+
+
+# Scores.
+
+
+@pytest.mark.parametrize("step", [7, 2048])
+def test_scores_are_those_of_transformers(family: Path, step: int) -> None:
+    with Generator(family, max_seqs=4, max_step_tokens=step, page_size=16) as gen:
+        for temperature in (1.0, 0.5):
+            expected = [target_logprobs(family, ids, temperature) for ids in PROMPTS]
+            for found, wanted in zip(gen.score(PROMPTS, temperature=temperature), expected, strict=True):
+                assert close(found, wanted)
+            starts = [0, 2, 13, 90]
+            for found, wanted, start in zip(gen.score(PROMPTS, starts, temperature), expected, starts, strict=True):
+                assert close(found, wanted[start:])
+        assert close(gen.score(PROMPTS[3:], start=7)[0], target_logprobs(family, PROMPTS[3])[7:])
+        check_idle(gen)
+
+
+def test_a_score_is_what_generation_said(family: Path) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0.7, top_p=0.9, frequency_penalty=0.5, seed=1, ignore_eos=True)
+    with Generator(family, max_seqs=4, max_step_tokens=32, page_size=16) as gen:
+        outputs = gen.generate(PROMPTS, params)
+        said = [output.completions[0] for output in outputs]
+        scored = gen.score([p + c.token_ids for p, c in zip(PROMPTS, said, strict=True)], list(map(len, PROMPTS)))
+    for completion, scores in zip(said, scored, strict=True):
+        assert close(scores, completion.raw_logprobs)
+
+
+def test_long_prompts_are_scored_piece_by_piece(llama: Path) -> None:
+    ids = random_ids(500)
+    with Generator(llama, max_step_tokens=2048) as gen:
+        whole = gen.score([ids])[0]
+        gen._runner.model.logits = limited(gen._runner.model.logits, 100)  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fastgen.engine.runner.SCORE_ROWS", 100)
+            assert gen.score([ids])[0][1:] == whole[1:]
+    assert SCORE_ROWS >= 100
+    assert close(whole, target_logprobs(llama, ids))
+
+
+def limited(logits: Callable[[torch.Tensor], torch.Tensor], rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def checked(hidden: torch.Tensor) -> torch.Tensor:
+        assert len(hidden) <= rows
+        return logits(hidden)
+
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[5, 6]], 3), "start is 3; it must be from 0 to the sequence's length, 2"),
+        (([[5, 6]], -1), "start is -1"),
+        (([[5, 6]], [0, 1]), "1 sequences and 2 starts"),
+        (([[5, 6]], 0, 0.0), "temperature is 0.0"),
+        (([[5, 6]], 0, math.nan), "temperature is nan"),
+        (([[5, 6], []],), "the prompt is empty"),
+        (([[5, 6], [VOCAB]],), f"the id {VOCAB}, outside the vocabulary"),
+        (([[5, 6], [5] * 513],), "has room for 512"),
+        (([[5, 6], "hello"],), "no tokenizer files"),
+    ],
+)
+def test_what_can_not_be_scored(llama: Path, arguments: tuple[Any, ...], message: str) -> None:
+    with Generator(llama) as gen:
+        with pytest.raises(ValueError, match=message):
+            gen.score(*arguments)
+        assert gen.unfinished == 0
+        check_idle(gen)
+        assert len(gen.score([[5] * 512])[0]) == 512
+
+
+def test_scores_run_beside_added_requests(gen: Generator) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    expected = gen.generate(PROMPTS[2], params)[0].completions[0].token_ids
+    gen.add(PROMPTS[2], params)
+    events = gen.step()
+    assert len(gen.score(PROMPTS)[3]) == 90
+    while gen.unfinished:
+        events += gen.step()
+    assert [token for event in events for token in event.token_ids] == expected
+
+
+# Logprobs.
+
+
+def test_raw_logprobs_and_alternatives_are_those_of_transformers(family: Path) -> None:
+    params = SamplingParams(max_tokens=10, temperature=0.5, top_k=3, seed=3, logprobs=4, prompt_logprobs=20)
+    params = replace(params, logit_bias={9: 2.0}, ignore_eos=True)
+    with Generator(family, max_seqs=4, max_step_tokens=64, page_size=16) as gen:
+        outputs = gen.generate(PROMPTS, params)
+    for output in outputs:
+        completion, prompt = output.completions[0], output.prompt_token_ids
+        ids = prompt + completion.token_ids
+        logprobs = hf_logits(family, ids).log_softmax(-1)
+        every = target_logprobs(family, ids)
+        assert close(completion.raw_logprobs, every[len(prompt) :])
+        assert output.prompt_logprobs is not None
+        assert close(output.prompt_logprobs, every[: len(prompt)])
+        assert output.prompt_top_logprobs is not None
+        assert completion.top_logprobs is not None
+        tops = [*output.prompt_top_logprobs, *completion.top_logprobs]
+        assert tops[0] == {}
+        assert [len(top) for top in tops[1:]] == [20] * (len(prompt) - 1) + [4] * 10
+        for top, row in zip(tops[1:], logprobs, strict=False):
+            best = row.topk(len(top))
+            assert close(list(top.values()), best.values.tolist())
+            assert close(row[list(top)].tolist(), best.values.tolist())
+
+
+def test_logprobs_are_of_the_distribution_that_was_sampled_from(gen: Generator) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0.7, top_k=5, seed=0, ignore_eos=True, return_sampling_mask=True)
+    completion = gen.generate([random_ids(20)], params)[0].completions[0]
+    ids = random_ids(20) + completion.token_ids
+    logits = hf_logits(gen.folder, ids)[19:-1] / 0.7
+    assert completion.sampling_mask is not None
+    for token, row, logprob, kept in zip(
+        completion.token_ids, logits, completion.logprobs, completion.sampling_mask, strict=True
+    ):
+        assert sorted(kept) == sorted(row.topk(5).indices.tolist())
+        assert logprob == pytest.approx((row[token] - row[kept].logsumexp(0)).item(), abs=1e-4)
+    assert any(logprob < -0.1 for logprob in completion.logprobs)
+
+
+def test_greedy_logprobs_are_0_and_lists_are_as_long_as_the_ids(gen: Generator) -> None:
+    greedy = SamplingParams(max_tokens=15, temperature=0, ignore_eos=True)
+    ids = gen.generate([random_ids(8)], greedy)[0].completions[0].token_ids
+    stop = ids[9]
+    params = replace(greedy, stop_token_ids=[stop], logprobs=0, return_sampling_mask=True)
+    alone, _ = gen.generate([random_ids(8)], params)[0], check_idle(gen)
+    beside, _ = gen.generate([random_ids(8), random_ids(9)], [params, replace(greedy, logprobs=3)])
+    assert alone.completions == beside.completions
+    completion, length = alone.completions[0], ids.index(stop) + 1
+    assert completion.token_ids == ids[:length]  # the stop token stays
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.logprobs == [0.0] * length
+    assert len(completion.raw_logprobs) == length
+    assert all(raw < 0 for raw in completion.raw_logprobs)
+    assert not any(completion.top_logprobs or [])
+    assert completion.sampling_mask == [[token] for token in completion.token_ids]
+
+
+def test_what_is_not_asked_for_is_none(gen: Generator) -> None:
+    output = gen.generate([random_ids(8)], SamplingParams(max_tokens=2))[0]
+    assert output.prompt_logprobs is None
+    assert output.prompt_top_logprobs is None
+    assert output.completions[0].top_logprobs is None
+    assert output.completions[0].sampling_mask is None
+
+
+def test_a_prompt_alone_can_be_scored(gen: Generator) -> None:
+    output = gen.generate([random_ids(8)], SamplingParams(max_tokens=0, prompt_logprobs=1))[0]
+    completion = output.completions[0]
+    assert (completion.token_ids, completion.text, completion.finish_reason) == ([], "", "length")
+    assert output.prompt_logprobs is not None
+    assert output.prompt_top_logprobs is not None
+    assert len(output.prompt_logprobs) == len(output.prompt_top_logprobs) == 8
+    assert close(output.prompt_logprobs, gen.score([random_ids(8)])[0])
+
+
+# Forks.
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 45])
+def test_a_fork_says_what_a_lane_that_prefilled_says(family: Path, length: int) -> None:
+    runner, prompt = make_runner(family), random_ids(length)
+    expected, _ = siblings(runner, prompt, forked=False)
+    runner.forget()
+    found, _ = siblings(runner, prompt, forked=True)
+    assert found == expected
+    assert len({tuple(said[lane][0] for said in found) for lane in range(3)}) == 3, "each has its own seed"
+
+
+def test_forks_go_on_in_graphs(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, prompt = make_runner(llama, max_seqs=ROW_TILE), random_ids(21)
+    expected, _ = siblings(runner, prompt, forked=False)
+    capturable(monkeypatch)
+    runner.capture([ROW_TILE])
+    runner.forget()
+    assert siblings(runner, prompt, forked=True)[0] == expected
+    graphs = runner.graphs[False]
+    assert isinstance(graphs, Called)
+    assert len(graphs.ran) == 20
+
+
+def test_forks_and_scores_of_a_prompt_go_together(llama: Path) -> None:
+    runner, prompt = make_runner(llama), random_ids(37)
+    score = Score(3, tuple(prompt[4:]), 2, 1.0)
+    expected, alone = siblings(runner, prompt, forked=False, steps=3, score=score)
+    found, together = siblings(runner, prompt, forked=True, steps=3, score=score)
+    assert found == expected
+    assert together.scored == alone.scored
+    assert len(alone.scored[0].logprobs) == 33
+
+
+def test_a_fork_has_a_mask_of_its_own(llama: Path) -> None:
+    runner, prompt = make_runner(llama), random_ids(20)
+    masks = {lane: np.zeros(-(-VOCAB // 32), dtype=np.int32) for lane in (0, 2, 3)}
+    for lane, row in masks.items():
+        allow(row, [50 + lane, 60 + lane])
+    expected, _ = siblings(runner, prompt, forked=False, steps=3, masks=masks)
+    found, _ = siblings(runner, prompt, forked=True, steps=3, masks=masks)
+    assert found == expected
+    assert all(found[0][lane][0] in (50 + lane, 60 + lane) for lane in masks)
+
+
+def test_the_last_layer_computes_the_row_of_all_forks_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, ends = make_runner(llama), []
+    forward = runner.model.forward
+    monkeypatch.setattr(
+        runner.model, "forward", lambda steps, *rest: ends.append(steps[0].ends) or forward(steps, *rest)
+    )
+    siblings(runner, random_ids(20), forked=True, steps=0)
+    assert ends[-1].rows.tolist() == [0, 24, 25], "lane 3, all siblings, lane 5; of 26 rows"
+
+
+def test_of_a_step_in_two_parts_the_first_alone_has_the_decodes_that_share(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention knows them by their rows, from 0 on: rows of the second part are others."""
+    runner = make_runner(llama)
+    monkeypatch.setattr(module, "CUT_TOKENS", 32)
+    monkeypatch.setattr(module, "CUT_MULTIPLE", 16)
+    lanes = [Prefill(lane, 0, tuple(random_ids(20 + lane)), sample=True) for lane in range(4)]
+    starts = tuple(start(lane, SamplingParams(temperature=0), (), 20 + lane) for lane in range(4))
+    pages = tuple(entry for lane in range(4) for entry in table(lane, [4 + 3 * lane, 5 + 3 * lane]))
+    runner.collect(runner.launch(Batch((), tuple(lanes[:2]), starts, pages, False)))
+    runner.group = Group(
+        cast(Any, SimpleNamespace(rank=lambda: 0, size=lambda: 2))
+    )  # a model's alone, but steps are cut
+    monkeypatch.setattr(runner.group, "broadcast", lambda x: None)
+    monkeypatch.setattr(runner, "_look", lambda decodes: True)
+    plan, seen = runner.attention.plan, []
+    monkeypatch.setattr(
+        runner.attention, "plan", lambda layout: seen.append((layout.lanes.tolist(), layout.shared)) or plan(layout)
+    )
+    runner.collect(runner.launch(Batch((0, 1), tuple(lanes[2:]), (), (), False)))
+    parts, ends = seen[:2], seen[2:]
+    assert parts == [([0, 1, 2, 3], True), ([3], False)]
+    assert ends == [([0, 1, 2], True), ([3], False)]
+
+
+def test_only_fresh_pages_are_wiped(llama: Path) -> None:
+    runner = make_runner(llama)
+    runner.pool.values.fill_(math.nan)
+    runner.pool.values[:, 9] = 7.0
+    first = Prefill(0, 0, (5, 6, 7), sample=True)
+    batch = Batch((), (first,), (start(0, SamplingParams(), (), 3),), (*table(0, [4]), *table(1, [9])), False, (4,))
+    said, _ = run_batch(runner, batch)
+    assert said[0][0] >= 0
+    assert runner.pool.values[:, 4].isfinite().all()
+    assert (runner.pool.values[:, 9] == 7).all(), "it is another's, and shared"
+    assert runner.pool.values[:, 5].isnan().all()

@@ -1,0 +1,416 @@
+"""Paged attention's kernels, in Triton's interpreter where there is no GPU: the lists of a step's work, and the
+attention of what they list, against their twins and against the reference."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fastgen.kernels import attention as kernel
+from fastgen.kernels import items as lists
+from fastgen.kernels import tiles
+from fastgen.kernels.items import BEGIN, END, FIELDS, FIRST, HEADER, PART, POSITION, SPLIT, SPLITS, TOKENS
+from fastgen.kernels.launch import Chip, Kernel, triton
+from fastgen.model.attention.interface import StepLayout
+from fastgen.model.attention.paged import PagedAttention
+from fastgen.model.attention.reference import ReferenceAttention
+from fastgen.model.kv_pool import KVPool
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter truncates to bfloat16
+KV_HEADS = 2
+H200 = Chip((9, 0), 132, 232_448)
+CHIPS = [
+    H200,
+    Chip((8, 0), 108, 166_912),
+    Chip((8, 6), 82, 101_376),
+    Chip((8, 9), 128, 101_376),
+    Chip((7, 5), 40, 65_536),
+]
+WHOLE, CHUNKED = [1, 1, 1], [1, 1, 17, 2, 33]
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are launched, on the CPU too. The interpreter of Triton 3.6 makes an array of one number an int, which
+    NumPy 2.4 refuses (https://github.com/triton-lang/triton/issues/9171)."""
+    monkeypatch.setattr(Kernel, "runs_on", lambda self, device: True)
+    if DEVICE.type == "cpu":
+        interpreter = pytest.importorskip("triton.runtime.interpreter")
+        patch = interpreter._patch_lang_tensor
+
+        def patched(tensor: type, scope: object) -> None:
+            patch(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+@dataclass
+class Case:
+    """Random sequences in shuffled pages. All that no sequence has written is NaN in `pool`, and zero in `clean`."""
+
+    pool: KVPool
+    clean: KVPool
+    layout: StepLayout
+    q: Tensor
+    group: int
+
+    def paged(self, window: int, deterministic: bool = False) -> PagedAttention:
+        lanes = len(self.layout.page_table)
+        return PagedAttention(self.pool, KV_HEADS * self.group, (window,), lanes, len(self.q), 4096, deterministic)
+
+    def expected(self, window: int) -> Tensor:
+        """The reference's, in float32."""
+        attention = ReferenceAttention(self.clean)
+        return attention.attend(attention.plan(self.layout), 1, self.q.float(), window)
+
+
+def make(
+    query_lens: list[int],
+    kv_lens: list[int],
+    head_size: int = 64,
+    group: int = 4,
+    page_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    rng, count = np.random.default_rng(seed), len(kv_lens)
+    random = torch.Generator().manual_seed(seed)
+    slots = [-(-length // page_size) for length in kv_lens]
+    pool, clean = (
+        KVPool(2, sum(slots) + 2, KV_HEADS, page_size, head_size, kind, DEVICE) for kind in (dtype, torch.float32)
+    )
+    for pages in (pool.keys, pool.values):
+        pages.fill_(float("nan"))
+    table = torch.zeros(count + 2, max(slots), dtype=torch.int32)
+    lanes = torch.from_numpy(rng.permutation(count + 2)[:count])
+    order = torch.from_numpy(rng.permutation(sum(slots) + 2)[: sum(slots)])
+    for lane, pages, length in zip(lanes.tolist(), torch.split(order, slots), kv_lens, strict=True):
+        table[lane, : len(pages)] = pages
+        for position in range(0, length, page_size):
+            page, here = int(pages[position // page_size]), min(page_size, length - position)
+            for dirty, zero in ((pool.keys, clean.keys), (pool.values, clean.values)):
+                numbers = torch.randn(KV_HEADS, here, head_size, generator=random).to(DEVICE, dtype)
+                dirty[1, page, :, :here], zero[1, page, :, :here] = numbers, numbers
+    decodes = next((number for number, length in enumerate(query_lens) if length > 1), count)
+    layout = StepLayout(torch.tensor(query_lens), torch.tensor(kv_lens), decodes, lanes, table.to(DEVICE))
+    q = torch.randn(sum(query_lens), KV_HEADS * group, head_size, generator=random).to(DEVICE, dtype)
+    return Case(pool, clean, layout, q, group)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    tolerance = 2e-6 if found.dtype == torch.float32 else 2 * torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def items_of(whole: Tensor) -> Tensor:
+    """int32 [n, FIELDS]"""
+    assert not whole[1:HEADER].any()
+    return whole[HEADER : HEADER + int(whole[0]) * FIELDS].view(-1, FIELDS)
+
+
+def checked(found: Tensor, slots: int) -> Iterator[list[list[int]]]:
+    """The items of each tile, in order, whose ranges must be one range, and whose partial results must have room."""
+    used: set[int] = set()
+    for first in sorted(set(found[:, FIRST].tolist())):
+        tile: list[list[int]] = found[found[:, FIRST] == first].tolist()
+        tile.sort(key=lambda item: item[SPLIT])
+        assert [item[SPLIT] for item in tile] == [number + len(tile) * SPLITS for number in range(len(tile))]
+        assert all(a[END] == b[BEGIN] for a, b in pairwise(tile))
+        assert all(item[BEGIN] < item[END] for item in tile)
+        if len(tile) > 1:
+            rows = set(range(tile[0][PART], tile[0][PART] + len(tile) * tile[0][TOKENS]))
+            assert not rows & used
+            assert max(rows) < slots
+            used |= rows
+        yield tile
+
+
+@pytest.mark.parametrize("count", [1, 9, 64, 70])
+def test_decode_lists(count: int) -> None:
+    rng = np.random.default_rng(count)
+    kv_lens = torch.from_numpy(rng.integers(1, 3000, count).astype(np.int32)).to(DEVICE)
+    kv_lens[: count // 4] = 1  # padding
+    lanes = torch.from_numpy(rng.permutation(count) + 3).to(DEVICE)
+    windows = torch.tensor([0, 100, 1024], dtype=torch.int32, device=DEVICE)
+    for base, most in ((128, 64), (256, 5), (128, 1)):
+        size = HEADER + count * (most + 1) * FIELDS
+        found, twin = (torch.full((3, size), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
+        lists.plan_decode.launch(lanes, kv_lens, windows, found, base, most, None)
+        lists.plan_decode.twin(lanes, kv_lens, windows, twin, base, most, None)
+        assert torch.equal(found, twin)
+        for window, whole in zip(windows.tolist(), found.cpu(), strict=True):
+            tiles = list(checked(items_of(whole), count * (most + 1)))
+            assert len(tiles) == count
+            for tile in tiles:
+                sequence, length = tile[0][FIRST], int(kv_lens[tile[0][FIRST]])
+                assert tile[0][1:4] == [1, int(lanes[sequence]), length - 1]
+                begin = max(length - window, 0) // lists.ALIGN * lists.ALIGN if window else 0
+                assert (tile[0][BEGIN], tile[-1][END]) == (begin, length)
+                assert len(tile) <= most + (window > 0)
+
+
+@pytest.mark.parametrize("max_seqs", [1, 8, 100, 1024, 2048, 5000])
+@pytest.mark.parametrize("context", [300, 32768])
+def test_there_is_room_for_the_partial_results_of_any_decode_step(max_seqs: int, context: int) -> None:
+    for sequences in range(1, max_seqs + 1, max(max_seqs // 50, 1)):
+        most = min(lists.splits_of(sequences), -(-context // lists.SHORTEST))
+        assert sequences * (most + 1) <= lists.slots_for(max_seqs, context)
+
+
+def test_few_sequences_are_split_so_that_they_fill_the_chip() -> None:
+    assert [lists.split_of(n, 8, H200) for n in (1, 16, 64, 256, 1024)] == [64, 128, 512, 2048, 2048]
+    assert [lists.splits_of(n) for n in (1, 64, 256, 1024, 2048, 5000)] == [64, 64, 16, 4, 2, 1]
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_prefill_lists(window: int) -> None:
+    rng = np.random.default_rng(0)
+    for units, slots in ((1, 2048), (50, 2048), (200, 300), (200, 0)):
+        query_lens = rng.choice([1, 2, 31, 32, 33, 300], 5)
+        kv_lens = query_lens + rng.choice([0, 1, 700, 5000], 5)
+        chunks = lists.Chunks(np.cumsum(query_lens) - query_lens + 7, query_lens, np.arange(5) + 3, kv_lens)
+        found = lists.prefill_items(chunks, window, 32, 64, units, slots)
+        lengths = (found[:, END] - found[:, BEGIN]).tolist()
+        assert lengths == sorted(lengths, reverse=True)
+        whole = torch.from_numpy(lists.prefill_list(found))
+        seen: list[int] = []
+        for tile in checked(items_of(whole), slots):
+            first, tokens, lane, position = tile[0][:4]
+            sequence = lane - 3
+            assert position == (kv_lens - query_lens)[sequence] + first - chunks.first[sequence]
+            assert tile[-1][END] == position + tokens
+            begin = tile[0][BEGIN]
+            assert begin % 64 == 0
+            assert position - window - 63 <= begin <= max(position - window + 1, 0) if window else begin == 0
+            seen += range(first, first + tokens)
+        assert sorted(seen) == list(range(7, 7 + int(query_lens.sum())))
+
+
+def test_long_tiles_of_prefills_are_split_where_there_are_few() -> None:
+    def splits(query_len: int, kv_len: int, count: int) -> int:
+        first, ones = np.arange(count) * query_len, np.ones(count, np.int64)
+        chunks = lists.Chunks(first, ones * query_len, ones, ones * kv_len)
+        found = lists.prefill_items(chunks, 0, 32, 64, 33, 2048)
+        return int(found[:, SPLIT].max()) // SPLITS
+
+    assert splits(16, 32000, 1) in (32, 33)
+    assert splits(16, 700, 1) == 1
+    assert splits(16, 800, 1) == 2
+    assert splits(2048, 10240, 4) == 1
+    assert splits(1024, 1024, 8) == 1
+
+
+@pytest.mark.parametrize(("head_size", "group"), [(64, 1), (64, 5), (96, 4), (128, 8)])
+@pytest.mark.parametrize(("page_size", "window"), [(64, 0), (16, 40)])
+def test_decodes_and_prefills_agree_with_the_reference(head_size: int, group: int, page_size: int, window: int) -> None:
+    for query_lens, dtype in ((WHOLE, torch.float32), (CHUNKED, HALF)):
+        known = [0, 63, 300, 64, 130]
+        kv_lens = [length + before for length, before in zip(query_lens, known, strict=False)]
+        case = make(query_lens, kv_lens, head_size, group, page_size, dtype)
+        paged = case.paged(window)
+        out = paged.attend(paged.plan(case.layout), 1, case.q, window)
+        close(out, case.expected(window))
+        assert not paged._workspace.arrivals.any()
+
+
+@pytest.mark.parametrize(
+    ("head_size", "group", "page_size"), [(80, 4, 48), (256, 2, 16), (32, 20, 64), (64, 4, 1), (64, 2, 24)]
+)
+def test_other_sizes_agree_with_the_twin(head_size: int, group: int, page_size: int) -> None:
+    case = make([1, 20], [140, 90], head_size, group, page_size)
+    for window in (0, 70):
+        paged = case.paged(window)
+        plan = paged.plan(case.layout)
+        twin = torch.empty_like(case.q)
+        for items in plan.work[window]:
+            arguments = case.pool.keys, case.pool.values, plan.page_table, items, paged._workspace, 1, window
+            kernel.attention.twin(case.q, twin, *arguments)
+        close(paged.attend(plan, 1, case.q, window), twin)
+
+
+def test_a_decode_step_is_planned_from_the_device() -> None:
+    """The same lists serve all layers with a window, each once; lanes may be named twice, as padding is."""
+    case = make([1] * 4, [700, 1, 260, 33])
+    paged = PagedAttention(case.pool, KV_HEADS * 4, (0, 48, 0), 8, 64, 4096)
+    lanes, kv_lens = case.layout.lanes.to(DEVICE), case.layout.kv_lens.int().to(DEVICE)
+    pick = torch.tensor([0, 1, 2, 3, 1, 1], device=DEVICE)
+    plan = paged.plan_decode(lanes[pick], kv_lens[pick], case.layout.page_table)
+    for window in (48, 0):
+        out = paged.attend(plan, 1, case.q[pick], window)
+        close(out, case.expected(window)[pick])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_programs_take_units_until_there_are_none(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer programs than units, and partial results that arrive in any order: the bits stay."""
+    monkeypatch.setattr(lists, "SHORTEST_PREFILL", 128)
+    case = make([1] * 3 + [20], [300, 200, 5, 340], 32)
+    paged = case.paged(0)
+    for phase, config in paged.configs.items():
+        paged.configs[phase] = replace(config, programs=1, merge_splits=1, dealt=ahead and not config.peel)
+    paged.chip = H200  # for which prefills are split too
+    plan = paged.plan(case.layout)
+    whole = paged.attend(plan, 1, case.q, 0)
+    close(whole, case.expected(0))
+    for items in plan.work[0]:
+        units, asked = int(items.list[0]) * KV_HEADS, int(items.list[2])
+        programs = Chip.of(DEVICE).processors
+        assert units > 4 * programs
+        if items.config.dealt:
+            programs = -(-units // -(-units // programs))
+        dealt = (units // programs - kernel.OPEN_ROUNDS) * programs if items.config.dealt else programs
+        assert asked == units - dealt + programs, "each program is told once that there are no more"
+    assert [items.config.dealt for items in plan.work[0]] == [ahead, False]
+    rng = np.random.default_rng(0)
+    for _ in range(2):
+        plan = paged.plan(case.layout)
+        for items in plan.work[0]:
+            found = items.list[HEADER : HEADER + int(items.list[0]) * FIELDS].view(-1, FIELDS)
+            assert int(found[:, SPLIT].max()) // SPLITS > 1
+            found.copy_(found[torch.from_numpy(rng.permutation(len(found)))])
+        assert torch.equal(paged.attend(plan, 1, case.q, 0), whole)
+
+
+def test_a_position_is_that_of_its_query() -> None:
+    """A chunk's pieces give what the chunk gives."""
+    case = make([40], [240])
+    whole = case.expected(0)
+    for start in (0, 17, 39):
+        length = 40 - start
+        layout = replace(case.layout, query_lens=torch.tensor([length]), decodes=0)
+        paged = case.paged(0)
+        plan = paged.plan(layout)
+        assert items_of(plan.work[0][0].list)[:, POSITION].min() == 200 + start
+        close(paged.attend(plan, 1, case.q[start:].contiguous(), 0), whole[start:])
+
+
+@pytest.mark.parametrize(("window", "dtype"), [(0, HALF), (300, torch.float32)])
+def test_deterministic_a_query_has_one_answer(window: int, dtype: torch.dtype) -> None:
+    """To the bit: in a prefill, a chunk, or a decode, its keys in one item or in one for each block."""
+    case = make([12], [588], dtype=dtype)
+    whole = case.paged(window, deterministic=True)
+    kept = whole.attend(whole.plan(case.layout), 1, case.q, window)
+    for slots in (0, 1000):  # for partial results; 0: no keys are split
+        paged = case.paged(window, deterministic=True)
+        paged.slots = slots
+        for first, last in ((0, 1), (3, 10), (11, 12)):
+            length = 576 + last
+            lens = {"query_lens": torch.tensor([last - first]), "kv_lens": torch.tensor([length])}
+            layout = replace(case.layout, **lens, decodes=int(last - first == 1))
+            plan = paged.plan(layout)
+            splits = items_of(plan.work[window][0].list)[:, SPLIT] // SPLITS
+            assert (splits.max() > 1) == (slots > 0 and layout.decodes > 0)
+            chunk = paged.attend(plan, 1, case.q[first:last].contiguous(), window)
+            assert torch.equal(chunk, kept[first:last])
+    close(kept, case.expected(window))
+
+
+@pytest.mark.parametrize("chip", CHIPS[:-1], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_deterministic_phases_differ_in_nothing_that_is_seen(chip: Chip, dtype: torch.dtype) -> None:
+    """64 rows and four warps are other instructions on Hopper; in float32 any difference may be seen."""
+    for head_size, group in ((32, 2), (64, 1), (96, 4), (128, 5), (128, 20), (256, 8)):
+        phases = tiles.DECODE, tiles.FEW, tiles.GROUP, tiles.PREFILL
+        found = [tiles.configure(phase, group, head_size, dtype, chip, deterministic=True) for phase in phases]
+        assert all(config.fixed for config in found)
+        assert len({config.keys for config in found}) == 1
+        assert lists.ALIGN % found[0].keys == 0
+        hopper = chip.capability[0] == 9 and dtype != torch.float32 and 64 <= head_size <= 128
+        assert [config.swap for config in found] == [hopper, hopper, False, False]
+        assert not hopper or min(config.rows for config in found[2:]) >= 64
+        assert hopper or len({config.warps for config in found}) == 1
+        assert dtype != torch.float32 or len({config.rows for config in found}) == 1
+
+
+COMPILE = """
+import json, sys
+import torch
+import triton  # before fastgen, which without a GPU does without it
+from fastgen.kernels import attention, items, tiles
+from fastgen.kernels.launch import Chip
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+kernel, nobody = attention._attention_kernel, ("members_ptr", "bases_ptr", "lens_ptr")
+for phase, D in json.loads(sys.argv[1]):
+    c = tiles.configure(phase, 4, D, torch.bfloat16, Chip((9, 0), 132, 232_448), deterministic=True)
+    types = dict.fromkeys(("q_ptr", "out_ptr", "keys_ptr", "values_ptr"), "*bf16")
+    types |= dict.fromkeys(("parts_ptr", "lse_ptr", "totals_ptr"), "*fp32") | dict.fromkeys(nobody, "constexpr")
+    types |= dict.fromkeys(("layer", "num_pages", "table_width"), "i32")
+    types |= {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr") and name not in types}
+    constants = {
+        "H": 32, "K": 8, "D": D, "P": 64, "WINDOW": 0, "SCALE": 0.1, "ROWS": c.rows, "KEYS": c.keys, "DIMS": D,
+        "PEEL": c.peel, "FIXED": c.fixed, "SWAP": c.swap, "DEALT": c.dealt, "MERGE_ROWS": c.merge_rows,
+        "MERGE_SPLITS": c.merge_splits, "KIND": 0, "OPEN_ROUNDS": attention.OPEN_ROUNDS, "PLAIN": 0,
+        "SHARED": 1, "PRIVATE": 2, "HEADER": items.HEADER, "FIELDS": items.FIELDS,
+        "SPLITS": items.SPLITS, "PDL": True, **dict.fromkeys(nobody),
+    }
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = [place for place, kind in enumerate(signature.values()) if kind.startswith("*")]
+    source = ASTSource(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in aligned})
+    options = {"num_warps": c.warps, "num_stages": c.stages, "enable_fp_fusion": False}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(json.dumps({"ttgir": made.asm["ttgir"], "ptx": made.asm["ptx"]}))
+"""
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_deterministic_phases_are_compiled_alike() -> None:
+    """For Hopper, without one: Hopper's instruction in all of them, 16 inputs of a number at a time."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    cases = [(phase, dims) for dims in (128, 64) for phase in (tiles.DECODE, tiles.PREFILL, tiles.GROUP)]
+    command = [sys.executable, "-c", COMPILE, json.dumps(cases)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    made = [json.loads(line) for line in ran.stdout.splitlines()]
+    for each in made:
+        layouts = re.findall(r"^#mma\d* = .*warpsPerCTA = \[(.*?)\]", each["ttgir"], re.MULTILINE)
+        assert layouts
+        assert set(layouts) <= {"4, 1", "8, 1"}  # a row, or where they are swapped a key, is in one warp
+        assert not re.search(r"\bmma\.sync", each["ptx"])
+        products = set(re.findall(r"mma_async\S*m64n\d+(k\S*)", each["ptx"]))
+        assert products == {"k16.f32.bf16.bf16"}
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_configurations_fit_the_chip(chip: Chip, dtype: torch.dtype, deterministic: bool) -> None:
+    sizes = (64, 80, 96, 128, 256)[: 4 if deterministic else 5]  # keys of one number do not fit everywhere
+    for phase in (tiles.DECODE, tiles.FEW, tiles.PREFILL, tiles.GROUP):
+        for head_size in sizes:
+            for group in (1, 4, 5, 7, 8, 12, 16):
+                config = tiles.configure(phase, group, head_size, dtype, chip, deterministic)
+                dims = 1 << (head_size - 1).bit_length()
+                size = tiles.shared_bytes(config.rows, config.keys, config.stages, dims, dtype, chip, config.swap)
+                assert size * config.programs <= chip.shared_memory + 1024
+                assert config.registers * 32 * config.warps * config.programs <= 65536
+                assert config.rows >= max(group, 16)
+                assert lists.ALIGN % config.keys == 0
+                assert lists.SHORTEST % config.keys == 0
+
+
+def test_a_chip_that_is_too_small_is_named() -> None:
+    with pytest.raises(ValueError, match="20000 bytes of shared memory; use attention='reference'"):
+        tiles.configure(tiles.PREFILL, 4, 256, torch.float32, Chip((7, 0), 10, 20_000))
+
+
+def test_what_the_configurations_are() -> None:
+    """On an H200 at Mistral 7B's shape: what was measured (see scripts/tune/tune_attention.py)."""
+    decode = tiles.configure(tiles.DECODE, 4, 128, torch.bfloat16, H200)
+    assert (decode.rows, decode.keys, decode.warps, decode.programs) == (16, 32, 1, 8)
+    prefill = tiles.configure(tiles.PREFILL, 4, 128, torch.bfloat16, H200)
+    assert (prefill.rows, prefill.keys, prefill.warps) == (128, 64, 8)

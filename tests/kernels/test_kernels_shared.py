@@ -1,0 +1,280 @@
+"""Attention of rows that share keys, in Triton's interpreter where there is no GPU: against the reference and the
+twins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from test_kernels_attention import DEVICE, H200, HALF, KV_HEADS, close, launched
+from torch import Tensor
+
+from fastgen.kernels import attention as kernel
+from fastgen.kernels import items as lists
+from fastgen.kernels import tiles
+from fastgen.kernels.launch import Kernel
+from fastgen.model.attention import paged as module
+from fastgen.model.attention import shared
+from fastgen.model.attention.interface import StepLayout
+from fastgen.model.attention.paged import PagedAttention
+from fastgen.model.attention.reference import ReferenceAttention
+from fastgen.model.kv_pool import KVPool
+
+__all__ = ["launched"]
+
+
+TREE = [2, [2, [2, 1]], [1, [1, 1]], [1, 1]]  # see `make`
+
+
+@pytest.fixture(autouse=True)
+def pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARING_PAYS", 1)
+    monkeypatch.setattr(module, "FILLS", 0)
+    monkeypatch.setattr(shared, "SHORTEST", 64)
+
+
+@dataclass
+class Shared:
+    """Decodes whose page tables are a tree's leaves, in shuffled order and lanes."""
+
+    pool: KVPool
+    q: Tensor  # [S, H, D]
+    lanes: np.ndarray
+    kv_lens: np.ndarray
+    table: Tensor
+
+    def paged(self, window: int, max_seqs: int = 24, deterministic: bool = False) -> PagedAttention:
+        windows = (0, window) if window else (0,)
+        attention = PagedAttention(self.pool, self.q.shape[1], windows, max_seqs, 64, 4096, deterministic)
+        attention.chip = H200  # for which ranges are split
+        return attention
+
+    def share(self, paged: PagedAttention) -> bool:
+        full = self.kv_lens // self.pool.page_size
+        return paged.share(self.lanes, full, self.table.cpu().numpy())
+
+    def plan(self, paged: PagedAttention, shared: bool = True) -> object:
+        kv_lens = torch.from_numpy(self.kv_lens).int().to(DEVICE)
+        return paged.plan_decode(torch.from_numpy(self.lanes).to(DEVICE), kv_lens, self.table, shared)
+
+    def expected(self, window: int) -> Tensor:
+        clean = KVPool(2, self.pool.spare, KV_HEADS, *self.pool.keys.shape[3:], torch.float32, DEVICE)
+        clean.keys.copy_(self.pool.keys.nan_to_num())
+        clean.values.copy_(self.pool.values.nan_to_num())
+        attention = ReferenceAttention(clean)
+        ones, lens = torch.ones(len(self.lanes), dtype=torch.int64), torch.from_numpy(self.kv_lens)
+        plan = attention.plan(StepLayout(ones, lens, len(ones), torch.from_numpy(self.lanes), self.table))
+        return attention.attend(plan, 1, self.q.float(), window)
+
+
+def make(
+    tree: list, head_size: int = 32, group: int = 4, page_size: int = 64, dtype: torch.dtype = torch.float32
+) -> Shared:
+    """tree: of an inner node, numbers of pages to go through, and then lists, which are its children; a list of numbers
+    alone is a leaf: rows that have so many pages of their own, the last of them not full."""
+    rng, random = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    rows: list[list[int]] = []
+    pages = iter(rng.permutation(200).tolist())
+
+    def walk(node: list, before: list[int]) -> None:
+        children = [child for child in node if isinstance(child, list)]
+        if not children:
+            rows.extend([*before, *(next(pages) for _ in range(own))] for own in node)
+            return
+        here = [*before, *(next(pages) for _ in range(sum(x for x in node if not isinstance(x, list))))]
+        rows.append([*here, next(pages)])
+        for child in children:
+            walk(child, here)
+
+    walk(tree, [])
+    rows = [rows[at] for at in rng.permutation(len(rows))]
+    lens = np.array([(len(row) - 1) * page_size + int(rng.integers(1, page_size + 1)) for row in rows])
+    lanes = rng.permutation(len(rows) + 2)[: len(rows)]
+    table = torch.full((len(rows) + 2, max(map(len, rows)) + 1), 200, dtype=torch.int32)
+    pool = KVPool(2, 200, KV_HEADS, page_size, head_size, dtype, DEVICE)
+    pool.keys.fill_(torch.nan)
+    pool.values.fill_(torch.nan)
+    for lane, row, length in zip(lanes, rows, lens, strict=True):
+        table[lane, : len(row)] = torch.tensor(row)
+        for slot, page in enumerate(row):
+            here = min(page_size, int(length) - slot * page_size)
+            for whole in (pool.keys, pool.values):
+                if whole[1, page, 0, here - 1].isnan().any():
+                    whole[1, page, :, :here] = torch.randn(KV_HEADS, here, head_size, generator=random).to(
+                        DEVICE, dtype
+                    )
+    q = torch.randn(len(rows), KV_HEADS * group, head_size, generator=random).to(DEVICE, dtype)
+    return Shared(pool, q, lanes, lens, table.to(DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("page_size", "dtype", "window"),
+    [
+        (64, torch.float32, 0),
+        (64, torch.float32, 150),
+        (64, HALF, 5000),
+        (16, HALF, 0),
+        (16, HALF, 40),
+        (48, HALF, 100),
+    ],
+)
+def test_a_tree_of_rows(page_size: int, dtype: torch.dtype, window: int) -> None:
+    case = make(TREE, page_size=page_size, dtype=dtype)
+    paged = case.paged(window)
+    assert case.share(paged)
+    assert int(paged._shared.rows.list[0]) >= (5 if page_size > 16 else 3)  # some are split
+    plan = case.plan(paged)
+    assert [items.kind for items in plan.work[window]] == [kernel.SHARED, kernel.PRIVATE]  # type: ignore[attr-defined]
+    close(paged.attend(plan, 1, case.q, window), case.expected(window))
+    close(paged.attend(case.plan(paged, shared=False), 1, case.q, window), case.expected(window))
+
+
+@pytest.mark.parametrize(("head_size", "group"), [(64, 1), (96, 5), (128, 8)])
+def test_other_shapes_agree_with_the_twins(head_size: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a group takes several tiles, and priors and splits come together."""
+    case = make([3, [4, 1, 1, 1, 1, 1, 1, 1, 1]], head_size, group)
+    for window in (0, 200):
+        paged = case.paged(window)
+        assert case.share(paged)
+        found = [paged.attend(case.plan(paged), 1, case.q, window)]
+        with monkeypatch.context() as patch:
+            patch.setattr(Kernel, "runs_on", lambda self, device: False)
+            found.append(paged.attend(case.plan(paged), 1, case.q, window))
+        close(found[0], found[1].float())
+        close(found[0], case.expected(window))
+
+
+@pytest.mark.parametrize(
+    ("page_size", "dtype", "window"), [(64, torch.float32, 0), (64, HALF, 150), (16, HALF, 0), (48, HALF, 100)]
+)
+def test_deterministic_rows_do_not_tell_what_they_share(page_size: int, dtype: torch.dtype, window: int) -> None:
+    """To the bit; where private keys are one item, and where they have one for each block."""
+    case = make([4, [2, [2, 1]], [1, [1, 1]], [1, 1]], head_size=64, page_size=page_size, dtype=dtype)
+    paged = case.paged(window, deterministic=True)
+    alone = paged.attend(case.plan(paged, shared=False), 1, case.q, window)
+    close(alone, case.expected(window))
+    assert case.share(paged)
+    assert int(paged._shared.rows.priors.max()) == 1
+    for slots in (paged.slots, 0):  # 0: of no use for splits
+        paged.slots = slots
+        plan = case.plan(paged)
+        items = plan.work[window][1].list  # type: ignore[attr-defined]
+        splits = items[lists.HEADER :].view(-1, lists.FIELDS)[: int(items[0]), lists.SPLIT] // lists.SPLITS
+        assert (int(splits.max()) > 1) == (slots > 0 and page_size > 16)
+        assert torch.equal(paged.attend(plan, 1, case.q, window), alone)
+
+
+def test_swapped_rows_give_the_same() -> None:
+    """As on Hopper, where a decode's rows are on the right side of its products; but for the order of BLAS's sums."""
+    case = make(TREE, head_size=64, dtype=HALF)
+    for window in (0, 100):
+        paged = case.paged(window, deterministic=True)
+        for phase in (tiles.DECODE, tiles.FEW, tiles.GROUP):
+            paged.configs[phase] = tiles.configure(phase, 4, 64, HALF, H200, deterministic=True)
+        assert paged.configs[tiles.DECODE].swap
+        assert case.share(paged)
+        for slots in (paged.slots, 0):
+            paged.slots = slots
+            for shared_too in (True, False):
+                close(paged.attend(case.plan(paged, shared_too), 1, case.q, window), case.expected(window))
+
+
+def test_the_lists_agree_with_the_twin() -> None:
+    case = make([2, [2, [2, 9, 1]], [2, [1, 1]], [1, 2]])
+    paged = case.paged(100)
+    assert case.share(paged)
+    rows, lanes = paged._shared.rows, torch.from_numpy(case.lanes).to(DEVICE)
+    kv_lens = torch.from_numpy(case.kv_lens).int().to(DEVICE)
+    results = []
+    for plan in (lists.plan_decode.launch, lists.plan_decode.twin):
+        made = torch.zeros_like(paged._lists)
+        rows.list[1 : lists.HEADER] = 7  # counters of a step before
+        plan(lanes, kv_lens, paged._windows, made, 64, 4, rows)
+        assert not rows.list[1 : lists.HEADER].any()
+        results.append((made, rows.bases.clone()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    items = results[0][0][0, lists.HEADER :].view(-1, lists.FIELDS)[: int(results[0][0][0, 0])]
+    assert (items[:, lists.SPLIT] // lists.SPLITS > 1).any()
+    assert (items[:, lists.TOKENS] // lists.SPLITS > 1).any()
+
+
+def test_rows_that_come_and_go() -> None:
+    """What the rows share changes between steps of one plan, as between replays of a graph; padding shares nothing."""
+    case = make(TREE)
+    paged = case.paged(0)
+    for seed in (0, 3):
+        keep = np.random.default_rng(seed).permutation(len(case.lanes))[: len(case.lanes) - seed]
+        part = replace(
+            case, q=case.q[torch.from_numpy(keep).to(DEVICE)], lanes=case.lanes[keep], kv_lens=case.kv_lens[keep]
+        )
+        assert part.share(paged)
+        padded = replace(part, lanes=np.append(part.lanes, [0, 0]), kv_lens=np.append(part.kv_lens, [1, 1]))
+        q = torch.cat([part.q, part.q[:2]])
+        found = paged.attend(padded.plan(paged), 1, q, 0)
+        close(found[: len(keep)], part.expected(0))
+
+
+def test_a_step_with_prefills_reads_shared_keys_once_too() -> None:
+    case = make(TREE)
+    paged = case.paged(0)
+    assert case.share(paged)
+    ones, lens = torch.ones(len(case.lanes), dtype=torch.int64), torch.from_numpy(case.kv_lens)
+    layout = StepLayout(ones, lens, len(ones) - 1, torch.from_numpy(case.lanes), case.table, shared=True)
+    case.share(paged)
+    rest = replace(case, lanes=case.lanes[:-1], kv_lens=case.kv_lens[:-1])
+    assert rest.share(paged)
+    plan = paged.plan(layout)
+    assert [items.kind for items in plan.work[0]] == [kernel.SHARED, kernel.PRIVATE, kernel.PLAIN]
+    close(paged.attend(plan, 1, case.q, 0), case.expected(0))
+
+
+def test_sharing_pays_only_where_much_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make([1, [1, 1]])
+    assert case.share(case.paged(0))
+    saved = 64 * 2 * KV_HEADS * 32 * 4 * 2  # two rows of three read a page of 64 tokens no more
+    monkeypatch.setattr(module, "SHARING_PAYS", saved + 1)
+    assert not case.share(case.paged(0))
+    monkeypatch.setattr(module, "SHARING_PAYS", saved)
+    assert case.share(case.paged(0))
+
+
+def test_deterministic_rows_share_only_where_that_fills_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No range is split there: a few rows behind a long prefix would wait for a few programs."""
+    case = make([2, [1, 1], [1, 1]])
+    assert case.share(case.paged(0, deterministic=True))
+    monkeypatch.setattr(module, "FILLS", 0.5)
+    assert not case.share(case.paged(0, deterministic=True))
+    assert case.share(case.paged(0))
+
+
+def test_what_was_shared_is_forgotten() -> None:
+    """Rows that share nothing may be shorter than what others shared before them."""
+    case = make(TREE)
+    paged = case.paged(0)
+    assert case.share(paged)
+    nobody = np.zeros(0, dtype=np.int64)
+    assert not paged.share(nobody, nobody, case.table.cpu().numpy())
+    short = replace(case, kv_lens=np.minimum(case.kv_lens, 20))
+    close(paged.attend(short.plan(paged), 1, case.q, 0), short.expected(0))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_where_a_chip_refuses_them_the_rest_still_runs(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    def launch(*arguments: object) -> None:
+        raise OutOfResources(2, 1, "shared memory")
+
+    case = make(TREE)
+    paged = case.paged(0, deterministic=deterministic)
+    assert paged.shares
+    assert case.share(paged)
+    monkeypatch.setattr(kernel.sharing, "refused", set())
+    monkeypatch.setattr(kernel.sharing, "launch", launch)
+    close(paged.attend(case.plan(paged), 1, case.q, 0), case.expected(0))
+    assert not paged.shares
+    assert not kernel.attention.refused
+    close(paged.attend(case.plan(paged, shared=False), 1, case.q, 0), case.expected(0))

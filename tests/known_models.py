@@ -1,0 +1,165 @@
+"""config.json of known models, and what is expected of it."""
+
+from typing import Any
+
+from fastgen.model.config import RopeConfig
+
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": LLAMA3_ROPE,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32}
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "model_type": "qwen2",
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN_7B = {
+    "hidden_size": 3584, "intermediate_size": 18944, "max_window_layers": 28, "num_attention_heads": 28,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "sliding_window": 131072,
+    "transformers_version": "4.40.1", "use_mrope": False,
+}  # fmt: skip
+QWEN_14B = {
+    "hidden_size": 5120, "intermediate_size": 13824, "max_window_layers": 48, "num_attention_heads": 40,
+    "num_hidden_layers": 48, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "sliding_window": 131072,
+}  # fmt: skip
+
+# name -> (config.json, generation_config.json or None, what has to come out, the number of parameters)
+KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], int]] = {
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        {**LLAMA, **LLAMA_8B, "eos_token_id": [128001, 128008, 128009], "transformers_version": "4.42.3"},
+        {"bos_token_id": 128000, "do_sample": True, "eos_token_id": [128001, 128008, 128009], "temperature": 0.6},
+        {"head_size": 128, "num_kv_heads": 8, "eos_ids": (128001, 128008, 128009), "norm_eps": 1e-5,
+         "rope": RopeConfig("llama3", 500000.0, 8.0, 1.0, 4.0, 8192), "windows": (0,) * 32, "max_position": 131072},
+        8_030_261_248,
+    ),
+    "meta-llama/Llama-3.2-1B": (
+        {**LLAMA, "eos_token_id": 128001, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192,
+         "num_attention_heads": 32, "num_hidden_layers": 16, "tie_word_embeddings": True,
+         "rope_scaling": {**LLAMA3_ROPE, "factor": 32.0}, "transformers_version": "4.45.0.dev0"},
+        {"_from_model_config": True, "bos_token_id": 128000, "eos_token_id": 128001},
+        {"head_size": 64, "tied": True, "rope": RopeConfig("llama3", 500000.0, 32.0, 1.0, 4.0, 8192)},
+        1_235_814_400,
+    ),
+    "mistralai/Mistral-7B-v0.1": (
+        MISTRAL,
+        {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2},
+        {"head_size": 128, "windows": (4096,) * 32, "max_position": 32768, "rope": RopeConfig(theta=10000.0),
+         "vocab_size": 32000, "eos_ids": (2,), "qkv_bias": False, "o_bias": False},
+        7_241_732_096,
+    ),
+    "mistralai/Mistral-7B-Instruct-v0.3": (
+        {**MISTRAL, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768},
+        None,
+        {"windows": (0,) * 32, "rope": RopeConfig(theta=1000000.0), "eos_ids": (2,)},
+        7_248_023_552,
+    ),
+    "mistralai/Ministral-8B-Instruct-2410": (
+        {**MISTRAL, "attention_dropout": 0.0, "head_dim": 128, "intermediate_size": 12288, "num_hidden_layers": 36,
+         "rope_theta": 100000000.0, "sliding_window": 32768, "transformers_version": "4.46.0.dev0",
+         "vocab_size": 131072},
+        None,
+        {"windows": (32768,) * 36, "max_position": 32768, "rope": RopeConfig(theta=1e8), "head_size": 128},
+        8_019_808_256,
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (
+        {**LLAMA, **LLAMA_8B, "eos_token_id": 128001, "transformers_version": "4.43.0.dev0"},
+        {"bos_token_id": 128000, "do_sample": True, "eos_token_id": 128001, "temperature": 0.6, "top_p": 0.95},
+        {"eos_ids": (128001,), "rope": RopeConfig("llama3", 500000.0, 8.0, 1.0, 4.0, 8192), "head_size": 128},
+        8_030_261_248,
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": (
+        {**LLAMA, "eos_token_id": [128001, 128008, 128009], "head_dim": 128, "hidden_size": 8192,
+         "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80,
+         "transformers_version": "4.47.0.dev0"},
+        {"bos_token_id": 128000, "do_sample": True, "eos_token_id": 128001, "temperature": 0.6, "top_p": 0.95},
+        {"eos_ids": (128001,), "num_heads": 64, "num_kv_heads": 8, "num_layers": 80, "head_size": 128},
+        70_553_706_496,
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B": (
+        {**QWEN, **QWEN_14B, "transformers_version": "4.43.1"},
+        {"bos_token_id": 151646, "do_sample": True, "eos_token_id": 151643, "temperature": 0.6, "top_p": 0.95},
+        {"windows": (0,) * 48, "norm_eps": 1e-5, "eos_ids": (151643,), "qkv_bias": True, "o_bias": False},
+        14_770_033_664,
+    ),
+    "Qwen/Qwen2.5-7B": (
+        {**QWEN, **QWEN_7B},
+        {"bos_token_id": 151643, "do_sample": False, "eos_token_id": 151643, "max_new_tokens": 2048},
+        {"windows": (0,) * 28, "num_heads": 28, "num_kv_heads": 4, "head_size": 128, "norm_eps": 1e-6,
+         "rope": RopeConfig(theta=1000000.0), "qkv_bias": True, "o_bias": False, "qk_norm": False},
+        7_615_616_512,
+    ),
+    "Qwen/Qwen2.5-14B": (
+        {**QWEN, **QWEN_14B, "transformers_version": "4.43.1"},
+        {"bos_token_id": 151643, "do_sample": False, "eos_token_id": 151643, "max_new_tokens": 2048},
+        {"windows": (0,) * 48, "num_heads": 40, "num_kv_heads": 8, "max_position": 131072},
+        14_770_033_664,
+    ),
+    "Qwen/Qwen3-8B": (
+        {**QWEN, "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "eos_token_id": 151645,
+         "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960,
+         "max_window_layers": 36, "model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36,
+         "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+         "sliding_window": None, "transformers_version": "4.51.0", "vocab_size": 151936},
+        {"bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643], "temperature": 0.6, "top_k": 20,
+         "top_p": 0.95},
+        {"windows": (0,) * 36, "qk_norm": True, "qkv_bias": False, "eos_ids": (151645, 151643), "max_position": 40960},
+        8_190_735_360,
+    ),
+}  # fmt: skip

@@ -1,0 +1,192 @@
+"""model/host_tier.py on the CPU, where it runs without streams, and the kernel that moves pages, against its torch
+twin."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import random_ids
+from handmade import EMPTY, continued, make_runner, run, table
+from torch import Tensor
+
+from fastgen.device import pinned
+from fastgen.kernels.copies import copy_pages
+from fastgen.model import host_tier
+from fastgen.model.host_tier import GROUPS, HostTier
+from fastgen.model.kv_pool import KVPool
+from fastgen.request import Prefill
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+# The kernel.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("layers", "size"), [(1, 1), (3, 96), (2, 128), (1, 20_000)])
+def test_pages_are_copied_between_any_layouts(layers: int, size: int, dtype: torch.dtype) -> None:
+    def memory() -> tuple[Tensor, Tensor]:
+        """What the pool and staging memory look like."""
+        return randn(2, layers, 7, size, dtype=dtype), randn(5, layers, 2, size, seed=1, dtype=dtype).permute(
+            2, 1, 0, 3
+        )
+
+    for source, target, sources, targets, first in (
+        (0, 1, [6, 0, 3], [0, 1, 4], 0),
+        (1, 0, [0, 4], [5, 6], 0),
+        (0, 0, [1, 1, 4], [2, 3, 0], 0),
+        (0, 1, [2], [2], layers // 2),
+    ):
+        expected = memory()
+        expected[target][:, first:, targets] = memory()[source][:, first:, sources]
+        for copy in (copy_pages.launch, copy_pages.twin):
+            found = memory()
+            index = torch.tensor(sources, device=DEVICE), torch.tensor(targets, device=DEVICE)
+            copy(found[source][:, first:], found[target][:, first:], *index)
+            assert all(map(torch.equal, found, expected))
+
+
+def test_a_copy_on_the_cpu_takes_no_longer_in_a_large_pool() -> None:
+    pool = KVPool(2, 100_000, 1, 16, 32, torch.float32, CPU)  # 0.8 GB, none of it touched
+    seconds = []
+    for turn in range(5):
+        start = time.perf_counter()
+        pool.copy(torch.tensor([turn, 7000]), torch.tensor([50_000 + turn, 90_000]))
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.02
+
+
+# The tier.
+
+
+def new_pool(layers: int = 6, pages: int = 20) -> KVPool:
+    pool = KVPool(layers, pages, 2, 4, 8, torch.float32, CPU)
+    pool.whole.copy_(torch.randn(pool.whole.shape, generator=torch.Generator().manual_seed(0)))
+    return pool
+
+
+@pytest.mark.parametrize("staging", [1, 3, 50])
+@pytest.mark.parametrize("layers", [1, 3, GROUPS, 6])
+def test_random_traffic_is_what_plain_copies_make_of_it(layers: int, staging: int) -> None:
+    pool, draw = new_pool(layers), random.Random(layers)
+    tier = HostTier(pool, 9, staging)
+    pages, slots = pool.whole.clone(), {}
+    for _ in range(40):
+        saves = list(zip(draw.sample(range(20), 6), draw.sample(range(9), 6), strict=True))[: draw.randint(1, 6)]
+        tier.save(saves)
+        slots |= {slot: pages[:, :, page].clone() for page, slot in saves}
+        overwritten = [page for page, _ in saves]
+        pool.wipe(torch.tensor(overwritten))
+        pages[1][:, overwritten] = 0
+        count = draw.randint(1, len(slots))
+        loads = list(zip(draw.sample(sorted(slots), count), draw.sample(range(20), count), strict=True))
+        arrivals = tier.load(loads)
+        for layer in range(layers):
+            arrivals.wait(layer)
+        for slot, page in loads:
+            pages[:, :, page] = slots[slot]
+        assert torch.equal(pool.whole, pages)
+    for slot, page in slots.items():
+        assert torch.equal(tier.slots[slot].transpose(0, 1), page)
+
+
+def test_a_slot_holds_a_group_of_layers_in_one_piece() -> None:
+    tier = HostTier(new_pool(), 3)
+    assert tier.slots.is_contiguous()
+    assert tier.slots.data_ptr() % pinned.ALIGNMENT == 0
+    assert [group.first for group in tier._groups] == [0, 1, 3, 4]
+    assert all(group.slots[1].is_contiguous() and group.entries[0].is_contiguous() for group in tier._groups)
+
+
+def test_staging_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(HostTier(new_pool(), 1)._leaving) == host_tier.STAGING_PAGES
+    for held, pages in ((0.5, 1), (1, 1), (5.5, 5)):
+        monkeypatch.setattr(host_tier, "STAGING_BYTES", int(held * 2 * 6 * 2 * 4 * 8 * 4))
+        assert len(HostTier(new_pool(), 1)._leaving) == pages
+
+
+def test_too_little_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"host tier takes .* GB of the host's memory.*lower host_cache_gb"):
+        HostTier(new_pool(), 10**13)
+    monkeypatch.setattr(pinned, "_free_memory", lambda: math.inf)
+    with pytest.raises(ValueError, match=r"which can not be had; lower host_cache_gb"):
+        HostTier(new_pool(), 10**13)
+    monkeypatch.setattr(pinned, "_free_memory", lambda: 1e6)
+    with pytest.raises(ValueError, match=r"takes 3\.1 GB of the host's memory, of which 0\.0 GB are free"):
+        HostTier(new_pool(), 10**6)
+
+
+# In steps.
+
+
+@pytest.mark.parametrize("staging", [None, 1, 2])
+def test_what_comes_back_from_the_host_is_gone_on_with(family: Path, staging: int | None) -> None:
+    prompt = random_ids(75)
+    runner = make_runner(family, max_model_len=200)
+    expected = continued(runner, prompt, 12, moved=False)
+    runner.host = HostTier(runner.pool, 8, staging)
+    assert continued(runner, prompt, 12, moved=True) == expected
+    runner.host.slots.zero_()
+    runner.host.save = lambda pairs: None  # type: ignore[method-assign]
+    assert continued(runner, prompt, 12, moved=True) != expected, "the pages matter"
+
+
+class Late:
+    """Loads that arrive layer by layer, when they are waited for."""
+
+    def __init__(self, tier: HostTier, pool: KVPool, pairs: list[tuple[int, int]]) -> None:
+        self.tier, self.pool, self.pairs = tier, pool, pairs
+        self.waited: list[int] = []
+
+    def wait(self, layer: int) -> None:
+        self.waited.append(layer)
+        for slot, page in self.pairs:
+            self.pool.whole[:, layer, page] = self.tier.slots[slot, layer]
+
+
+def test_each_layer_waits_for_its_own_pages(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, late = random_ids(75), []
+    runner = make_runner(llama, max_model_len=200)
+    expected = continued(runner, prompt, 5, moved=False)
+    runner.host = tier = HostTier(runner.pool, 8)
+    monkeypatch.setattr(tier, "load", lambda pairs: late.append(Late(tier, runner.pool, pairs)) or late[0])
+    assert continued(runner, prompt, 5, moved=True) == expected
+    assert late[0].waited == [0, 1, 2]
+
+
+def test_a_page_may_be_saved_given_out_and_loaded_elsewhere_in_one_step(llama: Path) -> None:
+    runner = make_runner(llama)
+    runner.host = HostTier(runner.pool, 2)
+    whole = runner.pool.whole
+    whole.copy_(torch.randn(whole.shape, generator=torch.Generator().manual_seed(0)))
+    before = whole.clone()
+    chunk = Prefill(0, 0, (5, 6), sample=False)
+    run(
+        runner,
+        replace(EMPTY, prefills=(chunk,), pages=table(0, [30]), fresh=(30, 4), saves=((4, 1),), loads=((1, 9),),
+                copies=((5, 6), (5, 7))),
+    )  # fmt: skip
+    assert torch.equal(whole[:, :, 9], before[:, :, 4])
+    assert torch.equal(whole[:, :, [6, 7]], before[:, :, [5, 5]])
+    assert not whole[1, :, 4].any()
+    written = {4, 6, 7, 9, 30}
+    kept = [page for page in range(64) if page not in written]
+    assert torch.equal(whole[:, :, kept], before[:, :, kept])
+
+
+def test_loads_come_with_a_prefill(llama: Path) -> None:
+    runner = make_runner(llama)
+    runner.host = HostTier(runner.pool, 2)
+    with pytest.raises(AssertionError, match="can not wait"):
+        runner.launch(replace(EMPTY, decodes=(0,), loads=((0, 0),)))

@@ -1,0 +1,105 @@
+"""rope.py: bit for bit what transformers computes, for every kind and setting, up to position 131071."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fastgen.model.config import ModelConfig, RopeConfig, parse_config
+from fastgen.model.rope import rope_frequencies, rope_tables
+
+CONTEXT = 131072
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "eos_token_id": 3,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.5},
+    {"type": "linear", "factor": 4},
+    LLAMA3,
+    {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 1024, "low_freq_factor": 2.0},
+    {**LLAMA3, "factor": 3.3},  # with a power of two, dividing sooner or later rounds alike
+    {**YARN, "factor": 3.3},
+    {**YARN, "original_max_position_embeddings": 32768},
+    {"type": "yarn", "factor": 4.0},  # the original context is then max_position_embeddings
+    {**YARN, "factor": 8, "beta_fast": 64, "beta_slow": 2.0},
+    {**YARN, "factor": 16.0, "attention_factor": 1.3},
+    {**YARN, "mscale": 0.7, "mscale_all_dim": 1},
+    {**YARN, "mscale": 0.7},
+    {**YARN, "truncate": False},
+    {**YARN, "factor": None},
+    {**YARN, "factor": 0.5},  # no stretch: the attention factor is 1
+    {**YARN, "original_max_position_embeddings": 4, "beta_fast": 4, "beta_slow": 4},  # a step instead of a ramp
+]
+SHAPES = [(10000.0, 64), (500000.0, 128), (1000000.0, 96), (10000, 10)]  # theta, head size
+
+
+def transformers_rope(rope: dict[str, Any], theta: float, head_size: int) -> Any:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    parameters = {**rope, "rope_theta": theta}
+    return llama.LlamaRotaryEmbedding(llama.LlamaConfig(**SMALL, head_dim=head_size, rope_parameters=parameters))
+
+
+def parsed(rope: dict[str, Any], theta: float, head_size: int) -> ModelConfig:
+    config = {**SMALL, "model_type": "llama", "head_dim": head_size}
+    ours = parse_config({**config, "rope_parameters": {**rope, "rope_theta": theta}})
+    assert parse_config({**config, "rope_scaling": rope, "rope_theta": theta}) == ours  # as transformers 4 wrote it
+    return ours
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize(("theta", "head_size"), SHAPES)
+def test_frequencies_equal_transformers(rope: dict[str, Any], theta: float, head_size: int) -> None:
+    theirs, ours = transformers_rope(rope, theta, head_size), parsed(rope, theta, head_size)
+    frequencies, factor = rope_frequencies(ours.rope, ours.head_size, ours.max_position)
+    assert frequencies.dtype == torch.float32
+    assert torch.equal(frequencies, theirs.inv_freq)
+    assert factor == theirs.attention_scaling
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_tables_equal_transformers_at_far_positions(rope: dict[str, Any]) -> None:
+    theirs, ours = transformers_rope(rope, 500000.0, 128), parsed(rope, 500000.0, 128)
+    cos, sin = rope_tables(ours, CONTEXT)
+    assert cos.dtype == sin.dtype == torch.float32
+    assert cos.shape == sin.shape == (CONTEXT, 64)
+    for start, stop in ((0, 1), (1, 4096), (65533, 65600), (CONTEXT - 4096, CONTEXT)):  # as a trainer asks for them
+        their_cos, their_sin = theirs(torch.zeros(1), torch.arange(start, stop)[None])
+        assert torch.equal(cos[start:stop].repeat(1, 2), their_cos[0])
+        assert torch.equal(sin[start:stop].repeat(1, 2), their_sin[0])
+
+
+def test_every_position_equals_transformers() -> None:
+    theirs, (cos, sin) = transformers_rope(LLAMA3, 500000.0, 64), rope_tables(parsed(LLAMA3, 500000.0, 64), CONTEXT)
+    their_cos, their_sin = theirs(torch.zeros(1), torch.arange(CONTEXT)[None])
+    assert torch.equal(cos, their_cos[0, :, :32])
+    assert torch.equal(sin, their_sin[0, :, :32])
+
+
+def test_a_table_does_not_depend_on_its_length_nor_on_the_defaults_of_torch() -> None:
+    config = parsed(YARN, 1000000.0, 96)
+    cos, sin = rope_tables(config, 5000)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            short_cos, short_sin = rope_tables(config, 1237)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(short_cos, cos[:1237])
+    assert torch.equal(short_sin, sin[:1237])
+
+
+def test_an_unknown_kind_ends_at_the_config() -> None:
+    with pytest.raises(ValueError, match=r"rope_parameters=.*dynamic"):
+        parsed({"rope_type": "dynamic", "factor": 2.0}, 10000.0, 64)
+    with pytest.raises(AssertionError, match="dynamic"):
+        rope_tables(replace(parsed(ROPES[0], 10000.0, 64), rope=RopeConfig("dynamic")), 1)

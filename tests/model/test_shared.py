@@ -1,0 +1,116 @@
+"""What rows share is found from their page tables, and cut into items."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from fastgen.kernels.items import BEGIN, END, FIRST, LANE, SPLIT, TOKENS
+from fastgen.model.attention import shared
+from fastgen.model.attention.shared import Level, roots, saved_keys, shared_items, shared_ranges
+
+PAGE = 16
+
+
+def random_tables(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of random trees, with garbage behind their full pages: [S, slots], and full [S]."""
+    rng = np.random.default_rng(seed)
+    numbers = iter(rng.permutation(10_000).tolist())
+    prefixes: list[list[int]] = [[]]
+    for _ in range(rng.integers(0, 12)):
+        before = prefixes[rng.integers(len(prefixes))]
+        prefixes.append(before + [next(numbers) for _ in range(rng.integers(1, 6))])
+    rows = []
+    for _ in range(rng.integers(1, 40)):
+        before = prefixes[rng.integers(len(prefixes))]
+        before = before[: rng.integers(len(before) + 1)]
+        rows.append(before + [next(numbers) for _ in range(rng.integers(0, 4))])
+    full = np.array([len(row) for row in rows])
+    tables = rng.integers(0, 3, (len(rows), max(full) + 2)).astype(np.int32)  # equal often, and of no account
+    for table, row in zip(tables, rows, strict=True):
+        table[: len(row)] = row
+    return tables, full
+
+
+@dataclass
+class Range:
+    rows: list[int]
+    first: int
+    last: int
+
+
+def ranges_of(levels: list[Level]) -> list[Range]:
+    found = []
+    for level in levels:
+        parts = np.split(level.rows, np.cumsum(level.count)[:-1])
+        found += [Range(r.tolist(), *ends) for r, *ends in zip(parts, level.first, level.last, strict=True)]
+    return found
+
+
+def covered(ranges: list[Range], row: int) -> list[int]:
+    """The slots of a row that its ranges hold, in their order."""
+    return [slot for each in ranges if row in each.rows for slot in range(each.first, each.last)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_all_that_is_shared_is_found_once(seed: int) -> None:
+    tables, full = random_tables(seed)
+    levels = shared_ranges(tables, np.arange(len(full)), full)
+    ranges = ranges_of(levels)
+    holders: dict[int, set[int]] = {}
+    for row, (table, count) in enumerate(zip(tables, full, strict=True)):
+        for page in table[:count].tolist():
+            holders.setdefault(page, set()).add(row)
+    for each in ranges:
+        for slot in range(each.first, each.last):
+            assert holders[tables[each.rows[0], slot]] == set(each.rows)
+            assert len(set(tables[each.rows, slot].tolist())) == 1
+    for row, (table, count) in enumerate(zip(tables, full, strict=True)):
+        shared = [len(holders[page]) > 1 for page in table[:count].tolist()]
+        assert covered(ranges, row) == list(range(sum(shared)))
+    assert saved_keys(levels, PAGE) == PAGE * sum(len(rows) - 1 for rows in holders.values())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_roots_are_whole_blocks_from_the_first_key_on(seed: int) -> None:
+    tables, full = random_tables(seed)
+    levels = shared_ranges(tables, np.arange(len(full)), full)
+    wanted = [Range(each.rows, 0, each.last // 4 * 4) for each in ranges_of(levels) if not each.first and each.last > 3]
+    assert ranges_of(roots(levels, PAGE, 4 * PAGE)) == wanted
+    assert ranges_of(roots(levels, PAGE, PAGE)) == ranges_of(levels[:1])
+
+
+def test_nothing_shared() -> None:
+    assert shared_ranges(np.arange(12, dtype=np.int32).reshape(3, 4), np.arange(3), np.array([4, 0, 2])) == []
+    assert shared_ranges(np.zeros((3, 4), np.int32), np.arange(3), np.array([0, 0, 4])) == []
+    assert shared_ranges(np.zeros((1, 4), np.int32), np.arange(1), np.array([4])) == []
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("units", [1, 40])
+def test_items_cover_what_is_shared(seed: int, units: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "SHORTEST", 32)
+    tables, full = random_tables(seed)
+    levels, lanes = shared_ranges(tables, np.arange(len(full)), full), np.arange(len(full)) + 100
+    if not levels:
+        return
+    ranges = ranges_of(levels)
+    slots = 60 if units == 40 else 1
+    found = shared_items(levels, lanes, PAGE, tile=3, block=32, units=units, slots=slots)
+    seen: dict[int, list[tuple[int, int, int]]] = {row: [] for row in range(len(full))}
+    for item in found.items.tolist():
+        members = found.members[item[FIRST] : item[FIRST] + item[TOKENS]]
+        assert 1 <= len(members) <= 3
+        assert item[LANE] - 100 in members
+        for row in members.tolist():
+            seen[row].append((item[SPLIT], item[BEGIN], item[END]))
+    for row, parts in seen.items():
+        parts.sort()
+        assert [number for number, _, _ in parts] == list(range(found.priors[row])), "each prior is left once"
+        keys = [key for _, begin, end in parts for key in range(begin, end)]
+        assert keys == list(range(found.ends[row])), "in the order of the keys"
+        assert found.ends[row] == PAGE * len(covered(ranges, row))
+    depth = [sum(row in each.rows for each in ranges) for row in range(len(full))]
+    assert found.priors.sum() <= max(slots, sum(depth))

@@ -1,0 +1,109 @@
+"""model/transformer.py: what transformers computes, for each family and each flag."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB, Checkpoint, hf_logits, hf_model, random_ids
+from torch import Tensor
+
+from fastgen import Generator, SamplingParams
+from fastgen.model.attention import StepLayout
+from fastgen.model.transformer import ROW_TILE, StepInput
+
+PROMPTS = [random_ids(length) for length in (1, 130, 16, 37)]
+
+
+def prefill_logits(gen: Generator, prompts: list[list[int]]) -> list[Tensor]:
+    """Logits of every position of a ragged batch in one forward pass: [T, V] each."""
+    runner = gen._runner
+    size = runner.pool.page_size
+    lens = torch.tensor([len(prompt) for prompt in prompts])
+    most = -(-int(lens.max()) // size)
+    order = torch.randperm(gen.config.num_pages, generator=torch.Generator().manual_seed(0))
+    table = order[: len(prompts) * most].view(len(prompts), most)
+    positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
+    owner = torch.repeat_interleave(torch.arange(len(prompts)), lens)
+    padding = -len(positions) % ROW_TILE
+    slots = table[owner, positions // size] * size + positions % size
+    places = runner.model.places(
+        runner.pool,
+        torch.nn.functional.pad(positions, (0, padding)),
+        torch.nn.functional.pad(slots, (0, padding), value=-1),
+        len(positions),
+    )
+    step = StepInput(
+        token_ids=torch.tensor([token for prompt in prompts for token in prompt] + [0] * padding),
+        places=places,
+        plan=runner.attention.plan(StepLayout(lens, lens, 0, torch.arange(len(prompts)), table.int())),
+    )
+    with torch.inference_mode():
+        logits = runner.model.logits(runner.model.forward([step], runner.pool, runner.attention))
+    return list(torch.split(logits[: len(positions)], lens.tolist()))
+
+
+def check_logits(folder: Path) -> None:
+    with Generator(folder, page_size=16, max_seqs=8) as gen:
+        for prompt, logits in zip(PROMPTS, prefill_logits(gen, PROMPTS), strict=True):
+            torch.testing.assert_close(logits, hf_logits(folder, prompt), atol=1e-4, rtol=0)
+
+
+def test_prefill_logits_are_those_of_transformers(family: Path) -> None:
+    check_logits(family)
+
+
+STRETCHED = {"factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3 rope": ("Llama", {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 1.0,
+                                                  "high_freq_factor": 4.0, **STRETCHED}}),
+    "yarn": ("Qwen3", {"rope_parameters": {"rope_type": "yarn", **STRETCHED}}),
+    "linear rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "attention bias": ("Llama", {"attention_bias": True}),
+    "Qwen3 with attention bias": ("Qwen3", {"attention_bias": True, "head_dim": 16}),
+    "mlp bias": ("Llama", {"mlp_bias": True}),
+    "tied": ("Llama", {"tie_word_embeddings": True}),
+    "no grouping of heads": ("Mistral", {"num_key_value_heads": 4, "sliding_window": None}),
+    "one KV head": ("Qwen2", {"num_key_value_heads": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_mean_what_transformers_means(flag: str, checkpoint: Checkpoint) -> None:
+    name, config = FLAGS[flag]
+    check_logits(checkpoint(name, num_hidden_layers=2, **config))
+
+
+def test_64_greedy_tokens_are_those_of_transformers(family: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    with Generator(family, page_size=16, max_seqs=3, max_step_tokens=48) as gen:
+        answers = [output.completions[0].token_ids for output in gen.generate(PROMPTS, params)]
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        likeliest = hf_logits(family, prompt + answer).argmax(1).tolist()
+        assert answer == likeliest[len(prompt) - 1 : -1]
+    # ... and once as users run it, token by token through transformers' own cache.
+    ids = torch.tensor([PROMPTS[3]])
+    mask = torch.ones_like(ids)
+    said = hf_model(family).generate(ids, attention_mask=mask, max_new_tokens=64, do_sample=False, eos_token_id=None)
+    assert answers[3] == said[0, ids.shape[1] :].tolist()
+
+
+def test_bfloat16_is_as_exact_as_transformers(family: Path) -> None:
+    with Generator(family, dtype="bfloat16", page_size=16, max_seqs=8) as gen:
+        found = prefill_logits(gen, PROMPTS)
+    ours, theirs = [], []
+    for prompt, logits in zip(PROMPTS, found, strict=True):
+        exact = hf_logits(family, prompt)
+        ours.append((logits - exact).square().mean().item())
+        theirs.append((hf_logits(family, prompt, torch.bfloat16) - exact).square().mean().item())
+    assert 0 < np.mean(ours) < 1.5 * np.mean(theirs)
+
+
+def test_dummy_weights_generate(llama: Path) -> None:
+    with Generator(llama, load="dummy", max_seqs=2) as gen:
+        ids = gen.generate([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))[0].completions[0].token_ids
+    assert len(ids) == 8
+    assert all(0 <= token < VOCAB for token in ids)

@@ -1,0 +1,166 @@
+"""weights.py: what is said of tensors that do not fit, and how little of those that do is held."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastgen.model.weights import LISTED, Update, write
+from fastgen.parallel.group import Part
+
+SHAPES = {"a.weight": (4, 3), "b.weight": (2,), "c.weight": (2, 2)}
+PARTS = {name: Part.whole(torch.empty(shape, device="meta")) for name, shape in SHAPES.items()}
+
+
+FLOATS = (torch.float64, torch.bfloat16, torch.float16)
+
+
+def state(**changed: Any) -> dict[str, Any]:
+    return {name: torch.ones(shape) for name, shape in SHAPES.items()} | changed
+
+
+RIGHT: dict[str, Any] = {
+    "a mapping": state(),
+    "its items": state().items(),
+    "ordered": OrderedDict(state()).items(),
+    "a sequence": [[name, tensor] for name, tensor in state().items()],
+    "as it comes": iter(state().items()),
+    "any floats": {name: torch.ones(SHAPES[name], dtype=dtype) for name, dtype in zip(SHAPES, FLOATS, strict=True)},
+    "of a tied model": state(**{"lm_head.weight": torch.ones(9)}),
+    "parameters": state(**{"b.weight": torch.nn.Parameter(torch.ones(2))}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_taken(name: str) -> None:
+    update = Update(RIGHT[name], PARTS)
+    update.check()
+    views = {name: Part.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    write(views, update.tensors())
+    assert sorted(update.names) == sorted(SHAPES)
+    assert all(torch.equal(part.view, torch.ones(SHAPES[name])) for name, part in views.items())
+
+
+WRONG: dict[str, tuple[Any, list[str]]] = {
+    "all at once": (
+        [("x", torch.ones(1)), ("a.weight", torch.ones(3, 4)), *[("b.weight", torch.ones(2))] * 2],
+        ["unexpected tensor 'x'", r"'a.weight' has shape \[3, 4\]; the model needs \[4, 3\]",
+         "'b.weight' is given twice", "missing 1 of 3 tensors: c.weight"],
+    ),
+    "nothing": ({}, ["missing 3 of 3 tensors: a.weight, b.weight, c.weight"]),
+    "integers": (state(**{"b.weight": torch.ones(2, dtype=torch.int8)}), ["'b.weight' is torch.int8; bfloat16"]),
+    "fp8": (state(**{"b.weight": torch.ones(2).to(torch.float8_e4m3fn)}), ["'b.weight' is torch.float8_e4m3fn"]),
+    "nowhere": (state(**{"b.weight": torch.ones(2, device="meta")}), ["'b.weight' is torch.strided on meta"]),
+    "sparse": (state(**{"c.weight": torch.ones(2, 2).to_sparse()}), ["'c.weight' is torch.sparse_coo on cpu"]),
+    "names": ([*SHAPES], ["str is given, and no", "str is given, and no", "missing 3 of 3"]),
+    "arrays": (state(**{"b.weight": [1.0, 1.0]}), [r"\(str, list\) is given", "missing 1 of 3 tensors: b.weight"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+def test_all_that_is_wrong_is_told_in_one_error(name: str, once: bool) -> None:
+    given, faults = WRONG[name]
+    items = list(given.items() if isinstance(given, dict) else given)
+    update = Update(iter(items) if once else given, PARTS)
+    if once:
+        update.check()  # looks at nothing
+    with pytest.raises(ValueError, match="the weights do not fit the model:\n") as raised:
+        for _ in update.tensors() if once else iter([update.check()]):
+            pass
+    for fault in faults:
+        assert raised.match(fault)
+    assert str(raised.value).count("\n") <= len(faults) + 1
+
+
+def test_the_list_of_faults_has_an_end() -> None:
+    given = state() | {f"module.{number}": torch.ones(1) for number in range(LISTED + 3)}
+    with pytest.raises(ValueError, match=f"'module.{LISTED - 1}'.*\n  and 3 more$") as raised:
+        Update(given, PARTS).check()
+    assert str(raised.value).count("\n") == LISTED + 1
+
+
+def test_tensors_that_are_split_have_to_be_whole() -> None:
+    class Sharded(Tensor):
+        full_tensor = None
+
+    sharded = torch.ones(2).as_subclass(Sharded)
+    with pytest.raises(ValueError, match=r"'b.weight' is a DTensor; give its full_tensor\(\)"):
+        Update(state(**{"b.weight": sharded}), PARTS).check()
+
+
+@pytest.mark.parametrize("given", [None, 5, torch.nn.Linear(2, 2)])
+def test_what_can_not_be_iterated_is_a_type_error(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"a mapping, or an iterable of \(name, tensor\), not "):
+        Update(given, PARTS).check()
+
+
+def test_a_part_of_the_tensors_is_not_nothing() -> None:
+    update = Update({"b.weight": torch.ones(2)}, PARTS, partial=True)
+    update.check()
+    assert update.names == ["b.weight"]
+    with pytest.raises(ValueError, match="no tensors are given"):
+        Update({}, PARTS, partial=True).check()
+    with pytest.raises(ValueError, match="unexpected tensor 'x'"):
+        Update({"x": torch.ones(2)}, PARTS, partial=True).check()
+
+
+def test_one_tensor_is_there_at_a_time() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    def made() -> Iterator[tuple[str, Tensor]]:
+        for name, shape in SHAPES.items():
+            assert not [ref for ref in alive if ref() is not None], "one is held while the next is made"
+            tensor = torch.ones(shape, dtype=torch.float64)
+            alive.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    gc.disable()
+    try:
+        views = {name: Part.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        write(views, Update(made(), PARTS).tensors())
+    finally:
+        gc.enable()
+    assert len(alive) == 3
+
+
+def test_a_copy_that_fails_is_raised_when_all_is_read() -> None:
+    """Other ranks may make the tensors together with this one."""
+    read = []
+
+    def given() -> Iterable[tuple[str, Tensor]]:
+        for name, tensor in state().items():
+            read.append(name)
+            yield name, tensor
+
+    def full(tensor: Tensor) -> None:
+        raise MemoryError("full")
+
+    views: dict[str, Any] = {name: Part.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    views["a.weight"] = SimpleNamespace(
+        view=SimpleNamespace(copy_=full, device=torch.device("cpu")), of=lambda tensor: tensor
+    )
+    with pytest.raises(MemoryError, match="full"):
+        write(views, given())
+    assert read == [*SHAPES]
+    assert torch.equal(views["c.weight"].view, torch.ones(2, 2))
+
+
+def test_gradients_are_as_before() -> None:
+    def given() -> Iterable[tuple[str, Tensor]]:
+        for name, tensor in state().items():
+            assert torch.is_grad_enabled(), "what makes the tensors runs as its author thinks"
+            yield name, tensor.requires_grad_()
+
+    views = {name: Part.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    write(views, given())
+    assert not any(part.view.requires_grad for part in views.values())

@@ -1,0 +1,309 @@
+"""parallel/overlap.py: the copies, flags and waits of all ranks, run in random orders as their streams allow."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastgen.kernels.allreduce import add_in_order
+from fastgen.kernels.norm import RMSNorm, rms_norm
+from fastgen.parallel import overlap
+from fastgen.parallel.errors import DepartedError
+from fastgen.parallel.overlap import CollectiveExchange, CopyExchange, Exchange, Layout, Shared
+
+TOKENS, HIDDEN = 13, 8
+GUARD = 64
+LATE = 2**32 - 3  # from here on, numbers of phases soon wrap around
+NORMS = [RMSNorm(torch.rand(HIDDEN, generator=torch.Generator().manual_seed(seed)) + 0.5, 1e-5) for seed in range(3)]
+Step = tuple[int, int]
+"""The tokens of its two halves."""
+
+
+def always() -> bool:
+    return True
+
+
+@dataclass(eq=False)
+class Queue:
+    """What a stream holds: each operation runs when those before it have, and it is ready."""
+
+    operations: deque[tuple[Callable[[], bool], Callable[[], object]]] = field(default_factory=deque)
+
+    def add(self, run: Callable[[], object], ready: Callable[[], bool] = always) -> None:
+        self.operations.append((ready, run))
+
+
+class Event:
+    def __init__(self, current: Queue) -> None:
+        self.current, self.happened = current, False
+
+    def happen(self) -> None:
+        self.happened = True
+
+    def wait(self) -> None:
+        self.current.add(lambda: None, lambda: self.happened)
+
+
+@dataclass
+class Side:
+    """A stream beside the current one; `forgets`: an operation that it leaves out."""
+
+    current: Queue
+    own: Queue
+    forgets: str = ""
+
+    def begin(self) -> None:
+        if self.forgets != "begin":
+            event = Event(self.current)
+            self.current.add(event.happen)
+            self.own.add(lambda: None, lambda: event.happened)
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        for part in (slice(0, size // 2), slice(size // 2, size)):  # others may see that some of it is there
+            self.own.add(partial(ctypes.memmove, target + part.start, source + part.start, part.stop - part.start))
+
+    def write(self, address: int, value: int) -> None:
+        self.own.add(lambda: setattr(ctypes.c_uint32.from_address(address), "value", value))
+
+    def wait(self, address: int, value: int) -> None:
+        found = ctypes.c_uint32.from_address(address)
+        self.own.add(lambda: None, lambda: (found.value - value) % 2**32 < 2**31)
+
+    def launch(self, function: Callable[..., object], *arguments: Any) -> None:
+        self.own.add(partial(function, *arguments))
+
+    def end(self) -> Event:
+        event = Event(self.current)
+        if self.forgets == "end":
+            event.happened = True
+        self.own.add(event.happen)
+        return event
+
+    def is_idle(self) -> bool:
+        return not self.own.operations
+
+
+@dataclass
+class Ranks:
+    """As many as there are exchanges. memory: uint8 [N, bytes], with a guard behind each."""
+
+    exchanges: list[Exchange]
+    currents: list[Queue]
+    queues: list[Queue]
+    memory: Tensor
+
+    @staticmethod
+    def make(size: int, one_queue: bool = False, phase: int = 0, forgets: str = "") -> Ranks:
+        """one_queue: each rank's streams are in one queue."""
+        at = Layout.of(size, TOKENS, HIDDEN, torch.float32)
+        memory = torch.zeros(size, at.end + GUARD, dtype=torch.uint8)
+        memory[:, : at.flags].view(torch.float32).fill_(torch.nan)
+        memory[:, at.flags : at.end].view(torch.int32).fill_(phase - 2**32 if phase else 0)
+        memory[:, at.end :] = 255
+        peers = [row.data_ptr() for row in memory]
+        ranks = Ranks([], [], [], memory)
+        for rank in range(size):
+            current, *own = queues = [Queue()] * 3 if one_queue else [Queue() for _ in range(3)]
+            sides = [Side(current, queue, forgets) for queue in own]
+            made = CopyExchange(rank, Shared(memory[rank, : at.end], peers, None), sides, TOKENS, HIDDEN, torch.float32)
+            made._phases = [phase, phase]
+            ranks.exchanges.append(made)
+            ranks.currents.append(current)
+            ranks.queues += dict.fromkeys(queues)
+        return ranks
+
+    def run(self, rng: random.Random) -> None:
+        """Until nothing is left; each queue is slow or fast."""
+        speeds = [rng.choice([0.02, 0.2, 1.0]) for _ in self.queues]
+        while any(queue.operations for queue in self.queues):
+            heads = [queue.operations[0] if queue.operations else None for queue in self.queues]
+            ready = [number for number, head in enumerate(heads) if head is not None and head[0]()]
+            assert ready, "all wait for each other"
+            (chosen,) = rng.choices(ready, [speeds[number] for number in ready])
+            self.queues[chosen].operations.popleft()[1]()
+
+
+def draw(step: int, half: int, rank: int, count: int) -> Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(100 * step + 10 * half + rank))
+
+
+def product(x: Tensor, rank: int) -> Tensor:
+    return x.roll(rank + 1, 1) * (0.5 + rank)
+
+
+def expected(steps: list[Step], size: int) -> list[Tensor]:
+    """The residual stream of each half of each step, [T, HIDDEN]."""
+    found = []
+    for number, step in enumerate(steps):
+        for half, count in enumerate(step):
+            x = torch.zeros(count, HIDDEN)
+            parts = [draw(number, half, rank, count) for rank in range(size)]
+            for norm in NORMS:
+                add_in_order(x, parts)
+                parts = [product(rms_norm(x, norm.weight, norm.eps), rank) for rank in range(size)]
+            add_in_order(x, parts)
+            found.append(x)
+    return found
+
+
+def program(made: Exchange, steps: list[Step], current: Queue | None, kept: list[Tensor]) -> list[Tensor]:
+    """What a rank does, by a queue or at once; the results are there when the queue has run. kept: what must be until
+    then, as memory here is not given out in the order of streams."""
+
+    def later(run: Callable[[], object]) -> None:
+        run() if current is None else current.add(run)
+
+    found = []
+    for number, step in enumerate(steps):
+        ys = [draw(number, half, made.rank, count) for half, count in enumerate(step)]
+        kept += ys
+        shares = [torch.zeros_like(y[made.rows(len(y))]) for y in ys]
+        ways = [made.add(half, shares[half], ys[half], NORMS[0]) for half in (0, 1)]
+        for norm in (*NORMS[1:], None):
+            for half, count in enumerate(step):
+                x, y = ways[half].wait(), torch.full((count, HIDDEN), torch.nan)
+                kept.append(y)
+                later(lambda x=x, y=y: y.copy_(product(x, made.rank)))  # type: ignore[misc]
+                ways[half] = made.add(half, shares[half], y, norm)
+        for half, count in enumerate(step):
+            x, whole = ways[half].wait(), torch.full((count, HIDDEN), torch.nan)
+            later(lambda x=x, whole=whole: whole.copy_(x))  # type: ignore[misc]
+            found.append(whole)
+    return found
+
+
+def random_steps(rng: random.Random, count: int) -> list[Step]:
+    return [(rng.randint(1, TOKENS), rng.randint(1, TOKENS)) for _ in range(count)]
+
+
+def right(ranks: Ranks, rng: random.Random, steps: list[Step]) -> bool:
+    kept: list[Tensor] = []
+    found = [program(made, steps, queue, kept) for made, queue in zip(ranks.exchanges, ranks.currents, strict=True)]
+    ranks.run(rng)
+    wanted = expected(steps, len(ranks.exchanges))
+    return all(torch.equal(x, y) for results in found for x, y in zip(results, wanted, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_in_any_order_that_streams_allow_the_sums_are_right(size: int, seed: int) -> None:
+    rng = random.Random(seed)
+    ranks = Ranks.make(size, one_queue=seed % 4 == 3, phase=LATE * (seed % 2))
+    assert right(ranks, rng, random_steps(rng, 3))
+    assert (ranks.memory[:, -GUARD:] == 255).all(), "nothing is written behind the end"
+
+
+@pytest.mark.parametrize("forgets", ["begin", "staged", "gathered", "end"])
+def test_what_is_not_waited_for_is_noticed(forgets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    wait, kinds = CopyExchange._wait, {"staged": overlap.STAGED, "gathered": overlap.GATHERED}
+
+    def forgetful(made: CopyExchange, side: Any, kind: int, half: int) -> None:
+        if kind != kinds.get(forgets):
+            wait(made, side, kind, half)
+
+    monkeypatch.setattr(CopyExchange, "_wait", forgetful)
+    assert not all(right(Ranks.make(3, forgets=forgets), rng, [(12, 12)] * 2) for _ in range(5))
+
+
+def test_an_interrupt_ends_the_waits_for_a_rank_that_is_gone() -> None:
+    """Also where another one, which is gone a little later, writes its flag after the interrupt."""
+    ranks = Ranks.make(3)
+    for phase in range(4):
+        for half in (0, 1):
+            for rank, made in enumerate(ranks.exchanges):
+                if phase < 4 - rank:
+                    y = draw(phase, half, rank, TOKENS)
+                    made.add(half, torch.zeros_like(y[made.rows(TOKENS)]), y, None)
+
+    def run() -> None:
+        while heads := [queue for queue in ranks.queues if queue.operations and queue.operations[0][0]()]:
+            heads[0].operations.popleft()[1]()
+
+    run()
+    stuck = [made for made, current in zip(ranks.exchanges, ranks.currents, strict=True) if current.operations]
+    assert not all(side.is_idle() for side in ranks.exchanges[0]._sides)
+    assert not stuck, "the current streams have nothing to do but what the sides wait for"
+    threads = [threading.Thread(target=made.interrupt) for made in ranks.exchanges]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        run()
+    assert all(side.is_idle() for made in ranks.exchanges for side in made._sides)
+    with pytest.raises(DepartedError):
+        ranks.exchanges[0].add(0, y[:1], y[:1], None)
+
+
+def test_the_rows_of_all_ranks_are_those_of_the_half() -> None:
+    at = Layout.of(3, TOKENS, HIDDEN, torch.float32)
+    for made in Ranks.make(3).exchanges:
+        for count in range(TOKENS + 1):
+            rows = [made.rows(count, rank) for rank in range(3)]
+            assert rows[made.rank] == made.rows(count)
+            assert [row for part in rows for row in range(count)[part]] == list(range(count))
+            assert all(part.stop - part.start <= at.share for part in rows)
+
+
+def test_the_parts_of_the_memory_follow_each_other() -> None:
+    for size, tokens, hidden, dtype in [
+        (2, 1, 8, torch.float32),
+        (3, 100, 72, torch.bfloat16),
+        (8, 4096, 8192, torch.float16),
+    ]:
+        at = Layout.of(size, tokens, hidden, dtype)
+        assert at.gathered == 2 * size * at.share * hidden * dtype.itemsize
+        assert at.flags >= 2 * at.gathered
+        assert at.flags % 4 == 0
+        assert at.end - at.flags == 4 * 2 * 2 * size
+
+
+def test_collectives_give_the_same() -> None:
+    steps = [*random_steps(random.Random(3), 4), (1, TOKENS)]
+    meeting, given = threading.Barrier(3), {}
+
+    def all_gather(rank: int, parts: list[Tensor], x: Tensor) -> None:
+        given[rank] = x
+        meeting.wait(10)
+        for other, part in enumerate(parts):
+            assert part.is_contiguous()
+            part.copy_(given[other])
+        meeting.wait(10)
+
+    found: dict[int, list[Tensor]] = {}
+
+    def work(rank: int) -> None:
+        found[rank] = program(CollectiveExchange(rank, 3, partial(all_gather, rank), TOKENS), steps, None, [])
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    wanted = expected(steps, 3)
+    assert sorted(found) == [0, 1, 2]
+    assert all(torch.equal(x, y) for results in found.values() for x, y in zip(results, wanted, strict=True))
+
+
+def test_halves_that_do_not_fit_are_refused() -> None:
+    made = Ranks.make(2).exchanges[0]
+    x = torch.zeros(4, HIDDEN)
+    for half, xs, y in [
+        (2, x[:2], x),
+        (0, x, x),  # all rows, where it has some
+        (0, x[:0], x[:0]),
+        (0, torch.zeros(7, HIDDEN), torch.zeros(TOKENS + 1, HIDDEN)),
+        (0, x[:2], torch.zeros(HIDDEN, 4).t()),
+        (0, x[:2].double(), x.double()),
+    ]:
+        with pytest.raises(AssertionError):
+            made.add(half, xs, y, None)

@@ -1,0 +1,194 @@
+"""Messages between processes: whole and in order, and ends and failures that are seen at once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from fastgen.parallel.errors import DepartedError
+from fastgen.ranks import channel
+from fastgen.ranks.channel import Channel, Failed, Peers, frame
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel, SimpleQueue[Any]]]:
+    """Two ends, and what comes to the second."""
+    ours, its = socket.socketpair()
+    incoming: SimpleQueue[Any] = SimpleQueue()
+    one, other = Channel(ours, lambda _: None), Channel(its, incoming.put)
+    yield one, other, incoming
+    one.close()
+    other.close()
+
+
+def connected(count: int) -> tuple[Peers, dict[int, Peers]]:
+    """A leader, and so many followers."""
+    leader, followers = Peers(), {}
+    for rank in range(1, count + 1):
+        ours, its = socket.socketpair()
+        leader.add(rank, ours)
+        followers[rank] = Peers()
+        followers[rank].add(0, its)
+    return leader, followers
+
+
+def test_messages_keep_their_order_until_the_end(pair: tuple[Channel, Channel, Any]) -> None:
+    one, other, incoming = pair
+    source = random.Random(1)
+    sent = [bytes([number % 256]) * source.choice((0, 1, 100, 300_000)) for number in range(300)]
+    for message in sent:
+        one.send(message)
+    one.close()
+    assert [incoming.get(timeout=10) for _ in sent] == sent
+    assert incoming.get(timeout=10) is None
+    with pytest.raises(OSError, match="Broken pipe"):
+        other.send(1)
+
+
+def test_what_is_not_taken_at_once_follows() -> None:
+    ours, its = socket.socketpair()
+    one, large = Channel(ours, lambda _: None), "x" * 10**6
+    for _ in range(3):
+        one.send(large, wait=False)  # nobody reads
+    incoming: SimpleQueue[Any] = SimpleQueue()
+    other = Channel(its, incoming.put)
+    assert incoming.empty()
+    one.send("last", wait=False)
+    one.flush()
+    assert [incoming.get(timeout=10) for _ in range(4)] == [large] * 3 + ["last"]
+    one.close()
+    other.close()
+
+
+def test_a_part_of_a_message_ends_the_connection(pair: tuple[Channel, Channel, Any]) -> None:
+    class Interrupted:
+        """A connection in whose second call an interrupt comes."""
+
+        def __init__(self, connection: socket.socket) -> None:
+            self.connection = connection
+
+        def sendall(self, data: bytes) -> None:
+            self.connection.sendall(data[:20])
+            if len(data) > 20:
+                raise KeyboardInterrupt
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.connection, name)
+
+    one, _, incoming = pair
+    one._connection = Interrupted(one._connection)  # type: ignore[assignment]
+    one.send(1)
+    with pytest.raises(KeyboardInterrupt):
+        one.send("a message of more bytes")
+    assert [incoming.get(timeout=10) for _ in range(2)] == [1, None]
+
+
+def unreadable() -> Any:
+    raise LookupError("not here")
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return unreadable, ()
+
+
+def test_a_message_that_can_not_be_read_is_a_failure(pair: tuple[Channel, Channel, Any]) -> None:
+    one, _, incoming = pair
+    one.send(Unreadable())
+    one.send(1)
+    failed = incoming.get(timeout=10)
+    assert isinstance(failed.error, LookupError)
+    assert "unreadable" in failed.trace
+    assert incoming.empty()
+
+
+def test_a_message_that_does_not_pickle_is_not_sent(pair: tuple[Channel, Channel, Any]) -> None:
+    one, _, incoming = pair
+    with pytest.raises(Exception, match="lambda"):
+        one.send(lambda: 0)
+    one.send(1)
+    assert incoming.get(timeout=10) == 1
+
+
+def test_peers_hear_from_each_other() -> None:
+    leader, followers = connected(3)
+    assert len(leader) == 3
+    for number in range(100):
+        leader.send(number)
+    for rank, follower in followers.items():
+        assert [follower.receive(10) for _ in range(100)] == [(0, number) for number in range(100)]
+        follower.send(rank)
+    assert sorted(leader.receive(10) for _ in followers) == [(1, 1), (2, 2), (3, 3)]
+    with pytest.raises(TimeoutError):
+        leader.receive(0.01)
+    leader.close()
+    assert not leader.failures, "it has closed"
+    for follower in followers.values():
+        assert follower.receive(10) == (0, Failed(None))
+        follower.close()
+
+
+def test_a_failure_is_seen_at_once_and_is_behind_what_came_before() -> None:
+    for error in (None, ValueError("bad")):
+        leader, followers = connected(2)
+        called = threading.Event()
+        followers[1].failed = called.set
+        leader.send(1)
+        assert not called.wait(0.05)
+        if error is None:
+            leader.close()
+        else:
+            leader.send(Failed.of(error))
+        assert called.wait(5), "while it reads nothing"
+        assert followers[1].receive() == (0, 1)
+        assert repr(followers[1].receive()[1].error) == repr(error)
+        ((rank, failed),) = followers[1].failures
+        assert (rank, repr(failed.error)) == (0, repr(error))
+        for follower in followers.values():
+            follower.close()
+        leader.close()
+
+
+def test_a_rank_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "STUCK", 0.05)
+    (ours, its), leader = socket.socketpair(), Peers()
+    leader.add(1, ours)
+    start = time.monotonic()
+    leader.send("x" * 10**7)  # more than a connection holds
+    leader.send("more")
+    assert leader.receive(5) == (1, Failed(None))
+    assert time.monotonic() - start < 5
+    leader.close()
+    its.close()
+
+
+def test_of_several_failures_the_first_that_comes_of_no_other_is_found() -> None:
+    """A death too counts only where nothing was raised before it: a watchdog may end a rank that others have left."""
+    peers = Peers()
+    errors = [DepartedError("gone"), ValueError("a"), None, DepartedError("gone"), KeyError("b")]
+    failures = [(rank, Failed(error)) for rank, error in enumerate(errors)]
+    assert peers.first_failure() is None
+    for count in range(1, 6):
+        for some in itertools.permutations(failures, count):
+            peers.failures = list(some)
+            causes = [each for each in some if not isinstance(each[1].error, DepartedError)]
+            assert peers.first_failure() is (causes or some)[0]
+    peers.failures = failures[:1]
+    timer = threading.Timer(0.05, peers.failures.append, failures[2:3])
+    timer.start()
+    assert peers.first_failure(patience=10.0) is failures[2]
+    peers.close()
+
+
+def test_a_frame_is_short() -> None:
+    assert len(frame(None)) < 20

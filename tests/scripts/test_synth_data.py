@@ -1,0 +1,39 @@
+"""scripts/data/synth_data.py and scripts/bench/bench_gen.py run; what the first has done is not done again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "data"))
+
+import bench_gen
+import synth_data
+
+
+def test_synthetic_data_goes_on_and_is_filtered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = synth_data.main([str(tmp_path), "--smoke"])
+    assert (found["topics"], found["answers"]) == (4, 16)
+    data = tmp_path / "data.jsonl"
+    whole = data.read_bytes()
+    samples = [json.loads(line) for line in whole.splitlines()]
+    assert [sample["kept"] for sample in samples] == [sample["score"] > synth_data.BOUND for sample in samples]
+    assert found["kept"] == sum(found["lengths_of_kept"].values()) == sum(sample["kept"] for sample in samples) > 0
+    assert found["right_share_of_kept"] >= found["right_share"]
+    assert json.loads((tmp_path / "report.json").read_text())["kept"] == found["kept"]
+    data.write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "report.json").unlink()
+    capsys.readouterr()
+    assert synth_data.main([str(tmp_path), "--smoke"]) == found
+    assert data.read_bytes() == whole
+    assert "nothing is left to do of 8 rows" in capsys.readouterr().err
+
+
+def test_both_sides_of_the_bench_make_the_same_tokens() -> None:
+    found = bench_gen.main(["--smoke", "--max-tokens", "4"])
+    assert found["generate"]["tokens_per_second"] > 0
+    assert 0 <= found["fggen"]["outside_steps"] < 1
