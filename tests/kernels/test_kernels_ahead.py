@@ -154,7 +154,7 @@ def test_what_takes_long_is_shown(
     monkeypatch.setattr(ahead, "PATIENCE", patience)
     monkeypatch.setattr(ahead, "wait", waited)
     monkeypatch.setattr(ahead, "_load", loaded)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger=ahead.log.name):
         compile_ahead(triton.steps, CPU, show=True)
     error = capsys.readouterr().err
     assert ("compiling kernels 2/2, once for this machine" in error) == (not patience)

@@ -21,7 +21,7 @@ import serve_stub
 import yaml
 from serving import FGSERVE, ROOT, Server, alive, children, descendants, is_called, until
 
-import fastgen.cli.serve.ray
+from fastgen.cli.serve import ray as ray_backend
 from fastgen.cli.serve.options import read_options
 from fastgen.cli.serve.ray import Replica
 from fastgen.ranks import processes
@@ -220,17 +220,17 @@ def test_without_ray_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setenv("RAY_ADDRESS", "auto")  # so that no variable is set
     with pytest.raises(ValueError, match=r"the package ray is not installed; run: pip install 'fastgen\[ray\]'"):
-        fastgen.cli.serve.ray.connect()
+        ray_backend.connect()
 
 
 def test_replicas_that_have_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="needs the extra ray")
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
-    fastgen.cli.serve.ray.check_room(4, CPU=0.5, GPU=0)
+    ray_backend.check_room(4, CPU=0.5, GPU=0)
     with pytest.raises(ValueError, match="4 replicas of 1 CPUs each are more than the 2 there are"):
-        fastgen.cli.serve.ray.check_room(4, CPU=1)
+        ray_backend.check_room(4, CPU=1)
     with pytest.raises(ValueError, match="2 replicas of 1 GPUs each are more than the 0 there are"):
-        fastgen.cli.serve.ray.check_room(2, CPU=0.5, GPU=1)
+        ray_backend.check_room(2, CPU=0.5, GPU=1)
 
 
 def test_what_deploys_them_is_as_ray_wants_it() -> None:
@@ -240,8 +240,8 @@ def test_what_deploys_them_is_as_ray_wants_it() -> None:
     inner = yaml.safe_load(manifest["spec"]["serveConfigV2"])
     assert schema.model_validate(config).applications == schema.model_validate(inner).applications
     (application,) = config["applications"]
-    assert application["import_path"] == f"{fastgen.cli.serve.ray.__name__}:{fastgen.cli.serve.ray.build.__name__}"
-    deployment = fastgen.cli.serve.ray.build(application["args"])._bound_deployment
+    assert application["import_path"] == f"{ray_backend.__name__}:{ray_backend.build.__name__}"
+    deployment = ray_backend.build(application["args"])._bound_deployment
     bounds = deployment._deployment_config.autoscaling_config
     assert (bounds.min_replicas, bounds.max_replicas, deployment.ray_actor_options["num_gpus"]) == (2, 8, 1)
     cluster = manifest["spec"]["rayClusterConfig"]
