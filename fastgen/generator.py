@@ -23,7 +23,7 @@ from fastgen.engine.outputs import Active, Answer, Sink, Stats, failed, shown
 from fastgen.engine.scheduler import Scheduler
 from fastgen.model.config import read_config
 from fastgen.model.loader import resolve
-from fastgen.model.transformer import checkpoint_parts
+from fastgen.model.transformer import checkpoint_shards
 from fastgen.model.weights import Update, Weights
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import RankSetup, agreeing, log_start
@@ -358,7 +358,7 @@ class Generator:
         checked before anything is written, and the old weights stay. With any other iterable, or where reading one
         fails midway, nothing can be generated (RuntimeError) until an update that is not partial is complete.
         """
-        update = Update(named, checkpoint_parts(self.model_config), partial, self._interrupt.reading)
+        update = Update(named, checkpoint_shards(self.model_config), partial, self._interrupt.reading)
 
         def change() -> int:
             return self._replace(update, version, in_flight)

@@ -60,8 +60,8 @@ class Pieces:
         """`Transformer.forward` of a step that is padded to one of `sizes`. The next one may overwrite the result."""
         size, model = len(step.token_ids), self._model
         self._ids[:size] = step.token_ids
-        self._positions[:size] = step.places.positions
-        self._slots[:size] = step.places.slots
+        self._positions[:size] = step.mapping.positions
+        self._slots[:size] = step.mapping.slots
         stream, q = Stream(step, Whole(model.group, self._x[:size])), self._q[:size]
         for number in range(self._layers):
             if number:
@@ -79,8 +79,8 @@ class Pieces:
         """The launches of a piece."""
         size, layer = divmod(number, self._layers)
         model, x, ids = self._model, self._x[:size], self._ids[:size]
-        places = model.places(self._pool, self._positions[:size], self._slots[:size], size)
-        stream = Stream(StepInput(ids, places, plan=None), Whole(model.group, x))
+        mapping = model.slot_mapping(self._pool, self._positions[:size], self._slots[:size], size)
+        stream = Stream(StepInput(ids, mapping, plan=None), Whole(model.group, x))
         if layer == 0:
             x.copy_(model.embed([ids])[0].whole())
         else:

@@ -207,8 +207,8 @@ class Runner:
         step = self._step.first(size)
         advance(self.state.last_token, self.kv_lens, self.page_table, step, self.pool.page_size)
         plan = self.attention.plan_decode(step.lanes, step.kv_lens, self.page_table, shared, alone=True)
-        places = self.model.places(self.pool, step.positions, step.slots, size)
-        x = self.model.forward([StepInput(step.token_ids, places, plan)], self.pool, self.attention)
+        mapping = self.model.slot_mapping(self.pool, step.positions, step.slots, size)
+        x = self.model.forward([StepInput(step.token_ids, mapping, plan)], self.pool, self.attention)
         self.model.logits(x, self._logits[:size])
 
     @torch.inference_mode()
@@ -371,8 +371,8 @@ class Runner:
             if few:
                 layout = part.ends.layout(self.page_table, len(part.rows), shared and not lone)
                 ends = Ends(rows[row : row + len(part.rows)] - start, layout)
-            places = self.model.places(self.pool, positions[here], slots[here], count)
-            inputs.append(StepInput(ids[here], places, plan, ends, arrivals))
+            mapping = self.model.slot_mapping(self.pool, positions[here], slots[here], count)
+            inputs.append(StepInput(ids[here], mapping, plan, ends, arrivals))
             start, row = start + count, row + len(part.rows)
         if pieces:
             x = pieces.forward(inputs[0], self.attention)

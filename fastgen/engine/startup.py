@@ -289,7 +289,7 @@ def _launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None
     """Launch the products of deterministic mode, which are cut up by the number of tokens, as for these sizes."""
     device = pool.keys.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    for linear, fused in model.products(model.places(pool, zero, zero - 1, 1), pool):
+    for linear, fused in model.products(model.slot_mapping(pool, zero, zero - 1, 1), pool):
         x = linear.weight.new_zeros(1, linear.weight.shape[1])
         for size in sizes:
             found = fixed.config(size, *linear.weight.shape, linear.weight.dtype, Chip.of(device))

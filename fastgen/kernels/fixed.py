@@ -183,7 +183,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Ten
     if fused.rope is None or turns(len(x)):
         return launch_as(chosen, x, weight, bias, fused)
     qkv = launch_as(chosen, x, weight, bias, fused._replace(rope=None))
-    turned: Tensor = rope_write.launch(qkv, fused.rope.places, fused.rope.keys, fused.rope.values)
+    turned: Tensor = rope_write.launch(qkv, fused.rope.mapping, fused.rope.keys, fused.rope.values)
     return turned
 
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
-from fastgen.kernels.rope import Places, look_up, rope_write, turn
+from fastgen.kernels.rope import SlotMapping, look_up, rope_write, turn
 
 MOST = 64
 """Tokens that one product takes."""
@@ -333,7 +333,7 @@ class Workspace(NamedTuple):
 class RopeWrite:
     """What fastgen.kernels.rope.rope_write does behind a product with the weight of q, k and v: its arguments."""
 
-    places: Places
+    mapping: SlotMapping
     keys: Tensor
     values: Tensor
 
@@ -398,15 +398,15 @@ def launch_as(chosen: Config, x: Tensor, weight: Tensor, bias: Tensor | None, wo
 
 def rope_arguments(rope: RopeWrite, tokens: int) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
     """The kernel's pointers; and KV heads, page size, half a head."""
-    places, keys, values = rope.places, rope.keys, rope.values
+    mapping, keys, values = rope.mapping, rope.keys, rope.values
     _, num_kv, page_size, head_size = keys.shape
     assert keys.shape == values.shape
     assert keys.is_contiguous()
     assert values.is_contiguous()
-    assert places.positions.shape == places.slots.shape == (tokens,)
-    assert places.positions.dtype == places.slots.dtype == torch.int64
-    assert places.cos.shape[1] == head_size // 2
-    pointers = places.positions, places.slots, places.cos, places.sin, keys, values
+    assert mapping.positions.shape == mapping.slots.shape == (tokens,)
+    assert mapping.positions.dtype == mapping.slots.dtype == torch.int64
+    assert mapping.cos.shape[1] == head_size // 2
+    pointers = mapping.positions, mapping.slots, mapping.cos, mapping.sin, keys, values
     return pointers, (num_kv, page_size, head_size // 2)
 
 
@@ -417,7 +417,7 @@ def _twin(x: Tensor, weight: Tensor, bias: Tensor | None, work: Workspace, fused
         x = F.rms_norm(x.float(), x.shape[1:], eps=norm[1]).to(x.dtype) * norm[0]
     y = F.linear(x, weight, bias)
     if rope is not None:
-        turned: Tensor = rope_write.twin(y, rope.places, rope.keys, rope.values)
+        turned: Tensor = rope_write.twin(y, rope.mapping, rope.keys, rope.values)
         return turned
     if swiglu:
         gate, up = y.chunk(2, dim=-1)

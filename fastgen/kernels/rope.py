@@ -27,7 +27,7 @@ class HeadNorm:
 
 
 @dataclass(frozen=True)
-class Places:
+class SlotMapping:
     """Where the tokens of a step stand, in their sequences and in the pool; the layers share it.
 
     positions: int64 [T]; slots: int64 [T], page * P + offset, negative: nowhere; cos, sin: float32 [context, D / 2],
@@ -125,23 +125,23 @@ def _rope_kernel(
     turn(a, b, found, token, head, place, here, q_ptr, keys_ptr, values_ptr, H, K, D // 2, P)
 
 
-def _launch(qkv: Tensor, places: Places, keys: Tensor, values: Tensor, norm: HeadNorm | None = None) -> Tensor:
+def _launch(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, norm: HeadNorm | None = None) -> Tensor:
     tokens = len(qkv)
     _, num_kv, page_size, head_size = keys.shape
     num_q = qkv.shape[1] // head_size - 2 * num_kv
     assert qkv.is_contiguous()
     assert keys.is_contiguous()
     assert values.is_contiguous()
-    assert places.positions.shape == places.slots.shape == (tokens,)
-    assert places.positions.dtype == places.slots.dtype == torch.int64
-    assert places.cos.shape[1] == head_size // 2
-    assert (places.num_kv, places.page_size) == (num_kv, page_size)
+    assert mapping.positions.shape == mapping.slots.shape == (tokens,)
+    assert mapping.positions.dtype == mapping.slots.dtype == torch.int64
+    assert mapping.cos.shape[1] == head_size // 2
+    assert (mapping.num_kv, mapping.page_size) == (num_kv, page_size)
     q = torch.empty(tokens, num_q, head_size, dtype=qkv.dtype, device=qkv.device)
     pdl = Chip.of(qkv.device).dependent_launch
     options = {"launch_pdl": True} if pdl else {}
     # No multiplication is fused with an addition, so that the bits are those of rope in fastgen.kernels.fixed.
     _rope_kernel[(tokens, -(-(num_q + 2 * num_kv) // HEADS))](
-        qkv, places.cos, places.sin, places.positions, places.slots, q, keys, values,
+        qkv, mapping.cos, mapping.sin, mapping.positions, mapping.slots, q, keys, values,
         norm.q if norm else qkv, norm.k if norm else qkv, norm.eps if norm else 0.0,
         num_q, num_kv, head_size, page_size, HEADS, triton.next_power_of_2(head_size // 2), norm is not None, pdl,
         num_warps=4, enable_fp_fusion=False, **options,
@@ -149,7 +149,7 @@ def _launch(qkv: Tensor, places: Places, keys: Tensor, values: Tensor, norm: Hea
     return q
 
 
-def _twin(qkv: Tensor, places: Places, keys: Tensor, values: Tensor, norm: HeadNorm | None = None) -> Tensor:
+def _twin(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, norm: HeadNorm | None = None) -> Tensor:
     """The rotated queries [T, H, D] of qkv [T, (H + 2 K) D]; the rotated keys, and the values, of the real tokens go
     into keys and values [pages, K, P, D].
 
@@ -163,9 +163,9 @@ def _twin(qkv: Tensor, places: Places, keys: Tensor, values: Tensor, norm: HeadN
     if norm is not None:
         normed_q = _normed(qk[:, :num_q], norm.q, norm.eps)
         qk = torch.cat([normed_q, _normed(qk[:, num_q:], norm.k, norm.eps)], dim=1)
-    q, k = torch.split(rotate(qk, *places.turns), [num_q, num_kv], dim=1)
-    keys.view(-1, head_size)[places.rows] = k[: places.real].reshape(-1, head_size)
-    values.view(-1, head_size)[places.rows] = v[: places.real].reshape(-1, head_size)
+    q, k = torch.split(rotate(qk, *mapping.turns), [num_q, num_kv], dim=1)
+    keys.view(-1, head_size)[mapping.rows] = k[: mapping.real].reshape(-1, head_size)
+    values.view(-1, head_size)[mapping.rows] = v[: mapping.real].reshape(-1, head_size)
     return q
 
 

@@ -1,6 +1,6 @@
 """Checkpoints: where they are, and how their tensors get into the model.
 
-The model names, for each tensor of a Hugging Face checkpoint, the `Part` that it holds: a slice or all of it, and the
+The model names, for each tensor of a Hugging Face checkpoint, the `Shard` that it holds: a slice or all of it, and the
 view of a (fused) parameter that this belongs into. The loader copies, and holds the two sides to each other. It knows
 nothing of the model's structure.
 
@@ -21,7 +21,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from fastgen.parallel.group import Part
+from fastgen.model.weights import FLOATS, Shard, TensorMatcher
 
 BUNDLED = Path(__file__).parent.parent / "tiny"
 
@@ -49,7 +49,6 @@ _CONVERSION = (
     "fastgen reads safetensors only, so convert other formats with transformers: "
     "AutoModelForCausalLM.from_pretrained(folder, dtype='auto').save_pretrained(folder)"
 )
-_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 def resolve(model: str | Path | None, revision: str | None = None, weights: bool = True) -> Path:
@@ -70,36 +69,36 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     return folder
 
 
-def load(targets: Mapping[str, Part], folder: Path, progress: bool = False) -> None:
+def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False) -> None:
     """Copy the checkpoint of a folder into `targets`, which are all on one device, converting dtypes.
 
     Only files that `model.safetensors.index.json` names are read, else `model.safetensors`, and of each tensor only the
     slice that is wanted (`stage` says how). With `progress`, a tqdm bar in bytes. Raises ValueError, before
     anything is copied, with the name of the file that is missing, truncated or corrupt, that lacks a tensor, or whose
-    tensor `Places` refuses.
+    tensor `TensorMatcher` refuses.
     """
     (device,) = {part.view.device for part in targets.values()}
     stage(_pieces(targets, folder), device, progress)
 
 
-def _pieces(targets: Mapping[str, Part], folder: Path) -> list[Piece]:
+def _pieces(targets: Mapping[str, Shard], folder: Path) -> list[Piece]:
     """Where in the files the slices are that `targets` want, and where they belong; all of `targets`."""
-    shards = _shards(folder)
-    _check_present(shards, folder)
-    places, pieces = Places(targets), []
-    for path, names in shards.items():
+    files = _weight_files(folder)
+    _check_present(files, folder)
+    matcher, pieces = TensorMatcher(targets), []
+    for path, names in files.items():
         wanted = _wanted(path, names)  # holds the header to the format and to the file's size
         header, start = _read_header(path)
         for name in wanted:
             entry = header[name]
-            dtype = _FLOATS.get(entry["dtype"], entry["dtype"])
+            dtype = FLOATS.get(entry["dtype"], entry["dtype"])
             with _about(path):
-                part = places.find(name, entry["shape"], dtype)
+                part = matcher.find(name, entry["shape"], dtype)
             if part is not None:
                 assert isinstance(dtype, torch.dtype)
                 pieces.append(_piece(path, start + entry["data_offsets"][0], dtype, part))
     with _about(folder):
-        places.check_complete()
+        matcher.check_complete()
     return pieces
 
 
@@ -112,7 +111,7 @@ def _about(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _piece(path: Path, offset: int, dtype: torch.dtype, part: Part) -> Piece:
+def _piece(path: Path, offset: int, dtype: torch.dtype, part: Shard) -> Piece:
     """The slice of a tensor whose bytes begin at `offset`."""
     if part.is_whole:
         return Piece(path, offset, dtype, part.view)
@@ -121,7 +120,7 @@ def _piece(path: Path, offset: int, dtype: torch.dtype, part: Part) -> Piece:
     return Piece(path, offset + part.start * step, dtype, part.view, pitch)
 
 
-def fill_random(targets: Mapping[str, Part], seed: int = 0) -> None:
+def fill_random(targets: Mapping[str, Shard], seed: int = 0) -> None:
     """Fill the views for `load="dummy"`: norm weights with 1, all else from a normal distribution of deviation 0.02.
 
     On the views' own device, from generators of its own: the same seed, name, start and shape of a view give the same
@@ -140,57 +139,25 @@ def fill_random(targets: Mapping[str, Part], seed: int = 0) -> None:
             view.normal_(0.0, 0.02, generator=own)
 
 
-class Places:
-    """Where tensors belong: each name of `targets` once, and what else a checkpoint may hold."""
-
-    def __init__(self, targets: Mapping[str, Part]) -> None:
-        self._targets = targets
-        self._seen: set[str] = set()
-
-    def find(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> Part | None:
-        """The part to take of a tensor; None for one to skip. Raises ValueError where it does not fit."""
-        part = self._targets.get(name)
-        if part is None:
-            if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":
-                return None
-            raise ValueError(f"unexpected tensor {name!r}; the model of this config.json has no such parameter")
-        if name in self._seen:
-            raise ValueError(f"tensor {name!r} is given twice")
-        self._seen.add(name)
-        if list(shape) != list(part.shape):
-            raise ValueError(f"tensor {name!r} has shape {list(shape)}; the model needs {list(part.shape)}")
-        if dtype not in _FLOATS.values():
-            raise ValueError(f"tensor {name!r} is {dtype}; bfloat16, float16 and float32 weights are supported")
-        return part
-
-    def check_complete(self, listed: int = 5) -> None:
-        """Raise ValueError where tensors are missing, with the names of so many of them."""
-        missing = [name for name in self._targets if name not in self._seen]
-        if missing:
-            more = f" and {len(missing) - listed} more" if len(missing) > listed else ""
-            names = ", ".join(missing[:listed])
-            raise ValueError(f"missing {len(missing)} of {len(self._targets)} tensors: {names}{more}")
-
-
-def _shards(folder: Path) -> dict[Path, list[str] | None]:
+def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
     """The weight files to read, each with the names to take from it; None: all of them."""
     index = folder / _INDEX
     if not index.is_file():
         return {folder / _SINGLE: None}
-    shards: dict[Path, list[str] | None] = {}
+    files: dict[Path, list[str] | None] = {}
     try:
         for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-            names = shards.setdefault(folder / file, [])
+            names = files.setdefault(folder / file, [])
             assert names is not None
             names.append(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not an index of safetensors files: {error!r}; fetch it again") from error
-    return shards
+    return files
 
 
-def _check_present(shards: Iterable[Path], folder: Path) -> None:
+def _check_present(files: Iterable[Path], folder: Path) -> None:
     """Raise ValueError for the first weight file that is missing."""
-    for path in shards:
+    for path in files:
         if path.is_file():
             continue
         if (folder / _INDEX).is_file():
@@ -232,7 +199,9 @@ def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
 
     try:
         folder = _fetch(model, revision, _SMALL_FILES, bars=False)
-        lacking = [str(path.relative_to(folder)) for path in _shards(folder) if not path.is_file()] if weights else []
+        lacking = (
+            [str(path.relative_to(folder)) for path in _weight_files(folder) if not path.is_file()] if weights else []
+        )
         if lacking:  # at the commit of the first part, even if the repository moved on meanwhile
             _fetch(model, folder.name, lacking, bars=True)
     except errors.GatedRepoError as error:

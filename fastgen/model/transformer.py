@@ -22,14 +22,15 @@ from fastgen.device.memory import Memory
 from fastgen.device.profiling import span
 from fastgen.kernels import fixed, product
 from fastgen.kernels.norm import RMSNorm, rms_norm
-from fastgen.kernels.rope import HeadNorm, Places, rope_write
+from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
 from fastgen.kernels.swiglu import swiglu
 from fastgen.model.attention import Attention, StepLayout
 from fastgen.model.config import ModelConfig
 from fastgen.model.host_tier import Arrivals
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.rope import rope_tables
-from fastgen.parallel.group import Group, Part
+from fastgen.model.weights import Shard
+from fastgen.parallel.group import Group
 from fastgen.parallel.overlap import HALVES
 from fastgen.parallel.residual import Residual, SharedOut, Whole
 
@@ -139,11 +140,11 @@ class Ends:
 
 @dataclass(frozen=True)
 class StepInput:
-    """token_ids: int64 [T]; places: where they stand; plan: Attention.plan of the step; ends: None where all rows are
+    """token_ids: int64 [T]; mapping: where they stand; plan: Attention.plan of the step; ends: None where all rows are
     wanted; arrivals: of pages that are being loaded, if there are any."""
 
     token_ids: Tensor
-    places: Places
+    mapping: SlotMapping
     plan: Any
     ends: Ends | None = None
     arrivals: Arrivals | None = None
@@ -230,7 +231,7 @@ class Transformer:
             window=window,
         )
 
-    def targets(self) -> dict[str, Part]:
+    def targets(self) -> dict[str, Shard]:
         """Hugging Face parameter name -> this rank's part of it, and the view of a fused parameter that this is copied
         into."""
         c, whole, rank = self.config, self._whole, self.group.rank
@@ -253,8 +254,8 @@ class Transformer:
             found |= _by_rows(layer.gate_up, at + "mlp.", {"gate_proj": share, "up_proj": share})
             found |= _by_columns(layer.down, at + "mlp.down_proj", share, c.mlp_bias)
             if layer.head_norm:
-                found[at + "self_attn.q_norm.weight"] = Part.whole(layer.head_norm.q)
-                found[at + "self_attn.k_norm.weight"] = Part.whole(layer.head_norm.k)
+                found[at + "self_attn.q_norm.weight"] = Shard.whole(layer.head_norm.q)
+                found[at + "self_attn.k_norm.weight"] = Shard.whole(layer.head_norm.k)
         return found
 
     def pack(self) -> None:
@@ -337,7 +338,7 @@ class Transformer:
                 return q.flatten(1)
             plan = attention.plan(step.ends.layout)
         with span("attention"):
-            return attention.attend(plan, number, q[: step.places.real], self.layers[number].window).flatten(1)
+            return attention.attend(plan, number, q[: step.mapping.real], self.layers[number].window).flatten(1)
 
     def add_attended(self, stream: Stream, number: int, attended: Tensor) -> None:
         """Add o's product with what `attend` gave; there may be rows of padding behind it, or not."""
@@ -369,24 +370,24 @@ class Transformer:
     def queries(self, stream: Stream, number: int, pool: KVPool) -> Tensor:
         """A layer's queries [T, H, D]; its keys and values go into the pool. All that was added to the stream is then
         in it."""
-        layer, places, keys, values = self.layers[number], stream.step.places, pool.keys[number], pool.values[number]
+        layer, mapping, keys, values = self.layers[number], stream.step.mapping, pool.keys[number], pool.values[number]
         with span("qkv"):
             x, norm, delta = stream.residual.input(layer.input_norm)
             if layer.head_norm is None and (layer.qkv.fixed or _few(x, layer.qkv)):
-                rope = product.RopeWrite(places, keys, values)
+                rope = product.RopeWrite(mapping, keys, values)
                 return apply(layer.qkv, x, self.work, norm=norm, delta=delta, rope=rope)
             qkv = apply(layer.qkv, x, self.work, norm=norm, delta=delta)
-            turned: Tensor = rope_write(qkv, places, keys, values, layer.head_norm)
+            turned: Tensor = rope_write(qkv, mapping, keys, values, layer.head_norm)
             return turned
 
-    def places(self, pool: KVPool, positions: Tensor, slots: Tensor, real: int) -> Places:
-        """See Places; of tokens whose keys and values go into `pool`."""
+    def slot_mapping(self, pool: KVPool, positions: Tensor, slots: Tensor, real: int) -> SlotMapping:
+        """See SlotMapping; of tokens whose keys and values go into `pool`."""
         num_kv, page_size = pool.keys.shape[2:4]
-        return Places(positions, slots, self.cos, self.sin, real, num_kv, page_size)
+        return SlotMapping(positions, slots, self.cos, self.sin, real, num_kv, page_size)
 
-    def products(self, places: Places, pool: KVPool) -> list[tuple[Linear, product.Fused]]:
-        """Each kind there is of the products of one token that stands at `places`, with what comes behind it."""
-        layer, rope = self.layers[0], product.RopeWrite(places, pool.keys[0], pool.values[0])
+    def products(self, mapping: SlotMapping, pool: KVPool) -> list[tuple[Linear, product.Fused]]:
+        """Each kind there is of the products of one token that stands at `mapping`, with what comes behind it."""
+        layer, rope = self.layers[0], product.RopeWrite(mapping, pool.keys[0], pool.values[0])
         stream = layer.qkv.weight.new_zeros(1, self.config.hidden_size)
         return [
             (layer.qkv, product.Fused(rope=rope if layer.head_norm is None else None)),
@@ -406,7 +407,7 @@ class Transformer:
         return self.group.gather(own, out)
 
 
-def checkpoint_parts(config: ModelConfig) -> dict[str, Part]:
+def checkpoint_shards(config: ModelConfig) -> dict[str, Shard]:
     """Hugging Face parameter name -> the whole tensor that a checkpoint of this model has, without any memory."""
     return Transformer(config, torch.float32, torch.device("meta"), context=1).targets()
 
@@ -425,15 +426,15 @@ class _Cut:
     start: int
 
 
-def _all(norm: RMSNorm) -> Part:
-    return Part.whole(norm.weight)
+def _all(norm: RMSNorm) -> Shard:
+    return Shard.whole(norm.weight)
 
 
-def _rows(view: Tensor, whole: int, start: int) -> Part:
-    return Part(view, (whole, *view.shape[1:]), 0, start)
+def _rows(view: Tensor, whole: int, start: int) -> Shard:
+    return Shard(view, (whole, *view.shape[1:]), 0, start)
 
 
-def _by_rows(linear: Linear, prefix: str, cuts: dict[str, _Cut]) -> dict[str, Part]:
+def _by_rows(linear: Linear, prefix: str, cuts: dict[str, _Cut]) -> dict[str, Shard]:
     """The parts that a fused linear is made of, by name."""
     sizes = [cut.size for cut in cuts.values()]
     found = {}
@@ -444,11 +445,11 @@ def _by_rows(linear: Linear, prefix: str, cuts: dict[str, _Cut]) -> dict[str, Pa
     return found
 
 
-def _by_columns(linear: Linear, name: str, cut: _Cut, bias: bool) -> dict[str, Part]:
+def _by_columns(linear: Linear, name: str, cut: _Cut, bias: bool) -> dict[str, Shard]:
     """The part of a linear's weight; of its bias, if it has one, all or nothing."""
     outputs = linear.weight.shape[0]
-    found = {name + ".weight": Part(linear.weight, (outputs, cut.whole), 1, cut.start)}
+    found = {name + ".weight": Shard(linear.weight, (outputs, cut.whole), 1, cut.start)}
     if bias:
         view = linear.weight.new_empty(0) if linear.bias is None else linear.bias
-        found[name + ".bias"] = Part(view, (outputs,))
+        found[name + ".bias"] = Shard(view, (outputs,))
     return found

@@ -3,16 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastgen.model.loader import Places
-from fastgen.parallel.group import Part
-
 LISTED = 20  # names, or faults, that an error lists
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+"""Supported dtypes of weights, by their names in safetensors files."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The slice of one checkpoint tensor that a rank holds, and its place in the rank's memory.
+
+    view: the tensor that the slice is copied into, often a part of a fused parameter. shape: of the whole checkpoint
+    tensor. The slice covers indices start .. start + view.shape[dim] - 1 of dimension dim (0: rows, 1: columns) and all
+    of the others. It may be empty, as a bias that another rank adds.
+    """
+
+    view: Tensor
+    shape: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        held = tuple(self.view.shape)
+        if held == self.shape:
+            assert self.start == 0
+            return
+        assert self.dim in (0, 1)
+        assert 0 <= self.start <= self.start + held[self.dim] <= self.shape[self.dim]
+        assert held == (*self.shape[: self.dim], held[self.dim], *self.shape[self.dim + 1 :])
+
+    @classmethod
+    def whole(cls, view: Tensor) -> Shard:
+        """Return the shard that is all of a tensor."""
+        return cls(view, tuple(view.shape))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.view.shape == self.shape
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the slice of a whole tensor [*shape], as a view of it."""
+        return tensor if self.is_whole else tensor.narrow(self.dim, self.start, self.view.shape[self.dim])
+
+
+class TensorMatcher:
+    """The check of a checkpoint's tensors against `targets`, the model's shards by Hugging Face name."""
+
+    def __init__(self, targets: Mapping[str, Shard]) -> None:
+        self._targets = targets
+        self._seen: set[str] = set()
+
+    def find(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> Shard | None:
+        """Return the shard to take of a tensor; None for a tensor that is to be skipped.
+
+        Raises ValueError for a tensor that is unexpected or doubled, or has another shape or an unsupported dtype.
+        """
+        shard = self._targets.get(name)
+        if shard is None:
+            if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":
+                return None
+            raise ValueError(f"unexpected tensor {name!r}; the model of this config.json has no such parameter")
+        if name in self._seen:
+            raise ValueError(f"tensor {name!r} is given twice")
+        self._seen.add(name)
+        if list(shape) != list(shard.shape):
+            raise ValueError(f"tensor {name!r} has shape {list(shape)}; the model needs {list(shard.shape)}")
+        if dtype not in FLOATS.values():
+            raise ValueError(f"tensor {name!r} is {dtype}; bfloat16, float16 and float32 weights are supported")
+        return shard
+
+    def check_complete(self, listed: int = 5) -> None:
+        """Raise ValueError with the names of up to `listed` missing tensors, if any are missing."""
+        missing = [name for name in self._targets if name not in self._seen]
+        if missing:
+            more = f" and {len(missing) - listed} more" if len(missing) > listed else ""
+            names = ", ".join(missing[:listed])
+            raise ValueError(f"missing {len(missing)} of {len(self._targets)} tensors: {names}{more}")
 
 
 class Update:
@@ -26,7 +98,7 @@ class Update:
     def __init__(
         self,
         given: Any,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, Shard],
         partial: bool = False,
         reading: Callable[[Iterable[Any]], Iterator[Any]] = iter,
     ) -> None:
@@ -52,11 +124,11 @@ class Update:
         Raises ValueError behind the last, with all that is wrong: names that are unexpected, doubled or missing, and
         shapes and dtypes that do not fit. (Not before: the iterables of several ranks may make them together.)
         """
-        places, faults, self.names = Places(self._parts), [], []
+        matcher, faults, self.names = TensorMatcher(self._parts), [], []
         for item in self._reading(self._given.items() if isinstance(self._given, Mapping) else self._given):
             try:
                 name, tensor = _checked(item)
-                known = places.find(name, tensor.shape, tensor.dtype) is not None
+                known = matcher.find(name, tensor.shape, tensor.dtype) is not None
             except ValueError as error:
                 faults.append(str(error))
                 continue
@@ -68,7 +140,7 @@ class Update:
             del tensor
         try:
             if not self.partial:
-                places.check_complete(LISTED)
+                matcher.check_complete(LISTED)
         except ValueError as error:
             faults.insert(0, str(error))
         if self.partial and not self.names:
@@ -92,7 +164,7 @@ def _checked(item: Any) -> tuple[str, Tensor]:
     return name, tensor
 
 
-def write(targets: Mapping[str, Part], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write(targets: Mapping[str, Shard], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy each whole tensor's part into its view, in place, converting dtype and device.
 
     Where a copy fails, the rest is still read, since other ranks may make it together with this one; then it raises.

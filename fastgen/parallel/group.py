@@ -1,4 +1,4 @@
-"""Tensor parallelism: what of a model each of several ranks holds, and how they add up what they compute."""
+"""Tensor parallelism: the ranks that hold a model together, and the sums over what each of them computes."""
 
 from __future__ import annotations
 
@@ -43,41 +43,6 @@ def host() -> tuple[str, str]:
     """Differs between hosts, of one name too."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname(), boot.read_text() if boot.exists() else ""
-
-
-@dataclass(frozen=True)
-class Part:
-    """The slice of a checkpoint's tensor that a rank holds.
-
-    view: where it belongs; shape: of the whole tensor; the slice is view.shape[dim] long, from `start` on, along `dim`
-    (0: rows, 1: columns), and whole along the others. May be empty (a bias that another rank adds).
-    """
-
-    view: Tensor
-    shape: tuple[int, ...]
-    dim: int = 0
-    start: int = 0
-
-    def __post_init__(self) -> None:
-        held = tuple(self.view.shape)
-        if held == self.shape:
-            assert self.start == 0
-            return
-        assert self.dim in (0, 1)
-        assert 0 <= self.start <= self.start + held[self.dim] <= self.shape[self.dim]
-        assert held == (*self.shape[: self.dim], held[self.dim], *self.shape[self.dim + 1 :])
-
-    @classmethod
-    def whole(cls, view: Tensor) -> Part:
-        return cls(view, tuple(view.shape))
-
-    @property
-    def is_whole(self) -> bool:
-        return self.view.shape == self.shape
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The slice of a tensor [*shape], as a view of it."""
-        return tensor if self.is_whole else tensor.narrow(self.dim, self.start, self.view.shape[self.dim])
 
 
 @dataclass(frozen=True)

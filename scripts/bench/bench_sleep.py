@@ -14,7 +14,7 @@ from bench_engine import write_report
 
 from fastgen import Generator
 from fastgen.model.config import ModelConfig
-from fastgen.model.transformer import checkpoint_parts
+from fastgen.model.transformer import checkpoint_shards
 
 REPEATS = 5
 ROOM = 0.7  # of the free memory, so that a second set of weights fits beside
@@ -45,7 +45,7 @@ def bench_sleep(arguments: argparse.Namespace) -> None:
 def state_dict(config: ModelConfig, device: str) -> dict[str, torch.Tensor]:
     """Random weights, by name."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    parts = checkpoint_parts(config)
+    parts = checkpoint_shards(config)
     return {name: torch.empty(part.shape, dtype=dtype, device=device).normal_(0, 0.02) for name, part in parts.items()}
 
 

@@ -22,7 +22,7 @@ from test_sharing import REQUESTS, each_apart, host_gb
 from fastgen import Generator, SamplingParams
 from fastgen.engine.prefill_graphs import SIZES, piece_sizes
 from fastgen.engine.runner import Runner
-from fastgen.kernels.rope import Places
+from fastgen.kernels.rope import SlotMapping
 from fastgen.model.host_tier import Arrivals
 from fastgen.model.transformer import ROW_TILE
 from fastgen.request import Batch, Prefill
@@ -119,16 +119,16 @@ def test_what_is_padding_has_no_slot(llama: Path, monkeypatch: pytest.MonkeyPatc
     """On a GPU it is written nowhere at all; a longer step has left slots behind a shorter one's rows."""
     runner = make_runner(llama)
     in_pieces(runner, monkeypatch)
-    places, seen = runner.model.places, []
+    mapping, seen = runner.model.slot_mapping, []
 
-    def noted(*arguments: Any) -> Places:
-        seen.append(places(*arguments))
+    def noted(*arguments: Any) -> SlotMapping:
+        seen.append(mapping(*arguments))
         return seen[-1]
 
     for length in (16, 5):
         first = Prefill(0, 0, tuple(random_ids(length)), sample=True)
         begun = (start(0, SamplingParams(temperature=0), (), length),)
-        monkeypatch.setattr(runner.model, "places", noted)
+        monkeypatch.setattr(runner.model, "slot_mapping", noted)
         seen.clear()
         run(runner, replace(EMPTY, prefills=(first,), starts=begun, pages=table(0, [4])))
         own, *pieces = seen

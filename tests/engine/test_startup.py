@@ -217,7 +217,7 @@ def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
     model = Transformer(config, torch.bfloat16, cpu, context=64)
     pool = KVPool(config.num_layers, 2, config.num_kv_heads, 16, config.head_size, torch.bfloat16, cpu)
     zero = torch.zeros(1, dtype=torch.int64)
-    products = model.products(model.places(pool, zero, zero, 1), pool)
+    products = model.products(model.slot_mapping(pool, zero, zero, 1), pool)
 
     def about(weight: torch.Tensor, behind: Fused) -> tuple[object, ...]:
         return weight.shape, *(each is not None and each is not False for each in behind)

@@ -13,7 +13,7 @@ import torch
 
 from fastgen import Generator, SamplingParams
 from fastgen.model.loader import load
-from fastgen.parallel.group import Part
+from fastgen.model.weights import Shard
 from fastgen.request import Completion
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
@@ -152,7 +152,7 @@ def test_a_checkpoint_comes_onto_the_gpu_as_it_is(dtype: torch.dtype, tmp_path: 
         "c": torch.zeros(77, dtype=dtype, device="cuda"),
         "d": wide[:, 3:6],
     }
-    load({name: Part.whole(view) for name, view in targets.items()}, tmp_path)
+    load({name: Shard.whole(view) for name, view in targets.items()}, tmp_path)
     for name, tensor in tensors.items():
         assert torch.equal(targets[name].cpu(), tensor.to(dtype)), name
     assert not wide[:, :3].any()

@@ -17,7 +17,7 @@ from fastgen import Generator
 from fastgen.kernels import fixed, hopper, hopper_decode
 from fastgen.kernels.launch import Chip
 from fastgen.kernels.product import Fused, RopeWrite
-from fastgen.kernels.rope import Places
+from fastgen.kernels.rope import SlotMapping
 from fastgen.model.attention import StepLayout
 from fastgen.model.attention.paged import PagedAttention
 from fastgen.model.kv_pool import KVPool
@@ -56,7 +56,7 @@ class Product:
         fused = Fused(
             add=self.residual[:tokens].clone() if self.name in ("o", "down") else None,
             swiglu=self.name == "gate_up",
-            rope=RopeWrite(self.places(tokens), *self.pool) if self.name == "qkv" else None,
+            rope=RopeWrite(self.mapping(tokens), *self.pool) if self.name == "qkv" else None,
             out_dtype=torch.float32 if self.name == "head" else None,
         )
         given = self.x[:tokens], self.weight, None if fused.out_dtype else self.bias, fused
@@ -68,9 +68,9 @@ class Product:
         kept = self.pool.transpose(2, 3).flatten(1, 2)[:, slots]  # [keys and values, tokens, K, D]
         return [out, *kept]
 
-    def places(self, tokens: int) -> Places:
+    def mapping(self, tokens: int) -> SlotMapping:
         positions = torch.arange(tokens, device="cuda")
-        return Places(positions, self.slots[:tokens], *self.turns, tokens, 8, 64)
+        return SlotMapping(positions, self.slots[:tokens], *self.turns, tokens, 8, 64)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, torch.bfloat16) for name in SHAPES), ("o", torch.float16)])

@@ -13,7 +13,7 @@ from fastgen.kernels import launch
 from fastgen.kernels.lanes import DecodeInput, advance
 from fastgen.kernels.launch import Chip, Kernel
 from fastgen.kernels.norm import rms_norm
-from fastgen.kernels.rope import HeadNorm, Places, rope_write
+from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
 from fastgen.kernels.sumnorm import sum_norm
 from fastgen.kernels.swiglu import swiglu
 
@@ -84,19 +84,19 @@ def test_rope_and_the_way_into_the_pool(
     angles = randn(40, head_size // 2, seed=1) * 3
     slots = torch.tensor([3, 4, 19, 0, 11, -1, -1], device=DEVICE)
     positions = torch.tensor([39, 0, 7, 8, 20, 1, 0], device=DEVICE)
-    places = Places(positions, slots, angles.cos(), angles.sin(), 5, num_kv, page_size)
+    mapping = SlotMapping(positions, slots, angles.cos(), angles.sin(), 5, num_kv, page_size)
     weights = randn(head_size, seed=2, dtype=dtype), randn(head_size, seed=3, dtype=dtype)
     norm = HeadNorm(*weights, 1e-5) if normed else None
     before = randn(2, pages, num_kv, page_size, head_size, seed=4, dtype=dtype)
     pool, twin_pool = before.clone(), before.clone()
-    close(rope_write.launch(qkv, places, *pool, norm), rope_write.twin(qkv, places, *twin_pool, norm))
+    close(rope_write.launch(qkv, mapping, *pool, norm), rope_write.twin(qkv, mapping, *twin_pool, norm))
     close(pool, twin_pool)
     written = (pool != before).any(-1).any(2).any(0)
     assert written.flatten().nonzero().flatten().tolist() == [0, 3, 4, 11, 19]
     # Where padding counts as real, as in a graph, the twin writes it to a place of the last page; the kernel nowhere.
-    places = replace(places, slots=slots.masked_fill(slots == 19, -1), real=tokens)
+    mapping = replace(mapping, slots=slots.masked_fill(slots == 19, -1), real=tokens)
     pool, twin_pool = before.clone(), before.clone()
-    close(rope_write.launch(qkv, places, *pool, norm), rope_write.twin(qkv, places, *twin_pool, norm))
+    close(rope_write.launch(qkv, mapping, *pool, norm), rope_write.twin(qkv, mapping, *twin_pool, norm))
     close(pool[:, :-1], twin_pool[:, :-1])
     for found, expected in ((pool, [0, 3, 4, 11]), (twin_pool, [0, 3, 4, 11, 19])):
         assert (found != before).any(-1).any(2).any(0).flatten().nonzero().flatten().tolist() == expected

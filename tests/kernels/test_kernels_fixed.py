@@ -19,7 +19,7 @@ from fastgen.kernels import fixed, hopper, rope
 from fastgen.kernels.fixed import Config, config, launch_as, product
 from fastgen.kernels.launch import Chip, triton
 from fastgen.kernels.product import Fused, RopeWrite
-from fastgen.kernels.rope import Places
+from fastgen.kernels.rope import SlotMapping
 
 TOKENS = (1, 17, 64, 65, 100, 256, 512, 1000, 8192)
 
@@ -54,18 +54,18 @@ def test_rope_behind_the_product(tokens: int, dtype: torch.dtype, heads: int, nu
     slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(0))[:tokens].to(x.device)
     slots[-1] = -1
     positions = torch.arange(tokens, device=x.device) * 2
-    places = Places(positions, slots, angles.cos(), angles.sin(), tokens - 1, num_kv, page_size)
+    mapping = SlotMapping(positions, slots, angles.cos(), angles.sin(), tokens - 1, num_kv, page_size)
     before = randn(2, pages, num_kv, page_size, head_size, seed=5, dtype=dtype)
     pool, twin_pool, exact_pool = before.clone(), before.clone(), before.double()
-    out = product.launch(x, weight, bias, Fused(rope=RopeWrite(places, *pool)))
-    twin = product.twin(x, weight, bias, Fused(rope=RopeWrite(places, *twin_pool)))
+    out = product.launch(x, weight, bias, Fused(rope=RopeWrite(mapping, *pool)))
+    twin = product.twin(x, weight, bias, Fused(rope=RopeWrite(mapping, *twin_pool)))
     wide = (t.double() for t in (x, weight, bias))
-    exact = product.twin(*wide, Fused(rope=RopeWrite(places, *exact_pool)))
+    exact = product.twin(*wide, Fused(rope=RopeWrite(mapping, *exact_pool)))
     for found, other, right in ((out, twin, exact), (pool, twin_pool, exact_pool)):
         assert error(found, right) <= 1.1 * error(other, right) + 4 * torch.finfo(torch.float32).eps
     assert torch.equal((pool != before).any(-1), (twin_pool != before).any(-1))
     chosen, alone = config(tokens, *weight.shape, dtype, Chip.of(x.device)), before.clone()
-    within = launch_as(chosen, x, weight, bias, Fused(rope=RopeWrite(places, *alone)))
+    within = launch_as(chosen, x, weight, bias, Fused(rope=RopeWrite(mapping, *alone)))
     assert torch.equal(within, out), "as behind it"
     assert torch.equal(alone, pool)
     assert fixed.turns(tokens) == (tokens <= 64)
@@ -81,9 +81,9 @@ def test_rope_is_compiled_as_behind_a_product(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(rope, "_rope_kernel", Recorded())
     cell = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    places = Places(cell, cell, torch.ones(1, 8, device=DEVICE), torch.ones(1, 8, device=DEVICE), 1, 1, 16)
+    mapping = SlotMapping(cell, cell, torch.ones(1, 8, device=DEVICE), torch.ones(1, 8, device=DEVICE), 1, 1, 16)
     pool = torch.zeros(2, 1, 1, 16, 16, device=DEVICE)
-    rope.rope_write.launch(torch.zeros(1, 48, device=DEVICE), places, *pool)
+    rope.rope_write.launch(torch.zeros(1, 48, device=DEVICE), mapping, *pool)
     assert asked["enable_fp_fusion"] is False
 
 

@@ -31,7 +31,7 @@ from fastgen.kernels.product import (
     pays,
     product,
 )
-from fastgen.kernels.rope import Places
+from fastgen.kernels.rope import SlotMapping
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALVES = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]  # the interpreter truncates
@@ -229,14 +229,14 @@ def test_rope_behind_the_product(tokens: int, heads: int, num_kv: int, head_size
     slots[-1] = -1 if tokens > 1 else slots[-1]
     positions = torch.arange(tokens, device=x.device) * 2 % 40
     real = tokens - (tokens > 1)
-    places = Places(positions, slots, angles.cos(), angles.sin(), real, num_kv, page_size)
+    mapping = SlotMapping(positions, slots, angles.cos(), angles.sin(), real, num_kv, page_size)
     before = randn(2, pages, num_kv, page_size, head_size, seed=5, dtype=dtype)
     pool, twin_pool, exact_pool = before.clone(), before.clone(), before.double()
     work = Workspace.make(DEVICE)
-    out = product.launch(x, weight, bias, work, Fused((norm, 1e-5), rope=RopeWrite(places, *pool)))
-    twin = product.twin(x, weight, bias, work, Fused((norm, 1e-5), rope=RopeWrite(places, *twin_pool)))
+    out = product.launch(x, weight, bias, work, Fused((norm, 1e-5), rope=RopeWrite(mapping, *pool)))
+    twin = product.twin(x, weight, bias, work, Fused((norm, 1e-5), rope=RopeWrite(mapping, *twin_pool)))
     wide = (t.double() for t in (x, weight, bias))
-    exact = product.twin(*wide, work, Fused((norm.double(), 1e-5), rope=RopeWrite(places, *exact_pool)))
+    exact = product.twin(*wide, work, Fused((norm.double(), 1e-5), rope=RopeWrite(mapping, *exact_pool)))
     assert out.shape == twin.shape == (tokens, heads, head_size)
     for found, other, right in ((out, twin, exact), (pool, twin_pool, exact_pool)):
         error, twin_error = ((each.double() - right).norm() / right.norm() for each in (found, other))

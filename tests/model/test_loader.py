@@ -22,9 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastgen.model import loader
-from fastgen.model.loader import Places, fill_random, load, resolve
-from fastgen.model.weights import Update, write
-from fastgen.parallel.group import Part
+from fastgen.model.loader import fill_random, load, resolve
+from fastgen.model.weights import Shard, TensorMatcher, Update, write
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -38,13 +37,13 @@ def small_tensors() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def empty_targets(dtype: torch.dtype = torch.float32) -> dict[str, Part]:
-    """Places for `small_tensors`, q and k being rows of one fused parameter as they are in the model."""
+def empty_targets(dtype: torch.dtype = torch.float32) -> dict[str, Shard]:
+    """Shards for `small_tensors`, q and k being rows of one fused parameter as they are in the model."""
     qk = torch.nn.Parameter(torch.zeros(6, 4, dtype=dtype))
     views = {name: torch.zeros(tensor.shape, dtype=dtype) for name, tensor in small_tensors().items()}
     views["model.layers.0.self_attn.q_proj.weight"] = qk[:4]
     views["model.layers.0.self_attn.k_proj.weight"] = qk[4:]
-    return {name: Part.whole(view) for name, view in views.items()}
+    return {name: Shard.whole(view) for name, view in views.items()}
 
 
 def write_sharded(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -97,7 +96,7 @@ def test_what_models_have_no_place_for_is_skipped(tmp_path: Path) -> None:
     save_file({**extras, **small_tensors()}, tmp_path / "model.safetensors")
     targets = empty_targets()  # a tied model: it has no lm_head.weight
     load(targets, tmp_path)
-    untied = {**targets, "lm_head.weight": Part.whole(torch.zeros(8, 4))}
+    untied = {**targets, "lm_head.weight": Shard.whole(torch.zeros(8, 4))}
     load(untied, tmp_path)
     assert untied["lm_head.weight"].view.eq(1).all()
     save_file(small_tensors(), tmp_path / "model.safetensors")
@@ -106,14 +105,14 @@ def test_what_models_have_no_place_for_is_skipped(tmp_path: Path) -> None:
 
 
 def test_missing_tensors_are_listed_up_to_a_number() -> None:
-    many = {f"model.layers.{layer}.w": Part.whole(torch.zeros(1)) for layer in range(9)}
+    many = {f"model.layers.{layer}.w": Shard.whole(torch.zeros(1)) for layer in range(9)}
     with pytest.raises(ValueError, match=r"missing 9 of 9 tensors: model\.layers\.0\.w, .* and 4 more"):
-        Places(many).check_complete()
+        TensorMatcher(many).check_complete()
 
 
 def test_progress_is_in_bytes_and_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"w": torch.zeros(1 << 20)}, tmp_path / "model.safetensors")
-    targets = {"w": Part.whole(torch.zeros(1 << 20))}
+    targets = {"w": Shard.whole(torch.zeros(1 << 20))}
     load(targets, tmp_path)
     assert capsys.readouterr().err == ""
     load(targets, tmp_path, progress=True)
@@ -507,8 +506,8 @@ def test_fill_random_is_deterministic_and_leaves_the_global_generator_alone() ->
     filled = []
     for seed in (1, 1, 2):
         targets = empty_targets(torch.bfloat16)
-        targets["model.layers.0.self_attn.q_proj.bias"] = Part.whole(torch.zeros(64))
-        targets["big.weight"] = Part.whole(torch.zeros(300, 300))
+        targets["model.layers.0.self_attn.q_proj.bias"] = Shard.whole(torch.zeros(64))
+        targets["big.weight"] = Shard.whole(torch.zeros(300, 300))
         fill_random(targets, seed)
         filled.append({name: part.view for name, part in targets.items()})
     assert torch.equal(torch.get_rng_state(), state)
@@ -535,7 +534,7 @@ def test_what_transformers_saves_comes_back(architecture: str, tied: bool, tmp_p
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     expected = dict(model.named_parameters())
-    targets = {name: Part.whole(torch.full_like(parameter, torch.nan)) for name, parameter in expected.items()}
+    targets = {name: Shard.whole(torch.full_like(parameter, torch.nan)) for name, parameter in expected.items()}
     assert ("lm_head.weight" in targets) == (not tied)
     load(targets, resolve(tmp_path))
     assert all(torch.equal(targets[name].view, expected[name]) for name in expected)

@@ -11,8 +11,7 @@ from test_loader import write_sharded
 from torch import Tensor
 
 from fastgen.model.loader import fill_random, load
-from fastgen.model.weights import Update, write
-from fastgen.parallel.group import Part
+from fastgen.model.weights import Shard, Update, write
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCAB = 24, 8, 2, 4, 40, 16
 Q, K, V, OUT = (f"self_attn.{part}_proj" for part in "qkvo")
@@ -36,7 +35,7 @@ def layer_tensors() -> dict[str, Tensor]:
     }
 
 
-def rank_targets(rank: int, ranks: int, dtype: torch.dtype) -> tuple[dict[str, Part], list[Tensor]]:
+def rank_targets(rank: int, ranks: int, dtype: torch.dtype) -> tuple[dict[str, Shard], list[Tensor]]:
     """What a rank holds, as `Transformer` fuses it, filled with NaN; and the parameters themselves.
 
     Heads, and what is between gate or up and down, are shared out; KV heads are held by several where they are too few;
@@ -53,20 +52,20 @@ def rank_targets(rank: int, ranks: int, dtype: torch.dtype) -> tuple[dict[str, P
         shares = min(ranks, KV_HEADS) if name in (K, V) else ranks
         return shares, rank * shares // ranks
 
-    found = {"norm.weight": Part.whole(new(HIDDEN))}
+    found = {"norm.weight": Shard.whole(new(HIDDEN))}
     rows = VOCAB // ranks
-    found["embed.weight"] = Part(new(rows, HIDDEN), (VOCAB, HIDDEN), 0, rank * rows)
+    found["embed.weight"] = Shard(new(rows, HIDDEN), (VOCAB, HIDDEN), 0, rank * rows)
     for names in ((Q, K, V), (GATE, UP)):
         sizes = [OUTPUTS[name] // share(name)[0] for name in names]
         weight, bias = new(sum(sizes), HIDDEN), new(sum(sizes))
         for name, size, matrix, vector in zip(names, sizes, weight.split(sizes), bias.split(sizes), strict=True):
             start = share(name)[1] * size
-            found[f"{name}.weight"] = Part(matrix, (OUTPUTS[name], HIDDEN), 0, start)
-            found[f"{name}.bias"] = Part(vector, (OUTPUTS[name],), 0, start)
+            found[f"{name}.weight"] = Shard(matrix, (OUTPUTS[name], HIDDEN), 0, start)
+            found[f"{name}.bias"] = Shard(vector, (OUTPUTS[name],), 0, start)
     for name, size in INPUTS.items():
         columns = size // ranks
-        found[f"{name}.weight"] = Part(new(HIDDEN, columns), (HIDDEN, size), 1, rank * columns)
-        found[f"{name}.bias"] = Part(new(HIDDEN if rank == 0 else 0), (HIDDEN,))
+        found[f"{name}.weight"] = Shard(new(HIDDEN, columns), (HIDDEN, size), 1, rank * columns)
+        found[f"{name}.bias"] = Shard(new(HIDDEN if rank == 0 else 0), (HIDDEN,))
     return found, parameters
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen.model import loader
 from fastgen.model.loader import Piece, load, stage
-from fastgen.parallel.group import Part
+from fastgen.model.weights import Shard
 
 CPU = torch.device("cpu")
 SHAPES = {"a": (300, 24), "b": (7,), "c": (24, 300), "d": (), "e": (0, 8), "f": (40, 24), "g": (3, 5, 7)}
@@ -35,13 +35,13 @@ def write_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def empty_targets(dtype: torch.dtype) -> dict[str, Part]:
+def empty_targets(dtype: torch.dtype) -> dict[str, Shard]:
     """a and f are rows of one parameter; c is a part of each row of another."""
     fused = torch.nn.Parameter(torch.full((340, 24), torch.nan, dtype=dtype))
     wide = torch.full((24, 900), torch.nan, dtype=dtype)
     views = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in SHAPES.items()}
     views |= {"a": fused[:300], "f": fused[300:], "c": wide[:, 300:600]}
-    return {name: Part.whole(view) for name, view in views.items()}
+    return {name: Shard.whole(view) for name, view in views.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -58,17 +58,17 @@ def test_what_is_staged_is_what_is_copied(dtype: torch.dtype, buffer: int, tmp_p
     assert torch.is_grad_enabled()
 
 
-def cut(part: Part, tensor: Tensor) -> Tensor:
+def cut(part: Shard, tensor: Tensor) -> Tensor:
     """The slice of a part, in numpy's words."""
     end = part.start + part.view.shape[part.dim]
     return tensor[part.start : end] if part.dim == 0 else tensor[:, part.start : end]
 
 
-def random_slices(tensors: dict[str, Tensor], ranks: int, dtype: torch.dtype, seed: int) -> list[dict[str, Part]]:
+def random_slices(tensors: dict[str, Tensor], ranks: int, dtype: torch.dtype, seed: int) -> list[dict[str, Shard]]:
     """Each tensor cut along rows or columns, at random places, for so many ranks; into views that are contiguous, or
     columns of something larger. Some slices are empty."""
     draw = random.Random(seed)
-    held: list[dict[str, Part]] = [{} for _ in range(ranks)]
+    held: list[dict[str, Shard]] = [{} for _ in range(ranks)]
     for name, tensor in tensors.items():
         dim = draw.randrange(min(tensor.ndim, 2))
         cuts = [0, *sorted(draw.randrange(tensor.shape[dim] + 1) for _ in range(ranks - 1)), tensor.shape[dim]]
@@ -78,7 +78,7 @@ def random_slices(tensors: dict[str, Tensor], ranks: int, dtype: torch.dtype, se
             view = torch.full(shape, torch.nan, dtype=dtype)
             if draw.random() < 0.5 and tensor.ndim > 1:
                 view = torch.full([shape[0], shape[1] + 7, *shape[2:]], torch.nan, dtype=dtype)[:, 3 : 3 + shape[1]]
-            targets[name] = Part(view, tuple(tensor.shape), dim, 0 if end - start == tensor.shape[dim] else start)
+            targets[name] = Shard(view, tuple(tensor.shape), dim, 0 if end - start == tensor.shape[dim] else start)
     return held
 
 
@@ -121,7 +121,7 @@ def test_columns_of_a_file_of_many_pages(tmp_path: Path) -> None:
     save_file({"w": tensor}, tmp_path / "model.safetensors")
     views = [torch.zeros(3000, 167) for _ in range(3)]
     for rank, view in enumerate(views):
-        stage(loader._pieces({"w": Part(view, (3000, 501), 1, 167 * rank)}, tmp_path), CPU, buffer=100_000)
+        stage(loader._pieces({"w": Shard(view, (3000, 501), 1, 167 * rank)}, tmp_path), CPU, buffer=100_000)
     assert torch.equal(torch.cat(views, 1), tensor)
 
 
@@ -142,15 +142,15 @@ def test_tensors_may_lie_at_odd_places_in_a_file(tmp_path: Path) -> None:
     assert (8 + len(header)) % 2 == 1
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + values.numpy().tobytes())
     view = torch.zeros(100)
-    load({"w": Part.whole(view)}, tmp_path)
+    load({"w": Shard.whole(view)}, tmp_path)
     assert torch.equal(view, values)
 
 
 def test_nothing_is_copied_where_something_is_wrong(tmp_path: Path) -> None:
     write_tensors(tmp_path)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"h": Part.whole(torch.zeros(1))}, "missing 1 of 8 tensors: h"),
-        ({"b": Part.whole(torch.zeros(8))}, r"tensor 'b' has shape \[7\]; the model needs \[8\]"),
+        ({"h": Shard.whole(torch.zeros(1))}, "missing 1 of 8 tensors: h"),
+        ({"b": Shard.whole(torch.zeros(8))}, r"tensor 'b' has shape \[7\]; the model needs \[8\]"),
     ]
     for change, message in cases:
         targets = {**empty_targets(torch.float32), **change}
@@ -159,7 +159,7 @@ def test_nothing_is_copied_where_something_is_wrong(tmp_path: Path) -> None:
         assert targets["a"].view.isnan().all()
     save_file({"b": torch.zeros(7, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"tensor 'b' is I8; bfloat16, float16 and float32 weights are supported"):
-        load({"b": Part.whole(torch.zeros(7))}, tmp_path)
+        load({"b": Shard.whole(torch.zeros(7))}, tmp_path)
     with pytest.raises(ValueError, match=r"unexpected tensor 'b'"):
         loader._pieces({}, tmp_path)
 
@@ -170,7 +170,7 @@ def test_a_file_that_shrinks_while_it_is_read(left: int, columns: bool, tmp_path
     """Above all it must not end the process, as a mapped page would that is gone."""
     save_file({"w": torch.zeros(200, 200)}, tmp_path / "model.safetensors")
     view = torch.zeros(200, 50) if columns else torch.zeros(50, 200)
-    pieces = loader._pieces({"w": Part(view, (200, 200), int(columns), 150)}, tmp_path)
+    pieces = loader._pieces({"w": Shard(view, (200, 200), int(columns), 150)}, tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(ValueError, match=r"model\.safetensors is truncated; delete it and fetch it again"):

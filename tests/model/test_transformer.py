@@ -30,7 +30,7 @@ def prefill_logits(gen: Generator, prompts: list[list[int]]) -> list[Tensor]:
     owner = torch.repeat_interleave(torch.arange(len(prompts)), lens)
     padding = -len(positions) % ROW_TILE
     slots = table[owner, positions // size] * size + positions % size
-    places = runner.model.places(
+    mapping = runner.model.slot_mapping(
         runner.pool,
         torch.nn.functional.pad(positions, (0, padding)),
         torch.nn.functional.pad(slots, (0, padding), value=-1),
@@ -38,7 +38,7 @@ def prefill_logits(gen: Generator, prompts: list[list[int]]) -> list[Tensor]:
     )
     step = StepInput(
         token_ids=torch.tensor([token for prompt in prompts for token in prompt] + [0] * padding),
-        places=places,
+        mapping=mapping,
         plan=runner.attention.plan(StepLayout(lens, lens, 0, torch.arange(len(prompts)), table.int())),
     )
     with torch.inference_mode():

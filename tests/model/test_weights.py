@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.model.weights import LISTED, Update, write
-from fastgen.parallel.group import Part
+from fastgen.model.weights import LISTED, Shard, Update, write
 
 SHAPES = {"a.weight": (4, 3), "b.weight": (2,), "c.weight": (2, 2)}
-PARTS = {name: Part.whole(torch.empty(shape, device="meta")) for name, shape in SHAPES.items()}
+PARTS = {name: Shard.whole(torch.empty(shape, device="meta")) for name, shape in SHAPES.items()}
 
 
 FLOATS = (torch.float64, torch.bfloat16, torch.float16)
@@ -43,7 +42,7 @@ RIGHT: dict[str, Any] = {
 def test_what_is_right_is_taken(name: str) -> None:
     update = Update(RIGHT[name], PARTS)
     update.check()
-    views = {name: Part.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    views = {name: Shard.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
     write(views, update.tensors())
     assert sorted(update.names) == sorted(SHAPES)
     assert all(torch.equal(part.view, torch.ones(SHAPES[name])) for name, part in views.items())
@@ -126,7 +125,7 @@ def test_one_tensor_is_there_at_a_time() -> None:
 
     gc.disable()
     try:
-        views = {name: Part.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        views = {name: Shard.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
         write(views, Update(made(), PARTS).tensors())
     finally:
         gc.enable()
@@ -145,7 +144,7 @@ def test_a_copy_that_fails_is_raised_when_all_is_read() -> None:
     def full(tensor: Tensor) -> None:
         raise MemoryError("full")
 
-    views: dict[str, Any] = {name: Part.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    views: dict[str, Any] = {name: Shard.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
     views["a.weight"] = SimpleNamespace(
         view=SimpleNamespace(copy_=full, device=torch.device("cpu")), of=lambda tensor: tensor
     )
@@ -161,6 +160,38 @@ def test_gradients_are_as_before() -> None:
             assert torch.is_grad_enabled(), "what makes the tensors runs as its author thinks"
             yield name, tensor.requires_grad_()
 
-    views = {name: Part.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    views = {name: Shard.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
     write(views, given())
     assert not any(part.view.requires_grad for part in views.values())
+
+
+def test_a_shard_is_a_slice_of_rows_or_of_columns() -> None:
+    tensor = torch.arange(60).view(6, 10)
+    for start, size in [(0, 6), (0, 2), (2, 3), (5, 1), (4, 0), (6, 0)]:
+        rows = Shard(torch.empty(size, 10), (6, 10), 0, start)
+        assert torch.equal(rows.of(tensor), tensor[start : start + size])
+        columns = Shard(torch.empty(10, size), (10, 6), 1, start)
+        assert torch.equal(columns.of(tensor.t()), tensor.t()[:, start : start + size])
+        assert rows.is_whole == columns.is_whole == (size == 6)
+    for shape in [(), (3,), (0, 4), (2, 3, 4)]:
+        whole = Shard.whole(torch.empty(shape))
+        assert whole.is_whole
+        assert whole.shape == shape
+        assert whole.of(torch.zeros(shape)).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("view", "shape", "dim", "start"),
+    [
+        ((2, 10), (6, 10), 0, 5),  # over the end
+        ((2, 10), (6, 10), 0, -1),
+        ((2, 10), (6, 10), 1, 0),  # along the other dimension
+        ((2, 5), (6, 10), 0, 0),  # along both
+        ((6, 10), (6, 10), 0, 1),
+        ((2,), (6, 10), 0, 0),
+        ((2, 3, 4), (2, 3, 8), 2, 0),
+    ],
+)
+def test_a_slice_that_is_no_shard(view: tuple[int, ...], shape: tuple[int, ...], dim: int, start: int) -> None:
+    with pytest.raises(AssertionError):
+        Shard(torch.empty(view), shape, dim, start)

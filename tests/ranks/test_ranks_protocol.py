@@ -23,8 +23,7 @@ from torch import Tensor
 
 import fastgen
 from fastgen.engine.config import EngineConfig
-from fastgen.model.weights import Update
-from fastgen.parallel.group import Part
+from fastgen.model.weights import Shard, Update
 from fastgen.ranks import protocol, start
 from fastgen.ranks.channel import Peers
 from fastgen.ranks.protocol import Follower, Leader, Spawned
@@ -186,7 +185,7 @@ WEIGHTS = {
     "large": torch.arange(5000.0).view(50, 100).double(),
     "cut": torch.arange(12.0).view(3, 4).bfloat16()[:, 1:3],
 }
-PARTS = {name: Part.whole(torch.empty(tensor.shape, device="meta")) for name, tensor in WEIGHTS.items()}
+PARTS = {name: Shard.whole(torch.empty(tensor.shape, device="meta")) for name, tensor in WEIGHTS.items()}
 ARRIVED: list[tuple[str, Any]] = [(name, (tensor.dtype, tensor.tolist())) for name, tensor in WEIGHTS.items()]
 
 

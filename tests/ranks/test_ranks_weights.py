@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.model.weights import Update
-from fastgen.parallel.group import Part
+from fastgen.model.weights import Shard, Update
 from fastgen.ranks.weights import SharedMemory, Weight, Written, check_agreement, check_or_write, received
 
 TENSORS = [torch.arange(6.0).view(2, 3), torch.arange(20).view(4, 5).bfloat16()[:, ::2], torch.ones(700, 9).double()]
@@ -54,7 +53,7 @@ def test_tensors_arrive_until_something_else_does() -> None:
     ours.close()
 
 
-PARTS = {name: Part.whole(torch.empty(2, device="meta")) for name in "ab"}
+PARTS = {name: Shard.whole(torch.empty(2, device="meta")) for name in "ab"}
 
 
 class Runner:
