@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fastgen.device.memory import release_memory
 from fastgen.device.profiling import Recorder, Tracer, span
-from fastgen.engine.inputs import Intake, paired, scored
+from fastgen.engine.inputs import InputProcessor, paired, scored
 from fastgen.engine.interrupts import DeferredInterrupt
-from fastgen.engine.outputs import Active, Answer, Sink, Stats, failed, shown
+from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats, failed, shown
 from fastgen.engine.scheduler import Scheduler
 from fastgen.model.config import read_config
 from fastgen.model.loader import resolve
@@ -124,15 +124,15 @@ class Generator:
         self.max_model_len = self.config.max_model_len
         log_start(self.folder.name, time.perf_counter() - start, self.config, self.model_config)
         self.recorder = Recorder(Tracer(self.config.device))
-        self._intake = Intake(self.model_config, self.tokenizer, self.max_model_len, seed)
+        self._inputs = InputProcessor(self.model_config, self.tokenizer, self.max_model_len, seed)
         self._weights = Weights()
         self._scheduler = Scheduler(self.config)
         self._in_flight: Any = None  # what the runner's launch has returned
         self._interrupt = DeferredInterrupt()
         self._stepping = False
         self._late_aborts: list[str | int] = []
-        self._active: dict[str | int, Active] = {}
-        self._owners: dict[Sequence, tuple[Active, Answer]] = {}
+        self._active: dict[str | int, ActiveRequest] = {}
+        self._owners: dict[Sequence, tuple[ActiveRequest, ActiveSample]] = {}
         self._watched: set[Sequence] = set()  # those whose next token is waited for: the first, or each that is read
         self._events: list[Event] = []
         self._stats = Stats(pages=self.config.num_pages)
@@ -184,7 +184,7 @@ class Generator:
         the engine as long as there are some, which lets the scheduler plan. They come a few at a time, since the first
         step need not wait until all texts are tokens."""
         source: Iterator[Request | None] | None = self._interrupt.reading(requests)
-        sink = Sink()
+        sink = OutputQueue()
         try:
             while source is not None or sink.running or sink.done:
                 enough = self._stats.prompt_tokens + READ_STEPS * self.config.max_step_tokens
@@ -199,11 +199,11 @@ class Generator:
             self._scheduler.closed = False
             self._abort(list(sink.running))
 
-    def _wants_more(self, sink: Sink, ahead: int, enough: int) -> bool:
+    def _wants_more(self, sink: OutputQueue, ahead: int, enough: int) -> bool:
         """Whether to read another request before the next step; enough: the prompt tokens in `stats` to stop at."""
         return (len(sink.running) < ahead or self._scheduler.wants_more) and self._stats.prompt_tokens < enough
 
-    def _pull(self, source: Iterator[Request | None], sink: Sink) -> Iterator[Request | None] | None:
+    def _pull(self, source: Iterator[Request | None], sink: OutputQueue) -> Iterator[Request | None] | None:
         """Begin the next request of an iterator, for `sink`; None where it has ended."""
         try:
             request = next(source)
@@ -232,7 +232,7 @@ class Generator:
         """
         sequences, starts = scored(sequences, start, temperature)
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-        sink = Sink()
+        sink = OutputQueue()
         try:
             ids = [
                 self._begin(Request(sequence, params), sink, (first, float(temperature))).id
@@ -418,7 +418,7 @@ class Generator:
             return
         self._runner.wake(sorted(wanted))
         if "kv_cache" in wanted:
-            self._scheduler.pages.forget_pages()
+            self._scheduler.pages.drop_device_pages()
         state.asleep -= wanted
 
     def close(self) -> None:
@@ -551,23 +551,25 @@ class Generator:
         self._owners.pop(sequence, None)
         self._watched.discard(sequence)
 
-    def _close_request(self, active: Active) -> None:
+    def _close_request(self, active: ActiveRequest) -> None:
         del self._active[active.id]
         if active.sink is not None:
             active.sink.running.pop(active.id, None)
 
-    def _begin(self, request: Request, sink: Sink | None, score: tuple[int, float] | None = None) -> Active:
+    def _begin(
+        self, request: Request, sink: OutputQueue | None, score: tuple[int, float] | None = None
+    ) -> ActiveRequest:
         """Check a request and hand its sequences to the scheduler. score: (first position, temperature)."""
         if self._closed:
             raise RuntimeError("this Generator is closed; make a new one")
         self._weights.check()
-        self._intake.check_params(request.params)
+        self._inputs.check_params(request.params)
         id = self._new_id() if request.id is None else request.id
         if not isinstance(id, str | int):
             raise TypeError(f"id must be a string or an integer, not {id!r}")
         if id in self._active:
             raise ValueError(f"a request with the id {id!r} is running; give another id")
-        active = self._intake.take(id, request, sink, score)
+        active = self._inputs.take(id, request, sink, score)
         self._active[id] = active
         if sink is not None:
             sink.running[id] = None
@@ -603,9 +605,9 @@ class Generator:
 
         def begin() -> None:
             state.torn = TORN
-            self._scheduler.forget_prefixes()
+            self._scheduler.drop_prefixes()
             if in_flight == "recompute":
-                self._scheduler.compute_again()
+                self._scheduler.preempt_all()
 
         try:
             self._runner.update_weights(update, begin)

@@ -58,7 +58,7 @@ def preempting(gen: Generator, steps: int) -> Generator:
     def advance_anew() -> None:
         if next(count) % steps == 0:
             gen._settle()
-            gen._scheduler.compute_again()
+            gen._scheduler.preempt_all()
         advance()
 
     gen._advance = advance_anew  # type: ignore[method-assign]

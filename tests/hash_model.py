@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fastgen.engine.admission import Expectation
+from fastgen.engine.admission import LengthEstimate
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.scheduler import Scheduler
 from fastgen.request import Batch, Drawn, LaneStart, SamplingParams, Scored, Sequence, StepResult
@@ -285,7 +285,7 @@ def make_config(**changed: Any) -> EngineConfig:
 
 def hopeful(config: EngineConfig) -> Scheduler:
     """A scheduler that expects no answer to get long, so that pages run out."""
-    return Scheduler(config, Expectation(average=0, least=0, weight=0, exact=False))
+    return Scheduler(config, LengthEstimate(average=0, least=0, weight=0, exact=False))
 
 
 def make_sequence(

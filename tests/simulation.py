@@ -88,7 +88,7 @@ class Simulation:
         self.seen["preempted"] += self.scheduler.preemptions
         self.seen["cached"] += self.scheduler.cached_tokens
         self.seen["dropped copies"] += self.seen["fork's copies"] - self.seen["copies"]
-        self.scheduler.forget_prefixes()
+        self.scheduler.drop_prefixes()
         self._check()
         assert len(self.scheduler.pages._free) == self.config.num_pages, "pages are cached after all is forgotten"
         assert len(self.scheduler.pages._free_slots) == self.config.host_pages
@@ -136,10 +136,10 @@ class Simulation:
         """New weights, between two steps. Who runs goes on with KV of both, or computes it again."""
         self.settle()
         recompute = self.rng.random() < 0.5
-        self.scheduler.forget_prefixes()
+        self.scheduler.drop_prefixes()
         if recompute:
             self.seen["computed again"] += len(self.scheduler.running)
-            self.scheduler.compute_again()
+            self.scheduler.preempt_all()
         self._check()
         self.runner.version += 1
         self.seen["updates"] += 1

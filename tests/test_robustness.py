@@ -13,7 +13,7 @@ import torch
 from conftest import check_idle, random_ids
 
 from fastgen import Event, Generator, Request, SamplingParams
-from fastgen.engine.inputs import Intake
+from fastgen.engine.inputs import InputProcessor
 from fastgen.request import MAX_BIASES
 from fastgen.tokenizer import AnswerText, Tokenizer
 
@@ -53,7 +53,7 @@ def test_an_odd_parameter_fails_alone(gen: Generator, params: SamplingParams) ->
 
 def test_too_many_biases_are_refused(gen: Generator) -> None:
     """Each lane has room for so many; with a wide row all lanes' would have to grow."""
-    intake = Intake(replace(gen.model_config, vocab_size=3 * MAX_BIASES, eos_ids=(1, 2)), None, 100, 0)
+    intake = InputProcessor(replace(gen.model_config, vocab_size=3 * MAX_BIASES, eos_ids=(1, 2)), None, 100, 0)
     most = SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASES), -1.0))
     intake.check_params(most)
     intake.check_params(replace(most, min_tokens=1, ignore_eos=True))

@@ -16,7 +16,7 @@ LEAVING = 4  # steps from the one that computes a last token until its sequence,
 
 
 @dataclass
-class Expectation:
+class LengthEstimate:
     """How long answers get. One that nothing but its length ends gets as long as that; of others, finished ones tell.
 
     Twice a moving average, since most answers are shorter than that and those that are not can still be preempted.
@@ -37,7 +37,7 @@ class Expectation:
         self.average += self.weight * (tokens - self.average)
 
 
-class Reservations:
+class PageReservations:
     """The pages that each running sequence has reserved, and those that the waiting ones will.
 
     A reservation is the length that a page table is expected to come to, shared pages too. What the running ones still
@@ -48,20 +48,20 @@ class Reservations:
     run: `shared_pages` is what these will hold in the end, which without sharing is the sum of their reservations.
     """
 
-    def __init__(self, pages: PageAllocator, expectation: Expectation, max_seqs: int) -> None:
+    def __init__(self, pages: PageAllocator, estimate: LengthEstimate, max_seqs: int) -> None:
         self.pages = pages
-        self.expectation = expectation
+        self.estimate = estimate
         self.sum = 0  # of those that run
         self.wanted_sum = 0  # of those that wait
         self._reserved = [0] * max_seqs  # by lane
-        self._answer_len = expectation.tokens  # the expectation that these numbers are made with
+        self._answer_len = estimate.tokens  # the estimate that these numbers are made with
 
     def expected(self, sequence: Sequence) -> int:
         """How many pages a sequence will hold at the end: as expected, or else one more than now."""
         count = self.pages.count
         now = max(count(len(sequence.token_ids)), len(sequence.pages))
         most = max(now, count(sequence.max_len - 1))  # the last token needs no place
-        if sequence.ends_at_length and self.expectation.exact:
+        if sequence.ends_at_length and self.estimate.exact:
             return most
         return min(max(count(sequence.prompt_len + self._answer_len), now + 1), most)
 
@@ -78,10 +78,10 @@ class Reservations:
             self.reserve(sequence.lane, self.expected(sequence))
 
     def learn(self, answer_len: int, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
-        """From an answer that has finished. Reservations are made anew where that moves them by much, which is rare."""
-        self.expectation.learn(answer_len)
-        if abs(self.expectation.tokens - self._answer_len) * 8 > self._answer_len:
-            self._answer_len = self.expectation.tokens
+        """Learn from a finished answer. Recompute all reservations if the estimate has moved by more than an eighth."""
+        self.estimate.learn(answer_len)
+        if abs(self.estimate.tokens - self._answer_len) * 8 > self._answer_len:
+            self._answer_len = self.estimate.tokens
             self.wanted_sum = sum(map(self.expected, waiting))
             for sequence in running:
                 self.reserve(sequence.lane, self.expected(sequence))

@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
 from numbers import Integral, Real
 
-from fastgen.engine.outputs import Active, Answer, Sink
+from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
 from fastgen.model.config import ModelConfig
 from fastgen.request import (
     MAX_BIASES,
@@ -28,7 +28,7 @@ from fastgen.request import (
 from fastgen.tokenizer import AnswerText, Tokenizer, encode_prompt
 
 
-class Intake:
+class InputProcessor:
     """Turns requests into sequences for a model with a context of so many tokens.
 
     seed: where requests without one derive theirs from, with a counter; None: from the operating system.
@@ -54,7 +54,9 @@ class Intake:
         eos_ids = () if params.ignore_eos else self.model.eos_ids
         return frozenset(id for id in (*params.stop_token_ids, *eos_ids) if 0 <= id < self.model.vocab_size)
 
-    def take(self, id: str | int, request: Request, sink: Sink | None, score: tuple[int, float] | None) -> Active:
+    def take(
+        self, id: str | int, request: Request, sink: OutputQueue | None, score: tuple[int, float] | None
+    ) -> ActiveRequest:
         """The sequences of a request, whose parameters are known to be right. score: (first position, temperature).
 
         Raises ValueError or TypeError for a prompt that can not be served, or a completion that can not be resumed.
@@ -85,10 +87,10 @@ class Intake:
         ]
         if score is not None:
             _score(sequences[0], *score)
-        answers = [Answer(sequence, self._text(sequence, sink)) for sequence in sequences]
+        answers = [ActiveSample(sequence, self._text(sequence, sink)) for sequence in sequences]
         if resume is not None:
             self._resume(answers[0], resume)
-        return Active(id, ids, answers, sink, added=time.perf_counter())
+        return ActiveRequest(id, ids, answers, sink, added=time.perf_counter())
 
     def _seed_of(self, request: Request) -> int:
         if request.params.seed is not None:
@@ -99,7 +101,7 @@ class Intake:
             raise ValueError("the completion has no seed that its draws could go on with; give params one")
         return request.resume.seed
 
-    def _resume(self, answer: Answer, completion: Completion) -> None:
+    def _resume(self, answer: ActiveSample, completion: Completion) -> None:
         """Give a new answer what a completion has, whose parts are known to fit. Raises ValueError where that would
         have ended, or left no room."""
         sequence, token_ids = answer.sequence, completion.token_ids
@@ -138,7 +140,7 @@ class Intake:
             raise ValueError("this model has no tokenizer files, so stop strings can not be found; use stop_token_ids")
         return ids
 
-    def _text(self, sequence: Sequence, sink: Sink | None) -> AnswerText | None:
+    def _text(self, sequence: Sequence, sink: OutputQueue | None) -> AnswerText | None:
         """The text that is kept up to date, where there is one."""
         stops = sequence.params.stop_strings
         if self.tokenizer is None or (sink is not None and not stops):

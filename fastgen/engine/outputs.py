@@ -105,7 +105,7 @@ def shown(outputs: Iterable[RequestOutput], total: int, progress: bool) -> Itera
 
 
 @dataclass(eq=False)
-class Answer:
+class ActiveSample:
     """One sample, and the text and events that have been made of it."""
 
     sequence: Sequence
@@ -199,7 +199,7 @@ def failed(id: str | int, error: Exception) -> RequestOutput:
 
 
 @dataclass(eq=False)
-class Sink:
+class OutputQueue:
     """Where the outputs of one call's requests go: `running` are the ids that are still in the engine, oldest first."""
 
     running: dict[str | int, None] = field(default_factory=dict)
@@ -207,13 +207,13 @@ class Sink:
 
 
 @dataclass(eq=False)
-class Active:
+class ActiveRequest:
     """A request in the engine. Its output goes to `sink`; where there is none, its events are kept for `step`."""
 
     id: str | int
     prompt_ids: list[int]
-    answers: list[Answer]
-    sink: Sink | None
+    answers: list[ActiveSample]
+    sink: OutputQueue | None
     added: float
     first_token: float | None = None
 

@@ -240,7 +240,7 @@ class PageAllocator:
         self._free_slots = [slot for slot in range(self.host_pages)[::-1] if slot not in self._loads]
         self._forgotten = list(self._loads)
 
-    def forget_pages(self) -> None:
+    def drop_device_pages(self) -> None:
         """Drop what the pool holds, and keep what the host tier holds. No sequence may hold pages, and no step may be
         in flight."""
         assert not self.references

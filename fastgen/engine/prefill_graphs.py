@@ -24,12 +24,12 @@ SIZES = (16, 32, 64, 96, 128, 192, 256)
 """Tokens that pieces are captured for; few, since each takes a graph a layer. Multiples of ROW_TILE."""
 
 
-def piece_sizes(most: int) -> list[int]:
+def prefill_sizes(most: int) -> list[int]:
     """Those of SIZES up to `most`, the tokens of the largest step."""
     return [size for size in SIZES if size <= most]
 
 
-class Pieces:
+class PrefillGraphs:
     """Captures the pieces of steps of `sizes` tokens (ascending), and runs steps through them.
 
     beside: graphs that they share their memory pool with. A graph's number is its size times the number of layers, plus

@@ -13,7 +13,7 @@ from fastgen.device.cuda_graphs import Graphs, batch_sizes, shared_sizes
 from fastgen.device.memory import release_memory, taken
 from fastgen.device.pinned import upload
 from fastgen.engine.config import EngineConfig
-from fastgen.engine.prefill_graphs import Pieces, piece_sizes
+from fastgen.engine.prefill_graphs import PrefillGraphs, prefill_sizes
 from fastgen.kernels.lanes import DecodeInput, advance
 from fastgen.kernels.launch import current
 from fastgen.model.attention import Attention, StepLayout
@@ -98,7 +98,7 @@ class Runner:
         self._flags = np.zeros(lanes, dtype=np.int64)  # plan_flags of each lane's parameters
         self._params = [SamplingParams()] * lanes
         self.graphs: dict[bool, Graphs] = {}  # of decodes, by whether rows share keys
-        self.pieces: Pieces | None = None  # of steps with prefills
+        self.prefill_graphs: PrefillGraphs | None = None  # of steps with prefills
         self.share_prefixes = attention.shares and config.max_seqs > 1  # whether decodes read shared keys once
         self._tables = np.full((lanes, slots), pool.spare, dtype=np.int32)
         self._looked_at: tuple[int, ...] = ()  # the decodes that `_sharing` holds for
@@ -110,7 +110,7 @@ class Runner:
     def capture(self, sizes: list[int] | None = None, pieces: list[int] | None = None) -> None:
         """Capture decode steps of `sizes` lanes, and pieces of steps of `pieces` tokens (None: all), as CUDA graphs."""
         sizes = sizes or batch_sizes(self.config.max_seqs)
-        pieces = piece_sizes(self.config.max_step_tokens) if pieces is None else pieces
+        pieces = prefill_sizes(self.config.max_step_tokens) if pieces is None else pieces
         with current(self.device):
             self.decode_all(sizes)  # all kernels compile now, or are known not to
             self.share_prefixes = self.share_prefixes and self.attention.shares
@@ -124,8 +124,8 @@ class Runner:
                 for graphs in self.graphs.values():
                     self.group.hold(graphs)
                 if pieces:
-                    self.pieces = Pieces(self.model, self.pool, pieces, beside=plain)
-                    self.group.hold(self.pieces.graphs)
+                    self.prefill_graphs = PrefillGraphs(self.model, self.pool, pieces, beside=plain)
+                    self.group.hold(self.prefill_graphs.graphs)
 
     @torch.inference_mode()
     def decode_all(self, sizes: list[int]) -> None:
@@ -339,7 +339,8 @@ class Runner:
         step, decodes = _Lengths.of(batch, self._kv_lens), len(batch.decodes)
         parts = step.parts(decodes) if self.group.size > 1 else [step]
         total = int(step.query_lens.sum())
-        pieces = self.pieces if self.pieces and total <= self.pieces.sizes[-1] and len(parts) == 1 else None
+        graphs = self.prefill_graphs
+        pieces = graphs if graphs and total <= graphs.sizes[-1] and len(parts) == 1 else None
         padding = -total % ROW_TILE if self.device.type == "cpu" else 0
         if pieces:
             padding = pieces.size_of(total) - total

@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from fastgen.engine.admission import PATIENCE, Expectation, Reservations
+from fastgen.engine.admission import PATIENCE, LengthEstimate, PageReservations
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.pages import Node, PageAllocator
 from fastgen.request import Batch, LaneStart, Prefill, Score, Scored, Sequence, Status, StepResult
@@ -27,7 +27,7 @@ class Scheduler:
     the token too many comes back and is dropped.
 
     **Admission.** A sequence reserves the pages that it is expected to fill: those of the tokens it knows and of the
-    answer that `expectation` says, as far as its max_len lets it grow. Who has come further reserves a page more than
+    answer that `estimate` says, as far as its max_len lets it grow. Who has come further reserves a page more than
     it holds. The first that waits is admitted where its reservation, less the pages that others hold already, fits the
     pool beside those of all that run, or where it will have room as others come to their max_len and leave; a lone one
     always is. So where answers end as expected, or at a max_tokens below that, nobody is ever preempted, and no prefill
@@ -49,9 +49,9 @@ class Scheduler:
     sequences themselves, and trusts nothing else.
     """
 
-    def __init__(self, config: EngineConfig, expectation: Expectation | None = None) -> None:
+    def __init__(self, config: EngineConfig, estimate: LengthEstimate | None = None) -> None:
         self.config = config
-        self.expectation = expectation or Expectation()
+        self.estimate = estimate or LengthEstimate()
         self.closed = False  # nothing else will be added before all that is there has ended
         self.prefilled_tokens = 0  # those computed again count again
         self.generated_tokens = 0
@@ -67,7 +67,7 @@ class Scheduler:
         host tier are lost. This makes the scheduler right after an exception that came out of any of its methods."""
         config = self.config
         self.pages = PageAllocator(config.num_pages, config.page_size, config.host_pages)
-        self.reservations = Reservations(self.pages, self.expectation, config.max_seqs)
+        self.reservations = PageReservations(self.pages, self.estimate, config.max_seqs)
         self.running: list[Sequence] = []
         self.lanes: list[Sequence | None] = [None] * config.max_seqs
         self.in_flight = 0  # steps scheduled and not yet updated
@@ -108,13 +108,13 @@ class Scheduler:
         self.waiting[sequence] = None
         self.reservations.wanted_sum += expected
 
-    def forget_prefixes(self) -> None:
+    def drop_prefixes(self) -> None:
         """The weights have changed: nothing that was computed with the old ones is given to anybody any more."""
         self._outdated = {sequence.lane for sequence in self.running}
         self._tips = [None] * self.config.max_seqs
         self.pages.forget()
 
-    def compute_again(self) -> None:
+    def preempt_all(self) -> None:
         """What runs computes all its tokens again that are not cached. The step in flight must have been read."""
         assert not self.in_flight
         for sequence in reversed(self.running.copy()):

@@ -24,7 +24,7 @@ import torch
 from fastgen.device.cuda_graphs import batch_sizes, shared_sizes
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.engine.config import EngineConfig
-from fastgen.engine.prefill_graphs import piece_sizes
+from fastgen.engine.prefill_graphs import prefill_sizes
 from fastgen.engine.runner import SCORE_ROWS, Runner, largest_half
 from fastgen.kernels import fixed, product
 from fastgen.kernels.ahead import compile_ahead
@@ -188,10 +188,10 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
         runner = _assemble(model, config)
         if not measured:  # first, so that a kernel which does not compile is known by now
             _compile(runner)
-            _rehearse(runner)
+            _run_largest_steps(runner)
         if runner.attention.capturable:
             runner.capture()
-        _rehearse(runner)
+        _run_largest_steps(runner)
         model.group.ready()
     log.info(
         "%d pages of %d tokens; %.1f GB free", config.num_pages, config.page_size, device_memory(config.device) / 1e9
@@ -234,11 +234,11 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     # One slot of the host tier takes as much of the GPU's memory as all of them.
     probe = _assemble(model, replace(config, num_pages=1, host_pages=min(config.host_pages, 1)))
     _compile(probe)
-    _rehearse(probe)
-    pieces = piece_sizes(config.max_step_tokens)
+    _run_largest_steps(probe)
+    pieces = prefill_sizes(config.max_step_tokens)
     if probe.attention.capturable:
         probe.capture([config.max_seqs], pieces[-1:])
-        _rehearse(probe)  # whose memory the graph may have taken
+        _run_largest_steps(probe)  # whose memory the graph may have taken
     left = device_memory(config.device)  # torch keeps what the largest step took
     sizes = batch_sizes(config.max_seqs)
     graphs = len(sizes) + len(shared_sizes(sizes)) * probe.share_prefixes + len(pieces)
@@ -269,7 +269,7 @@ def _launch_all(runner: Runner) -> None:
     """Launch each kernel that a step may need: run the largest steps, decodes of all sizes, and products of the sizes
     that they are compiled for."""
     config, model = runner.config, runner.model
-    _rehearse(runner)
+    _run_largest_steps(runner)
     if runner.attention.capturable:
         runner.decode_all(batch_sizes(config.max_seqs))
     if model.lm_head.fixed:
@@ -297,7 +297,7 @@ def _launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None
             fixed.launch_as(found, x, linear.weight, linear.bias, fused._replace(rope=rope))
 
 
-def _rehearse(runner: Runner) -> None:
+def _run_largest_steps(runner: Runner) -> None:
     """Run the largest steps there can be, on made-up tokens: with all that a request can ask for, and with nothing."""
     plain = SamplingParams()
     everything = SamplingParams(

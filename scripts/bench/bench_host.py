@@ -27,7 +27,7 @@ from bench import RESULTS, processor
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.config import EngineConfig
-from fastgen.engine.outputs import Sink
+from fastgen.engine.outputs import OutputQueue
 from fastgen.model.config import ModelConfig
 from fastgen.request import Batch, Request, StepResult
 
@@ -80,7 +80,7 @@ def decoding(lanes: int, prompt: int, answer: int, read: bool = False, model: Pa
     """A Generator whose lanes all decode. read: somebody reads the events, and so the text, of each step."""
     gen = stub_generator(lanes, prompt + answer + 1, model)
     params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0)
-    ids, sink = [5] * prompt, None if read else Sink()
+    ids, sink = [5] * prompt, None if read else OutputQueue()
     for _ in range(lanes):
         gen._begin(Request(ids, params), sink)
     for _ in range(2 + lanes * prompt // gen.config.max_step_tokens + 1):  # the prompts, and a step to read the last

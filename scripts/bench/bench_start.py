@@ -58,7 +58,7 @@ from fastgen.kernels.launch import triton
 from fastgen.engine.runner import Runner
 
 marks["imported"] = time.time()
-for name, part in (("_build_model", "weights"), ("_compile", "compile"), ("_rehearse", "largest_steps")):
+for name, part in (("_build_model", "weights"), ("_compile", "compile"), ("_run_largest_steps", "largest_steps")):
     measure(startup, name, part)
 measure(Runner, "capture", "graphs")
 if triton is not None:

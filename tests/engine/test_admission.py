@@ -9,7 +9,7 @@ from hash_model import VOCAB, HashMask, expected, hopeful, make_config
 from simulation import Simulation, request, run
 from test_scheduler import stopping
 
-from fastgen.engine.admission import Expectation
+from fastgen.engine.admission import LengthEstimate
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.scheduler import Scheduler
 from fastgen.request import Sequence
@@ -72,26 +72,26 @@ def test_answers_that_end_early_let_more_run_at_a_time() -> None:
     assert simulation.scheduler.preemptions == 0
     assert max(len(batch.decodes) + len(batch.prefills) for batch in simulation.batches[:5]) == 600 // 129
     assert most_running(simulation) > 20
-    assert simulation.scheduler.expectation.tokens == 256
+    assert simulation.scheduler.estimate.tokens == 256
 
 
 def test_answers_that_outgrow_the_expectation_are_preempted_and_end_well() -> None:
     config = make_config(max_model_len=120, max_seqs=8, max_step_tokens=16, page_size=4, num_pages=60)
-    scheduler = Scheduler(config, Expectation(average=2, least=4, exact=False))
+    scheduler = Scheduler(config, LengthEstimate(average=2, least=4, exact=False))
     run(config, *(request(config, 5, 60, seed=seed) for seed in range(12)), scheduler=scheduler)
     assert 0 < scheduler.preemptions < 40
-    assert scheduler.expectation.tokens > 50  # the later ones were expected to get long
+    assert scheduler.estimate.tokens > 50  # the later ones were expected to get long
 
 
 def test_the_expectation_is_twice_the_average_of_what_has_finished() -> None:
-    expectation = Expectation()
-    assert expectation.tokens == 2048
+    estimate = LengthEstimate()
+    assert estimate.tokens == 2048
     for _ in range(200):
-        expectation.learn(700)
-    assert expectation.tokens == pytest.approx(1400, rel=0.01)
+        estimate.learn(700)
+    assert estimate.tokens == pytest.approx(1400, rel=0.01)
     for _ in range(200):
-        expectation.learn(3)
-    assert expectation.tokens == 256
+        estimate.learn(3)
+    assert estimate.tokens == 256
 
 
 def test_only_whole_answers_are_learnt_from() -> None:
@@ -99,20 +99,20 @@ def test_only_whole_answers_are_learnt_from() -> None:
     stopped, scored = stopping(config, at=3), request(config, 9, 0, seed=1, prompt_logprobs=0)
     failed, aborted = request(config, 3, 9, seed=2, mask=HashMask(0, forbids=2)), request(config, 3, 9, seed=3)
     simulation = Simulation(config, [(0, sequence) for sequence in (stopped, scored, failed)]).run()
-    assert simulation.scheduler.expectation.average == 1024 + (4 - 1024) / 16
+    assert simulation.scheduler.estimate.average == 1024 + (4 - 1024) / 16
     simulation.expected[aborted] = expected(aborted)
     simulation.add(aborted)
     for _ in range(4):
         simulation.advance()
     simulation.abort(aborted)
     assert aborted.output_len
-    assert simulation.scheduler.expectation.average == 1024 + (4 - 1024) / 16
+    assert simulation.scheduler.estimate.average == 1024 + (4 - 1024) / 16
 
 
 def test_an_end_that_is_certain_is_expected_whatever_others_did() -> None:
     """A maximum of tokens with a stop id, or a string or a mask, is only a maximum."""
     config = make_config(max_model_len=400, max_seqs=8, page_size=4, num_pages=101)
-    scheduler = Scheduler(config, Expectation(average=4, least=0))
+    scheduler = Scheduler(config, LengthEstimate(average=4, least=0))
     certain = request(config, 4, 300)
     assert scheduler.reservations.expected(certain) == 76
     for params in ({"stop": ("ab",)}, {"mask": HashMask(0)}):

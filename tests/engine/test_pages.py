@@ -180,7 +180,7 @@ def run_pool(seed: int) -> Counter[str]:
                 pool.release(table)
             pool.read()
             pool.memory.clear()
-            pool.allocator.forget_pages()
+            pool.allocator.drop_device_pages()
             pool.allocator.check([])
             assert pool.allocator.available == pool.allocator.num_pages
             pool.seen["kept on the host"] += pool.cached(tokens)
@@ -220,7 +220,7 @@ def test_a_save_that_no_step_has_made_is_lost_with_the_pool() -> None:
     assert pool.allocator.grow(table, 1)
     assert pool.allocator._saves
     pool.allocator.release(table)
-    pool.allocator.forget_pages()
+    pool.allocator.drop_device_pages()
     pool.allocator.check([])
     assert not pool.cached([1, 2])
     assert not pool.step().saves

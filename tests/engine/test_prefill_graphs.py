@@ -20,7 +20,7 @@ from test_schedules import answers
 from test_sharing import REQUESTS, each_apart, host_gb
 
 from fastgen import Generator, SamplingParams
-from fastgen.engine.prefill_graphs import SIZES, piece_sizes
+from fastgen.engine.prefill_graphs import SIZES, prefill_sizes
 from fastgen.engine.runner import Runner
 from fastgen.kernels.rope import SlotMapping
 from fastgen.model.host_tier import Arrivals
@@ -34,17 +34,17 @@ def in_pieces(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From now on; the numbers of the pieces that run."""
     capturable(monkeypatch)
     runner.capture([ROW_TILE])
-    assert runner.pieces is not None
-    assert isinstance(runner.pieces.graphs, Called)
-    return runner.pieces.graphs.ran
+    assert runner.prefill_graphs is not None
+    assert isinstance(runner.prefill_graphs.graphs, Called)
+    return runner.prefill_graphs.graphs.ran
 
 
 def test_sizes_rise_and_fill_tiles() -> None:
     assert sorted(set(SIZES)) == list(SIZES)
     assert all(size % ROW_TILE == 0 for size in SIZES)
-    assert piece_sizes(SIZES[0] - 1) == []
-    assert piece_sizes(SIZES[1]) == list(SIZES[:2])
-    assert piece_sizes(4096) == list(SIZES)
+    assert prefill_sizes(SIZES[0] - 1) == []
+    assert prefill_sizes(SIZES[1]) == list(SIZES[:2])
+    assert prefill_sizes(4096) == list(SIZES)
 
 
 @pytest.mark.parametrize(
@@ -157,15 +157,15 @@ def test_a_layer_that_is_loaded_is_waited_for_before_its_piece(llama: Path, monk
 def test_they_end_with_the_group(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(llama)
     in_pieces(runner, monkeypatch)
-    assert runner.pieces is not None
-    assert runner.pieces.graphs in runner.group._captured
+    assert runner.prefill_graphs is not None
+    assert runner.prefill_graphs.graphs in runner.group._captured
 
 
 def test_steps_too_small_for_pieces_have_none(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(llama, max_step_tokens=15)
     capturable(monkeypatch)
     runner.capture([8])
-    assert runner.pieces is None
+    assert runner.prefill_graphs is None
     first = Prefill(0, 0, (5, 6, 7), sample=True)
     said, _ = run(runner, replace(EMPTY, prefills=(first,), starts=(start(0, SamplingParams(), (), 3),)))
     assert 0 in said
@@ -209,7 +209,7 @@ for make in (assemble, captured):
     found.append([(output.completions, (output.prompt_logprobs or [])[1:]) for output in outputs])
 assert found[0] == found[1]
 assert parts.count(2) > 0, "steps are cut in two"
-assert len(runners[0].pieces.graphs.ran) > 3, "some have pieces"
+assert len(runners[0].prefill_graphs.graphs.ran) > 3, "some have pieces"
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 from hash_model import VOCAB, HashMask, drawn_first, expected, make_config, make_sequence
 from simulation import Simulation, WrongAnswerError
 
-from fastgen.engine.admission import Expectation
+from fastgen.engine.admission import LengthEstimate
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.pages import Changes, PageAllocator
 from fastgen.engine.scheduler import Scheduler
@@ -92,17 +92,17 @@ def resume(sequence: Sequence, rng: random.Random) -> None:
             sequence.mask.accept(token)
 
 
-def random_expectation(rng: random.Random, crowd: bool) -> Expectation:
+def random_estimate(rng: random.Random, crowd: bool) -> LengthEstimate:
     """One that is above all answers, or one that may be below some or all of them."""
     if crowd and rng.random() < 0.5:
-        return Expectation(0, 0, 0, exact=False)
+        return LengthEstimate(0, 0, 0, exact=False)
     if rng.random() < 0.3:
-        return Expectation()
+        return LengthEstimate()
     average, least, weight = rng.choice((0, 0, 2, 10)), rng.choice((0, 3)), rng.choice((0, 1 / 16, 1))
-    return Expectation(average, least, weight, exact=rng.random() < 0.5)
+    return LengthEstimate(average, least, weight, exact=rng.random() < 0.5)
 
 
-MakeScheduler = Callable[[EngineConfig, Expectation], Scheduler]
+MakeScheduler = Callable[[EngineConfig, LengthEstimate], Scheduler]
 
 
 def random_simulation(seed: int, make_scheduler: MakeScheduler = Scheduler, check: bool = True) -> Simulation:
@@ -123,7 +123,7 @@ def random_simulation(seed: int, make_scheduler: MakeScheduler = Scheduler, chec
         aborts=rng.choice((0.0, 0.0, 0.1)),
         trouble=rng.choice((0.0, 0.0, 0.02)),
         updates=rng.choice((0.0, 0.0, 0.0, 0.05)),
-        scheduler=make_scheduler(config, random_expectation(rng, crowd)),
+        scheduler=make_scheduler(config, random_estimate(rng, crowd)),
         check=check,
     )
     simulation.scheduler.closed = rng.random() < 0.3  # waves
@@ -136,7 +136,7 @@ def test_any_schedule_gives_the_answers_of_no_schedule(first: int) -> None:
         try:
             simulation = random_simulation(seed).run()
             scheduler = simulation.scheduler
-            if scheduler.expectation.least == Expectation.least and not simulation.seen["reset"]:
+            if scheduler.estimate.least == LengthEstimate.least and not simulation.seen["reset"]:
                 asked = simulation.seen["computed again"]
                 assert scheduler.preemptions == asked, "preempted where no answer got longer than expected"
         except Exception as error:
@@ -167,8 +167,8 @@ class DoubledPages(PageAllocator):
 
 
 def with_pages(kind: type[PageAllocator]) -> MakeScheduler:
-    def make(config: EngineConfig, expectation: Expectation) -> Scheduler:
-        scheduler = Scheduler(config, expectation)
+    def make(config: EngineConfig, estimate: LengthEstimate) -> Scheduler:
+        scheduler = Scheduler(config, estimate)
         scheduler.pages = scheduler.reservations.pages = kind(config.num_pages, config.page_size, config.host_pages)
         return scheduler
 
@@ -208,13 +208,13 @@ class RemembersOldWeights(PageAllocator):
 
 
 class KeepsOldKV(Scheduler):
-    def compute_again(self) -> None:
+    def preempt_all(self) -> None:
         """Does not."""
 
 
 class IndexesOldKV(Scheduler):
-    def forget_prefixes(self) -> None:
-        super().forget_prefixes()
+    def drop_prefixes(self) -> None:
+        super().drop_prefixes()
         self._tips = [sequence and self.pages.root for sequence in self.lanes]
 
 

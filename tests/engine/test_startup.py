@@ -22,7 +22,7 @@ from fastgen.engine.startup import (
     _largest_batches,
     _launch_products,
     _measure_pages,
-    _rehearse,
+    _run_largest_steps,
     device_memory,
     find_device,
     find_devices,
@@ -203,7 +203,7 @@ def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
     runner = _assemble(_build_model(read_config(llama), config, llama, "dummy", Group()), replace(config, host_pages=3))
     runner.pool.whole.normal_()
     before = runner.pool.whole.clone()
-    _rehearse(runner)
+    _run_largest_steps(runner)
     assert torch.equal(runner.pool.whole[:, :, :9], before[:, :, :9])
 
 
@@ -266,7 +266,7 @@ def test_deterministic_mode_is_off_where_its_kernels_do_not_compile(
 def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:
     with Generator(llama, max_seqs=4, max_step_tokens=32, page_size=16) as gen:
         expected = gen.generate([[5, 6, 7]], SamplingParams(max_tokens=9, temperature=0))
-        _rehearse(gen._runner)
+        _run_largest_steps(gen._runner)
         assert gen.generate([[5, 6, 7]], SamplingParams(max_tokens=9, temperature=0))[0].completions == (
             expected[0].completions
         )

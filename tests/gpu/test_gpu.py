@@ -72,7 +72,7 @@ def test_preemption_changes_nothing_in_float32(expected: list[list[int]]) -> Non
             for _ in range(9):
                 collect_events(gen, found)
             gen._settle()
-            gen._scheduler.compute_again()
+            gen._scheduler.preempt_all()
         collect_events(gen, found)
         assert gen.stats.preemptions > len(CHATS)
     assert list(found.values()) == expected

@@ -129,7 +129,7 @@ def test_steps_in_pieces_are_those_launched_kernel_by_kernel(
     draw = np.random.default_rng(0)
     with Generator(**options, prefix_cache=False) as gen:
         runner, vocab = gen._runner, gen.model_config.vocab_size
-        pieces = runner.pieces
+        pieces = runner.prefill_graphs
         assert pieces is not None
         prompts = [
             draw.integers(0, vocab, length).tolist() for length in (1, 9, 16, 17, 32, 33, 64, 100, 160, 255, 256)
@@ -150,7 +150,7 @@ def test_steps_in_pieces_are_those_launched_kernel_by_kernel(
         for run in (lambda number: (ran.append(number), replay(number)), pieces._piece):
             monkeypatch.setattr(pieces.graphs, "run", run)
             found.append(said())
-        runner.pieces = None
+        runner.prefill_graphs = None
         found.append(said())
     assert {number // len(runner.model.layers) for number in ran} == set(pieces.sizes)
     assert found[0] == found[1]

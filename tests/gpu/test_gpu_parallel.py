@@ -23,7 +23,7 @@ from test_logits import forget, reference, token_logprobs, write_config
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
-from fastgen.engine.admission import Expectation
+from fastgen.engine.admission import LengthEstimate
 from fastgen.engine.scheduler import Scheduler
 from fastgen.request import Completion, Prompt, RequestOutput
 
@@ -65,7 +65,7 @@ def one_gpu() -> dict[str, list[RequestOutput]]:
 def parallel(one_gpu: dict[str, list[RequestOutput]]) -> Iterator[Generator]:
     """A Generator on several GPUs, with few pages, which takes in more sequences than these hold."""
     with Generator(**FLOAT32, **FEW_PAGES, tensor_parallel=RANKS) as gen:
-        gen._scheduler = Scheduler(gen.config, Expectation(average=0, least=0, weight=0, exact=False))
+        gen._scheduler = Scheduler(gen.config, LengthEstimate(average=0, least=0, weight=0, exact=False))
         yield gen
 
 
