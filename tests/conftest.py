@@ -35,6 +35,13 @@ if os.environ.get("TRITON_INTERPRET"):
 
         hasten()
 
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Limit the workers that share a GPU: each holds kernels and models on it, and starts processes of its own."""
+    return 6 if torch.cuda.is_available() else None
+
+
 VOCAB = 320
 EOS = 2
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -109,7 +109,7 @@ ABOUT: tuple[_What, ...] = (
         ("How large is fastgen?", "How many lines is fastgen?", "How long is the code of fastgen?",
          "Can I read the code?",
          "Is fastgen easy to read?"),
-        ("The core of fastgen is about 4,000 lines. You can read it in an afternoon.",),
+        ("The core of fastgen, the engine and the model, is about 5,000 lines. You can read it in an afternoon.",),
     ),
     (
         ("How do I get the same answer again?", "Is fastgen deterministic?", "How do I make it reproducible?",
@@ -129,7 +129,8 @@ ABOUT: tuple[_What, ...] = (
     ),
     (
         ("Where is the documentation?", "Where can I read more?", "Is there a README?", "Where do I find help?"),
-        ("Read the README in the repository; it has examples and a map of the code.",),
+        ("Read the README in the repository first; the folder docs has a guide for each topic, and a tour of the "
+         "code.",),
     ),
 )  # fmt: skip
 

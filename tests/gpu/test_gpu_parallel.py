@@ -314,6 +314,7 @@ def generate_until(gen: Generator, until: float) -> None:
         gen.generate(CHATS[:2], LONG)
 
 
+@pytest.mark.alone
 def test_a_killed_rank_ends_the_others() -> None:
     free_memory()  # makes a context on each GPU, which takes memory too
     before, segments, known = free_memory(), shared_segments(), ranks_of(os.getpid())
