@@ -18,7 +18,7 @@ from fastgen.device.profiling import span
 from fastgen.model.attention import Attention
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.transformer import StepInput, Stream, Transformer
-from fastgen.parallel.residual import Whole
+from fastgen.parallel.residual import ReplicatedResidual
 
 SIZES = (16, 32, 64, 96, 128, 192, 256)
 """Tokens that pieces are captured for; few, since each takes a graph a layer. Multiples of ROW_TILE."""
@@ -62,7 +62,7 @@ class PrefillGraphs:
         self._ids[:size] = step.token_ids
         self._positions[:size] = step.mapping.positions
         self._slots[:size] = step.mapping.slots
-        stream, q = Stream(step, Whole(model.group, self._x[:size])), self._q[:size]
+        stream, q = Stream(step, ReplicatedResidual(model.group, self._x[:size])), self._q[:size]
         for number in range(self._layers):
             if number:
                 attended = model.attend(stream, number - 1, q, attention)
@@ -80,7 +80,7 @@ class PrefillGraphs:
         size, layer = divmod(number, self._layers)
         model, x, ids = self._model, self._x[:size], self._ids[:size]
         mapping = model.slot_mapping(self._pool, self._positions[:size], self._slots[:size], size)
-        stream = Stream(StepInput(ids, mapping, plan=None), Whole(model.group, x))
+        stream = Stream(StepInput(ids, mapping, plan=None), ReplicatedResidual(model.group, x))
         if layer == 0:
             x.copy_(model.embed([ids])[0].whole())
         else:

@@ -152,7 +152,7 @@ def build_rank(
         EngineConfig.make,
         model_config.split(group.size),
         device=device,
-        memory=group.least(device_memory(device)),
+        memory=group.minimum(device_memory(device)),
         tensor_parallel=group.size,
         kernels=kernels_of(gpu),
     )
@@ -247,7 +247,7 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     release_memory(config.device)
     room = left - GRAPH_BYTES * graphs - (1 - config.memory_fraction) * free
     page_bytes = config.page_bytes(model.config)
-    pages = model.group.least(int(room // page_bytes) - 1)
+    pages = model.group.minimum(int(room // page_bytes) - 1)
     if pages < max(config.max_seqs, 2):
         step = free - weights - left
         raise ValueError(

@@ -32,7 +32,7 @@ from fastgen.model.rope import rope_tables
 from fastgen.model.weights import Shard
 from fastgen.parallel.group import Group
 from fastgen.parallel.overlap import HALVES
-from fastgen.parallel.residual import Residual, SharedOut, Whole
+from fastgen.parallel.residual import ReplicatedResidual, Residual, ShardedResidual
 
 ROW_TILE = 16
 """Steps and logits are padded to a multiple of so many rows: BLAS sums a row alike for all of them (promise 1)."""
@@ -312,13 +312,13 @@ class Transformer:
     def embed(self, parts: Sequence[Tensor]) -> list[Residual]:
         """The residual streams of ids [T] each."""
         if self.group.size == 1:
-            return [Whole(self.group, F.embedding(ids, self.embedding)) for ids in parts]
+            return [ReplicatedResidual(self.group, F.embedding(ids, self.embedding)) for ids in parts]
         found = [self._own_embedding(ids) for ids in parts]  # one of the ranks has it, and all others nothing
         exchange = self.group.exchange
         if exchange is None or len(parts) != HALVES or max(map(len, parts)) > exchange.tokens:
-            return [Whole(self.group, self.group.all_reduce(x)) for x in found]
+            return [ReplicatedResidual(self.group, self.group.all_reduce(x)) for x in found]
         norm = self.layers[0].input_norm
-        return [SharedOut.begin(self.group, exchange, half, x, norm) for half, x in enumerate(found)]
+        return [ShardedResidual.begin(self.group, exchange, half, x, norm) for half, x in enumerate(found)]
 
     def _own_embedding(self, ids: Tensor) -> Tensor:
         """[T, hidden], of ids [T]: zeros for those that other ranks hold."""
@@ -333,7 +333,9 @@ class Transformer:
         """
         step, plan = stream.step, stream.step.plan
         if step.ends is not None and number == len(self.layers) - 1:
-            stream.residual, q = Whole(self.group, _padded(stream.residual.rows(step.ends.rows))), q[step.ends.rows]
+            wanted = step.ends.rows
+            stream.residual = ReplicatedResidual(self.group, _padded(stream.residual.rows(wanted)))
+            q = q[wanted]
             if not len(q):
                 return q.flatten(1)
             plan = attention.plan(step.ends.layout)
@@ -363,7 +365,7 @@ class Transformer:
         """Add the product with a weight whose columns are shared out to the residual stream. following: the norm that
         comes next, if it is within the layers."""
         if self.group.size == 1:
-            stream.residual = Whole(self.group, apply(linear, x, self.work, add=stream.residual.whole()))
+            stream.residual = ReplicatedResidual(self.group, apply(linear, x, self.work, add=stream.residual.whole()))
         else:
             stream.residual.add(apply(linear, x, self.work), following)
 

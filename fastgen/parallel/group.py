@@ -287,7 +287,7 @@ class Group:
             raise error
         raise_first(dict(enumerate(errors)))
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         """The least of all ranks' numbers. Waits for them."""
         if self.size == 1:
             return number

@@ -24,7 +24,7 @@ class Input(NamedTuple):
     delta: Tensor | None
 
 
-class Whole:
+class ReplicatedResidual:
     """x [T, hidden] is on every rank, the same on all."""
 
     def __init__(self, group: Group, x: Tensor) -> None:
@@ -57,7 +57,7 @@ class Whole:
         return self._x
 
 
-class SharedOut:
+class ShardedResidual:
     """Each rank holds some of the rows, and has all others only as input of the next product
     (`parallel/overlap.py`)."""
 
@@ -68,7 +68,7 @@ class SharedOut:
         self._gathering: Gathering | None = None
 
     @classmethod
-    def begin(cls, group: Group, exchange: Exchange, half: int, y: Tensor, following: RMSNorm) -> SharedOut:
+    def begin(cls, group: Group, exchange: Exchange, half: int, y: Tensor, following: RMSNorm) -> ShardedResidual:
         """The sum of all ranks' y [T, hidden]."""
         found = cls(group, exchange, half, len(y), torch.zeros_like(y[exchange.rows(len(y))]))
         found.add(y, following)
@@ -107,4 +107,4 @@ class SharedOut:
         return waited.wait()
 
 
-Residual = Whole | SharedOut
+Residual = ReplicatedResidual | ShardedResidual

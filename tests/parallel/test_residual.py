@@ -18,7 +18,7 @@ from fastgen import Generator, SamplingParams
 from fastgen.engine import runner
 from fastgen.parallel.group import Group
 from fastgen.parallel.overlap import Exchange
-from fastgen.parallel.residual import SharedOut
+from fastgen.parallel.residual import ShardedResidual
 
 pytestmark = pytest.mark.timeout(120)
 NEAR_TIE = 1e-4
@@ -38,13 +38,13 @@ from fastgen import Generator, SamplingParams
 rank, size, folder, prompts, options = int(sys.argv[1]), int(sys.argv[2]), *map(json.loads, sys.argv[4:])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=size)
 runner.CUT_TOKENS, runner.CUT_MULTIPLE = 8, 1  # halves of any size, that ranks do not divide
-begin, sizes = residual.SharedOut.begin, []
+begin, sizes = residual.ShardedResidual.begin, []
 
 def noted(group, exchange, half, y, following):
     sizes.append(len(y))
     return begin(group, exchange, half, y, following)
 
-residual.SharedOut.begin = noted
+residual.ShardedResidual.begin = noted
 largest = startup.largest_half
 found = []
 for half in (largest, lambda tokens: 0):
@@ -119,9 +119,9 @@ def test_wanted_rows_come_from_their_owners(count: int) -> None:
     found = []
     for rank in range(4):
         made = Alone(rank, 4, 16)
-        found.append(SharedOut(Group(), made, 0, count, x[made.rows(count)]).rows(rows))
+        found.append(ShardedResidual(Group(), made, 0, count, x[made.rows(count)]).rows(rows))
     assert torch.equal(sum(found), x[rows])
-    assert SharedOut(Group(), Alone(0, 4, 16), 0, count, x[:1]).rows(rows[:0]).shape == (0, 8)
+    assert ShardedResidual(Group(), Alone(0, 4, 16), 0, count, x[:1]).rows(rows[:0]).shape == (0, 8)
 
 
 def test_the_largest_half_is_that_of_a_step_without_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
