@@ -58,7 +58,7 @@ class Generator:
         that were preempted, need not compute it again.
     host_cache_gb: 10^9 bytes of the host's memory, pinned, where such pages go when the pool needs their place, and
         come back from; 0: none.
-    attention: "auto" (what measured fastest on the device; in deterministic mode paged), "flash", "paged" or
+    attention: "auto" (paged on a GPU, reference on the CPU), "flash" (flash-attn for prefills), "paged" or
         "reference".
     tensor_parallel: the number of GPUs that hold the model together. This process drives the first, and starts one
         for each other.

@@ -100,7 +100,7 @@ class EngineConfig:
             max_step_tokens=max_step_tokens,
             page_size=page_size,
             num_pages=0,
-            attention=_attention(attention, deterministic, gpu),
+            attention=attention if attention != "auto" else "paged" if gpu else "reference",
             memory_fraction=memory_fraction,
             prefix_cache=prefix_cache,
             tensor_parallel=tensor_parallel,
@@ -130,14 +130,6 @@ class EngineConfig:
     def useful_pages(self) -> int:
         """What all lanes can fill, and one."""
         return self.max_seqs * -(-self.max_model_len // self.page_size) + 1
-
-
-def _attention(asked: str, deterministic: bool, gpu: bool) -> str:
-    if asked != "auto":
-        return asked
-    if not gpu:
-        return "reference"
-    return "paged" if deterministic else "auto"
 
 
 def _check_deterministic(model: ModelConfig, attention: str, ranks: int, gpu: bool) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgen.device.cuda_graphs import Graphs, batch_sizes, shared_sizes
 from fastgen.device.memory import release_memory, taken
-from fastgen.device.pinned import upload
+from fastgen.device.pinned import upload, upload_together
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.prefill_graphs import PrefillGraphs, prefill_sizes
 from fastgen.kernels.lanes import DecodeInput, advance
@@ -306,7 +306,7 @@ class Runner:
         if batch.copies:
             sources, targets = zip(*batch.copies, strict=True)
             assert {*targets, *batch.fresh, *(page for _, page in batch.loads)}.isdisjoint(sources)
-            self.pool.copy(*self._upload(np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)))
+            self.pool.copy(*upload_together([np.array(sources), np.array(targets)], self.device))
         return arrivals
 
     def _look(self, decodes: tuple[int, ...]) -> bool:
@@ -345,7 +345,7 @@ class Runner:
         if pieces:
             padding = pieces.size_of(total) - total
         few = len(step.rows) < total and not any(chunk.score for chunk in batch.prefills)
-        ids, positions, owners, lanes, kv_lens, rows, drawn_from, drawing, drawn_at = self._upload(
+        ids, positions, owners, lanes, kv_lens, rows, drawn_from, drawing, drawn_at = upload_together([
             step.token_ids(batch, padding),
             step.positions(padding),
             np.repeat(step.lanes, step.query_lens),
@@ -355,7 +355,7 @@ class Runner:
             np.repeat(np.arange(len(step.rows)) if few else step.rows, step.draws[step.draws > 0]),
             np.array(batch.sampling, dtype=np.int64),
             np.repeat(step.kv_lens, step.draws),
-        )
+        ], self.device)  # fmt: skip
         ids[:decodes] = self.state.last_token[lanes[:decodes]]
         self.kv_lens.index_put_((lanes,), kv_lens.int())
         page_size = self.pool.page_size
@@ -404,13 +404,6 @@ class Runner:
                     found.append(_Scores(chunk.lane, chunk.start + wanted.row + 1 + at, *sent))  # type: ignore[arg-type]
             first += len(chunk.tokens)
         return found
-
-    def _upload(self, *arrays: np.ndarray) -> list[Tensor]:
-        """int64 arrays as device tensors, in one copy. Each begins at a multiple of 16 bytes, or Triton would compile
-        kernels anew for those that do not."""
-        padded = [array if len(array) % 2 == 0 else np.append(array, 0) for array in arrays]
-        parts = torch.split(upload(np.concatenate(padded), self.device), [len(array) for array in padded])
-        return [part[: len(array)] for part, array in zip(parts, arrays, strict=True)]
 
     def _to_host(self, tensor: Tensor | None) -> Tensor | None:
         """A copy that is there when what was launched so far has run."""

@@ -28,6 +28,7 @@ from torch import Tensor
 from fastgen.kernels import hopper_decode, tiles
 from fastgen.kernels import items as lists
 from fastgen.kernels.launch import Chip
+from fastgen.model.attention.flash import FlashAttention
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention
 from fastgen.model.kv_pool import KVPool
@@ -221,15 +222,12 @@ def in_triton(setup: Setup) -> Iterator[None]:
 
 
 def time_flash(setup: Setup) -> tuple[float, float] | str:
-    """Seconds of a layer and the error; or why not. Launched by the host, which shows in small cases."""
+    """Return seconds a layer and the error of a step of prefills; or why there are none. The host launches each layer,
+    which shows in small cases."""
+    if setup.case.decodes:
+        return "decodes go through paged"
     try:
-        from fastgen.model.attention.flash import FlashAttention, why_not
-    except ImportError as missing:
-        return str(missing)
-    if reason := why_not(setup.pool):
-        return reason
-    try:
-        flash = FlashAttention(setup.pool, setup.heads, (0,), setup.paged, decodes=True)
+        flash = FlashAttention(setup.pool, setup.heads, (0,), setup.case.count, len(setup.q), setup.case.length)
     except ValueError as refused:
         return str(refused)
     plan = flash.plan(setup.layout)

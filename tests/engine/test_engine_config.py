@@ -134,15 +134,15 @@ def test_deterministic_mode_is_on_where_it_costs_little() -> None:
         return config.deterministic, config.attention, config.kernels
 
     assert modes() == modes(dtype="float16") == modes(attention="paged") == (True, "paged", "gluon")
-    assert modes(deterministic=False) == (False, "auto", "triton")
+    assert modes(deterministic=False) == (False, "paged", "triton")
     assert modes(attention="flash") == (False, "flash", "triton")
-    assert modes(kernels="torch") == (False, "auto", "torch")
+    assert modes(kernels="torch") == (False, "paged", "torch")
     assert modes(kernels="triton", deterministic=True) == (True, "paged", "triton")
     for other in ({"dtype": "float32"}, {"kernels": "triton"}, {"page_size": 32}, {"tensor_parallel": 2}):
-        assert modes(**other) == (False, "auto", "triton"), other
+        assert modes(**other) == (False, "paged", "triton"), other
     slow = ({"head_size": 256}, {"head_size": 32}, {"head_size": 100}, {"intermediate_size": 100}, {"num_heads": 1000})
     for change in slow:
-        assert modes(replace(model, **change)) == (False, "auto", "triton"), change
+        assert modes(replace(model, **change)) == (False, "paged", "triton"), change
 
 
 def test_the_default_of_deterministic_mode_has_its_fast_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ LARGE = replace(
 def test_lanes_and_budget_suit_the_model_and_the_gpu(memory: float, lanes: int, budget: int) -> None:
     config = EngineConfig.make(LARGE, device="cuda", memory=int(memory))
     assert (config.max_seqs, config.max_step_tokens) == (lanes, budget)
-    assert (config.attention, config.num_pages) == ("auto", 0), "the pool is measured"
+    assert (config.attention, config.num_pages) == ("paged", 0), "the pool is measured"
     assert EngineConfig.make(LARGE, device="cuda", memory=int(memory), max_seqs=7).max_seqs == 7
     assert EngineConfig.make(LARGE, device="cuda", memory=int(memory), max_step_tokens=33).max_seqs == 33
 

@@ -7,13 +7,12 @@ import torch
 from ragged import KV_HEADS, LAYER, Ragged, assert_within
 from torch import Tensor
 
-from fastgen.model.attention import Attention
-from fastgen.model.attention.reference import ReferenceAttention
+from fastgen.model.attention import Attention, make_attention
 from fastgen.model.kv_pool import KVPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 
-NAMES = ["reference", "paged", "flash", "flash alone"]
+NAMES = ["reference", "paged", "flash"]
 PAGES = [16, 64, 128]
 WINDOWS = (0, 1, 100, 1000)
 SHAPES = sorted(
@@ -24,19 +23,11 @@ SHAPES = sorted(
 
 
 def make(name: str, pool: KVPool, num_heads: int, max_seqs: int, tokens: int) -> Attention:
-    """flash: prefills by flash, decodes by paged; flash alone: both by flash. Skips where it can not run."""
-    if name == "reference":
-        return ReferenceAttention(pool)
-    from fastgen.model.attention.flash import FlashAttention, why_not
-    from fastgen.model.attention.paged import PagedAttention
-
-    paged = PagedAttention(pool, num_heads, WINDOWS, max_seqs, tokens, 2048)
-    if name == "paged":
-        return paged
-    missing = why_not(pool)
-    if missing:
-        pytest.skip(missing)
-    return FlashAttention(pool, num_heads, WINDOWS, paged, decodes=name == "flash alone", max_seqs=max_seqs)
+    """Skips flash where it does not run."""
+    try:
+        return make_attention(name, pool, num_heads, WINDOWS, max_seqs, tokens, 2048)
+    except ValueError as error:
+        pytest.skip(str(error))
 
 
 def attention_of(name: str, case: Ragged) -> Attention:
@@ -95,7 +86,7 @@ def test_they_agree_on_decodes_alone_and_on_prefills_alone(query_lens: list[int]
     check(attention_of(name, case), case, 0)
 
 
-@pytest.mark.parametrize("name", ["paged", "flash", "flash alone"])
+@pytest.mark.parametrize("name", ["paged", "flash"])
 @pytest.mark.parametrize("page_size", [64, 128])
 def test_a_captured_decode_follows_the_device(page_size: int, name: str) -> None:
     """A graph that holds the plan too answers for the lanes, lengths and pages that are there when it is replayed."""
@@ -134,13 +125,13 @@ def test_a_captured_decode_follows_the_device(page_size: int, name: str) -> None
 def test_flash_compiles_nothing_after_the_start() -> None:
     interface = pytest.importorskip("flash_attn.cute.interface")
     size, group = 96, 2  # a shape that no other test has
-    make("flash alone", Ragged(size, group, 128, torch.bfloat16).pool("cuda"), group * KV_HEADS, 300, 1000)
+    make("flash", Ragged(size, group, 128, torch.bfloat16).pool("cuda"), group * KV_HEADS, 300, 1000)
     functions = (interface._flash_attn_fwd, interface._compute_tile_cumsum, interface._compute_blocks_to_batch)
     before = [len(function.compile_cache.cache) for function in functions]
     assert before[0] >= 4
-    for query_lens in (None, [1], [1] * 60, [3] * 40, [500], [1] * 299, [2] * 299):
+    for query_lens in (None, [3], [3] * 40, [500], [2] * 299):
         case = Ragged(size, group, 128, torch.bfloat16, query_lens=query_lens)
-        attention = make("flash alone", case.pool("cuda"), group * KV_HEADS, 300, 1000)
+        attention = make("flash", case.pool("cuda"), group * KV_HEADS, 300, 1000)
         for window in WINDOWS:
             check(attention, case, window)
     assert [len(function.compile_cache.cache) for function in functions] == before

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastgen.device.pinned import upload_together
 from fastgen.kernels import attention as kernel
 from fastgen.kernels import hopper_decode, tiles
 from fastgen.kernels import items as lists
@@ -27,7 +28,7 @@ DEPTH = 64  # priors of a row, at most, where few rows share
 
 
 @dataclass(frozen=True)
-class _Plan:
+class PagedPlan:
     """work: for each window, the lists that a layer with it goes through, one launch each."""
 
     page_table: Tensor
@@ -117,7 +118,7 @@ class PagedAttention:
 
     def plan_decode(
         self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
-    ) -> _Plan:
+    ) -> PagedPlan:
         """The lists are made on the device, in the step's own graph; that of what is shared is there already."""
         sequences = len(lanes)
         assert sequences <= self.max_seqs
@@ -126,7 +127,7 @@ class PagedAttention:
         lists.plan_decode(lanes, kv_lens, self._windows, self._lists, split, most, rows)
         few = sequences * self.num_kv <= tiles.FILLED * self.chip.processors
         config = self.configs[tiles.FEW if few else tiles.DECODE]
-        plan = _Plan(page_table, {window: [] for window in self.windows})
+        plan = PagedPlan(page_table, {window: [] for window in self.windows})
         for number, window in enumerate(self.windows):
             if rows is not None:
                 group = self.configs[tiles.GROUP]
@@ -151,7 +152,7 @@ class PagedAttention:
             return config.keys, self._most_fixed
         return lists.WHOLE, 1
 
-    def plan(self, layout: StepLayout) -> _Plan:
+    def plan(self, layout: StepLayout) -> PagedPlan:
         """Decodes are planned as in a step of their own; the lists of the prefills come from here, with their lanes and
         lengths in one copy."""
         query_lens, kv_lens, lanes = (x.numpy() for x in (layout.query_lens, layout.kv_lens, layout.lanes))
@@ -169,8 +170,8 @@ class PagedAttention:
                 items = lists.prefill_items(chunks, window, tile, config.keys, units, slots)
                 counts.append(len(items))
                 pieces.append(lists.prefill_list(items))
-        on_device = _upload(pieces, device)
-        plan = _Plan(layout.page_table, {window: [] for window in self.windows})
+        on_device = upload_together(pieces, device)
+        plan = PagedPlan(layout.page_table, {window: [] for window in self.windows})
         if decodes:
             lens = on_device[1]
             plan = self.plan_decode(on_device[0].view(torch.int64), lens, layout.page_table, layout.shared)
@@ -178,7 +179,7 @@ class PagedAttention:
             plan.work[window].append(kernel.Items(made, count, config))
         return plan
 
-    def attend(self, plan: _Plan, layer: int, q: Tensor, window: int) -> Tensor:
+    def attend(self, plan: PagedPlan, layer: int, q: Tensor, window: int) -> Tensor:
         q = q.contiguous()  # it is, but where a torch twin made it
         out = torch.empty_like(q)
         for items in plan.work[window]:
@@ -221,17 +222,3 @@ class _SharedTable:
             host = host.pin_memory()
         self._empty = False
         self._whole[: len(host)].copy_(host, non_blocking=True)
-
-
-def _upload(pieces: list[NDArray[np.int32]], device: torch.device) -> list[Tensor]:
-    """Copies of the pieces, in one transfer. Each begins at a multiple of 16 bytes, as others of its kind do, so that
-    Triton does not compile kernels anew for another alignment."""
-    sizes = [-(-len(piece) // 4) * 4 for piece in pieces]
-    whole = np.zeros(sum(sizes), np.int32)
-    for at, piece in zip(np.cumsum(sizes) - sizes, pieces, strict=True):
-        whole[at : at + len(piece)] = piece
-    host = torch.from_numpy(whole)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    parts = torch.split(host.to(device, non_blocking=True), sizes)
-    return [part[: len(piece)] for part, piece in zip(parts, pieces, strict=True)]
