@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from fastgen.device.memory import release_memory
-from fastgen.device.profiling import Recorder, Tracer, span
+from fastgen.device.profiling import Tracer, span
 from fastgen.engine.inputs import InputProcessor, paired, scored
 from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats, failed, shown
@@ -123,7 +123,7 @@ class Generator:
         self.config = self._runner.config  # only now is it known how large the KV pool is
         self.max_model_len = self.config.max_model_len
         log_start(self.folder.name, time.perf_counter() - start, self.config, self.model_config)
-        self.recorder = Recorder(Tracer(self.config.device))
+        self._tracer = Tracer(self.config.device)
         self._inputs = InputProcessor(self.model_config, self.tokenizer, self.max_model_len, seed)
         self._weights = Weights()
         self._scheduler = Scheduler(self.config)
@@ -328,14 +328,14 @@ class Generator:
         return self._stats.now(self._scheduler)
 
     def profile(self, path: str | Path, steps: int = 8) -> AbstractContextManager[None]:
-        """Write a Chrome trace of the next `steps` steps that run inside the block (`with`), or of all if fewer do.
+        """Record the block (`with`) until `steps` steps have run in it, and write a Chrome trace at the block's end.
 
-        path: of a new file, .json or .json.gz. The trace has what the CPU and a GPU did, and ranges for the parts of
-        a step: schedule, launch, collect (of the step before) and update. Of several ranks, rank 0 writes it. Raises
-        ValueError (in a tp_group on rank 0) for
-        steps below 1, for a path in no folder, and where a trace is being recorded already.
+        path: of a new file, .json or .json.gz. The trace shows what the CPU and a GPU did, with ranges for the parts of
+        a step: schedule, launch, collect (of the step before) and update. With several ranks, rank 0 writes it. Raises
+        ValueError (in a tp_group on rank 0) for steps below 1, for a path in no folder, and where a trace is being
+        recorded already.
         """
-        return nullcontext() if isinstance(self._team, Follower) else self.recorder.block(path, steps)
+        return nullcontext() if isinstance(self._team, Follower) else self._tracer.block(path, steps)
 
     def update_weights(
         self,
@@ -432,8 +432,7 @@ class Generator:
             self._in_flight = None
             runner, self._team = self._runner, None  # nobody is there to call with
             del self._runner
-            with closing(runner):
-                self.recorder.finish()
+            runner.close()
             del runner
             release_memory(self.config.device)
 
@@ -453,7 +452,6 @@ class Generator:
         """One turn of the loop: launch a step, then read the one before it."""
         self._weights.check()
         start = time.perf_counter()
-        self.recorder.before_step()
         with self._step_or_reset():
             with span("schedule"):
                 batch = self._scheduler.schedule()
@@ -475,7 +473,7 @@ class Generator:
         self._stats.steps += batch is not None
         self._stats.step_seconds += time.perf_counter() - start
         if batch is not None:
-            self.recorder.after_step()
+            self._tracer.end_step()
         if self._stats.step_seconds - self._logged.step_seconds >= LOG_SECONDS:
             stats = self.stats
             log.info("%s", stats.since(self._logged))

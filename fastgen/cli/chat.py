@@ -14,12 +14,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fastgen import __version__
 from fastgen.cli.remote import Remote
-from fastgen.cli.signals import leave, trace_on_signal
+from fastgen.cli.signals import leave
 from fastgen.cli.speakers import Interrupt, Local, RefusedError, Reply, Speaker
 from fastgen.request import SamplingParams
 
@@ -318,7 +317,6 @@ def _load_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
         params = SamplingParams(**{**sampling_defaults(gen.folder), **given})
     finally:
         signal.signal(signal.SIGINT, interruptible)
-    trace_on_signal(gen, Path())
     with gen:
         status = run(Local(gen, params), args.system and _encodable(args.system))
         if args.verbose:

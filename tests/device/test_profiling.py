@@ -5,13 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import os
-import re
-import signal
-import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 import bench_host
 
 from fastgen import Generator, SamplingParams
-from fastgen.cli.signals import trace_on_signal
 from fastgen.device.profiling import span
 
 pytestmark = pytest.mark.timeout(120)
@@ -92,13 +86,6 @@ def test_what_ends_a_block_early_comes_out_and_the_trace_is_there(gen: Generator
     gen.abort("a")
 
 
-def test_a_block_without_a_step_says_so(gen: Generator, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with gen.profile(tmp_path / "trace.json"):
-        pass
-    assert "no step has run" in caplog.text
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, None])
 def test_steps_that_make_no_sense(gen: Generator, tmp_path: Path, steps: Any) -> None:
     with pytest.raises(ValueError, match="at least 1"), gen.profile(tmp_path / "trace.json", steps=steps):
@@ -124,29 +111,10 @@ def test_one_trace_at_a_time(gen: Generator, tmp_path: Path) -> None:
         gen.profile(tmp_path / "inner.json"),
     ):
         pass
-    with gen.profile(tmp_path / "first.json", steps=1):
-        gen.generate([[5]], PARAMS)
-        with gen.profile(tmp_path / "second.json", steps=2):  # the first has ended
+    for name, steps in (("first.json", 1), ("second.json", 2)):
+        with gen.profile(tmp_path / name, steps=steps):
             gen.generate([[5]], PARAMS)
     assert [spans(tmp_path / name)["launch"] for name in ("first.json", "second.json")] == [1, 2]
-
-
-def test_a_profiler_that_begins_within_the_block_wins(
-    gen: Generator, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with gen.profile(tmp_path / "trace.json"), torch.profiler.profile():
-        gen.generate([[5]], PARAMS)
-    assert "no trace in" in caplog.text
-
-
-def test_a_file_that_can_not_be_written_is_a_warning(
-    gen: Generator, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "folder").mkdir()
-    with gen.profile(tmp_path / "folder" / "trace.json.gz", steps=1):
-        (tmp_path / "folder").rmdir()
-        assert len(gen.generate([[5]], PARAMS)[0].completions[0].token_ids) == 20
-    assert "No such file" in caplog.text
 
 
 def test_spans_show_in_a_users_own_trace_and_cost_nothing_without(gen: Generator) -> None:
@@ -154,61 +122,6 @@ def test_spans_show_in_a_users_own_trace_and_cost_nothing_without(gen: Generator
         gen.generate([[5]], PARAMS)
     assert {event.key for event in profiler.key_averages()} >= set(PARTS)
     assert span("one") is span("other")
-
-
-# Signals.
-
-
-@pytest.fixture
-def usr2() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGUSR2)
-    yield
-    signal.signal(signal.SIGUSR2, before)
-
-
-@pytest.mark.usefixtures("usr2")
-def test_a_signal_asks_for_a_trace_of_the_next_steps(
-    gen: Generator, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trace_on_signal(gen, tmp_path)
-    gen.generate([[5]], PARAMS)
-    os.kill(os.getpid(), signal.SIGUSR2)
-    os.kill(os.getpid(), signal.SIGUSR2)  # one trace
-    assert not list(tmp_path.iterdir()), "a handler does nothing but set a flag"
-    gen.generate([[5]], PARAMS)
-    (path,) = tmp_path.iterdir()
-    assert re.fullmatch(rf"fastgen-{os.getpid()}-\d{{8}}-\d{{6}}\.json\.gz", path.name)
-    assert spans(path)["launch"] == 8
-    assert str(path) in caplog.text
-
-
-@pytest.mark.usefixtures("usr2")
-def test_a_signal_within_a_block_waits_for_its_end(gen: Generator, tmp_path: Path) -> None:
-    trace_on_signal(gen, tmp_path)
-    with gen.profile(tmp_path / "block.json", steps=2):
-        os.kill(os.getpid(), signal.SIGUSR2)
-        gen.generate([[5]], PARAMS)
-    path = next(tmp_path.glob("fastgen-*"))
-    assert (spans(tmp_path / "block.json")["launch"], spans(path)["launch"]) == (2, 8)
-
-
-def test_fgchat_obeys_the_signal(talker: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fastgen.cli.chat", str(talker), "--device", "cpu", "-v", "--max-tokens", "60"]
-    chat = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    assert chat.stdin is not None
-    assert chat.stdout is not None
-    chat.stdin.write("hello\n")
-    chat.stdin.flush()
-    assert chat.stdout.read(1)  # it has begun to answer
-    chat.send_signal(signal.SIGUSR2)
-    _, errors = chat.communicate("hello\n" * 2, timeout=60)  # with a third, what was drawn may pass the context
-    assert chat.returncode == 0, errors
-    (path,) = tmp_path.iterdir()
-    assert path.name.startswith(f"fastgen-{chat.pid}-")
-    assert path.name in errors
-    assert spans(path)["launch"] == 8
 
 
 # The line in the log.

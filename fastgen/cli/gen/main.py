@@ -35,7 +35,7 @@ from fastgen.cli.gen.work import (
     work,
 )
 from fastgen.cli.options import BUNDLED, MODEL, Option, add_flag
-from fastgen.cli.signals import leave, trace_on_signal
+from fastgen.cli.signals import leave
 from fastgen.cli.speakers import Interrupt
 from fastgen.request import SamplingParams
 
@@ -207,7 +207,6 @@ def _load(args: argparse.Namespace) -> Generator:
         gen = _generator(args)
     finally:
         signal.signal(signal.SIGINT, interruptible)
-    trace_on_signal(gen, Path())
     return gen
 
 

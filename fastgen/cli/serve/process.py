@@ -17,12 +17,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.serve.messages import Abort, EngineInfo, Message, Refused, Submit, Turn, encode, messages_of
-from fastgen.cli.signals import trace_on_signal
 from fastgen.parallel.errors import portable
 from fastgen.ranks.channel import Channel, Failed, Start
 from fastgen.ranks.processes import end_with_caller
@@ -180,7 +178,6 @@ def serve(connection: socket.socket) -> None:
         from fastgen.generator import Generator  # seconds of importing torch, which the other end can do without
 
         gen = Generator(**start.arguments)
-        trace_on_signal(gen, Path())
         channel.send(_info(gen))
         Loop(gen, channel, incoming).run()
     except BaseException as error:

@@ -284,7 +284,6 @@ def test_options_reach_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
             given.append((model, options))
 
     monkeypatch.setattr("fastgen.generator.Generator", Stub)
-    monkeypatch.setattr(main, "trace_on_signal", lambda gen, folder: None)
     parser = main.make_parser()
     options = ["--max-seqs", "4", "--no-prefix-cache", "--kv-cache-gb", "1.5", "--tensor-parallel", "2"]
     for model in ("some/model", "fastgen-tiny"):
