@@ -19,6 +19,7 @@ from fastgen.device.memory import release_memory
 from fastgen.device.profiling import Tracer, span
 from fastgen.engine.inputs import InputProcessor, paired, scored
 from fastgen.engine.interrupts import DeferredInterrupt
+from fastgen.engine.options import GeneratorOptions, takes_fields_of
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats, failed, shown
 from fastgen.engine.scheduler import Scheduler
 from fastgen.model.config import read_config
@@ -42,89 +43,34 @@ DROPPED = "the weights were dropped by sleep"
 
 
 class Generator:
-    """Generates text from a model, many requests at a time.
+    """A model that generates text, for many requests at a time.
 
-    model: a folder in Hugging Face format or a hub id; None: the bundled model. revision: of the hub id.
-    tokenizer: a folder or hub id to take the tokenizer from, where it is not the model's own.
-    dtype: "auto" (the checkpoint's on a GPU, float32 on the CPU), "float32", "bfloat16" or "float16".
-    device: a torch device; None: the GPU where torch can use one, else the CPU.
-    max_model_len: the context, prompt and answer together, in tokens; None: the model's, or what the KV pool holds
-        where that is less; the attribute of that name tells.
-    max_seqs: sequences that run at a time; max_step_tokens: tokens that a step computes at most; None: what suits.
-    page_size: tokens a page of the KV pool; num_pages, or kv_cache_gb (10^9 bytes, of all GPUs together), sizes the
-        pool. Where neither is given, a GPU's pool takes what weights and steps leave of memory_fraction of the memory
-        that is free.
-    prefix_cache: keep the KV of full pages while there is room, so that later prompts which begin alike, and sequences
-        that were preempted, need not compute it again.
-    host_cache_gb: 10^9 bytes of the host's memory, pinned, where such pages go when the pool needs their place, and
-        come back from; 0: none.
-    attention: "auto" (paged on a GPU, reference on the CPU), "flash" (flash-attn for prefills), "paged" or
-        "reference".
-    tensor_parallel: the number of GPUs that hold the model together. This process drives the first, and starts one
-        for each other.
-    tp_group: the same inside a program that has ranks already: a torch.distributed process group, or a DeviceMesh of
-        one dimension. Every rank makes the Generator and calls the same methods in the same order; rank 0's arguments
-        count, it alone reads the iterable of `stream`, and all get the same result.
-    deterministic: no bit of tokens and logprobs depends on the schedule. None: where it costs little, which is on one
-        Hopper GPU (H100, H200) in bfloat16 or float16 with heads of 64 to 128, and on the CPU; config.deterministic
-        tells.
-    load: "auto", or "dummy" for random weights.
-    seed: where requests without one derive theirs from; None: from the operating system.
+    The arguments are the fields of `GeneratorOptions`; `help(Generator)` describes them. `config` has the values that
+    were chosen for options that were left open, and `max_model_len` the context in tokens.
 
-    Raises ValueError for what can not work, saying what to change. Use it from one thread at a time. Nothing global is
-    changed: no default dtype or device, no random number generator.
+    Raises ValueError, or TypeError, for options that can not work, saying what to change. Use it from one thread at a
+    time. Nothing global is changed: no default dtype or device, no random number generator.
     """
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        revision: str | None = None,
-        tokenizer: str | Path | None = None,
-        dtype: str = "auto",
-        device: str | None = None,
-        max_model_len: int | None = None,
-        max_seqs: int | None = None,
-        max_step_tokens: int | None = None,
-        page_size: int = 64,
-        num_pages: int | None = None,
-        kv_cache_gb: float | None = None,
-        memory_fraction: float = 0.9,
-        prefix_cache: bool = True,
-        host_cache_gb: float = 0,
-        attention: str = "auto",
-        tensor_parallel: int = 1,
-        tp_group: Any = None,
-        deterministic: bool | None = None,
-        load: str = "auto",
-        seed: int | None = None,
-    ) -> None:
-        if load not in ("auto", "dummy"):
-            raise ValueError(f"load is {load!r}; it must be 'auto' or 'dummy'")
-        options = {
-            "dtype": dtype, "max_model_len": max_model_len, "max_seqs": max_seqs, "max_step_tokens": max_step_tokens,
-            "page_size": page_size, "num_pages": num_pages, "kv_cache_gb": kv_cache_gb, "prefix_cache": prefix_cache,
-            "memory_fraction": memory_fraction, "host_cache_gb": host_cache_gb, "attention": attention,
-            "deterministic": deterministic,
-        }  # fmt: skip
-        with agreeing(tp_group):
-            self.folder = resolve(model, revision, weights=False)  # the weights follow when all else is right
+    @takes_fields_of(GeneratorOptions)
+    def __init__(self, options: GeneratorOptions) -> None:
+        with agreeing(options.tp_group):
+            options.check()
+            self.folder = resolve(options.model, options.revision, weights=False)  # checks come before the weights
             self.model_config = read_config(self.folder)
-            setup = RankSetup.find(self.model_config, options, device, tensor_parallel, tp_group)
-            self.tokenizer = Tokenizer.find(self.folder if tokenizer is None else resolve(tokenizer, weights=False))
-            if tokenizer is not None and self.tokenizer is None:
-                raise ValueError(f"tokenizer is {str(tokenizer)!r}, which has no tokenizer files")
+            setup = RankSetup.find(self.model_config, options)
+            self.tokenizer = _find_tokenizer(options.tokenizer, self.folder)
             start = time.perf_counter()
-            if load == "auto":
-                self.folder = resolve(model, revision)
+            if options.load == "auto":
+                self.folder = resolve(options.model, options.revision)
         me = weakref.proxy(self)  # so that ranks end with what holds them
-        self._runner: Any = setup.start(self.folder, load, status=lambda: me.stats)
-        self._team: Leader | Follower | None = None if tp_group is None else self._runner
+        self._runner: Any = setup.start(self.folder, status=lambda: me.stats)
+        self._team: Leader | Follower | None = None if options.tp_group is None else self._runner
         self.config = self._runner.config  # only now is it known how large the KV pool is
         self.max_model_len = self.config.max_model_len
         log_start(self.folder.name, time.perf_counter() - start, self.config, self.model_config)
         self._tracer = Tracer(self.config.device)
-        self._inputs = InputProcessor(self.model_config, self.tokenizer, self.max_model_len, seed)
+        self._inputs = InputProcessor(self.model_config, self.tokenizer, self.max_model_len, options.seed)
         self._weights = Weights()
         self._scheduler = Scheduler(self.config)
         self._in_flight: Any = None  # what the runner's launch has returned
@@ -633,3 +579,11 @@ class Generator:
         if unknown:
             raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are 'weights' and 'kv_cache'")
         return wanted
+
+
+def _find_tokenizer(name: str | Path | None, folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of that name, else the model's own; None where the model has none."""
+    found = Tokenizer.find(folder if name is None else resolve(name, weights=False))
+    if name is not None and found is None:
+        raise ValueError(f"tokenizer is {str(name)!r}, which has no tokenizer files")
+    return found

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fastgen.engine.config import EngineConfig
+from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.runner import Runner
 from fastgen.engine.startup import build_runner
 from fastgen.model.config import read_config
@@ -32,7 +33,8 @@ def make_runner(folder: Path, **options: Any) -> Runner:
     """8 lanes, 64 pages of 16 tokens."""
     settings: dict[str, Any] = {"max_seqs": 8, "max_step_tokens": 256, "page_size": PAGE, "num_pages": 64, **options}
     model = read_config(folder)
-    return build_runner(model, EngineConfig.make(model, **settings), folder, "auto", Group())
+    given = GeneratorOptions(**{"device": "cpu", **settings})
+    return build_runner(model, EngineConfig.make(model, given), folder, "auto", Group())
 
 
 def start(lane: int, params: SamplingParams, tokens: Sequence[int], prompt_len: int, seed: int = 0) -> LaneStart:

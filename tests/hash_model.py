@@ -276,11 +276,17 @@ class HashRunner:
 # --------------------------------------------------------------------------------------------------- set-up
 
 
+CONFIG: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "attention": "reference", "memory_fraction": 0.9, "prefix_cache": True,
+    "host_pages": 0, "tensor_parallel": 1, "deterministic": False, "kernels": "torch", "context_given": False,
+}  # fmt: skip
+
+
 def make_config(**changed: Any) -> EngineConfig:
     """A small engine; max_model_len is lowered to what the pool holds less a page, as EngineConfig.make does."""
-    given = {"max_model_len": 64, "max_seqs": 4, "max_step_tokens": 16, "page_size": 4, "num_pages": 64} | changed
+    given = {"max_seqs": 4, "max_step_tokens": 16, "page_size": 4, "num_pages": 64, "max_model_len": 64} | changed
     given["max_model_len"] = min(given["max_model_len"], (given["num_pages"] - 1) * given["page_size"])
-    return EngineConfig(device="cpu", dtype="float32", attention="reference", **given)
+    return EngineConfig(**CONFIG | given)
 
 
 def hopeful(config: EngineConfig) -> Scheduler:

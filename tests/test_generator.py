@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hash_model import hopeful
 
 import fastgen.generator
 from fastgen import Event, Generator, Request, RequestOutput, SamplingParams
+from fastgen.engine.options import OPTIONS, GeneratorOptions
 from fastgen.engine.runner import Launched
 from fastgen.request import Batch, Sequence
 
@@ -169,6 +171,8 @@ def test_text_needs_a_tokenizer_and_ids_do_not(llama: Path) -> None:
     ("options", "kind"),
     [
         ({"temperature": 1}, TypeError),
+        ({"seed": "now"}, TypeError),
+        ({"tensor_parallel": 0}, ValueError),
         ({"max_num_seqs": 4}, TypeError),
         ({"max_seqs": 0}, ValueError),
         ({"max_seqs": 4.0}, TypeError),
@@ -189,6 +193,22 @@ def test_text_needs_a_tokenizer_and_ids_do_not(llama: Path) -> None:
 def test_options_that_do_not_work(llama: Path, options: dict[str, Any], kind: type[Exception]) -> None:
     with pytest.raises(kind, match=next(iter(options))):
         Generator(llama, **options)
+
+
+def test_the_signature_and_the_help_show_the_options() -> None:
+    shown = inspect.signature(Generator).parameters
+    assert list(shown) == list(OPTIONS)
+    assert {name: each.default for name, each in shown.items()} == asdict(GeneratorOptions())
+    assert shown["model"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert shown["seed"].kind is inspect.Parameter.KEYWORD_ONLY
+    help = str(Generator.__init__.__doc__)
+    for name, option in OPTIONS.items():
+        assert f"{name}: {option.text} (default: {option.default_text})" in help
+
+
+def test_an_unknown_option_names_the_nearest_one() -> None:
+    with pytest.raises(TypeError, match="Generator has no option 'max_num_seqs'; the nearest one is 'max_seqs'"):
+        Generator(max_num_seqs=4)  # type: ignore[call-arg]
 
 
 def test_there_is_one_of_the_params_or_one_a_prompt(gen: Generator) -> None:

@@ -31,6 +31,7 @@ WITHOUT_TORCH = (
     "request",
     "tokenizer",
     "model.config",
+    "engine.options",
     "engine.config",
     "engine.pages",
     "engine.admission",

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fastgen import __version__
+from fastgen.cli.options import MODEL, SAMPLING, add_flag, flag
 from fastgen.cli.remote import Remote
 from fastgen.cli.signals import leave
 from fastgen.cli.speakers import Interrupt, Local, RefusedError, Reply, Speaker
@@ -36,6 +37,8 @@ Ready to chat!
 ---
 """
 
+LOCAL = ("model", "dtype", "device", "tensor_parallel")  # options that need a model in this process
+SERVED = ("api_key", "name")  # options that need --url
 COMMANDS = "there are /r <N>, /m and /q (for a message, put a space before the /)"
 
 # What a terminal would obey rather than show: an answer must not move the cursor, retitle the window or hide text.
@@ -311,9 +314,9 @@ def _load_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
         from fastgen import Generator  # seconds of importing torch: only when there is something to run
         from fastgen.model.config import sampling_defaults
 
-        options = {"dtype": args.dtype or "auto", "device": args.device, "seed": args.seed}
+        options = {name: value for name in (*LOCAL, "seed") if (value := getattr(args, name)) is not None}
         # One lane: there is one conversation, and each size of decode step would take time to prepare.
-        gen = Generator(args.model, tensor_parallel=args.tensor_parallel or 1, max_seqs=1, **options)
+        gen = Generator(max_seqs=1, **options)
         params = SamplingParams(**{**sampling_defaults(gen.folder), **given})
     finally:
         signal.signal(signal.SIGINT, interruptible)
@@ -332,23 +335,15 @@ def _connect_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
 
 def _check_place(args: argparse.Namespace) -> None:
     """Raises ValueError for an option of a local model where there is a server, and the other way round."""
-    local = ("model", "dtype", "device", "tensor_parallel")
-    served = ("api_key", "name")
-    for name in served if args.url is None else local:
+    for name in SERVED if args.url is None else LOCAL:
         if getattr(args, name) is not None:
-            option = {"model": "MODEL", "name": "--model"}.get(name, "--" + name.replace("_", "-"))
+            option = {"model": "MODEL", "name": "--model"}.get(name, flag(name))
             needed = "a server; give its --url" if args.url is None else "a local model; leave it or --url out"
             raise ValueError(f"{option} needs {needed}")
 
 
 def _one_line(error: object) -> str:
     return " ".join(str(error).split())
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
-    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -360,18 +355,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     option = parser.add_argument
     option("model", nargs="?", metavar="MODEL", help="a hub id or a folder (default: fastgen's own small model)")
-    own = "(default: what the model's generation_config.json says, else 1)"
-    option("--temperature", type=float, help=f"0 always takes the likeliest token {own}")
-    option("--top-p", type=float, help=f"sample from the likeliest tokens that together have this probability {own}")
-    option("--max-tokens", type=_positive, help="length of an answer (default: to the end of the context)")
+    for name in ("temperature", "top_p", "max_tokens"):
+        add_flag(parser, SAMPLING[name])
     option("--system", metavar="TEXT", help="the system prompt (default: none)")
-    option("--seed", type=int, help="the same messages then get the same answers (default: other ones every time)")
-    dtypes = ("auto", "bfloat16", "float16", "float32")
-    dtype_help = "of weights and KV cache (default: auto, the checkpoint's on a GPU and float32 on the CPU)"
-    option("--dtype", choices=dtypes, help=dtype_help)
-    option("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one, else the CPU)")
-    ranks_help = "GPUs that hold the model together, the first ones that there are (default: 1)"
-    option("--tensor-parallel", type=_positive, metavar="N", help=ranks_help)
+    for name in ("seed", "dtype", "device", "tensor_parallel"):
+        add_flag(parser, MODEL[name])
     option("--url", help="of an OpenAI-style server that has the model, such as fgserve (default: a model loaded here)")
     option("--api-key", metavar="KEY", help="for the server (default: FASTGEN_API_KEY of the environment)")
     option("--model", dest="name", metavar="NAME", help="of the server's models (default: the one that there is)")

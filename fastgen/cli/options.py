@@ -1,109 +1,92 @@
-"""Options that several of the command-line tools have: what they mean, and how they are read from a text."""
+"""Options of the command-line tools: flags, environment variables and keys of a file, read from text."""
 
 from __future__ import annotations
 
 import argparse
-import math
-from dataclasses import dataclass
 from typing import Any
 
-BUNDLED = "fastgen-tiny"  # what the bundled model is called
+from fastgen.engine.options import OPTIONS, Option
+
+BUNDLED = "fastgen-tiny"  # name of the bundled model
 PREFIX = "FASTGEN_"
 
 Value = str | int | float | bool
 
+MODEL = {name: option for name, option in OPTIONS.items() if name not in ("model", "tp_group")}
+"""The options of a Generator that text can give."""
 
-@dataclass(frozen=True)
-class Option:
-    """One option: its flag, variable and key have the same name. default: in words. low, high: of a number, low
-    excluded if `above`."""
-
-    name: str
-    kind: type[Value]
-    help: str
-    default: str = ""
-    low: float = -math.inf
-    high: float = math.inf
-    above: bool = False
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return PREFIX + self.name.upper()
-
-    def read(self, text: str) -> Value:
-        """The value that a text says. Raises ValueError, whose message goes on where the option's name ends."""
-        if self.kind is str:
-            if not text:
-                raise ValueError("is empty; give it a value, or leave it out")
-            return text
-        if self.kind is bool:
-            if text.lower() in ("1", "true", "yes", "on"):
-                return True
-            if text.lower() in ("0", "false", "no", "off"):
-                return False
-            raise ValueError(f"is {text!r}; it must be true or false")
-        try:
-            value: int | float = int(text) if self.kind is int else float(text)
-        except ValueError:
-            whole = "whole " if self.kind is int else ""
-            raise ValueError(f"is {text!r}; it must be a {whole}number") from None
-        if not self.low <= value <= self.high or not math.isfinite(value) or (self.above and value == self.low):
-            least = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
-            most = f" and at most {self.high:g}" if self.high < math.inf else ""
-            raise ValueError(f"is {text}; it must be {least}{most}")
-        return value
-
-    def read_yaml(self, value: Any) -> Value:
-        """The same of a value in the YAML file."""
-        if self.kind is str and not isinstance(value, str):
-            raise ValueError(f"is {value!r}; it must be a string, so put it in quotes")
-        if not isinstance(value, str | int | float):
-            raise ValueError(f"is {value!r}; it must be a single value")
-        return self.read(str(value))
+_OWN = "the model's generation_config.json, else "
+SAMPLING = {
+    option.name: option
+    for option in (
+        Option("n", int, help="samples of each prompt", unset="1"),
+        Option("max_tokens", int, help="length of an answer", unset="to the end of the context"),
+        Option("min_tokens", int, help="tokens before which an answer does not end", unset="0"),
+        Option("temperature", float, help="0 always takes the most likely token", unset=f"{_OWN}1"),
+        Option("top_p", float, help="sample from the most likely tokens that together have this probability",
+               unset=f"{_OWN}1"),
+        Option("top_k", int, help="sample from so many of the most likely tokens", unset=f"{_OWN}all"),
+        Option("min_p", float, help="sample from tokens with at least this share of the highest probability",
+               unset=f"{_OWN}0"),
+        Option("repetition_penalty", float, help="weakens tokens of prompt and answer", unset=f"{_OWN}1"),
+        Option("presence_penalty", float, help="subtracted for tokens of the answer", unset="0"),
+        Option("frequency_penalty", float, help="subtracted for tokens of the answer, per occurrence", unset="0"),
+        Option("ignore_eos", bool, help="continue after the model's end-of-sequence tokens", unset="no"),
+    )
+}  # fmt: skip
+"""Sampling parameters; SamplingParams checks their bounds."""
 
 
-MODEL = (
-    Option("tensor_parallel", int, "GPUs that hold a model together", "1", low=1),
-    Option("revision", str, "of a hub id"),
-    Option("tokenizer", str, "folder or hub id of another tokenizer", "the model's own"),
-    Option("dtype", str, "auto, bfloat16, float16 or float32", "auto"),
-    Option("device", str, "cpu, cuda, cuda:1, ...", "a GPU if there is one"),
-    Option("max_model_len", int, "tokens of prompt and answer together", "the model's", low=1),
-    Option("max_seqs", int, "sequences that run at a time", "as suits the device", low=1),
-    Option("max_step_tokens", int, "tokens that one step computes", "as suits the device", low=1),
-    Option("page_size", int, "tokens of a page of the KV cache", "64", low=1),
-    Option("num_pages", int, "pages of the KV cache", "what the memory holds", low=2),
-    Option("kv_cache_gb", float, "size of the KV cache, in 10^9 bytes", "what the memory holds", low=0, above=True),
-    Option("memory_fraction", float, "share of the GPU's free memory; several models split it", "0.9", low=0, high=1,
-           above=True),
-    Option("prefix_cache", bool, "keep the KV of prompts for those that begin alike", "true"),
-    Option("host_cache_gb", float, "the host's memory for KV that the GPU has no room for, in 10^9 bytes", "0", low=0),
-    Option("attention", str, "auto, flash, paged or reference", "auto"),
-    Option("deterministic", bool, "no bit of an answer depends on what else is asked",
-           "on the CPU and on one H100 or H200"),
-    Option("load", str, "auto, or dummy for random weights", "auto"),
-    Option("seed", int, "the same requests then get the same answers", "other ones every time"),
-)  # fmt: skip
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
-def add_flag(group: argparse._ActionsContainer, option: Option, help: str) -> None:
-    """Make a flag of an option; it is None where it is not given."""
-    help = help.replace("%", "%%")
+def variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def read(option: Option, text: str) -> Value:
+    """Return the value of an option's text. Raises ValueError with a message to stand behind the option's name."""
     if option.kind is bool:
-        group.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=None, help=help)
-    else:
-        group.add_argument(option.flag, type=_reader(option), help=help, metavar=option.kind.__name__.upper())
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("0", "false", "no", "off"):
+            return False
+        raise ValueError(f"is {text!r}; it must be true or false")
+    if not text:
+        raise ValueError("is empty; give it a value, or leave it out")
+    kind = option.kind if option.kind in (int, float) else str
+    try:
+        value: Value = kind(text)
+    except ValueError:
+        raise ValueError(f"is {text!r}; it must be a {'whole ' if kind is int else ''}number") from None
+    if wrong := option.wrong(value):
+        raise ValueError(wrong)
+    return value
 
 
-def _reader(option: Option) -> Any:
-    def read(text: str) -> Value:
+def read_yaml(option: Option, value: Any) -> Value:
+    """Return the value of an option in a YAML file. Raises ValueError like `read`."""
+    if option.kind is str and not isinstance(value, str):
+        raise ValueError(f"is {value!r}; it must be a string, so put it in quotes")
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"is {value!r}; it must be a single value")
+    return read(option, str(value))
+
+
+def add_flag(group: argparse._ActionsContainer, option: Option, help: str = "") -> None:
+    """Add the flag of an option to a parser; its value is None if it is not given."""
+    help = (help or f"{option.text} (default: {option.default_text})").replace("%", "%%")
+    if option.kind is bool:
+        action = argparse.BooleanOptionalAction
+        group.add_argument(flag(option.name), action=action, default=None, help=help)
+        return
+
+    def reader(text: str) -> Value:
         try:
-            return option.read(text)
+            return read(option, text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return read
+    metavar = option.kind.__name__.upper() if option.kind in (int, float) else "TEXT"
+    group.add_argument(flag(option.name), type=reader, help=help, metavar=metavar)

@@ -11,12 +11,11 @@ import gc
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ import torch
 from fastgen.device.cuda_graphs import batch_sizes, shared_sizes
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.engine.config import EngineConfig
+from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.prefill_graphs import prefill_sizes
 from fastgen.engine.runner import SCORE_ROWS, Runner, largest_half
 from fastgen.kernels import fixed, product
@@ -142,27 +142,24 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def build_rank(
-    model_config: ModelConfig, options: Mapping[str, Any], folder: Path, load: str, device: str, group: Group
-) -> Runner:
-    """What a rank of `group` runs. options: of EngineConfig.make, but for the device, its memory and the ranks."""
+def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Path, device: str, group: Group) -> Runner:
+    """Return the Runner of a rank of `group`. device: of this rank; the options may have that of another."""
     release_memory(device)
     gpu = torch.device(device)
+    options = replace(options, device=device)
     make = partial(
         EngineConfig.make,
         model_config.split(group.size),
-        device=device,
         memory=group.minimum(device_memory(device)),
-        tensor_parallel=group.size,
         kernels=kernels_of(gpu),
     )
-    config = make(**options)
+    config = make(options)
     if slower := slower_than_possible(gpu):
         log.warning("%s: %s", device, slower)
     try:
-        return build_runner(model_config, config, folder, load, group)
+        return build_runner(model_config, config, folder, options.load, group)
     except Exception as error:
-        if not config.deterministic or options.get("deterministic") is not None or not refused(error):
+        if not config.deterministic or options.deterministic is not None or not refused(error):
             raise
         log.warning(
             "deterministic mode is off: a kernel of it does not compile on %s with Triton %s, where another Triton may "
@@ -170,7 +167,7 @@ def build_rank(
         )  # fmt: skip
     gc.collect()  # what was built so far
     release_memory(device)
-    return build_runner(model_config, make(**{**options, "deterministic": False}), folder, load, group)
+    return build_runner(model_config, make(replace(options, deterministic=False)), folder, options.load, group)
 
 
 def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Runner:

@@ -14,9 +14,9 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastgen.engine.config import EngineConfig
+from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.startup import build_rank, find_device, find_devices
 from fastgen.kernels.launch import current
 from fastgen.model.config import ModelConfig
@@ -43,7 +44,7 @@ FOLLOWER = ("-m", "fastgen.ranks.start")  # arguments of Python
 PATIENCE = 60.0  # seconds that the leader waits for the followers of a program to connect
 
 
-MadeOf = tuple[ModelConfig, Mapping[str, Any], Path, str]
+MadeOf = tuple[ModelConfig, GeneratorOptions, Path]
 """The first arguments of `build_rank`."""
 
 
@@ -51,49 +52,46 @@ MadeOf = tuple[ModelConfig, Mapping[str, Any], Path, str]
 class RankSetup:
     """The ranks of a Generator that is not started yet.
 
-    options: of EngineConfig.make, without device, memory and number of ranks; device: of this process; size: the number
-    of ranks; tp_group: the program's, or None.
+    options: with the device of this process and the number of ranks, and without a tp_group, so that they can be sent.
+    tp_group: the program's process group or DeviceMesh, or None.
     """
 
     model_config: ModelConfig
-    options: Mapping[str, Any]
-    device: str
-    size: int
+    options: GeneratorOptions
     tp_group: Any
 
     @classmethod
-    def find(
-        cls, model_config: ModelConfig, options: dict[str, Any], device: str | None, tensor_parallel: int, tp_group: Any
-    ) -> RankSetup:
-        """Check the arguments of a Generator. Raises ValueError or TypeError."""
-        if tp_group is not None and tensor_parallel != 1:
-            raise ValueError(f"tp_group has its ranks already; leave tensor_parallel={tensor_parallel!r} out")
-        size = tensor_parallel if tp_group is None else process_group_of(tp_group).size()
+    def find(cls, model_config: ModelConfig, options: GeneratorOptions) -> RankSetup:
+        """Check the options against the model and this machine. Raises ValueError or TypeError."""
+        tp_group, device = options.tp_group, options.device
+        if tp_group is not None and options.tensor_parallel != 1:
+            raise ValueError(f"tp_group has its ranks already; leave tensor_parallel={options.tensor_parallel!r} out")
+        size = options.tensor_parallel if tp_group is None else process_group_of(tp_group).size()
         shared = model_config.split(size)
         if size > 1 and tp_group is None:
             device = device_of(find_devices(device, size), 0)
-        device = find_device(device)
-        EngineConfig.make(shared, device=device, tensor_parallel=size, **options)
-        return cls(model_config, options, device, size, tp_group)
+        options = replace(options, device=find_device(device), tensor_parallel=size, tp_group=None)
+        EngineConfig.make(shared, options)
+        return cls(model_config, options, tp_group)
 
-    def start(self, folder: Path, load: str, status: Callable[[], Any]) -> Any:
+    def start(self, folder: Path, status: Callable[[], Any]) -> Any:
         """Load the weights on all ranks; return the Runner, Leader or Follower of this one. status: see Leader."""
-        made_of = self.model_config, self.options, folder, load
+        made_of, device = (self.model_config, self.options, folder), str(self.options.device)
         if self.tp_group is not None:
-            return self._join(made_of, status)
-        if self.size > 1:
-            return start_followers(self.size, made_of, self.device)
-        return build_rank(*made_of, self.device, Group())
+            return self._join(made_of, device, status)
+        if self.options.tensor_parallel > 1:
+            return start_followers(self.options.tensor_parallel, made_of, device)
+        return build_rank(*made_of, device, Group())
 
-    def _join(self, made_of: MadeOf, status: Callable[[], Any]) -> Leader | Follower:
+    def _join(self, made_of: MadeOf, device: str, status: Callable[[], Any]) -> Leader | Follower:
         """Start the rank of a program. Rank 0's arguments count."""
-        given, device = process_group_of(self.tp_group), torch.device(self.device)
-        with current(device):
-            model_config, options, _, load = _gather(made_of, given)[0]
-            group = Group.beside(given, device)
+        given = process_group_of(self.tp_group)
+        with current(torch.device(device)):
+            model_config, options, _ = _gather(made_of, given)[0]
+            group = Group.beside(given, torch.device(device))
             try:
                 peers = connect(given, group.interrupt)
-                build = partial(build_rank, model_config, options, made_of[2], load, self.device, group)
+                build = partial(build_rank, model_config, options, made_of[2], device, group)
                 if group.rank == 0:
                     return Leader(build, peers, group, status=status)
                 return Follower(build, peers, group)

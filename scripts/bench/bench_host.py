@@ -27,6 +27,7 @@ from bench import RESULTS, processor
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.config import EngineConfig
+from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.outputs import OutputQueue
 from fastgen.model.config import ModelConfig
 from fastgen.request import Batch, Request, StepResult
@@ -68,9 +69,9 @@ class StubRunner:
 def stub_generator(lanes: int, context: int, model: Path | None = None) -> Generator:
     """A Generator of the bundled model's settings (or another's) over a StubRunner, with pages for all its lanes."""
 
-    def build(model_config: ModelConfig, options: dict[str, Any], *where: object) -> StubRunner:
+    def build(model_config: ModelConfig, options: GeneratorOptions, *where: object) -> StubRunner:
         pages = lanes * -(-context // PAGE_SIZE) + 1
-        return StubRunner(replace(EngineConfig.make(model_config, **options), max_model_len=context, num_pages=pages))
+        return StubRunner(replace(EngineConfig.make(model_config, options), max_model_len=context, num_pages=pages))
 
     with patch("fastgen.ranks.start.build_rank", build):
         return Generator(model, device="cpu", max_seqs=lanes, max_step_tokens=1 << 20, page_size=PAGE_SIZE)

@@ -335,7 +335,7 @@ def test_options_go_over_the_models_defaults(monkeypatch, capsys, tmp_path):
     (gen,) = made
     assert gen.params == SamplingParams(temperature=0.3, top_k=7, top_p=0.9, max_tokens=5)
     assert gen.prompts[0][0] == {"role": "system", "content": "short"}
-    expected = {"seed": 3, "dtype": "auto", "device": None, "max_seqs": 1, "tensor_parallel": 4}
+    expected = {"seed": 3, "max_seqs": 1, "tensor_parallel": 4}
     assert (gen.model, gen.options) == ("a/model", expected)
     assert gen.closed
     assert capsys.readouterr().err.endswith("some statistics\n")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.engine.config import DEFAULT_KV_CACHE_GB, DTYPE_BYTES, EngineConfig
+from fastgen.engine.config import DEFAULT_KV_CACHE_GB, EngineConfig
+from fastgen.engine.options import DTYPE_BYTES, GeneratorOptions
 from fastgen.kernels import hopper, hopper_decode
 from fastgen.kernels.launch import Chip
 from fastgen.model.config import ModelConfig, RopeConfig
@@ -38,8 +39,10 @@ MODEL = ModelConfig(
 TOKEN_BYTES = 2 * 3 * 2 * 16 * 4  # K and V, layers, KV heads, head size, float32
 
 
-def make(**options: Any) -> EngineConfig:
-    return EngineConfig.make(MODEL, **options)
+def make(model: ModelConfig = MODEL, memory: float = 0, kernels: str = "torch", **given: Any) -> EngineConfig:
+    options = GeneratorOptions(**{"device": "cpu", **given})
+    options.check()
+    return EngineConfig.make(model, options, int(memory), kernels)
 
 
 def test_the_defaults() -> None:
@@ -52,7 +55,13 @@ def test_the_defaults() -> None:
         page_size=64,
         num_pages=256 * 16 + 1,  # what every lane could ever use, and one more; far below the default size
         attention="reference",
+        memory_fraction=0.9,
+        prefix_cache=True,
+        host_pages=0,
+        tensor_parallel=1,
         deterministic=True,
+        kernels="torch",
+        context_given=False,
     )
 
 
@@ -94,7 +103,7 @@ def test_the_host_tier_has_the_size_that_was_asked_for() -> None:
 def test_the_default_pool_is_a_size_that_large_models_use_up() -> None:
     large = replace(MODEL, num_layers=32, windows=(0,) * 32, num_kv_heads=8, num_heads=8, head_size=128)
     page_bytes = 2 * 32 * 8 * 128 * 64 * 4
-    config = EngineConfig.make(replace(large, max_position=131072))
+    config = make(replace(large, max_position=131072))
     assert config.num_pages == int(DEFAULT_KV_CACHE_GB * 1e9 / page_bytes)
     assert config.max_model_len == (config.num_pages - 1) * 64, "below the model's, for the pool holds less"
 
@@ -117,9 +126,9 @@ def test_deterministic_mode() -> None:
     assert make(deterministic=True).attention == make().attention == "reference"
     assert make(device="cuda", deterministic=True).attention == "paged"
     odd = replace(MODEL, intermediate_size=100)
-    assert EngineConfig.make(odd, deterministic=True).deterministic
+    assert make(odd, deterministic=True).deterministic
     with pytest.raises(ValueError, match=r"inputs are multiples of 8 on a GPU.* 100; leave it out"):
-        EngineConfig.make(odd, device="cuda", memory=10**10, deterministic=True)
+        make(odd, device="cuda", memory=10**10, deterministic=True)
 
 
 def test_deterministic_mode_is_on_where_it_costs_little() -> None:
@@ -130,7 +139,7 @@ def test_deterministic_mode_is_on_where_it_costs_little() -> None:
     model = replace(MODEL, head_size=128)
 
     def modes(model: ModelConfig = model, **options: Any) -> tuple[bool, str, str]:
-        config = EngineConfig.make(model, memory=10**11, **hopper | options)
+        config = make(model, memory=10**11, **hopper | options)
         return config.deterministic, config.attention, config.kernels
 
     assert modes() == modes(dtype="float16") == modes(attention="paged") == (True, "paged", "gluon")
@@ -157,9 +166,7 @@ def test_the_default_of_deterministic_mode_has_its_fast_kernels(monkeypatch: pyt
         ("float16", "bfloat16", "float32"),
     ):
         model = replace(MODEL, head_size=head_size, num_heads=2 * group, num_kv_heads=2)
-        config = EngineConfig.make(
-            model, device="cuda", memory=10**11, kernels="gluon", dtype=dtype, page_size=page_size
-        )
+        config = make(model, device="cuda", memory=10**11, kernels="gluon", dtype=dtype, page_size=page_size)
         if config.deterministic:
             on.add((head_size, group, page_size))
             assert hopper_decode.streams(chip, getattr(torch, dtype), group, head_size, page_size)
@@ -179,9 +186,11 @@ def test_the_smallest_values_work() -> None:
         ({"deterministic": 1}, TypeError, "deterministic must be True or False, not 1"),
         ({"deterministic": True, "tensor_parallel": 2}, ValueError, "with 2 ranks.*leave deterministic or tensor par"),
         ({"deterministic": True, "attention": "flash", "device": "cuda"}, ValueError, "not 'flash'; use 'auto'"),
-        ({"dtype": "float64"}, ValueError, "dtype is 'float64'.*float32, bfloat16, float16"),
-        ({"attention": "flash9"}, ValueError, "attention is 'flash9'.*'auto' or one of flash, paged, reference"),
+        ({"dtype": "float64"}, ValueError, "dtype is 'float64'.*'float32', 'bfloat16', 'float16'"),
+        ({"load": "never"}, ValueError, "load is 'never'; it must be one of 'auto', 'dummy'"),
+        ({"attention": "flash9"}, ValueError, "attention is 'flash9'.*'auto', 'flash', 'paged', 'reference'"),
         ({"max_seqs": 0}, ValueError, "max_seqs is 0; it must be at least 1"),
+        ({"max_seqs": 8193}, ValueError, "max_seqs is 8193; it must be at least 1 and at most 8192"),
         ({"max_step_tokens": -1}, ValueError, "max_step_tokens is -1"),
         ({"page_size": 0}, ValueError, "page_size is 0"),
         ({"page_size": 16.0}, TypeError, "page_size must be an integer, not 16.0"),
@@ -192,7 +201,7 @@ def test_the_smallest_values_work() -> None:
         ({"max_model_len": 1001}, ValueError, "max_model_len is 1001, above the model's 1000 positions"),
         ({"max_model_len": 9.5}, TypeError, "max_model_len must be an integer"),
         ({"num_pages": 0}, ValueError, "num_pages is 0"),
-        ({"num_pages": 1}, ValueError, "num_pages is 1; the pool needs at least 2"),
+        ({"num_pages": 1}, ValueError, "num_pages is 1; it must be at least 2"),
         ({"num_pages": 2.0}, TypeError, "num_pages must be an integer"),
         ({"num_pages": 9, "kv_cache_gb": 1.0}, ValueError, "num_pages and kv_cache_gb.*one of them"),
         ({"kv_cache_gb": 0}, ValueError, "kv_cache_gb is 0.*above 0"),
@@ -201,13 +210,14 @@ def test_the_smallest_values_work() -> None:
         ({"prefix_cache": 1}, TypeError, "prefix_cache must be True or False, not 1"),
         ({"host_cache_gb": -1}, ValueError, "host_cache_gb is -1; it must be at least 0"),
         ({"host_cache_gb": float("nan")}, ValueError, "host_cache_gb is nan"),
-        ({"host_cache_gb": float("inf")}, ValueError, "host_cache_gb is inf.*no more than the host's memory"),
+        ({"host_cache_gb": float("inf")}, ValueError, "host_cache_gb is inf; it must be at least 0 and at most"),
         ({"host_cache_gb": 10**400}, ValueError, "host_cache_gb is 10000"),
         ({"host_cache_gb": "8"}, TypeError, "host_cache_gb must be a number, not '8'"),
         ({"host_cache_gb": True}, TypeError, "host_cache_gb must be a number, not True"),
         ({"host_cache_gb": 2, "prefix_cache": False}, ValueError, "host_cache_gb is 2 with prefix_cache=False"),
         ({"host_cache_gb": 1e-6}, ValueError, r"1e-06, which holds no page of 0\.0 MB; raise it, or lower page_size"),
-        ({"gpus": 8}, TypeError, "gpus"),
+        ({"tensor_parallel": 0}, ValueError, "tensor_parallel is 0; it must be at least 1"),
+        ({"seed": "now"}, TypeError, "seed must be an integer, not 'now'"),
     ],
 )
 def test_what_can_not_work_is_one_error_that_names_it(
@@ -238,18 +248,18 @@ LARGE = replace(
     ("memory", "lanes", "budget"), [(24e9, 128, 2048), (48e9, 512, 4096), (80e9, 1024, 8192), (140e9, 1024, 8192)]
 )
 def test_lanes_and_budget_suit_the_model_and_the_gpu(memory: float, lanes: int, budget: int) -> None:
-    config = EngineConfig.make(LARGE, device="cuda", memory=int(memory))
+    config = make(LARGE, device="cuda", memory=memory)
     assert (config.max_seqs, config.max_step_tokens) == (lanes, budget)
     assert (config.attention, config.num_pages) == ("paged", 0), "the pool is measured"
-    assert EngineConfig.make(LARGE, device="cuda", memory=int(memory), max_seqs=7).max_seqs == 7
-    assert EngineConfig.make(LARGE, device="cuda", memory=int(memory), max_step_tokens=33).max_seqs == 33
+    assert make(LARGE, device="cuda", memory=memory, max_seqs=7).max_seqs == 7
+    assert make(LARGE, device="cuda", memory=memory, max_step_tokens=33).max_seqs == 33
 
 
 def test_a_pool_that_is_measured_settles_the_context() -> None:
-    config = EngineConfig.make(LARGE, device="cuda", memory=int(24e9))
+    config = make(LARGE, device="cuda", memory=24e9)
     assert config.settle(101).max_model_len == 6400
     assert config.settle(10**6).max_model_len == 32768
-    given = EngineConfig.make(LARGE, device="cuda", memory=int(24e9), max_model_len=7000)
+    given = make(LARGE, device="cuda", memory=24e9, max_model_len=7000)
     with pytest.raises(ValueError, match=r"101 pages of 64 tokens hold a context of 6400; lower it.*memory_fraction"):
         given.settle(101)
 

@@ -15,6 +15,7 @@ import torch
 from fastgen import Generator
 from fastgen.engine import startup
 from fastgen.engine.config import EngineConfig
+from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.runner import Runner
 from fastgen.engine.startup import (
     _assemble,
@@ -176,7 +177,8 @@ def test_ranks_say_why_they_have_no_gpu(llama: Path, monkeypatch: pytest.MonkeyP
 
 
 def make(folder: Path, **options: float) -> EngineConfig:
-    return EngineConfig.make(read_config(folder), dtype="float32", **options)  # type: ignore[arg-type]
+    given = GeneratorOptions(device="cpu", dtype="float32", **options)  # type: ignore[arg-type]
+    return EngineConfig.make(read_config(folder), given)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hash_model import make_config
 from torch import Tensor
 
 import fastgen
-from fastgen.engine.config import EngineConfig
 from fastgen.model.weights import Shard, Update
 from fastgen.ranks import protocol, start
 from fastgen.ranks.channel import Peers
@@ -41,7 +41,7 @@ def batch(step: int, masked: bool = False) -> Batch:
 class FakeRunner:
     """A step's token is its lane; it raises at lane 99. fails: a method, and what it raises."""
 
-    config = EngineConfig("cpu", "float32", 128, 4, 64, 16, 8, "reference")
+    config = make_config()
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank

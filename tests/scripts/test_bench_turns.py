@@ -20,6 +20,7 @@ from bench_turns import SMALL, Turns
 
 from fastgen import SamplingParams
 from fastgen.engine.config import EngineConfig
+from fastgen.engine.options import GeneratorOptions
 from fastgen.model.config import parse_config
 from fastgen.request import Event
 
@@ -88,7 +89,8 @@ def test_the_sizes_are_those_of_the_plan() -> None:
 def test_the_host_tier_holds_all_conversations(turns: Turns) -> None:
     for name, dtype in (("mistral7", "bfloat16"), ("qwen14", "bfloat16"), ("mistral7", "float32")):
         model = parse_config(bench_limits.MODELS[name])
-        page_bytes = EngineConfig.make(model, dtype=dtype, page_size=turns.page_size).page_bytes(model)
+        options = GeneratorOptions(device="cpu", dtype=dtype, page_size=turns.page_size)
+        page_bytes = EngineConfig.make(model, options).page_bytes(model)
         assert int(turns.host_gb(model, dtype) * 1e9 / page_bytes) == turns.pages
 
 

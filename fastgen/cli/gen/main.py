@@ -22,7 +22,6 @@ from fastgen.cli.extras import needed
 from fastgen.cli.gen.outputs import Indices, InOrder, Lines, Output, Parts, begin, parquet_schema
 from fastgen.cli.gen.rows import PARQUET, SUFFIXES, Source
 from fastgen.cli.gen.work import (
-    MAX_SAMPLES,
     PARAMS,
     PROMPTS,
     Done,
@@ -32,40 +31,26 @@ from fastgen.cli.gen.work import (
     Work,
     added_columns,
     check_added,
+    check_samples,
     work,
 )
-from fastgen.cli.options import BUNDLED, MODEL, Option, add_flag
+from fastgen.cli.options import BUNDLED, MODEL, SAMPLING, add_flag, flag
 from fastgen.cli.signals import leave
 from fastgen.cli.speakers import Interrupt
+from fastgen.engine.options import Option
 from fastgen.request import SamplingParams
 
 if TYPE_CHECKING:
     from fastgen.generator import Generator
 
-OWN = "the model's generation_config.json, else "
-SAMPLING = (
-    Option("n", int, "samples of each prompt", "1", low=1, high=MAX_SAMPLES),
-    Option("max_tokens", int, "length of an answer", "to the end of the context", low=1),
-    Option("min_tokens", int, "no end before so many tokens", "0", low=0),
-    Option("temperature", float, "0 always takes the likeliest token", f"{OWN}1", low=0),
-    Option("top_p", float, "sample from the likeliest tokens that together have this probability", f"{OWN}1", low=0,
-           high=1, above=True),
-    Option("top_k", int, "sample from so many tokens", f"{OWN}all", low=0),
-    Option("min_p", float, "sample from tokens of at least this share of the likeliest one's probability", f"{OWN}0",
-           low=0, high=1),
-    Option("repetition_penalty", float, "weakens tokens of prompt and answer", f"{OWN}1", low=0, above=True),
-    Option("presence_penalty", float, "taken off for tokens of the answer", "0"),
-    Option("frequency_penalty", float, "taken off for tokens of the answer, each time", "0"),
-    Option("ignore_eos", bool, "go on behind the model's end-of-sequence tokens", "no"),
-)  # fmt: skip
-GENERATOR = tuple(option for option in MODEL if option.name != "seed")  # rows have seeds of their own
+GENERATOR = {name: option for name, option in MODEL.items() if name != "seed"}  # rows have seeds of their own
 SAME = ("revision", "tokenizer", "dtype", "max_model_len", "load")  # of GENERATOR, that make it another job
 ROWS_ONLY = ("n", "template", "chat", "logprobs", "prefix")  # what a body of a batch says, or has no place for
 
 RAY = (
-    Option("ray_address", str, "the cluster to join, instead of starting Ray here", "RAY_ADDRESS, if it is set"),
-    Option("replicas", int, "Generators, each an actor of Ray", "as many as its GPUs are for, or 1", low=1),
-    Option("replica_cpus", float, "CPUs of a replica; less than 1 shares one", "1", low=0),
+    Option("ray_address", str, help="cluster to join, instead of starting Ray here", unset="RAY_ADDRESS, if it is set"),
+    Option("replicas", int, help="Generators, each an actor of Ray", unset="as many as its GPUs are for, or 1", low=1),
+    Option("replica_cpus", float, help="CPUs of a replica; less than 1 shares one", unset="1", low=0),
 )
 
 LOG_SECONDS = 30.0  # between two states of the bar, where it is not on a terminal
@@ -132,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     args.ray = args.ray or args.ray_address is not None
     for option in RAY:
         if not args.ray and getattr(args, option.name) is not None:
-            raise ValueError(f"{option.flag} is for work on Ray; give --ray too, or leave it out")
+            raise ValueError(f"{flag(option.name)} is for work on Ray; give --ray too, or leave it out")
     source = Source(args.inputs, path)
     if args.ray and source.total is None:
         raise ValueError("what comes by stdin can not be read by Ray; write it to a file, or leave --ray out")
@@ -159,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _identity(args: argparse.Namespace) -> dict[str, Any]:
     """The options that make it another job."""
-    names = ("model", *SAME, *(option.name for option in SAMPLING), "stop", "seed", "template", "chat", "logprobs",
+    names = ("model", *SAME, *SAMPLING, "stop", "seed", "template", "chat", "logprobs",
              "prefix", "ordered")  # fmt: skip
     given = {name: getattr(args, name) for name in names}
     return {name: value for name, value in given.items() if value is not None and value is not False and value != ""}
@@ -213,7 +198,7 @@ def _load(args: argparse.Namespace) -> Generator:
 def _generator(args: argparse.Namespace) -> Generator:
     from fastgen.generator import Generator  # seconds of importing torch: only when there is something to do
 
-    options = {option.name: value for option in GENERATOR if (value := getattr(args, option.name)) is not None}
+    options = {name: value for name in GENERATOR if (value := getattr(args, name)) is not None}
     return Generator(None if args.model == BUNDLED else args.model, **options)
 
 
@@ -233,8 +218,7 @@ def _job(args: argparse.Namespace, gen: Generator, template: Template | None, ba
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that the options give."""
-    names = (*(option.name for option in SAMPLING), "stop")
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+    return {name: value for name in (*SAMPLING, "stop") if (value := getattr(args, name)) is not None}
 
 
 def _bar(total: int | None, done: int) -> tqdm[Any]:
@@ -252,7 +236,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_intermixed_args(argv)
     try:
-        SamplingParams(**_sampling(args)).validate(vocab_size=1)
+        params = SamplingParams(**_sampling(args))
+        params.validate(vocab_size=1)
+        check_samples(params.n)
     except ValueError as error:
         parser.error(str(error))
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -303,20 +289,20 @@ def make_parser() -> argparse.ArgumentParser:
     option("--logprobs", action="store_true", help=logprobs_help)
     option("--prefix", metavar="TEXT", default="", help="of the names of the columns that are added (default: none)")
     group = parser.add_argument_group("sampling")
-    for each in SAMPLING:
-        add_flag(group, each, f"{each.help} (default: {each.default})")
+    for each in SAMPLING.values():
+        add_flag(group, each)
     group.add_argument("--stop", metavar="TEXT", action="append", help="ends an answer; may be given several times")
     seed_help = (
         "rows derive theirs from it: the same command then gives the same answers (default: other ones each time)"
     )
     group.add_argument("--seed", type=int, help=seed_help)
     group = parser.add_argument_group("model")
-    for each in GENERATOR:
-        add_flag(group, each, f"{each.help}{f' (default: {each.default})' if each.default else ''}")
+    for each in GENERATOR.values():
+        add_flag(group, each)
     group = parser.add_argument_group("Ray")
     group.add_argument("--ray", action="store_true", help="work in actors of Ray (default: in this process)")
     for each in RAY:
-        add_flag(group, each, f"{each.help} (default: {each.default})")
+        add_flag(group, each)
     option("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks (default: no)")
     option("--version", action="version", version=f"fggen {__version__}")
     return parser

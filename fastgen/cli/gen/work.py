@@ -114,6 +114,12 @@ def check_added(added: Iterable[str], columns: Container[str]) -> None:
             raise ValueError(f"there is a column {name} already; rename it, or give those of fggen a --prefix")
 
 
+def check_samples(n: int) -> None:
+    """Raise ValueError for more samples of a row than memory is meant for."""
+    if n > MAX_SAMPLES:
+        raise ValueError(f"n is {n}; it may be at most {MAX_SAMPLES}: repeat the row for more")
+
+
 class Template:
     """Text with the names of columns in braces. Raises ValueError for what is no such text."""
 
@@ -197,8 +203,8 @@ class RowJob:
         given.setdefault("seed", seed_of(self.seed, row.index))
         if isinstance(bias := given.get("logit_bias"), dict):
             given["logit_bias"] = {int(id) if id.isdecimal() else id: value for id, value in bias.items()}
-        if isinstance(n := given.get("n"), int) and n > MAX_SAMPLES:
-            raise ValueError(f"n is {n}; it may be at most {MAX_SAMPLES}: repeat the row for more")
+        if isinstance(n := given.get("n"), int):
+            check_samples(n)
         if not isinstance(given.get("ignore_eos", False), bool):
             raise TypeError(f"ignore_eos must be true or false, not {given['ignore_eos']!r}")
         return replace(self.params, **given)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastgen import Generator
-from fastgen.cli.serve.options import MODEL, SERVER, TABLE, Options, ServerOptions, make_parser, read_options
+from fastgen.cli.options import flag, variable
+from fastgen.cli.options import read as read_text
+from fastgen.cli.serve.options import SERVER, TABLE, Options, ServerOptions, make_parser, read_options
 
 
 def read(*argv: str, file: str | None = None, folder: Path | None = None, **environment: str) -> Options:
@@ -21,16 +20,7 @@ def read(*argv: str, file: str | None = None, folder: Path | None = None, **envi
     return read_options(argv, environment)
 
 
-def test_the_table_is_what_there_is_to_set() -> None:
-    assert [option.name for option in SERVER] == list(asdict(ServerOptions()))
-    arguments = set(inspect.signature(Generator).parameters) - {"model", "tp_group"}
-    assert {option.name for option in MODEL} == arguments
-
-
-def test_the_defaults_that_the_help_shows_hold() -> None:
-    for option in SERVER:
-        value = getattr(ServerOptions(), option.name)
-        assert (option.read(option.default) == value) if value is not None else " " in option.default
+def test_the_defaults() -> None:
     options = read()
     assert options.server == ServerOptions()
     assert [(model.name, model.model, model.generator) for model in options.models] == [("fastgen-tiny", None, {})]
@@ -38,25 +28,26 @@ def test_the_defaults_that_the_help_shows_hold() -> None:
 
 def test_the_help_shows_all_three() -> None:
     help = "".join(make_parser().format_help().split())
-    for option in TABLE.values():
-        for name in (option.flag, option.variable, option.name):
-            assert name in help
+    for name in TABLE:
+        for shown in (flag(name), variable(name), name):
+            assert shown in help
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_flags_go_before_variables_before_the_file(name: str, tmp_path: Path) -> None:
-    texts = {int: ("3", "4", "5"), float: ("0.25", "0.5", "0.75"), bool: ("false", "true", "false")}
-    first, second, third = texts.get(TABLE[name].kind, ("a", "b", "c"))  # type: ignore[call-overload]
     option = TABLE[name]
+    texts: dict[Any, tuple[str, ...]] = {int: ("3", "4", "5"), float: ("0.25", "0.5", "0.75")}
+    texts |= {bool: ("false", "true", "false")}
+    first, second, third = [*option.choices, *option.choices][:3] or texts.get(option.kind, ("a", "b", "c"))
 
     def value(options: Options) -> Any:
-        return getattr(options.server, name) if option in SERVER else options.models[0].generator[name]
+        return getattr(options.server, name) if name in SERVER else options.models[0].generator[name]
 
-    file, variable = f"{name}: {first}", {option.variable: second}
-    flag = (option.flag, third) if option.kind is not bool else (option.flag.replace("--", "--no-"),)
-    assert value(read(file=file, folder=tmp_path)) == option.read(first)
-    assert value(read(file=file, folder=tmp_path, **variable)) == option.read(second)
-    assert value(read(*flag, file=file, folder=tmp_path, **variable)) == option.read(third)
+    file, environment = f"{name}: {first}", {variable(name): second}
+    flags = (flag(name), third) if option.kind is not bool else (flag(name).replace("--", "--no-"),)
+    assert value(read(file=file, folder=tmp_path)) == read_text(option, first)
+    assert value(read(file=file, folder=tmp_path, **environment)) == read_text(option, second)
+    assert value(read(*flags, file=file, folder=tmp_path, **environment)) == read_text(option, third)
 
 
 def test_models_of_the_file_have_their_own_settings(tmp_path: Path) -> None:
@@ -102,12 +93,13 @@ def test_models_on_other_gpus_or_with_a_share_of_their_own_are_left_alone(tmp_pa
         (["--port", "x"], None, {}, "argument --port: is 'x'; it must be a whole number"),
         ([], None, {"FASTGEN_MAX_BODY_MB": "nan"}, "FASTGEN_MAX_BODY_MB is nan; it must be above 0"),
         ([], None, {"FASTGEN_RESTART": "maybe"}, "FASTGEN_RESTART is 'maybe'; it must be true or false"),
-        ([], "prot: 3", {}, "the file: 'prot' is no option"),
+        (["--dtype", "int8"], None, {}, "argument --dtype: is 'int8'; it must be one of 'auto', 'float32'"),
+        ([], "prot: 3", {}, "the file: there is no option 'prot'"),
         ([], "api_key: 123", {}, "the file: api_key is 123; it must be a string, so put it in quotes"),
         ([], "port: [1]", {}, "the file: port is [1]; it must be a single value"),
-        ([], "models: x", {}, "models of the file must be a list"),
-        ([], "models: [3]", {}, "models of the file must be names"),
-        ([], "models: [{model: a, port: 3}]", {}, "models[0]: 'port' is no option"),
+        ([], "models: x", {}, "the file: models must be a list"),
+        ([], "models: [3]", {}, "the file: models must hold names"),
+        ([], "models: [{model: a, port: 3}]", {}, "models[0]: there is no option 'port'"),
         ([], "- a", {}, "must be a mapping"),
         ([], "a: [", {}, "is not YAML"),
         (["a", "a"], None, {}, "two models are called 'a'"),

@@ -1,0 +1,197 @@
+"""The options of a Generator: one dataclass, from which the Python signature and the command-line tools derive.
+
+Each field has a type, a default and a help line. Nothing here depends on torch, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import wraps
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ATTENTION = ("flash", "paged", "reference")
+MOST_SEQS = 8192  # limit of the kernels that list the work of a step
+MOST_GB = 1e9  # of memory: 10^18 bytes
+
+_TYPES: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "an integer"),
+    float: (Real, "a number"),
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option that a user may set: one field of a dataclass of options.
+
+    kind: str, int, float, bool, or another type, which is not checked. default: None where the option may be left open,
+    and `unset` says in words what holds then. low, high: bounds of a number; `above` excludes low. choices: all values
+    of a string.
+    """
+
+    name: str
+    kind: Any
+    default: Any = None
+    help: str = ""
+    unset: str = ""
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    choices: tuple[str, ...] = ()
+
+    @property
+    def default_text(self) -> str:
+        return self.unset or str(self.default)
+
+    @property
+    def text(self) -> str:
+        """The help line, with the choices."""
+        return f"{', '.join(self.choices)}; {self.help}" if self.choices else self.help
+
+    def check(self, value: Any) -> None:
+        """Raise TypeError or ValueError for a value that the option can not have."""
+        if value is None and self.default is None:
+            return
+        if self.kind in _TYPES:
+            kind, words = _TYPES[self.kind]
+            if not isinstance(value, kind) or (isinstance(value, bool) and self.kind is not bool):
+                raise TypeError(f"{self.name} must be {words}, not {value!r}")
+        if wrong := self.wrong(value):
+            raise ValueError(f"{self.name} {wrong}")
+
+    def wrong(self, value: Any) -> str:
+        """Return why a value of the right type can not be used, to stand behind the option's name; "" if it can."""
+        if self.choices and value not in self.choices:
+            return f"is {value!r}; it must be one of {', '.join(map(repr, self.choices))}"
+        if self.kind not in (int, float):
+            return ""
+        if self.low <= value <= self.high and abs(value) < math.inf and not (self.above and value == self.low):
+            return ""
+        least = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
+        most = f" and at most {self.high:g}" if self.high < math.inf else ""
+        return f"is {value}; it must be {'finite' if self.low == -math.inf else least + most}"
+
+
+def option(default: Any, help: str, **limits: Any) -> Any:
+    """Return the field of a dataclass of options. limits: other arguments of `Option`."""
+    return field(default=default, metadata={"help": help, **limits})
+
+
+def options_of(cls: type) -> dict[str, Option]:
+    """Return the options of a dataclass whose fields were made by `option`, by name."""
+    found, hints = {}, get_type_hints(cls)
+    for each in fields(cls):
+        kind = next(iter(get_args(hints[each.name])), hints[each.name])
+        found[each.name] = Option(each.name, kind, each.default, **each.metadata)
+    return found
+
+
+@dataclass(frozen=True)
+class GeneratorOptions:
+    """The arguments of a Generator, not yet checked (`check`); EngineConfig fills in what is left open."""
+
+    model: str | Path | None = option(None, "a folder in Hugging Face format or a hub id", unset="the bundled model")
+    _: KW_ONLY
+    revision: str | None = option(None, "revision of the hub id", unset="the newest")
+    tokenizer: str | Path | None = option(None, "folder or hub id of another tokenizer", unset="the model's own")
+    dtype: str = option(
+        "auto", "auto: the checkpoint's on a GPU, float32 on the CPU",
+        choices=("auto", *DTYPE_BYTES),
+    )  # fmt: skip
+    device: str | None = option(
+        None, "cpu, cuda or cuda:1, for example", unset="a GPU if torch can use one, else the CPU"
+    )
+    max_model_len: int | None = option(
+        None, "context: tokens of prompt and answer together", low=1,
+        unset="the model's, or what the KV cache holds if that is less",
+    )  # fmt: skip
+    max_seqs: int | None = option(
+        None, "sequences that run at a time", unset="as many as suit the device", low=1, high=MOST_SEQS
+    )
+    max_step_tokens: int | None = option(
+        None, "tokens that one step computes at most", unset="as many as suit the device", low=1
+    )
+    page_size: int = option(64, "tokens of a page of the KV cache", low=1)
+    num_pages: int | None = option(None, "pages of the KV cache", unset="what the memory holds", low=2)
+    kv_cache_gb: float | None = option(
+        None, "size of the KV cache on all GPUs together, in 10^9 bytes", unset="what the memory holds", low=0,
+        above=True, high=MOST_GB,
+    )  # fmt: skip
+    memory_fraction: float = option(
+        0.9, "share of the GPU's free memory for weights, steps and KV cache together, if the KV cache is given no "
+        "size; the models of one fgserve split it", low=0, above=True, high=1,
+    )  # fmt: skip
+    prefix_cache: bool = option(
+        True, "keep the KV of full pages for later prompts that begin alike, and for preempted sequences"
+    )
+    host_cache_gb: float = option(
+        0, "pinned memory of the host for pages that the KV cache evicts, in 10^9 bytes", low=0, high=MOST_GB
+    )
+    attention: str = option(
+        "auto", "auto: paged on a GPU, reference on the CPU; flash: paged, with flash-attn for prefills",
+        choices=("auto", *ATTENTION),
+    )  # fmt: skip
+    tensor_parallel: int = option(
+        1, "GPUs that hold the model together; this process drives the first, and starts a process for each other one",
+        low=1,
+    )  # fmt: skip
+    tp_group: Any = option(
+        None, "process group of torch.distributed, or DeviceMesh of one dimension, whose ranks hold the model "
+        "together: every rank makes the Generator and calls the same methods in the same order, rank 0's arguments "
+        "count, rank 0 alone reads the iterable of `stream`, and all ranks get the same results", unset="no group",
+    )  # fmt: skip
+    deterministic: bool | None = option(
+        None, "tokens and logprobs do not depend on the schedule, to the bit", unset="on the CPU, and on one H100 "
+        "or H200 in bfloat16 or float16 with heads of 64 to 128",
+    )  # fmt: skip
+    load: str = option("auto", "dummy: random weights", choices=("auto", "dummy"))
+    seed: int | None = option(
+        None, "requests without a seed derive theirs from it", unset="a seed from the operating system"
+    )
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for the first option whose value can not work, whatever the model."""
+        for name, each in OPTIONS.items():
+            each.check(getattr(self, name))
+
+
+OPTIONS = options_of(GeneratorOptions)
+
+Owner = TypeVar("Owner")
+Options = TypeVar("Options")
+Arguments = ParamSpec("Arguments")
+
+
+def takes_fields_of(
+    cls: Callable[Arguments, Options],
+) -> Callable[[Callable[[Owner, Options], None]], Callable[Concatenate[Owner, Arguments], None]]:
+    """Make an `__init__` of one object of a dataclass of options take the fields as arguments instead.
+
+    Signature and docstring show the fields. An unknown argument is a TypeError that names the nearest known one.
+    """
+    assert isinstance(cls, type)
+    options = options_of(cls)
+    listed = "\n".join(f"{each.name}: {each.text} (default: {each.default_text})" for each in options.values())
+
+    def decorate(init: Callable[[Owner, Options], None]) -> Callable[Concatenate[Owner, Arguments], None]:
+        @wraps(init)
+        def take(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+            for name in kwargs.keys() - options.keys():
+                nearest = difflib.get_close_matches(name, options, n=1, cutoff=0)[0]
+                raise TypeError(f"{type(self).__name__} has no option {name!r}; the nearest one is {nearest!r}")
+            init(self, cls(*args, **kwargs))
+
+        shown = inspect.signature(cls).parameters.values()
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        take.__signature__ = inspect.Signature([first, *shown])  # type: ignore[attr-defined]
+        take.__doc__ = listed
+        return take
+
+    return decorate
