@@ -262,7 +262,7 @@ class Turns:
 
 @pytest.fixture
 def fresh_configs() -> Iterator[None]:
-    """For a test that changes what deterministic mode's products are cut up by."""
+    """Forget how products are cut up, around a test that changes what decides it."""
     fixed.config.cache_clear()
     yield
     fixed.config.cache_clear()

@@ -69,13 +69,6 @@ def test_too_many_biases_are_refused(gen: Generator) -> None:
             intake.check_params(params)
 
 
-def test_two_generators_share_no_memory_to_write_to(llama: Path) -> None:
-    """They may run on two streams at a time."""
-    with Generator(llama, max_seqs=2) as one, Generator(llama, max_seqs=2) as other:
-        for mine, its in zip(one._runner.model.work, other._runner.model.work, strict=True):
-            assert mine.data_ptr() != its.data_ptr()
-
-
 @pytest.mark.parametrize("fails", ["launch", "collect"])
 def test_after_an_exception_the_device_is_waited_for_before_pages_are_given_out(
     llama: Path, monkeypatch: pytest.MonkeyPatch, fails: str

@@ -26,7 +26,7 @@ from fastgen.engine.config import EngineConfig
 from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.prefill_graphs import prefill_sizes
 from fastgen.engine.runner import SCORE_ROWS, Runner, largest_half
-from fastgen.kernels import fixed, product
+from fastgen.kernels import fixed
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.launch import Chip, current, refused, triton
 from fastgen.kernels.support import kernels_of, slower_than_possible
@@ -272,7 +272,7 @@ def _launch_all(runner: Runner) -> None:
     if model.lm_head.fixed:
         _launch_products(model, runner.pool, [*fixed.SIZES, config.max_step_tokens])
         return
-    for size in product.SIZES:
+    for size in (size for size in fixed.SIZES if size <= max(fixed.FEW)):
         count = min(size, config.max_step_tokens, config.max_model_len - 1)
         start = LaneStart(0, SamplingParams(), 0, 0, count, frozenset(), ())
         zeros = np.zeros(count, dtype=np.int32)

@@ -10,23 +10,24 @@ On Hopper the products of few tokens are those of fastgen.kernels.hopper, which 
 
 What comes behind a product is done here as well, for any number of tokens, from the sums before they are rounded; but
 rope turns rounded numbers, as its own kernel does behind many tokens.
+
+Deterministic mode multiplies with these kernels alone. Ordinary mode does so where they beat cuBLAS: see `pays`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.kernels import hopper
-from fastgen.kernels import product as small
 from fastgen.kernels.finish import finish_pairs, finish_rows, read_pairs, read_rows
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
-from fastgen.kernels.product import Fused
-from fastgen.kernels.rope import rope_write
+from fastgen.kernels.rope import SlotMapping, rope_write
 
 ALIGN = 8  # inputs of a weight are a multiple, so that its rows begin at multiples of 16 bytes
 GROUP = 2048  # tokens of tiles that share the weight's
@@ -41,6 +42,9 @@ MANY = ((128, 256, 64, 8), (128, 128, 64, 4), (128, 64, 64, 4))
 
 MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 2, 3, 12  # of 2-byte weights: programs a processor
 SIDES, TILE = 16, 4096  # multiplications in the time that a row of a tile's sides takes, and a tile whatever its size
+
+FEW_IN_TRITON = 32
+"""Tokens up to which these products beat cuBLAS in Triton; in Gluon they do for all of FEW."""
 
 SIZES = (1, 16, 32, 64, 128, 129, 256, 257, 512, 1024, 2048, 4096)
 """Tokens whose products are compiled at the start, so that few are later."""
@@ -78,7 +82,8 @@ def _product_kernel(
     """A program a tile of the result. What is behind T, N and K is read as zeros.
 
     HALF: rows come in pairs that are so far apart, gate and up or what rope turns together; 0 if not. A tile then has
-    pairs of HEADS times 2 * HALF rows, all or some of them. KV, P: see fastgen.kernels.product.
+    pairs of HEADS times 2 * HALF rows, all or some of them. KV, P: KV heads and page size, for rope; 0 if there is
+    none.
     """
     PAIRS: tl.constexpr = ROWS // 2 // HEADS  # of a head
     tiles_n = tl.cdiv(N, ROWS)
@@ -172,10 +177,39 @@ def _stages(found: Config, programs: int, item_size: int, chip: Chip) -> int:
     return min((chip.shared_memory // programs - 3072) // step, MOST_STAGES)
 
 
+def pays(tokens: int, inputs: int, dtype: torch.dtype, chip: Chip) -> bool:
+    """Return whether the product of `tokens` tokens with a weight [outputs, inputs] beats cuBLAS."""
+    most = max(FEW) if hopper.runs_on(chip, dtype) else FEW_IN_TRITON
+    return tokens <= most and dtype.itemsize == 2 and inputs % ALIGN == 0
+
+
 def turns(tokens: int) -> bool:
     """Whether rope, where it is wanted, is part of the kernel: behind a tile of many tokens it takes longer than its
     own kernel does. It is the same to the bit."""
     return tokens <= max(FEW)
+
+
+@dataclass(frozen=True)
+class RopeWrite:
+    """The arguments of fastgen.kernels.rope.rope_write, for a product with the weight of q, k and v."""
+
+    mapping: SlotMapping
+    keys: Tensor
+    values: Tensor
+
+
+class Fused(NamedTuple):
+    """What a product [T, N] does beside multiplying.
+
+    add: [T, N], to which the result is added in place. swiglu: weight and bias hold the rows of gate, then those of up,
+    and the result is silu(gate) * up [T, N / 2]. rope: the weight holds the rows of q, k and v; the result is what
+    rope_write makes of the product, q [T, H, D]. out_dtype: of the result, where it is not x's.
+    """
+
+    add: Tensor | None = None
+    swiglu: bool = False
+    rope: RopeWrite | None = None
+    out_dtype: torch.dtype | None = None
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
@@ -198,12 +232,11 @@ def launch_as(chosen: Config, x: Tensor, weight: Tensor, bias: Tensor | None, fu
     assert x.dtype == weight.dtype
     assert inputs % ALIGN == 0
     assert bias is None or bias.shape == (outputs,)
-    assert fused.norm is None
     half, heads, width, block = outputs // 2 if fused.swiglu else 0, 1, outputs, [chosen.rows, chosen.depth]
     turned: tuple[Any, ...] = (None,) * 6
     num_kv = page_size = 0
     if fused.rope is not None:
-        turned, (num_kv, page_size, half) = small.rope_arguments(fused.rope, tokens)
+        turned, (num_kv, page_size, half) = _rope_arguments(fused.rope, tokens)
         width -= 4 * num_kv * half
         if half & (half - 1) == 0:
             heads = max(chosen.rows // (2 * half), 1)
@@ -232,11 +265,31 @@ def launch_as(chosen: Config, x: Tensor, weight: Tensor, bias: Tensor | None, fu
     return out if fused.rope is None else out.view(tokens, -1, 2 * half)
 
 
+def _rope_arguments(rope: RopeWrite, tokens: int) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
+    """Return the kernel's pointers; and KV heads, page size, half a head."""
+    mapping, keys, values = rope.mapping, rope.keys, rope.values
+    _, num_kv, page_size, head_size = keys.shape
+    assert keys.shape == values.shape
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    assert mapping.positions.shape == mapping.slots.shape == (tokens,)
+    assert mapping.positions.dtype == mapping.slots.dtype == torch.int64
+    assert mapping.cos.shape[1] == head_size // 2
+    pointers = mapping.positions, mapping.slots, mapping.cos, mapping.sin, keys, values
+    return pointers, (num_kv, page_size, head_size // 2)
+
+
 def _twin(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
-    """x [T, K] times the rows of weight [N, K], plus bias [N], and what `fused` says, but for a norm: [T, N] in x's
-    dtype."""
-    found: Tensor = small.product.twin(x, weight, bias, small.Workspace.make(x.device), fused)
-    return found
+    """Return x [T, K] times the rows of weight [N, K], plus bias [N], and what `fused` says: [T, N] in x's dtype."""
+    add, swiglu, rope, out_dtype = fused
+    y = F.linear(x, weight, bias)
+    if rope is not None:
+        turned: Tensor = rope_write.twin(y, rope.mapping, rope.keys, rope.values)
+        return turned
+    if swiglu:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y.to(out_dtype or y.dtype) if add is None else add.add_(y)
 
 
 product = Kernel(_launch, _twin)

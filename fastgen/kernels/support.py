@@ -1,7 +1,7 @@
 """Which kernels run on a device, and what a user can do where faster ones exist.
 
-- "gluon": kernels in Gluon beside those in Triton. They need Hopper and a Triton of `launch.KNOWN_TRITON`, and serve
-  deterministic mode with 2-byte dtypes.
+- "gluon": kernels in Gluon beside those in Triton. They need Hopper and a Triton of `launch.KNOWN_TRITON`. With 2-byte
+  dtypes, products of few tokens use them, and in deterministic mode decode attention.
 - "triton": kernels in Triton alone.
 - "torch": the torch twins alone, on the CPU and where Triton is missing.
 """

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fastgen.device.memory import Memory
 from fastgen.device.profiling import span
-from fastgen.kernels import fixed, product
+from fastgen.kernels import fixed
+from fastgen.kernels.launch import Chip
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
 from fastgen.kernels.swiglu import swiglu
@@ -75,34 +76,26 @@ class Linear:
 def apply(
     linear: Linear,
     x: Tensor,
-    work: product.Workspace,
     *,
     norm: RMSNorm | None = None,
     delta: Tensor | None = None,
     add: Tensor | None = None,
     gated: bool = False,
-    rope: product.RopeWrite | None = None,
+    rope: fixed.RopeWrite | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A linear layer with what surrounds it: `norm` of its input x [T, in] before, to which `delta` is first added in
     place; SwiGLU of its output (`gated`; the weight holds gate, then up), an addition to `add` [T, out], in place, or
-    what `rope` says (not of many rows, unless they are fixed) behind.
+    what `rope` says (where `_fuses`) behind.
 
-    A few rows go through one kernel of our own, which reads the weights and little else; more through BLAS. Those of a
-    fixed layer all go through another kernel of ours.
+    All rows of a fixed layer, and few rows of others, go through one kernel of our own; the rest through BLAS.
     """
-    fused = product.Fused(None, add, gated, rope, out_dtype)
-    out: Tensor
-    if _few(x, linear):
-        if delta is not None:
-            x.add_(delta)
-        scaled = None if norm is None else (norm.weight, norm.eps)
-        out = product.product(x, linear.weight, linear.bias, work, fused._replace(norm=scaled))
-        return out
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps, delta)
-    if linear.fixed:  # and no twin in its place, where it does not compile
-        out = fixed.product.launch(x, linear.weight, linear.bias, fused)
+    if _fuses(x, linear):
+        # A twin in place of a fixed layer's kernel would have other bits.
+        multiply = fixed.product.launch if linear.fixed else fixed.product
+        out: Tensor = multiply(x, linear.weight, linear.bias, fixed.Fused(add, gated, rope, out_dtype))
         return out
     assert rope is None
     if add is not None and linear.bias is None and x.device.type != "cpu":
@@ -168,10 +161,10 @@ class Stream:
     residual: Residual
 
 
-def _few(x: Tensor, linear: Linear) -> bool:
-    """Whether x has so few rows that a product of our own is faster."""
-    ours = x.is_cuda and x.dtype != torch.float32 and not linear.fixed
-    return ours and product.pays(*x.shape)
+def _fuses(x: Tensor, linear: Linear) -> bool:
+    """Return whether a kernel of our own multiplies x [T, in], and does what surrounds the product as well."""
+    ours = fixed.product.runs_on(x.device)
+    return linear.fixed or (ours and fixed.pays(len(x), x.shape[1], x.dtype, Chip.of(x.device)))
 
 
 class Transformer:
@@ -204,7 +197,6 @@ class Transformer:
         head = self.embedding if config.tied else self._new(self._vocab, config.hidden_size)
         self.lm_head = Linear(head, None, self._fixed)
         self.cos, self.sin = (table.to(device) for table in rope_tables(config, context))
-        self.work = product.Workspace.make(device)
 
     def _new(self, *shape: int) -> Tensor:
         if self._device.type == "meta":
@@ -358,16 +350,16 @@ class Transformer:
         layer, behind = self.layers[number], self.layers[number + 1 : number + 2]
         with span("mlp"):
             x, norm, delta = stream.residual.input(layer.post_norm)
-            hidden = apply(layer.gate_up, x, self.work, norm=norm, delta=delta, gated=True)
+            hidden = apply(layer.gate_up, x, norm=norm, delta=delta, gated=True)
             self._add(stream, layer.down, hidden, behind[0].input_norm if behind else None)
 
     def _add(self, stream: Stream, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:
         """Add the product with a weight whose columns are shared out to the residual stream. following: the norm that
         comes next, if it is within the layers."""
         if self.group.size == 1:
-            stream.residual = ReplicatedResidual(self.group, apply(linear, x, self.work, add=stream.residual.whole()))
+            stream.residual = ReplicatedResidual(self.group, apply(linear, x, add=stream.residual.whole()))
         else:
-            stream.residual.add(apply(linear, x, self.work), following)
+            stream.residual.add(apply(linear, x), following)
 
     def queries(self, stream: Stream, number: int, pool: KVPool) -> Tensor:
         """A layer's queries [T, H, D]; its keys and values go into the pool. All that was added to the stream is then
@@ -375,10 +367,10 @@ class Transformer:
         layer, mapping, keys, values = self.layers[number], stream.step.mapping, pool.keys[number], pool.values[number]
         with span("qkv"):
             x, norm, delta = stream.residual.input(layer.input_norm)
-            if layer.head_norm is None and (layer.qkv.fixed or _few(x, layer.qkv)):
-                rope = product.RopeWrite(mapping, keys, values)
-                return apply(layer.qkv, x, self.work, norm=norm, delta=delta, rope=rope)
-            qkv = apply(layer.qkv, x, self.work, norm=norm, delta=delta)
+            if layer.head_norm is None and _fuses(x, layer.qkv):
+                rope = fixed.RopeWrite(mapping, keys, values)
+                return apply(layer.qkv, x, norm=norm, delta=delta, rope=rope)
+            qkv = apply(layer.qkv, x, norm=norm, delta=delta)
             turned: Tensor = rope_write(qkv, mapping, keys, values, layer.head_norm)
             return turned
 
@@ -387,16 +379,16 @@ class Transformer:
         num_kv, page_size = pool.keys.shape[2:4]
         return SlotMapping(positions, slots, self.cos, self.sin, real, num_kv, page_size)
 
-    def products(self, mapping: SlotMapping, pool: KVPool) -> list[tuple[Linear, product.Fused]]:
+    def products(self, mapping: SlotMapping, pool: KVPool) -> list[tuple[Linear, fixed.Fused]]:
         """Each kind there is of the products of one token that stands at `mapping`, with what comes behind it."""
-        layer, rope = self.layers[0], product.RopeWrite(mapping, pool.keys[0], pool.values[0])
+        layer, rope = self.layers[0], fixed.RopeWrite(mapping, pool.keys[0], pool.values[0])
         stream = layer.qkv.weight.new_zeros(1, self.config.hidden_size)
         return [
-            (layer.qkv, product.Fused(rope=rope if layer.head_norm is None else None)),
-            (layer.o, product.Fused(add=stream)),
-            (layer.gate_up, product.Fused(swiglu=True)),
-            (layer.down, product.Fused(add=stream)),
-            (self.lm_head, product.Fused(out_dtype=torch.float32)),
+            (layer.qkv, fixed.Fused(rope=rope if layer.head_norm is None else None)),
+            (layer.o, fixed.Fused(add=stream)),
+            (layer.gate_up, fixed.Fused(swiglu=True)),
+            (layer.down, fixed.Fused(add=stream)),
+            (self.lm_head, fixed.Fused(out_dtype=torch.float32)),
         ]
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
@@ -405,7 +397,7 @@ class Transformer:
         if x.device.type == "cpu":
             own = self.lm_head(rms_norm(_padded(x), self.norm.weight, self.norm.eps))[: len(x)].float()
         else:
-            own = apply(self.lm_head, x, self.work, norm=self.norm, out_dtype=torch.float32)
+            own = apply(self.lm_head, x, norm=self.norm, out_dtype=torch.float32)
         return self.group.gather(own, out)
 
 

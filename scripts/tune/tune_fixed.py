@@ -1,4 +1,4 @@
-"""Times deterministic mode's products (fastgen/kernels/fixed.py) on this GPU, beside cuBLAS and the default mode's.
+"""Times batch-invariant products (fastgen/kernels/fixed.py) on this GPU, beside cuBLAS.
 
     python scripts/tune/tune_fixed.py --out fixed.json
     python scripts/tune/tune_fixed.py --out fixed.json --own    # the library's own configurations only; takes a minute
@@ -13,26 +13,27 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from tune_product import LAYERS, MODELS, CompileOnly, Product, Weights, theirs, timed
-from tune_product import ours as small
 
 from fastgen.kernels import fixed as module
 from fastgen.kernels import hopper
-from fastgen.kernels import product as small_module
-from fastgen.kernels.fixed import Config, config, launch_as
+from fastgen.kernels.fixed import Config, Fused, config, launch_as
 from fastgen.kernels.launch import Chip, triton
-from fastgen.kernels.product import Fused
 
-MODEL = MODELS["mistral-7b"]
+LAYERS = 4
+"""Whose weights (400 MB each) are read in turn, so that none is left in the L2 cache."""
+
 TOKENS = (1, 8192, 512, 1024, 64, 8, 256, 32, 128, 2048)
 MOST = 8192
 LARGE = (
@@ -48,16 +49,64 @@ LARGE = (
 """Tokens, rows and warps to try for more than 64 tokens."""
 
 
-def products() -> list[Product]:
-    return [replace(each, norm=False) for each in (*MODEL.layer(), MODEL.head())]
+@dataclass(frozen=True)
+class Product:
+    """A product of a model; the flags are those of fastgen.kernels.fixed.Fused."""
+
+    name: str
+    outputs: int
+    inputs: int
+    add: bool = False
+    swiglu: bool = False
+    logits: bool = False
+
+
+PRODUCTS = (
+    Product("qkv", 6144, 4096),
+    Product("o", 4096, 4096, add=True),
+    Product("gate_up", 28672, 4096, swiglu=True),
+    Product("down", 4096, 14336, add=True),
+    Product("head", 32768, 4096, logits=True),
+)
 
 
 def fused_of(product: Product, add: Tensor | None) -> Fused:
     return Fused(add=add, swiglu=product.swiglu, out_dtype=torch.float32 if product.logits else None)
 
 
-def ours(product: Product, weights: Weights, chosen: Config, x: Tensor, add: Tensor | None) -> Tensor:
-    return launch_as(chosen, x, weights.weight, weights.bias, fused_of(product, add))
+def ours(product: Product, weight: Tensor, chosen: Config, x: Tensor, add: Tensor | None) -> Tensor:
+    return launch_as(chosen, x, weight, None, fused_of(product, add))
+
+
+def theirs(product: Product, weight: Tensor, x: Tensor, add: Tensor | None) -> Tensor:
+    """Multiply with cuBLAS, and torch's operations behind it."""
+    if add is not None:
+        return add.addmm_(x, weight.t())
+    y = F.linear(x, weight)
+    if product.swiglu:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y.float() if product.logits else y
+
+
+def timed(work: Callable[[], Any], repeats: int = 5) -> float:
+    """Return the microseconds of some launches in a CUDA graph: the median of `repeats`."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    found = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(4):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) * 250)
+    return float(statistics.median(found))
 
 
 def shapes(tokens: int) -> Iterator[tuple[int, int, int, int, bool]]:
@@ -85,6 +134,16 @@ def configs(tokens: int, chip: Chip) -> Iterator[Config]:
                 yield Config(tile, rows, depth, warps, stages, swap)
 
 
+class CompileOnly:
+    """A kernel whose launches compile it, and no more."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return partial(self.kernel.warmup, grid=grid)
+
+
 def only_compile() -> None:
     """What a compiling process begins with."""
     for each in (module, hopper):
@@ -98,7 +157,7 @@ def compile_one(job: tuple[Product, Config]) -> bool:
     x = torch.zeros(1, product.inputs, device="cuda", dtype=torch.bfloat16)
     add = torch.zeros(1, product.outputs, device="cuda", dtype=torch.bfloat16) if product.add else None
     try:
-        ours(product, Weights(weight, None, None), chosen, x, add)
+        ours(product, weight, chosen, x, add)
     except Exception as error:  # of whatever part of the compiler
         print(f"  {product.name} {chosen}: {type(error).__name__} {str(error)[:200]}", flush=True)
         return False
@@ -110,7 +169,11 @@ class Bench:
 
     def __init__(self, product: Product, chip: Chip) -> None:
         self.product, self.chip = product, chip
-        self.weights = [Weights.random(product, product.outputs) for _ in range(1 if product.logits else LAYERS)]
+        shape, scale = (product.outputs, product.inputs), product.inputs**-0.5
+        self.weights = [
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
+            for _ in range(1 if product.logits else LAYERS)
+        ]
         self.x = torch.randn(MOST, product.inputs, device="cuda", dtype=torch.bfloat16)
         self.residual = torch.randn(MOST, product.outputs, device="cuda", dtype=torch.bfloat16)
         self.expected = self.result(config(MOST, product.outputs, product.inputs, torch.bfloat16, chip), MOST)
@@ -122,20 +185,17 @@ class Bench:
     def same(self, chosen: Config, tokens: int) -> bool:
         return torch.equal(self.result(chosen, tokens), self.expected[:tokens])
 
-    def microseconds(self, chosen: Config | str, tokens: int) -> float:
-        """Of one product; of "cuBLAS", or "default" mode's."""
+    def microseconds(self, chosen: Config | None, tokens: int) -> float:
+        """Return the time of one product; of cuBLAS's without a Config."""
         product, x = self.product, self.x[:tokens]
         add = self.residual[:tokens].clone() if product.add else None
 
         def run() -> None:
-            for weights in self.weights:
-                if isinstance(chosen, Config):
-                    ours(product, weights, chosen, x, add)
-                elif chosen == "default" and tokens <= small_module.PAYS:
-                    cut = small_module.config(product.outputs, product.inputs, tokens, torch.bfloat16, self.chip)
-                    small(product, weights, cut, x, add)
+            for weight in self.weights:
+                if chosen is not None:
+                    ours(product, weight, chosen, x, add)
                 else:
-                    theirs(product, weights, x, add)
+                    theirs(product, weight, x, add)
 
         return timed(run) / len(self.weights)
 
@@ -143,8 +203,7 @@ class Bench:
 def measure(bench: Bench, tokens: int, chosen: list[Config], made: dict[Any, bool], deadline: float) -> dict[str, Any]:
     product = bench.product
     own = config(tokens, product.outputs, product.inputs, torch.bfloat16, bench.chip)
-    found: dict[str, Any] = {"product": product.name, "tokens": tokens}
-    found |= {name: bench.microseconds(name, tokens) for name in ("cuBLAS", "default")}
+    found: dict[str, Any] = {"product": product.name, "tokens": tokens, "cuBLAS": bench.microseconds(None, tokens)}
     tried = []
     for each in dict.fromkeys([own, *chosen]):
         if made.get((product, each)) and (each == own or time.monotonic() < deadline):
@@ -153,7 +212,7 @@ def measure(bench: Bench, tokens: int, chosen: list[Config], made: dict[Any, boo
             except triton.runtime.errors.OutOfResources as error:
                 print(f"  {product.name} {each}: {error}", flush=True)
     found |= {"own": tried[0], "tried": sorted(tried, key=lambda one: float(one["us"]))}
-    beside = f"cuBLAS {found['cuBLAS']:8.1f}, default {found['default']:8.1f}, own {tried[0]['us']:8.1f} us"
+    beside = f"cuBLAS {found['cuBLAS']:8.1f}, own {tried[0]['us']:8.1f} us"
     print(f"{product.name:8} {tokens:5} tokens: {beside}", flush=True)
     for one in found["tried"][:4]:
         cut = f"{one['tokens']} x {one['rows']} x {one['depth']}, {one['warps']} warps, {one['stages']} stages"
@@ -166,9 +225,9 @@ def measure(bench: Bench, tokens: int, chosen: list[Config], made: dict[Any, boo
 
 def layer_line(tokens: int, results: list[dict[str, Any]]) -> str:
     here = [each for each in results if each["tokens"] == tokens and each["product"] != "head"]
-    sums = {name: sum(each[name] for each in here) for name in ("cuBLAS", "default")}
     own, best = sum(each["own"]["us"] for each in here), sum(each["tried"][0]["us"] for each in here)
-    times = ", ".join(f"{own / each:.3f} and {best / each:.3f} times {name}" for name, each in sums.items())
+    cublas = sum(each["cuBLAS"] for each in here)
+    times = f"{own / cublas:.3f} and {best / cublas:.3f} times cuBLAS"
     return f"a layer at {tokens} tokens: own {own:.1f} us, best {best:.1f}; {times}"
 
 
@@ -188,7 +247,7 @@ def main() -> None:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.processes, spawn, only_compile) as pool, torch.inference_mode():
         chip = Chip.of(torch.device("cuda", torch.cuda.current_device()))
-        benches = [Bench(product, chip) for product in products()]
+        benches = [Bench(product, chip) for product in PRODUCTS]
         made: dict[Any, bool] = {}
         for tokens in args.tokens:
             chosen = [] if args.own else list(configs(tokens, chip))

@@ -29,8 +29,8 @@ from fastgen.engine.startup import (
     find_devices,
 )
 from fastgen.kernels import fixed, hopper
+from fastgen.kernels.fixed import Fused
 from fastgen.kernels.launch import Chip
-from fastgen.kernels.product import Fused
 from fastgen.model.config import ModelConfig, read_config
 from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fastgen import Generator
 from fastgen.kernels import fixed, hopper, hopper_decode
+from fastgen.kernels.fixed import Fused, RopeWrite
 from fastgen.kernels.launch import Chip
-from fastgen.kernels.product import Fused, RopeWrite
 from fastgen.kernels.rope import SlotMapping
 from fastgen.model.attention import StepLayout
 from fastgen.model.attention.paged import PagedAttention

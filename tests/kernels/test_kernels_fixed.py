@@ -8,20 +8,41 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
-from test_kernels_product import A100, DEVICE, H200, HALVES, RTX_3090, changed, error, randn
+from torch import Tensor
 
 from fastgen.kernels import fixed, hopper, rope
-from fastgen.kernels.fixed import Config, config, launch_as, product
+from fastgen.kernels.fixed import Config, Fused, RopeWrite, config, launch_as, pays, product
 from fastgen.kernels.launch import Chip, triton
-from fastgen.kernels.product import Fused, RopeWrite
 from fastgen.kernels.rope import SlotMapping
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALVES = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]  # the interpreter truncates
+H200 = Chip((9, 0), 132, 232_448)
+A100 = Chip((8, 0), 108, 166_912)
+RTX_3090 = Chip((8, 6), 82, 101_376)
 TOKENS = (1, 17, 64, 65, 100, 256, 512, 1000, 8192)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE, dtype)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of nested tuples with `change` applied to each tensor."""
+    if isinstance(value, tuple):
+        inner = [changed(each, change) for each in value]
+        return type(value)(*inner) if hasattr(value, "_fields") else tuple(inner)
+    return change(value) if isinstance(value, Tensor) else value
 
 
 @pytest.mark.parametrize("parts", ["", "bias", "add", "bias swiglu", "logits"])
@@ -36,8 +57,8 @@ def test_against_the_twin(tokens: int, outputs: int, inputs: int, dtype: torch.d
         out_dtype=torch.float32 if "logits" in parts else None,
     )
     given = x, weight, bias, fused
-    exact = product.twin(*changed((x, weight, bias, fused._replace(out_dtype=None)), torch.Tensor.double))
-    twin = product.twin(*changed(given, torch.Tensor.clone))
+    exact = product.twin(*changed((x, weight, bias, fused._replace(out_dtype=None)), Tensor.double))
+    twin = product.twin(*changed(given, Tensor.clone))
     found = product.launch(*given)
     assert (found.dtype, found.shape) == (twin.dtype, twin.shape)
     assert fused.add is None or found is fused.add, "written in place"
@@ -96,6 +117,24 @@ def test_any_tile_gives_the_same_bits(swap: bool) -> None:
         assert torch.equal(
             launch_as(Config(32, 64, 32, 4, 2, swap), x[:tokens], weight, None, Fused()), expected[:tokens]
         )
+
+
+def test_on_the_cpu_the_twin_answers() -> None:
+    x, weight = randn(3, 64).cpu(), randn(32, 64, seed=1).cpu()
+    assert torch.equal(product(x, weight, None, Fused()), torch.nn.functional.linear(x, weight))
+
+
+def test_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ordinary mode takes these products for few tokens: for more where they are in Gluon."""
+    monkeypatch.setattr(hopper, "GLUON", True)
+    for chip, most in ((H200, 64), (A100, 32), (replace(H200, capability=(10, 0)), 32)):
+        assert pays(1, 4096, torch.bfloat16, chip)
+        assert pays(most, 4096, torch.float16, chip)
+        assert not pays(most + 1, 4096, torch.bfloat16, chip)
+        assert not pays(1, 4097, torch.bfloat16, chip), "rows that are not aligned"
+        assert not pays(1, 4096, torch.float32, chip)
+    monkeypatch.setattr(hopper, "GLUON", False)
+    assert not pays(33, 4096, torch.bfloat16, H200)
 
 
 @pytest.mark.parametrize("chip", [H200, A100, RTX_3090])

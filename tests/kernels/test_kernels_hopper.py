@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernels_product import A100, H200
+from test_kernels_fixed import A100, H200
 
 from fastgen.kernels import fixed, hopper, hopper_decode
 from fastgen.kernels.gluon import HALVES

@@ -14,7 +14,7 @@ from fastgen.kernels.launch import triton
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tune" / "compile_kernels.py"
 KERNELS = {
-    "attention", "fixed", "items", "lanes", "norm", "rope", "product", "swiglu", "sampling", "scoring", "truncation"
+    "attention", "fixed", "items", "lanes", "norm", "rope", "swiglu", "sampling", "scoring", "truncation"
 }  # fmt: skip
 
 
