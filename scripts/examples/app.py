@@ -2,7 +2,6 @@
 
 from collections import Counter
 from contextlib import asynccontextmanager
-from uuid import uuid4
 
 from fastapi import FastAPI, HTTPException
 
@@ -26,7 +25,7 @@ async def vote(question: str, samples: int = 16) -> dict[str, int]:
     answers = [""] * samples
     params = SamplingParams(n=samples, temperature=0.8, max_tokens=64)
     try:
-        with engine.submit(uuid4().hex, [{"role": "user", "content": question}], params) as stream:
+        with engine.submit([[{"role": "user", "content": question}]], params) as stream:
             async for events in stream:  # those of a step; leaving the block early aborts the request
                 for event in events:
                     if event.error:

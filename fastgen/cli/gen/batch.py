@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.gen.work import Asked, Record, seed_of
-from fastgen.cli.serve.answers import Reply, prepare, ruled_by
-from fastgen.cli.serve.grammar import Grammar
+from fastgen.cli.serve.answers import GenerationReply, GenerationRequest, grammar_field, prepare
+from fastgen.cli.serve.grammar import Compiler
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_request, refused
-from fastgen.cli.serve.replies import ChatReply
-from fastgen.cli.serve.tokens import Vocabulary
-from fastgen.request import Event, RequestOutput, SamplingParams, drawn_lists
+from fastgen.cli.serve.tokens import ModelFacts, Vocabulary
+from fastgen.request import Event, RequestOutput, SamplingParams, TokenMask, drawn_lists
 
 if TYPE_CHECKING:
     from fastgen.generator import Generator
@@ -31,17 +31,22 @@ class BatchJob:
     """
 
     def __init__(self, gen: Generator, name: str, defaults: SamplingParams, seed: int) -> None:
-        self.name, self.tokenizer, self.defaults = name, gen.tokenizer, defaults
-        self.vocabulary = None if gen.tokenizer is None else Vocabulary(gen.tokenizer)
-        self.vocab_size, self.max_model_len = gen.model_config.vocab_size, gen.max_model_len
+        vocabulary = None if gen.tokenizer is None else Vocabulary(gen.tokenizer)
+        self._model = ModelFacts(
+            name, gen.tokenizer, vocabulary, defaults, gen.model_config.vocab_size, gen.max_model_len
+        )
         self._gen, self._seed = gen, seed
-        self._compilers: dict[Any, Any] = {}
+
+    @cached_property
+    def _compiler(self) -> Compiler:
+        return Compiler.of(self._gen)
 
     def ask(self, row: Row) -> Asked:
         try:
             request = self._request(row)
-            reply, params = prepare(self, request)
-            params = self._compiled(request, params)
+            reply, params, grammar = prepare(self._model, request)
+            if grammar is not None:
+                params = replace(params, mask=self._mask(request, grammar))
         except ApiError as error:
             refusal = error
             return Asked([], lambda _: _failed(row, refusal))
@@ -49,7 +54,7 @@ class BatchJob:
             params = replace(params, seed=seed_of(self._seed, row.index))
         return Asked([(prompt.ids, params) for prompt in reply.prompts], lambda outputs: _answer(row, reply, outputs))
 
-    def _request(self, row: Row) -> ChatRequest | CompletionRequest:
+    def _request(self, row: Row) -> GenerationRequest:
         if row.error is not None:
             raise ApiError(400, row.error, code="invalid_json")
         columns = row.columns
@@ -66,33 +71,30 @@ class BatchJob:
             raise ApiError(400, "stream is not supported in a batch; leave it out", "stream", "unsupported_parameter")
         return check_request(KINDS[url], body)
 
-    def _compiled(self, request: ChatRequest | CompletionRequest, params: SamplingParams) -> SamplingParams:
-        """With the mask that its grammar comes to. Raises ApiError where it can not be compiled."""
-        if not (isinstance(request, ChatRequest) and isinstance(params.mask, Grammar)):
-            return params
+    def _mask(self, request: GenerationRequest, grammar: str) -> TokenMask:
+        """Compile the grammar of a request. Raises ApiError where it can not be compiled."""
         try:
-            return replace(params, mask=params.mask.compile(self._gen, self._compilers))
+            return self._compiler.compile(grammar)
         except ValueError as error:
-            raise refused(error, ruled_by(request)) from None
+            raise refused(error, grammar_field(request)) from None
 
 
-def _answer(row: Row, reply: Reply, outputs: list[RequestOutput]) -> tuple[Record, str | None]:
+def _answer(row: Row, reply: GenerationReply, outputs: list[RequestOutput]) -> tuple[Record, str | None]:
     try:
         for output in outputs:
             if output.error is not None:
                 raise ApiError(400, output.error, code="invalid_value")
-        events = [_events(output) for output in outputs]
-        body: Any = reply.whole(events[0]) if isinstance(reply, ChatReply) else reply.whole(events)
+        body: Any = reply.whole(event for prompt, output in enumerate(outputs) for event in _events(prompt, output))
     except ApiError as error:
         return _failed(row, error)
     return _record(row, 200, body), None
 
 
-def _events(output: RequestOutput) -> list[Event]:
+def _events(prompt: int, output: RequestOutput) -> list[Event]:
     """What the engine would have told of a request in a server, all at its end."""
     events = [
         Event(
-            id=output.id,
+            id=prompt,
             index=completion.index,
             token_ids=completion.token_ids,
             text=completion.text,

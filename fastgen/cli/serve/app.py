@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastgen import __version__
 from fastgen.cli.serve import shapes
-from fastgen.cli.serve.answers import Answer, answer, error_response, json_response, limited
+from fastgen.cli.serve.answers import GenerationResponse, error_response, json_response, limited
 from fastgen.cli.serve.fields import Strict
-from fastgen.cli.serve.models import Served, Service
+from fastgen.cli.serve.models import ServedModel, Service
 from fastgen.cli.serve.openapi import ERRORS, body, describe, stream
 from fastgen.cli.serve.protocol import (
     ApiError,
@@ -114,7 +114,7 @@ class _Routes:
         router = APIRouter()
         posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[Strict], Any, dict[str, Any]]] = [
             ("/chat/completions", self.chat, ChatRequest, shapes.ChatCompletion, stream("ChatChunk")),
-            ("/completions", self.completions, CompletionRequest, shapes.Completion, stream("Completion")),
+            ("/completions", self.completions, CompletionRequest, shapes.TextCompletion, stream("TextCompletion")),
             ("/tokenize", self.tokenize, TokenizeRequest, shapes.TokenizeReply, {}),
             ("/detokenize", self.detokenize, DetokenizeRequest, shapes.DetokenizeReply, {}),
         ]
@@ -129,10 +129,10 @@ class _Routes:
             )
         gets: list[tuple[str, Callable[..., Awaitable[Response]], Any]] = [
             ("/models", self.models, shapes.ModelList),
-            ("/models/{name:path}", self.model, shapes.Model),
+            ("/models/{name:path}", self.model, shapes.ModelCard),
             ("/tokenizer_info", self.tokenizer_info, shapes.TokenizerInfo),
-            ("/health", self.health, shapes.Status),
-            ("/ready", self.ready, shapes.Status),
+            ("/health", self.health, shapes.ServerStatus),
+            ("/ready", self.ready, shapes.ServerStatus),
         ]
         for path, handler, told in gets:
             router.add_api_route(path, handler, response_model=None, responses={200: {"model": told}})
@@ -141,27 +141,21 @@ class _Routes:
         return router
 
     async def chat(self, request: Request) -> Response:
-        return Answer(self._service, partial(answer, self._service, await self._read(ChatRequest, request)))
+        return GenerationResponse(self._service, await self._read(ChatRequest, request))
 
     async def completions(self, request: Request) -> Response:
-        return Answer(self._service, partial(answer, self._service, await self._read(CompletionRequest, request)))
+        return GenerationResponse(self._service, await self._read(CompletionRequest, request))
 
     async def tokenize(self, request: Request) -> Response:
         wanted = await self._read(TokenizeRequest, request)
-        model = self._service.choose(wanted.model)
-        tokenizer, vocabulary = needed(model.tokenizer), model.vocabulary
-        assert vocabulary is not None
-        context = model.engine.info.max_model_len
-        return json_response(await asyncio.to_thread(tokenize, wanted, tokenizer, vocabulary, context))
+        return json_response(await asyncio.to_thread(tokenize, wanted, self._service.choose(wanted.model).facts))
 
     async def detokenize(self, request: Request) -> Response:
         wanted = await self._read(DetokenizeRequest, request)
-        model = self._service.choose(wanted.model)
-        size = model.engine.info.vocab_size
-        return json_response(await asyncio.to_thread(detokenize, wanted.tokens, needed(model.tokenizer), size))
+        return json_response(await asyncio.to_thread(detokenize, wanted, self._service.choose(wanted.model).facts))
 
     async def tokenizer_info(self, model: str | None = None) -> Response:
-        return json_response(tokenizer_info(needed(self._service.choose(model).tokenizer)))
+        return json_response(tokenizer_info(needed(self._service.choose(model).facts.tokenizer)))
 
     async def models(self) -> Response:
         """The models that have been loaded."""
@@ -172,13 +166,13 @@ class _Routes:
         """One of them, chosen as a request's `model` chooses."""
         return json_response(self._told(self._service.choose(name)))
 
-    def _told(self, model: Served) -> shapes.Model:
+    def _told(self, model: ServedModel) -> shapes.ModelCard:
         return {
             "id": model.name,
             "object": "model",
             "created": self._created,
             "owned_by": "fastgen",
-            "max_model_len": model.max_model_len,
+            "max_model_len": model.facts.max_model_len,
         }
 
     async def health(self) -> Response:
@@ -197,8 +191,8 @@ class _Routes:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _read(self, kind: type[RequestT], request: Request) -> RequestT:
-        reading = _read_body(request, int(self._service.options.max_body_mb * 1e6))
-        body = await limited(self._service, asyncio.ensure_future(reading))
+        async with limited(self._service):
+            body = await _read_body(request, int(self._service.options.max_body_mb * 1e6))
         if len(body) > LARGE:
             return await asyncio.to_thread(read_request, kind, body)
         return read_request(kind, body)

@@ -104,7 +104,7 @@ async def serve(options: Options) -> None:
 
     def stop() -> None:
         if stopping.is_set():  # somebody is in a hurry
-            service.expired.set()
+            service.expire()
         stopping.set()
 
     loop.run_in_executor(None, import_tokenizers)  # while the first engine loads
@@ -118,7 +118,7 @@ async def serve(options: Options) -> None:
     try:
         await asyncio.wait((serving, keeping, stopped), return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
-        loop.call_later(server_options.shutdown_timeout, service.expired.set)
+        loop.call_later(server_options.shutdown_timeout, service.expire)
         await serving
         if keeping.done():
             await keeping

@@ -1,4 +1,4 @@
-"""What /metrics says, in the format of Prometheus."""
+"""The metrics of a server, in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from fastgen.cli.serve.engine import Engine
 from fastgen.request import Event
 
 GAUGES = {
-    "running": "requests' sequences that run",
-    "waiting": "sequences that wait for a lane",
-    "pages_used": "pages of the KV cache that sequences hold",
+    "running": "running sequences",
+    "waiting": "sequences waiting for a lane",
+    "pages_used": "pages of the KV cache held by sequences",
     "pages": "pages of the KV cache",
 }
 COUNTERS = {
-    "requests": "requests that the engine took",
-    "finished": "requests that finished",
-    "aborted": "requests that were aborted",
-    "prompt_tokens": "tokens in",
-    "generated_tokens": "tokens out",
-    "cached_tokens": "known tokens that nothing had to be computed for",
-    "prefilled_tokens": "known tokens that were computed",
-    "preemptions": "sequences that had to make room",
+    "requests": "requests accepted by the engine",
+    "finished": "finished requests",
+    "aborted": "aborted requests",
+    "prompt_tokens": "prompt tokens",
+    "generated_tokens": "generated tokens",
+    "cached_tokens": "known tokens whose KV was found in a cache",
+    "prefilled_tokens": "known tokens whose KV was computed",
+    "preemptions": "preempted sequences",
     "steps": "steps of the engine",
 }
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 GAPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
-class _Stats(Collector):
-    """The counts of the engines, as they are when they are asked for. They begin anew where an engine is restarted."""
+class _EngineCollector(Collector):
+    """The current counts of all engines. They start at 0 again when an engine is restarted."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = engines
@@ -49,43 +49,43 @@ class _Stats(Collector):
 
 
 class Metrics:
-    """engines: by the names of their models."""
+    """All metrics of a server. engines: by the names of their models."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Stats(engines))
-        self.queue = self._seconds("queue", "from a request's arrival until it begins to run", SECONDS)
-        self.first = self._seconds("first_token", "from a request's arrival to its first token", SECONDS)
-        self.gap = self._seconds("inter_token", "between two tokens of a sequence; of a whole answer their mean", GAPS)
+        self._registry.register(_EngineCollector(engines))
+        self.queue = self._histogram("queue", "from a request's arrival to its first step", SECONDS)
+        self.first = self._histogram("first_token", "from a request's arrival to its first token", SECONDS)
+        self.gap = self._histogram("inter_token", "between tokens of a sample; without streaming, their mean", GAPS)
 
-    def _seconds(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-        told = f"seconds {what}"
-        return Histogram(f"fastgen_{name}_seconds", told, ["model"], buckets=buckets, registry=self._registry)
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        name = f"fastgen_{name}_seconds"
+        return Histogram(name, f"seconds {help}", ["model"], buckets=buckets, registry=self._registry)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
 
 class Meter:
-    """Measures one request, from its arrival on."""
+    """Measures one request from its arrival on."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._queue, self._first = metrics.queue.labels(model), metrics.first.labels(model)
         self._gap = metrics.gap.labels(model)
         self._arrival = time.monotonic()
-        self._waits = True
-        self._last: dict[tuple[int, int], float] = {}  # by prompt and sample: when its last tokens came
+        self._started = False
+        self._last: dict[tuple[str | int, int], float] = {}  # by prompt and sample: the time of the last tokens
 
-    def take(self, prompt: int, events: Iterable[Event]) -> None:
-        """New events of a prompt have come."""
+    def observe(self, events: Iterable[Event]) -> None:
+        """Record new events. The `id` of an event is the index of its prompt."""
         now = time.monotonic()
         for event in events:
-            if self._waits and event.started is not None:
-                self._waits = False
+            if not self._started and event.started is not None:
+                self._started = True
                 self._queue.observe(event.started - self._arrival)
             if not event.token_ids:
                 continue
-            key = (prompt, event.index)
+            key = (event.id, event.index)
             if key in self._last:
                 self._gap.observe((now - self._last[key]) / len(event.token_ids))
             elif not self._last:

@@ -1,17 +1,18 @@
-"""The models that are served: each an engine, its tokenizer, and the requests that wait for it."""
+"""The served models: an engine each, the facts that requests need, and the limit of waiting requests."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fastgen.cli.serve.engine import Engine
 from fastgen.cli.serve.metrics import Metrics
 from fastgen.cli.serve.options import ModelOptions, Options
 from fastgen.cli.serve.protocol import ApiError, choose_model
-from fastgen.cli.serve.tokens import Vocabulary
+from fastgen.cli.serve.tokens import ModelFacts, Vocabulary
 from fastgen.model.config import sampling_defaults
 from fastgen.request import SamplingParams
 from fastgen.tokenizer import Tokenizer
@@ -19,19 +20,16 @@ from fastgen.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-class Queue:
-    """Counts the samples that have come and whose prompts have no first token yet, and the tokens of these prompts."""
+class AdmissionQueue:
+    """Counts the samples without a first token, and the tokens of their prompts, and limits both."""
 
     def __init__(self, max_samples: int, max_tokens: int) -> None:
         self._max_samples, self._max_tokens = max_samples, max_tokens
         self.samples = self.tokens = 0
 
-    def enter(self, sizes: Sequence[int], samples: int = 1) -> Place:
-        """Let in a request of prompts of so many tokens, and so many samples of each. Raises ApiError where there is no
-        room now.
-
-        Where nothing waits, a request of any number of samples and tokens comes in: there will never be more room.
-        """
+    def enter(self, sizes: Sequence[int], samples: int = 1) -> Waiting:
+        """Admit a request; sizes: tokens of each prompt; samples: answers to each. Raises ApiError where the queue is
+        full. An empty queue admits a request of any size, since it will never have more room."""
         if len(sizes) > self._max_samples:
             message = f"prompt holds {len(sizes)} prompts; one request may have {self._max_samples}"
             raise ApiError(400, message, "prompt", "invalid_value")
@@ -40,83 +38,75 @@ class Queue:
         if self.samples and full:
             message = f"{self.samples} samples of prompts of {self.tokens} tokens are waiting; try again later"
             raise ApiError(503, message, code="overloaded")
-        return Place(self, sizes, samples)
+        self.samples += more
+        self.tokens += sum(sizes)
+        return Waiting(self, dict(enumerate(sizes)), samples)
 
 
-class Place:
-    """What one request counts in a queue; leaving the `with` block, nothing."""
+@dataclass
+class Waiting:
+    """The waiting prompts of one request, to be used in a `with` block. sizes: tokens, by the index of the prompt."""
 
-    def __init__(self, queue: Queue, sizes: Sequence[int], samples: int) -> None:
-        self._queue, self._sizes, self._samples = queue, dict[int, int](), samples
-        for prompt, size in enumerate(sizes):
-            self.count(prompt, size)
-
-    def count(self, prompt: int, size: int) -> None:
-        """A prompt has so many tokens."""
-        self.leave(prompt)
-        self._sizes[prompt] = size
-        self._queue.samples += self._samples
-        self._queue.tokens += size
+    queue: AdmissionQueue
+    sizes: dict[int, int]
+    samples: int
 
     def leave(self, prompt: int) -> None:
-        """A prompt waits no more."""
-        if prompt in self._sizes:
-            self._queue.samples -= self._samples
-            self._queue.tokens -= self._sizes.pop(prompt)
+        """Count a prompt no longer: it has its first token."""
+        if prompt in self.sizes:
+            self.queue.tokens -= self.sizes.pop(prompt)
+            self.queue.samples -= self.samples
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> Waiting:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for prompt in list(self._sizes):
+        for prompt in list(self.sizes):
             self.leave(prompt)
 
 
-class Served:
-    """One model. trouble: why it does not work, until it does again. What `start` reads is there once it is `ready`."""
+class ServedModel:
+    """One model. trouble: why it does not work; None while it does. facts: set once the engine has started."""
 
-    def __init__(self, options: ModelOptions, queue: Queue) -> None:
+    def __init__(self, options: ModelOptions, queue: AdmissionQueue) -> None:
         self.name, self.queue, self._options = options.name, queue, options
         self.engine = Engine(options.model, name=options.name, **options.generator)
-        self.tokenizer: Tokenizer | None = None
-        self.vocabulary: Vocabulary | None = None
-        self.defaults = SamplingParams()
         self.trouble: str | None = None
-        self._read = False
+        self._facts: ModelFacts | None = None
 
     async def start(self) -> None:
-        """Raises what Engine.start does."""
+        """Start the engine and read the tokenizer. Raises what Engine.start raises."""
         await self.engine.start()
-        await asyncio.to_thread(self._read_files)
-        self._read = True
+        self._facts = await asyncio.to_thread(self._read_facts)
 
-    def _read_files(self) -> None:
+    def _read_facts(self) -> ModelFacts:
         info = self.engine.info
-        self.defaults = SamplingParams(**sampling_defaults(Path(info.folder)))  # type: ignore[arg-type]
+        tokenizer = vocabulary = None
         if info.tokenizer is not None:
-            self.tokenizer = Tokenizer(Path(info.tokenizer))
-            self.tokenizer.encode("")  # settles what tokenizers change about themselves, which threads must not
-            self.vocabulary = Vocabulary(self.tokenizer)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.engine.info.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self.engine.info.max_model_len
+            tokenizer = Tokenizer(Path(info.tokenizer))
+            tokenizer.encode("")  # a tokenizer's first call changes its state, which threads must not do
+            vocabulary = Vocabulary(tokenizer)
+        defaults = SamplingParams(**sampling_defaults(Path(info.folder)))  # type: ignore[arg-type]
+        return ModelFacts(self.name, tokenizer, vocabulary, defaults, info.vocab_size, info.max_model_len)
 
     @property
     def ready(self) -> bool:
-        return self._read and self.trouble is None and self.engine.ready
+        return self._facts is not None and self.trouble is None and self.engine.ready
 
     def check_ready(self) -> None:
-        """Raises ApiError where it is not ready."""
+        """Raise ApiError where the model is not ready."""
         if not self.ready:
             raise ApiError(503, self.trouble or f"the model {self.name} is being loaded", code="not_ready")
 
+    @property
+    def facts(self) -> ModelFacts:
+        """Facts of a model that has been ready."""
+        assert self._facts is not None
+        return self._facts
+
     async def keep(self, restart: bool) -> None:
-        """Start the engine again where it dies, once. Raises RuntimeError, saying why, when that was all."""
+        """Wait until the engine dies; restart it once if `restart` is true. Raises RuntimeError with the reason of the
+        last death."""
         self.trouble = await self.engine.died()
         if restart:
             log.error("%s; it is started again", self.trouble)
@@ -127,18 +117,20 @@ class Served:
 
 
 class Service:
-    """All models. expired: set when what still runs is to end, for the server does."""
+    """All models of a server. loaded: set when every model has started. expired: True once `expire` was called.
+    deadlines: of the running requests."""
 
     def __init__(self, options: Options) -> None:
         self.options = options.server
         limits = (self.options.max_queued_requests, self.options.max_queued_tokens)
-        self.models = {model.name: Served(model, Queue(*limits)) for model in options.models}
+        self.models = {model.name: ServedModel(model, AdmissionQueue(*limits)) for model in options.models}
         self.metrics = Metrics({name: model.engine for name, model in self.models.items()})
-        self.expired = asyncio.Event()
         self.loaded = asyncio.Event()
+        self.expired = False
+        self.deadlines: set[asyncio.Timeout] = set()
 
     async def run(self) -> None:
-        """Start the models, one after another, and keep them. Ends with an exception, when one can not be kept."""
+        """Start the models one after another, and keep them running. Raises the error of the first that fails."""
         try:
             async with asyncio.TaskGroup() as group:
                 for model in self.models.values():
@@ -152,9 +144,15 @@ class Service:
         """End the engines."""
         await asyncio.gather(*(model.engine.close() for model in self.models.values()))
 
+    def expire(self) -> None:
+        """End all running requests; later ones end at once."""
+        self.expired = True
+        for deadline in self.deadlines:
+            expire(deadline)
+
     @property
     def trouble(self) -> str | None:
-        """Why it is not healthy."""
+        """Why the service is not healthy; None while it is."""
         for model in self.models.values():
             if model.trouble is not None:
                 return model.trouble
@@ -162,8 +160,14 @@ class Service:
                 return f"the engine of {model.name} has finished no step for {model.engine.stalled:.0f} seconds"
         return None
 
-    def choose(self, wanted: str | None) -> Served:
-        """The model that a request is for. Raises ApiError where there is none, or it is not ready."""
+    def choose(self, wanted: str | None) -> ServedModel:
+        """Return the model that a request names. Raises ApiError where there is none, or it is not ready."""
         model = self.models[choose_model(wanted, list(self.models))]
         model.check_ready()
         return model
+
+
+def expire(deadline: asyncio.Timeout) -> None:
+    """Let a timeout expire now, unless it has."""
+    if not deadline.expired():
+        deadline.reschedule(0)

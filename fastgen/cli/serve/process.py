@@ -1,8 +1,8 @@
-"""The process of an engine: it owns a Generator, and does what the messages say.
+"""The process of an engine: it owns a Generator and handles the messages of `engine.Engine`.
 
-`python -m fastgen.cli.serve.process FD` is one; FD is its end of a socket. It ends with the socket, and with the
-process that started it. Messages come in by a thread, so that the end of the socket is seen at once; between two steps
-everything that has come is looked at.
+    python -m fastgen.cli.serve.process FD
+
+FD is the number of its end of a socket. The process ends with the socket, and with the process that started it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import pickle
 import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from fastgen.cli.serve.messages import Abort, EngineInfo, Message, Refused, Submit, Turn, encode, messages_of
+from fastgen.cli.serve.grammar import Compiler
+from fastgen.cli.serve.messages import Abort, EngineInfo, Refused, StepEnded, Submit, encode
 from fastgen.parallel.errors import portable
 from fastgen.ranks.channel import Channel, Failed, Start
 from fastgen.ranks.processes import end_with_caller
@@ -29,82 +30,81 @@ from fastgen.request import Event, TokenMask
 if TYPE_CHECKING:
     from fastgen.generator import Generator
 
-STATS_SECONDS = 0.25  # between two messages with stats, at least
+STATS_SECONDS = 0.25  # minimum interval between two messages with stats
+INTAKE_SECONDS = 0.02  # maximum time between two steps for adding new requests to the Generator
 
-INTAKE_SECONDS = 0.02  # that running requests wait, between two steps, for new ones to be taken in
 
-
+@dataclass(frozen=True, slots=True)
 class Compiled:
-    """A request whose mask is made, or the error that came of it."""
+    """From the compiling thread: the mask of a request, or the error of its grammar."""
 
-    def __init__(self, submit: Submit, mask: TokenMask | Exception) -> None:
-        self.submit, self.mask = submit, mask
-
-
-Incoming = Message | Compiled
+    number: int
+    mask: TokenMask | Exception
 
 
-class Loop:
-    """Steps of a Generator, as long as there is something to do, and messages between them. incoming: the messages."""
+class EngineLoop:
+    """Steps of a Generator while it has work, and messages between them. incoming: of the other process."""
 
-    def __init__(self, gen: Generator, channel: Channel, incoming: SimpleQueue[Incoming]) -> None:
-        self._gen = gen
-        self._channel = channel
-        self._incoming = incoming
-        self._arrived: dict[int, Submit] = {}  # to be added, in their order
-        self._compiling: set[int] = set()
-        self._kept: dict[Any, Any] = {}
-        self._compiler = ThreadPoolExecutor(1, "fastgen-compile")
-        self._told = 0.0  # when stats were sent last
+    def __init__(self, gen: Generator, channel: Channel, incoming: SimpleQueue[Any]) -> None:
+        self._gen, self._channel, self._incoming = gen, channel, incoming
+        self._arrived: dict[int, Submit] = {}  # requests to be added, in order
+        self._compiling: dict[int, Submit] = {}  # requests whose grammar is being compiled
+        self._thread = ThreadPoolExecutor(1, "fastgen-compile")
+        self._stats_sent = 0.0
 
     @property
     def idle(self) -> bool:
-        """Whether only a message can give it something to do."""
+        """True while only a message can bring work."""
         return not self._arrived and not self._gen.unfinished
 
-    def run(self) -> None:
-        """Turn after turn; ends with an exception, which only a step or an unreadable message can raise."""
-        while True:
-            self.turn()
-
     def turn(self) -> None:
-        """Take what has come, run a step, tell what is new. Where it is idle, wait for a message first."""
+        """Handle the messages that have arrived, run a step, send its events. An idle loop waits for a message first.
+        Raises what a step raises, and the error of an unreadable message."""
         wait: float | None = 0
         if self.idle:
             self._channel.flush()
-            wait = STATS_SECONDS if self._compiling else None  # a compilation is a sign of life as well
-        self._take(wait)
-        self._tell(self._gen.step())
+            wait = STATS_SECONDS if self._compiling else None  # stats during a compilation show that this process lives
+        self._handle_messages(wait)
+        self._report(self._gen.step())
 
-    def _take(self, wait: float | None) -> None:
+    def _handle_messages(self, wait: float | None) -> None:
         aborted: list[str | int] = []
-        message = self._receive(wait)
+        message = self._next_message(wait)
         while message is not None:
-            match message:
-                case Submit(mask=None):
-                    self._arrived[message.number] = message
-                case Submit():
-                    self._compiling.add(message.number)
-                    self._compiler.submit(self._compile, message)
-                case Compiled():
-                    self._arrive(message)
-                case Abort():
-                    self._arrived.pop(message.number, None)
-                    self._compiling.discard(message.number)
-                    aborted.append(message.number)
-                case Failed(error=Exception() as error):  # a message that can not be read
-                    raise error
-                case _:
-                    raise AssertionError(f"no message for an engine: {message!r}")
-            message = self._receive()
+            if isinstance(message, Abort):
+                aborted += message.numbers
+            self._handle(message)
+            message = self._next_message()
         if aborted:
             self._gen.abort(aborted)
         deadline = time.monotonic() + INTAKE_SECONDS
         while self._arrived and time.monotonic() < deadline:
             self._add(self._arrived.pop(next(iter(self._arrived))))
 
-    def _receive(self, wait: float | None = 0) -> Incoming | None:
-        """Return the next message; None where none comes within `wait` seconds (None: without end)."""
+    def _handle(self, message: object) -> None:
+        match message:
+            case Submit(grammar=None):
+                self._arrived[message.number] = message
+            case Submit():
+                self._compiling[message.number] = message
+                self._thread.submit(self._compile, message)
+            case Compiled(number, mask):
+                if submit := self._compiling.pop(number, None):  # else it was aborted
+                    if isinstance(mask, Exception):
+                        self._refuse(number, mask)
+                    else:
+                        self._arrived[number] = replace(submit, params=replace(submit.params, mask=mask))
+            case Abort():
+                for number in message.numbers:
+                    self._arrived.pop(number, None)
+                    self._compiling.pop(number, None)
+            case Failed(error=Exception() as error):  # an unreadable message
+                raise error
+            case _:
+                raise AssertionError(f"unexpected message to an engine: {message!r}")
+
+    def _next_message(self, wait: float | None = 0) -> Any:
+        """Return the next message, or None where none comes within `wait` seconds (None: no limit)."""
         try:
             return self._incoming.get(timeout=wait) if wait != 0 else self._incoming.get_nowait()
         except Empty:
@@ -114,47 +114,35 @@ class Loop:
         try:
             self._gen.add(submit.prompt, submit.params, submit.number)
         except (ValueError, TypeError) as error:
-            self._refuse(submit, error)
+            self._refuse(submit.number, error)
 
-    def _refuse(self, submit: Submit, error: Exception) -> None:
-        self._send(Refused(submit.number, portable(error)))
+    def _refuse(self, number: int, error: Exception) -> None:
+        self._send(Refused(number, portable(error)))
 
-    def _send(self, message: Message) -> None:
-        self._channel.send(message, wait=False)  # a slow reader must not hold up the steps
+    def _send(self, message: object) -> None:
+        self._channel.send(message, wait=False)  # a slow reader must not delay the steps
+
+    @cached_property
+    def _compiler(self) -> Compiler:
+        return Compiler.of(self._gen)
 
     def _compile(self, submit: Submit) -> None:
-        """Make a request's mask, in a thread. Whatever is raised, that request alone fails with it."""
+        """Compile the grammar of a request, in the thread. Any error fails this request alone."""
         mask: TokenMask | Exception
         try:
-            assert submit.mask is not None
-            mask = pickle.loads(submit.mask)
-            if hasattr(mask, "compile"):
-                mask = mask.compile(self._gen, self._kept)
+            assert submit.grammar is not None
+            mask = self._compiler.compile(submit.grammar)
         except Exception as error:
             mask = error
-        self._incoming.put(Compiled(submit, mask))
+        self._incoming.put(Compiled(submit.number, mask))
 
-    def _arrive(self, compiled: Compiled) -> None:
-        submit = compiled.submit
-        if submit.number not in self._compiling:
-            return  # it was aborted meanwhile
-        self._compiling.remove(submit.number)
-        if isinstance(compiled.mask, Exception):
-            self._refuse(submit, compiled.mask)
-        else:
-            self._arrived[submit.number] = replace(submit, params=replace(submit.params, mask=compiled.mask))
-
-    def _tell(self, events: list[Event]) -> None:
+    def _report(self, events: list[Event]) -> None:
         now = time.monotonic()
         stats = None
-        if now - self._told >= STATS_SECONDS or self.idle:
-            self._told, stats = now, self._gen.stats
-        if not events and stats is None:
-            return
-        *pieces, rest = messages_of(events)
-        for piece in pieces:
-            self._send(Turn(encode(piece), now, None))
-        self._send(Turn(encode(rest), now, stats))
+        if now - self._stats_sent >= STATS_SECONDS or self.idle:
+            self._stats_sent, stats = now, self._gen.stats
+        if events or stats is not None:
+            self._send(StepEnded(encode(events), now, stats))
 
 
 def _info(gen: Generator) -> EngineInfo:
@@ -167,7 +155,7 @@ def _info(gen: Generator) -> EngineInfo:
 
 
 def serve(connection: socket.socket) -> None:
-    """Be an engine, until the other end of the socket is gone; ends the process."""
+    """Run an engine until the other end of the socket closes; ends the process."""
     incoming: SimpleQueue[Any] = SimpleQueue()
     channel = Channel(connection, lambda message: os._exit(0) if message is None else incoming.put(message))
     try:
@@ -175,13 +163,15 @@ def serve(connection: socket.socket) -> None:
         assert isinstance(start, Start), start
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         logging.getLogger("fastgen").setLevel(start.log_level)
-        from fastgen.generator import Generator  # seconds of importing torch, which the other end can do without
+        from fastgen.generator import Generator  # imports torch, which takes seconds, after the channel has opened
 
         gen = Generator(**start.arguments)
         channel.send(_info(gen))
-        Loop(gen, channel, incoming).run()
+        loop = EngineLoop(gen, channel, incoming)
+        while True:
+            loop.turn()
     except BaseException as error:
-        with suppress(OSError):  # the caller may be gone
+        with suppress(OSError):  # the other process may be gone
             channel.send(Failed.of(error))
         os._exit(1)
 

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, from_json
 
 from fastgen.cli.serve.fields import ChatMessage, NamedTool, ResponseFormat, StreamOptions, Strict, Tool, wrong
-from fastgen.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams, TokenMask
+from fastgen.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams
 from fastgen.tokenizer import CLEARLY_MORE
 
 COMPLETION_TOKENS = 16  # of /completions without max_tokens, as OpenAI has it
@@ -169,10 +169,10 @@ class ChatRequest(Sampled):
         """Raw alternatives a token; None: no logprobs at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def sampling_params(self, defaults: SamplingParams, mask: TokenMask | None = None) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """defaults: what the fields that are left out mean."""
         limit = defaults.max_tokens if self.limit is None else self.limit
-        return self._sampling_params(defaults, max_tokens=limit, logprobs=self.alternatives, mask=mask)
+        return self._sampling_params(defaults, max_tokens=limit, logprobs=self.alternatives)
 
 
 def _kind_of_prompt(prompt: Any) -> str:

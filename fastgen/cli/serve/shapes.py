@@ -1,10 +1,10 @@
-"""The objects of OpenAI's API that answers are made of. Fields that are not required come where they are asked for."""
+"""The JSON objects of responses, as OpenAI's API has them. Fields that are not required are present on request."""
 
 from __future__ import annotations
 
 from typing import Literal, NotRequired
 
-from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on alone
+from typing_extensions import TypedDict  # before Python 3.12, pydantic does not accept typing's
 
 
 class PromptTokensDetails(TypedDict):
@@ -39,7 +39,7 @@ class FunctionDelta(TypedDict):
 
 
 class ToolCallDelta(TypedDict):
-    """A piece of the index-th call of a choice: id, type and name come with the first, arguments in any number."""
+    """A piece of the call number `index` of a choice. The first has id, type and name; each may have more arguments."""
 
     index: int
     id: NotRequired[str]
@@ -48,29 +48,29 @@ class ToolCallDelta(TypedDict):
 
 
 class Delta(TypedDict):
-    """What a chunk adds to a message."""
+    """The addition of a chunk to a message."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallDelta]]
 
 
-class Function(TypedDict):
+class FunctionCall(TypedDict):
     name: str
     arguments: str
 
 
-class ToolCall(TypedDict):
+class MessageToolCall(TypedDict):
     id: str
     type: Literal["function"]
-    function: Function
+    function: FunctionCall
 
 
 class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: NotRequired[list[ToolCall]]
+    tool_calls: NotRequired[list[MessageToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -109,8 +109,8 @@ class ChatChunk(_Envelope):
     prompt_token_ids: NotRequired[list[int]]
 
 
-class Logprobs(TypedDict):
-    """Of /completions: lists of one length; None for the first token of a prompt."""
+class TextLogprobs(TypedDict):
+    """The logprobs of /completions: lists of equal length, with None for the first token of a prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -119,25 +119,25 @@ class Logprobs(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """finish_reason is None in the chunks before the last of a choice."""
+    """A choice of /completions. finish_reason: None in a choice's chunks before the last."""
 
     index: int
     text: str
-    logprobs: Logprobs | None
+    logprobs: TextLogprobs | None
     finish_reason: str | None
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
 
 
-class Completion(_Envelope):
-    """A chunk of a stream is one, too."""
+class TextCompletion(_Envelope):
+    """A response of /completions, and a chunk of its stream."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
 
 
-class Model(TypedDict):
+class ModelCard(TypedDict):
     id: str
     object: Literal["model"]
     created: int
@@ -147,7 +147,7 @@ class Model(TypedDict):
 
 class ModelList(TypedDict):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class TokenizeReply(TypedDict):
@@ -162,7 +162,7 @@ class DetokenizeReply(TypedDict):
 
 
 class TokenizerInfo(TypedDict):
-    """chat_template: several by their names, where the tokenizer has several."""
+    """chat_template: a dict by name where the tokenizer has several."""
 
     tokenizer_class: str
     vocab_size: int
@@ -173,5 +173,5 @@ class TokenizerInfo(TypedDict):
     chat_template: str | dict[str, str] | None
 
 
-class Status(TypedDict):
+class ServerStatus(TypedDict):
     status: str

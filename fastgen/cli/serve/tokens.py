@@ -1,30 +1,21 @@
-"""Tokens as clients see them: the bytes and names of ids, the prompts of requests, and the answers about tokenizers."""
+"""Tokens as clients see them: prompts of requests, bytes and names of ids, and the routes about tokenizers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, TokenizeRequest, refused
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, DetokenizeRequest, TokenizeRequest, refused
 from fastgen.cli.serve.shapes import DetokenizeReply, TokenizeReply, TokenizerInfo
 from fastgen.cli.serve.tools import Calling
-from fastgen.request import Message
+from fastgen.request import Message, SamplingParams
 from fastgen.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """A prompt as the engine takes it; text: what `echo` repeats."""
-
-    ids: list[int]
-    text: str = ""
-
-
 class Vocabulary:
-    """What each id of a tokenizer stands for."""
+    """The bytes of each id of a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         hf = tokenizer.hf
@@ -46,7 +37,7 @@ class Vocabulary:
                 self._replacements.append((step["pattern"]["String"], step["content"]))
 
     def raw(self, id: int) -> bytes:
-        """UTF-8, or a part of a character; b"" for an id that the tokenizer does not have."""
+        """Return the UTF-8 bytes of a token, which may be a part of a character; b"" for an unknown id."""
         if id not in self._known:
             self._known[id] = self._find(id)
         return self._known[id]
@@ -64,11 +55,11 @@ class Vocabulary:
         return entry.encode()
 
     def text(self, id: int) -> str:
-        """The token alone, parts of characters shown as U+FFFD."""
+        """Return the text of a token alone, with U+FFFD for parts of characters."""
         return self.raw(id).decode(errors="replace")
 
     def name(self, id: int) -> str:
-        """The text, or the bytes where they are no whole characters, as OpenAI's /completions names tokens."""
+        """Return the text of a token, or "bytes:\\x.." for parts of characters, as OpenAI's /completions does."""
         raw = self.raw(id)
         try:
             return raw.decode()
@@ -85,7 +76,7 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _byte_letters() -> dict[str, bytes]:
-    """The letters that stand for bytes in a byte-level vocabulary (GPT-2's `bytes_to_unicode`)."""
+    """Return the letters that stand for bytes in a byte-level vocabulary (GPT-2's `bytes_to_unicode`)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     letters = {chr(byte): bytes([byte]) for byte in plain}
@@ -95,13 +86,34 @@ def _byte_letters() -> dict[str, bytes]:
 _BYTES = _byte_letters()
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """What requests need to know of a model. defaults: of sampling. max_model_len: maximum tokens of prompt and answer
+    together."""
+
+    name: str
+    tokenizer: Tokenizer | None
+    vocabulary: Vocabulary | None
+    defaults: SamplingParams
+    vocab_size: int
+    max_model_len: int
+
+
 # ------------------------------------------------------------------------------------------------- prompts
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """The ids of a prompt. text: the text that `echo` repeats."""
+
+    ids: list[int]
+    text: str = ""
+
+
 def encode_text(
-    prompt: str | SequenceOf[int], tokenizer: Tokenizer | None, echo: bool = False, most: int | None = None
+    prompt: str | Sequence[int], tokenizer: Tokenizer | None, echo: bool = False, most: int | None = None
 ) -> PromptTokens:
-    """A prompt of /completions. echo: its text is wanted; that of ids leaves special tokens out. most: as of
+    """Tokenize a prompt of /completions. echo: ids are also decoded, without special tokens. most: see
     Tokenizer.encode."""
     if isinstance(prompt, str):
         return PromptTokens(needed(tokenizer).encode(prompt, most=most), prompt)
@@ -112,33 +124,36 @@ def encode_text(
 def encode_chat(
     request: ChatRequest | TokenizeRequest,
     tokenizer: Tokenizer | None,
-    messages: SequenceOf[Message],
+    messages: Sequence[Message],
     variables: Mapping[str, Any] | None = None,
     most: int | None = None,
 ) -> PromptTokens:
-    """A request's messages, as `Calling` has prepared them, written by the chat template. Raises ApiError.
+    """Tokenize messages, as `Calling.template_messages` returns them, by the chat template. Raises ApiError.
 
-    variables: of the template, beside the request's own (such as tools).
+    variables: for the template, such as tools; the request's chat_template_kwargs are added.
     """
-    named = {**(variables or {}), **(request.chat_template_kwargs or {})}
+    variables = {**(variables or {}), **(request.chat_template_kwargs or {})}
     prompting = request.add_generation_prompt is not False
     try:
-        return PromptTokens(needed(tokenizer).encode_chat(messages, prompting, named, most))
+        return PromptTokens(needed(tokenizer).encode_chat(messages, prompting, variables, most))
     except ValueError as error:
         raise refused(error, "messages") from None
 
 
 def needed(tokenizer: Tokenizer | None) -> Tokenizer:
-    """The tokenizer, which a request can not do without. Raises ApiError where there is none."""
+    """Return the tokenizer. Raises ApiError where the model has none."""
     if tokenizer is None:
         raise ApiError(400, "this model has no tokenizer files; give the prompt as token ids", code="invalid_value")
     return tokenizer
 
 
-# ------------------------------------------------------------------------------------------------- answers
+# ------------------------------------------------------------------------------------------------- routes
 
 
-def tokenize(request: TokenizeRequest, tokenizer: Tokenizer, vocabulary: Vocabulary, context: int) -> TokenizeReply:
+def tokenize(request: TokenizeRequest, model: ModelFacts) -> TokenizeReply:
+    """Answer /tokenize. Raises ApiError."""
+    tokenizer, vocabulary = needed(model.tokenizer), model.vocabulary
+    assert vocabulary is not None
     if request.prompt is None:
         try:
             messages = Calling(tokenizer, []).template_messages(request.messages or ())
@@ -148,20 +163,22 @@ def tokenize(request: TokenizeRequest, tokenizer: Tokenizer, vocabulary: Vocabul
     else:
         ids = tokenizer.encode(request.prompt, special=request.add_special_tokens is not False)
     names = [vocabulary.name(id) for id in ids] if request.return_token_strs else None
-    return {"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": names}
+    return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": names}
 
 
-def detokenize(tokens: SequenceOf[int], tokenizer: Tokenizer, vocab_size: int) -> DetokenizeReply:
-    """The text of ids, with special tokens by their names."""
-    for place, id in enumerate(tokens):
-        if not 0 <= id < vocab_size:
-            message = f"tokens[{place}] is {id}, outside the vocabulary of {vocab_size} tokens"
-            raise ApiError(400, message, f"tokens[{place}]", "invalid_value")
-    return {"prompt": tokenizer.decode(tokens, special=True)}
+def detokenize(request: DetokenizeRequest, model: ModelFacts) -> DetokenizeReply:
+    """Answer /detokenize; the text shows special tokens. Raises ApiError."""
+    tokenizer = needed(model.tokenizer)
+    for position, id in enumerate(request.tokens):
+        if not 0 <= id < model.vocab_size:
+            param = f"tokens[{position}]"
+            message = f"{param} is {id}, outside the vocabulary of {model.vocab_size} tokens"
+            raise ApiError(400, message, param, "invalid_value")
+    return {"prompt": tokenizer.decode(request.tokens, special=True)}
 
 
 def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
-    """What clients need that write chats or count tokens themselves; null for a special token that there is not."""
+    """Answer /tokenizer_info, for clients that count tokens or write chats themselves; None for a missing token."""
     hf = tokenizer.hf
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     bos, eos, pad, unk = (None if (token := getattr(hf, name, None)) is None else str(token) for name in names)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fastgen.cli.serve.fields import ChatMessage, NamedTool, Tool, ToolCall
-from fastgen.cli.serve.grammar import Grammar, json_rule
+from fastgen.cli.serve.grammar import json_rule
 from fastgen.cli.serve.toolcalls import Syntax, ToolParser
 from fastgen.tokenizer import Tokenizer
 
@@ -119,7 +119,7 @@ class Calling:
             return None
         return ToolParser(self._syntax, {tool.name for tool in self._callable})
 
-    def grammar(self, answer: str | None = None) -> Grammar | None:
+    def grammar(self, answer: str | None = None) -> str | None:
         """What the answer must be, where that is not left to the model.
 
         Where a call is required, calls and nothing else. Else text or calls, and a grammar where something is promised
@@ -128,7 +128,7 @@ class Calling:
         """
         syntax = self._syntax
         if not self._tools or syntax is None:
-            return None if answer is None else Grammar(f"start: {answer}")
+            return None if answer is None else f"start: {answer}"
         mark = self._mark(syntax.opens)
         if self._required:
             rules = [f"start: {self._calls('' if syntax is LLAMA else mark)}"]
@@ -138,7 +138,7 @@ class Calling:
             rules = self._text_or_calls()
         else:
             return None
-        return Grammar("\n".join([*rules, *self._call_rules()]))
+        return "\n".join([*rules, *self._call_rules()])
 
     def _call_rules(self) -> list[str]:
         """`call`: one function's name and arguments, spelled as the templates spell them."""

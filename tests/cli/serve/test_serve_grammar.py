@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from grammars import MARKS, accepts, allowed, byte_level, rule_of, walk
 
 import fastgen
 from fastgen import Generator, SamplingParams
-from fastgen.cli.serve.grammar import Compiler, Grammar, GrammarMask, answer_rule
+from fastgen.cli.serve.grammar import Compiler, GrammarMask, answer_rule
 from fastgen.cli.serve.tokens import Vocabulary as Words
 from fastgen.tokenizer import Tokenizer
 
@@ -54,11 +53,11 @@ def compiler(vocabulary: Vocabulary) -> Compiler:
     return Compiler(*vocabulary)
 
 
-def grammar(schema: dict[str, Any] | None, strict: bool | None = True) -> Grammar:
+def grammar(schema: dict[str, Any] | None, strict: bool | None = True) -> str:
     """schema: None for any object."""
     described = {"name": "x", "schema": schema, "strict": strict}
     wanted = {"type": "json_object"} if schema is None else {"type": "json_schema", "json_schema": described}
-    return Grammar(f"start: {rule_of(wanted)}")
+    return f"start: {rule_of(wanted)}"
 
 
 def check(value: Any) -> None:
@@ -154,7 +153,7 @@ def test_a_token_that_was_not_allowed_is_an_error(vocabulary: Vocabulary, compil
 def test_a_tokenizer_and_its_model_may_differ_in_size(vocabulary: Vocabulary, difference: int) -> None:
     tokenizer, _, ends = vocabulary
     size = len(tokenizer.hf) + difference
-    mask = Compiler(tokenizer, size, ends).compile(Grammar('start: %json {"type": "object"} "\\n"'))
+    mask = Compiler(tokenizer, size, ends).compile('start: %json {"type": "object"} "\\n"')
     assert "{" in {tokenizer.decode([token]) for token in allowed(mask, size)}
     assert max(allowed(mask, size)) < len(tokenizer.hf)
 
@@ -222,12 +221,8 @@ def test_a_schema_that_is_not_json_is_told() -> None:
 
 
 def test_a_generator_answers_in_json(gen: Generator) -> None:
-    kept: dict[Any, Any] = {}
-    sent: Grammar = pickle.loads(pickle.dumps(grammar(SCHEMA)))
-    mask = sent.compile(gen, kept)
+    mask = Compiler.of(gen).compile(grammar(SCHEMA))
     assert isinstance(mask, GrammarMask)
-    assert sent.compile(gen, kept) is not mask
-    assert list(kept) == [Compiler]
     (out,) = gen.generate("hello", SamplingParams(n=4, max_tokens=400, seed=1, temperature=1, mask=mask))
     assert out.error is None
     ended = [completion for completion in out.completions if completion.finish_reason == "stop"]
@@ -241,4 +236,4 @@ def test_a_generator_answers_in_json(gen: Generator) -> None:
 
 def test_without_a_tokenizer_there_are_no_grammars(llama: Path) -> None:
     with Generator(llama, seed=0) as gen, pytest.raises(ValueError, match="no tokenizer"):
-        grammar(None).compile(gen, {})
+        Compiler.of(gen)

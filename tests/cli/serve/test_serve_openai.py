@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field
 from serving import FGSERVE, Server, until
 
 from fastgen import Generator
-from fastgen.cli.serve.grammar import Grammar
+from fastgen.cli.serve.grammar import Compiler
 from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest
 from fastgen.request import RequestOutput
 
@@ -330,7 +330,7 @@ def test_formats_of_answers(asker: Asker, gen: Generator) -> None:
     params: dict[str, Any] = {"max_tokens": 100, "temperature": 1.0, "seed": 2, "n": 2, "logit_bias": brief(gen)}
     for wanted in ({"type": "json_object"}, {"type": "json_schema", "json_schema": schema}):
         answer = asker.ask(messages=CHAT, response_format=wanted, **sent(params))
-        mask = Grammar(f"start: {rule_of(wanted)}").compile(gen, {})
+        mask = Compiler.of(gen).compile(f"start: {rule_of(wanted)}")
         check(answer, [expected(gen, CHAT, **params, mask=mask)])
         assert [choice.reason for choice in answer.choices] == ["stop"] * 2
         assert all(isinstance(json.loads(choice.text), dict) for choice in answer.choices)

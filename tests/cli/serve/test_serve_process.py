@@ -11,7 +11,7 @@ from typing import Any
 
 from fastgen.cli.serve import process
 from fastgen.cli.serve.messages import Abort, Submit
-from fastgen.cli.serve.process import Loop
+from fastgen.cli.serve.process import EngineLoop
 from fastgen.engine.outputs import Stats
 from fastgen.ranks.channel import Channel
 from fastgen.request import Event, SamplingParams
@@ -54,13 +54,13 @@ def test_many_arrivals_hold_up_the_steps_for_a_moment_only_and_aborts_for_none()
     incoming: SimpleQueue[Any] = SimpleQueue()
     with ours:
         channel = Channel(its, incoming.put)
-        loop = Loop(gen, channel, incoming)  # type: ignore[arg-type]
+        loop = EngineLoop(gen, channel, incoming)  # type: ignore[arg-type]
         for number in range(40):
-            incoming.put(Submit(number, [1], SamplingParams(), None))
-        incoming.put(Submit(40, [1], SamplingParams(), None))
-        incoming.put(Submit(41, [1], SamplingParams(mask=None), b"slow"))
-        incoming.put(Abort(39))
-        incoming.put(Abort(41))
+            incoming.put(Submit(number, [1], SamplingParams()))
+        incoming.put(Submit(40, [1], SamplingParams()))
+        incoming.put(Submit(41, [1], SamplingParams(), 'start: "x"'))
+        incoming.put(Abort(range(39, 40)))
+        incoming.put(Abort(range(41, 42)))
         while not loop.idle or not gen.calls:
             loop.turn()
         channel.close()

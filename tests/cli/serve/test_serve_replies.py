@@ -18,8 +18,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from fastgen import Generator
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, read_request
-from fastgen.cli.serve.replies import ChatReply, CompletionReply, Plain
-from fastgen.cli.serve.shapes import ChatChunk, ChatCompletion, Completion, Delta
+from fastgen.cli.serve.replies import ChatReply, CompletionReply
+from fastgen.cli.serve.shapes import ChatChunk, ChatCompletion, Delta, TextCompletion
 from fastgen.cli.serve.tokens import PromptTokens, Vocabulary, encode_chat, encode_text
 from fastgen.request import Event, SamplingParams
 from fastgen.tokenizer import BROKEN
@@ -35,19 +35,14 @@ def tiny() -> Iterator[Generator]:
         yield tiny
 
 
-def run(gen: Generator, prompts: list[PromptTokens], params: SamplingParams) -> list[tuple[int, list[Event]]]:
-    """(prompt, its new events) as steps give them."""
+def run(gen: Generator, prompts: list[PromptTokens], params: SamplingParams) -> list[list[Event]]:
+    """The events of each step; their ids are the indices of the prompts."""
     for number, prompt in enumerate(prompts):
         gen.add(prompt.ids, params, id=number)
     said = []
     while gen.unfinished:
-        events = gen.step()
-        said += [(number, own) for number in range(len(prompts)) if (own := [e for e in events if e.id == number])]
+        said.append(gen.step())
     return said
-
-
-def of_prompts(said: list[tuple[int, list[Event]]], prompts: int) -> list[list[Event]]:
-    return [[event for number, events in said if number == prompt for event in events] for prompt in range(prompts)]
 
 
 class Chat:
@@ -59,18 +54,17 @@ class Chat:
         self.prompt = encode_chat(self.request, gen.tokenizer, body["messages"])
         assert gen.tokenizer is not None
         self.vocabulary = Vocabulary(gen.tokenizer)
-        said = run(gen, [self.prompt], self.request.sampling_params(SamplingParams()))
-        self.steps = [events for _, events in said]
+        self.steps = run(gen, [self.prompt], self.request.sampling_params(SamplingParams()))
         self.events = [event for events in self.steps for event in events]
 
-    def reply(self, text_filter: Any = Plain) -> ChatReply:
-        return ChatReply(self.request, "tiny", self.prompt, self.vocabulary, text_filter)
+    def reply(self, parser: Any = lambda: None) -> ChatReply:
+        return ChatReply(self.request, "tiny", self.prompt, self.vocabulary, parser)
 
-    def whole(self, text_filter: Any = Plain) -> dict[str, Any]:
-        return as_openai(OpenAIChat, ChatCompletion, self.reply(text_filter).whole(self.events))
+    def whole(self, parser: Any = lambda: None) -> dict[str, Any]:
+        return as_openai(OpenAIChat, ChatCompletion, self.reply(parser).whole(self.events))
 
-    def chunks(self, text_filter: Any = Plain) -> list[dict[str, Any]]:
-        reply = self.reply(text_filter)
+    def chunks(self, parser: Any = lambda: None) -> list[dict[str, Any]]:
+        reply = self.reply(parser)
         chunks = [chunk for events in self.steps for chunk in reply.push(events)] + reply.end()
         return [as_openai(OpenAIChunk, ChatChunk, chunk) for chunk in chunks]
 
@@ -95,19 +89,19 @@ class Text:
         assert gen.tokenizer is not None
         self.vocabulary = Vocabulary(gen.tokenizer)
         params = self.request.sampling_params(SamplingParams(mask=Letters() if letters else None))
-        self.said = run(gen, self.prompts, params)
-        self.events = of_prompts(self.said, len(self.prompts))
+        self.steps = run(gen, self.prompts, params)
+        self.events = [event for events in self.steps for event in events]
 
     def reply(self) -> CompletionReply:
         return CompletionReply(self.request, "tiny", self.prompts, self.vocabulary)
 
     def whole(self) -> dict[str, Any]:
-        return as_openai(OpenAICompletion, Completion, self.reply().whole(self.events))
+        return as_openai(OpenAICompletion, TextCompletion, self.reply().whole(self.events))
 
     def chunks(self) -> list[dict[str, Any]]:
         reply = self.reply()
-        chunks = [chunk for prompt, events in self.said for chunk in reply.push(events, prompt)] + reply.end()
-        return [as_openai(OpenAICompletion, Completion, chunk) for chunk in chunks]
+        chunks = [chunk for events in self.steps for chunk in reply.push(events)] + reply.end()
+        return [as_openai(OpenAICompletion, TextCompletion, chunk) for chunk in chunks]
 
 
 def as_openai(kind: type[BaseModel], shape: Any, reply: Any) -> dict[str, Any]:
@@ -319,7 +313,7 @@ def test_a_filter_makes_tool_calls_of_text(tiny: Generator) -> None:
 
 
 def test_a_message_of_calls_alone_has_no_content(tiny: Generator) -> None:
-    class Call(Plain):
+    class Call:
         def push(self, text: str, last: bool) -> list[Delta]:
             return [{"tool_calls": [{"index": 0, "id": "c", "type": "function", "function": {"name": "f"}}]}] * last
 
@@ -338,7 +332,7 @@ def test_a_failed_sample_fails_the_request(gen: Generator) -> None:
         ("abort", None, "was aborted", 500, "server_error"),
     ):
         bad = Event(0, 0, [], [], [], "", finish_reason=reason, error=error)
-        for say in (chat.reply().push, chat.reply().whole, text.reply().push, lambda bad: text.reply().whole([bad])):
+        for say in (chat.reply().push, chat.reply().whole, text.reply().push, text.reply().whole):
             with pytest.raises(ApiError, match=message) as raised:
                 say([bad])
             assert (raised.value.status, raised.value.body["error"]["type"]) == (status, kind)
@@ -380,7 +374,7 @@ def test_completions_in_chunks_add_up_to_the_whole(gen: Generator, case: dict[st
     for choice in whole["choices"]:
         number, index = divmod(choice["index"], text.request.choices)
         prompt, own = text.prompts[number], total[choice["index"]]
-        events = [event for event in text.events[number] if event.index == index]
+        events = [event for event in text.events if (event.id, event.index) == (number, index)]
         ids = [token for event in events for token in event.token_ids]
         counted += len(ids)
         said = "".join(event.text for event in events)
@@ -478,8 +472,8 @@ def test_what_json_can_not_hold_is_not_said(tiny: Generator) -> None:
     byte = next(token for token in range(300) if vocabulary.raw(token) == b"\xff")
     tops = {300: -0.5, byte: -1.0, 5000: -2.0, 5001: -3.0, 301: -math.inf}  # the last but one are no tokens at all
     event = Event(0, 0, [301], [0.0], [-math.inf], "x", finish_reason="length", top_logprobs=[tops])
-    whole = CompletionReply(request, "tiny", [PromptTokens([1])], vocabulary).whole([[event]])
-    (choice,) = as_openai(OpenAICompletion, Completion, whole)["choices"]
+    whole = CompletionReply(request, "tiny", [PromptTokens([1])], vocabulary).whole([event])
+    (choice,) = as_openai(OpenAICompletion, TextCompletion, whole)["choices"]
     assert choice["logprobs"]["token_logprobs"] == [-9999.0]
     top = choice["logprobs"]["top_logprobs"][0]
     assert (top["bytes:\\xff"], top[""], top[vocabulary.name(301)]) == (-1.0, -2.0, -9999.0)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, TokenizeRequest
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, DetokenizeRequest, TokenizeRequest
 from fastgen.cli.serve.tokens import (
+    ModelFacts,
     Vocabulary,
     detokenize,
     encode_chat,
@@ -18,6 +19,7 @@ from fastgen.cli.serve.tokens import (
     tokenizer_info,
 )
 from fastgen.model.loader import resolve
+from fastgen.request import SamplingParams
 from fastgen.tokenizer import Tokenizer
 
 TEXTS = [
@@ -57,6 +59,10 @@ def chatty(talker: Path) -> Tokenizer:
     return Tokenizer(talker)
 
 
+def facts(tokenizer: Tokenizer) -> ModelFacts:
+    return ModelFacts("x", tokenizer, Vocabulary(tokenizer), SamplingParams(), len(tokenizer.hf), 77)
+
+
 def test_the_bytes_of_tokens_are_the_text(tokenizer: Tokenizer) -> None:
     vocabulary = Vocabulary(tokenizer)
     rng = np.random.default_rng(0)
@@ -80,23 +86,27 @@ def test_special_and_broken_and_foreign_tokens_have_names(tokenizer: Tokenizer) 
 
 
 def test_tokens_go_out_and_come_back(tokenizer: Tokenizer) -> None:
-    vocabulary, size = Vocabulary(tokenizer), len(tokenizer.hf)
+    model, vocabulary = facts(tokenizer), Vocabulary(tokenizer)
+
+    def text_of(ids: list[int]) -> str:
+        return detokenize(DetokenizeRequest(tokens=ids), model)["prompt"]
+
     for text in TEXTS:
         request = TokenizeRequest(prompt=text, return_token_strs=True)
-        reply = tokenize(request, tokenizer, vocabulary, context=77)
+        reply = tokenize(request, model)
         ids, names = reply["tokens"], reply["token_strs"]
         assert ids == encode_text(text, tokenizer).ids == tokenizer.encode(text)
         assert names == [vocabulary.name(id) for id in ids]
         assert (reply["count"], reply["max_model_len"]) == (len(ids), 77)
-        bare = tokenize(TokenizeRequest(prompt=text, add_special_tokens=False), tokenizer, vocabulary, 77)
+        bare = tokenize(TokenizeRequest(prompt=text, add_special_tokens=False), model)
         assert bare["token_strs"] is None
-        assert detokenize(bare["tokens"], tokenizer, size)["prompt"] == text
-        assert text in detokenize(ids, tokenizer, size)["prompt"].replace("> ", ">")
+        assert text_of(bare["tokens"]) == text
+        assert text in text_of(ids).replace("> ", ">")
     end = tokenizer.hf.eos_token
-    assert detokenize([tokenizer.hf.eos_token_id], tokenizer, size) == {"prompt": end}
-    for wrong in (size, -1):
+    assert text_of([tokenizer.hf.eos_token_id]) == end
+    for wrong in (model.vocab_size, -1):
         with pytest.raises(ApiError) as raised:
-            detokenize([1, wrong], tokenizer, size)
+            text_of([1, wrong])
         assert raised.value.param == "tokens[1]"
 
 
@@ -146,7 +156,7 @@ def test_a_tokenizer_is_described(tokenizer: Tokenizer) -> None:
     without = TokenizeRequest(messages=HELLO)  # type: ignore[arg-type]
     if tokenizer.hf.chat_template is None:
         with pytest.raises(ApiError, match="no chat template") as raised:
-            tokenize(without, tokenizer, Vocabulary(tokenizer), 77)
+            tokenize(without, facts(tokenizer))
         assert raised.value.param == "messages"
     else:
-        assert tokenize(without, tokenizer, Vocabulary(tokenizer), 77)["tokens"] == tokenizer.encode_chat(HELLO)
+        assert tokenize(without, facts(tokenizer))["tokens"] == tokenizer.encode_chat(HELLO)

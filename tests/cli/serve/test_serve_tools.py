@@ -14,10 +14,9 @@ from grammars import MARKS, accepts, add, allowed, byte_level, walk
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.answers import prepare
 from fastgen.cli.serve.fields import ChatMessage, NamedTool, Tool
-from fastgen.cli.serve.grammar import Compiler, Grammar, json_rule
-from fastgen.cli.serve.models import Queue, Served
-from fastgen.cli.serve.options import ModelOptions
+from fastgen.cli.serve.grammar import Compiler, json_rule
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, read_request
+from fastgen.cli.serve.tokens import ModelFacts
 from fastgen.cli.serve.toolcalls import HELD_ARGUMENTS, Syntax, ToolParser, new_call_id
 from fastgen.cli.serve.tools import HERMES, LLAMA, MISTRAL, Calling, find_syntax
 from fastgen.tokenizer import Tokenizer
@@ -378,7 +377,7 @@ def test_an_answer_with_a_grammar_may_be_a_call(model: Model) -> None:
     assert not accepts(compiler.compile(grammar), ids_of(tokenizer, '{"x": 5}'), size)
     assert not accepts(compiler.compile(grammar), ids_of(tokenizer, "Hello"), size)
     for calling in (Calling(tokenizer, []), calling_of(tokenizer, TOOLS, choice="none")):
-        assert calling.grammar(rule) == Grammar(f"start: {rule}")
+        assert calling.grammar(rule) == f"start: {rule}"
         assert calling.grammar() is None
 
 
@@ -400,7 +399,7 @@ def test_a_generator_calls(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> N
     calling = calling_of(gen.tokenizer, TOOLS, choice="required", parallel=False)
     grammar = calling.grammar()
     assert grammar is not None
-    params = SamplingParams(n=3, max_tokens=300, temperature=1, seed=0, mask=grammar.compile(gen, {}))
+    params = SamplingParams(n=3, max_tokens=300, temperature=1, seed=0, mask=Compiler.of(gen).compile(grammar))
     for completion in gen.generate("hello", params)[0].completions:
         parser = calling.parser()
         assert parser is not None
@@ -508,8 +507,7 @@ def test_a_model_that_knows_no_tools_says_so(talker: Path) -> None:
     assert calling.template_messages(read(CONVERSATION[:1])) == CONVERSATION[:1]
     with pytest.raises(ValueError, match="messages of tools are not supported"):
         calling.template_messages(read(CONVERSATION))
-    model = Served(ModelOptions("x", None, {}), Queue(1, 1))
-    model.tokenizer = tokenizer
+    model = ModelFacts("x", tokenizer, None, SamplingParams(), 1000, 100)
     for param, fields in (("tools", {"tools": STRICT}), ("messages", {})):
         messages = CONVERSATION if param == "messages" else CONVERSATION[:1]
         request = read_request(ChatRequest, json.dumps({"messages": messages, **fields}).encode())
