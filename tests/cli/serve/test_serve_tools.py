@@ -17,7 +17,7 @@ from fastgen.cli.serve.fields import ChatMessage, NamedTool, Tool
 from fastgen.cli.serve.grammar import Compiler, json_rule
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, read_request
 from fastgen.cli.serve.tokens import ModelFacts
-from fastgen.cli.serve.toolcalls import HELD_ARGUMENTS, Syntax, ToolParser, new_call_id
+from fastgen.cli.serve.toolcalls import HELD, Syntax, ToolParser, new_call_id
 from fastgen.cli.serve.tools import HERMES, LLAMA, MISTRAL, Calling, find_syntax
 from fastgen.tokenizer import Tokenizer
 
@@ -178,7 +178,7 @@ def test_broken_answers_are_read_the_same_from_any_pieces(name: str) -> None:
         (HERMES, '<tool_call>{"name": "get", "arguments": "x"}</tool_call>'),
         (HERMES, '{"name": "get", "arguments": {}}'),
         (HERMES, '<tool_call>{"name": "get", "argum'),
-        (HERMES, '<tool_call>{"arguments": {"a": "' + "x" * HELD_ARGUMENTS + '"}, "name": "get"}</tool_call>'),
+        (HERMES, '<tool_call>{"arguments": {"a": "' + "x" * HELD + '"}, "name": "get"}</tool_call>'),
         (MISTRAL, "[1, 2]"),
         (MISTRAL, '[{"name": "unknown", "arguments": {}}]'),
         (MISTRAL, '{"name": "get", "arguments": {}}'),
