@@ -60,7 +60,7 @@ class _Nesting:
         if self.escaped and text:
             at, self.escaped = 1, False
         while found := _BRACKETS.search(text, at):
-            at, char = found.end(), found[0]
+            at, char = int(found.end()), found[0]
             if self.quoted and char == "\\":
                 self.escaped = at == len(text)
                 at += 1
