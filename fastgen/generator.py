@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Generator as PyGenerator
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -54,17 +55,25 @@ class Generator:
 
     @takes_fields_of(GeneratorOptions)
     def __init__(self, options: GeneratorOptions) -> None:
-        with agreeing(options.tp_group):
-            options.check()
-            self.folder = resolve(options.model, options.revision, weights=False)  # checks come before the weights
-            self.model_config = read_config(self.folder)
-            setup = RankSetup.find(self.model_config, options)
-            self.tokenizer = _find_tokenizer(options.tokenizer, self.folder)
-            start = time.perf_counter()
-            if options.load == "auto":
-                self.folder = resolve(options.model, options.revision)
-        me = weakref.proxy(self)  # so that ranks end with what holds them
-        self._runner: Any = setup.start(self.folder, status=lambda: me.stats)
+        # Importing transformers takes seconds, and so do loading weights and compiling kernels: both at once.
+        with ThreadPoolExecutor(1, "tokenizer") as beside:
+            with agreeing(options.tp_group):
+                options.check()
+                self.folder = resolve(options.model, options.revision, weights=False)  # checks come before the weights
+                self.model_config = read_config(self.folder)
+                tokenizer = beside.submit(_find_tokenizer, options.tokenizer, self.folder)
+                setup = RankSetup.find(self.model_config, options)
+                start = time.perf_counter()
+                if options.load == "auto":
+                    self.folder = resolve(options.model, options.revision)
+            me = weakref.proxy(self)  # so that ranks end with what holds them
+            self._runner: Any = setup.start(self.folder, status=lambda: me.stats)
+            try:
+                with agreeing(options.tp_group):
+                    self.tokenizer = tokenizer.result()
+            except BaseException:
+                self._runner.close()
+                raise
         self._team: Leader | Follower | None = None if options.tp_group is None else self._runner
         self.config = self._runner.config  # only now is it known how large the KV pool is
         self.max_model_len = self.config.max_model_len
