@@ -6,6 +6,7 @@ import math
 import re
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,11 @@ class Pinned:
         if device.type == "cuda":
             _pin(self.bytes, f"the {num_bytes / 1e9:.1f} GB of the host's memory that {use} takes", advice)
             weakref.finalize(self, _unpin, self.bytes, device)
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Launch what is inside the block on `stream`; None stands for the CPU, where nothing changes."""
+    return torch.cuda.stream(stream) if stream is not None else nullcontext()
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:

@@ -1,31 +1,26 @@
 """Checkpoints: where they are, and how their tensors get into the model.
 
-The model names, for each tensor of a Hugging Face checkpoint, the `Shard` that it holds: a slice or all of it, and the
-view of a (fused) parameter that this belongs into. The loader copies, and holds the two sides to each other. It knows
-nothing of the model's structure.
+The model names a `Shard` for each tensor of a Hugging Face checkpoint: the slice that it holds, and the view that the
+slice is copied into. The loader compares the two sides and copies; it knows nothing of the model's structure.
 
-From files into tensors on a GPU, through a few pinned buffers that several threads fill.
-
-A copy from ordinary memory to a GPU is slow, because the driver first brings it into pinned memory of its own, a piece
-at a time. Here each thread reads pieces of files straight into its pinned buffers (which needs no interpreter, so the
-threads run side by side) and has them copied while it fills the next one. A slice of columns is many short runs of
-bytes, which are gathered from the mapped file in one copy. On the CPU the same code runs with ordinary buffers.
+A copy from ordinary memory to a GPU is slow, because the driver first copies it to pinned memory of its own. So several
+threads read pieces of the files into pinned buffers, and each piece goes to the GPU while the next ones are read. On
+the CPU the same code runs with ordinary buffers.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import struct
-import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -34,9 +29,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from fastgen.device.memory import release_memory
+from fastgen.device.pinned import Pinned, on_stream
 from fastgen.model.weights import FLOATS, Shard, TensorMatcher
 
 BUNDLED = Path(__file__).parent.parent / "tiny"
+
+THREADS = min(os.cpu_count() or 1, 8)
+BUFFERS = 2 * THREADS  # half of them are filled while the other half is copied
+BUFFER_BYTES = 16 << 20
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -52,12 +53,12 @@ _CONVERSION = (
 
 
 def resolve(model: str | Path | None, revision: str | None = None, weights: bool = True) -> Path:
-    """The local folder of a model: the bundled one (None), a folder, or a hub id, which is fetched if need be.
+    """Return the local folder of a model: the bundled one (None), a folder, or a hub id, which is fetched if need be.
 
-    Of a hub repository only the configuration, the tokenizer and (with `weights`) the safetensors files that the index
-    names are fetched, else `model.safetensors`; what is in huggingface_hub's cache suffices when the hub can not be
-    reached. Raises ValueError if the model is neither a folder nor on the hub, if access to it needs a login, or if it
-    has no config.json (with `weights`; a tokenizer alone needs none).
+    A hub repository gives its configuration, its tokenizer and, with `weights`, the safetensors files that its index
+    names, or else `model.safetensors`. The cache of huggingface_hub suffices if the hub can not be reached. Raises
+    ValueError if the model is neither a folder nor on the hub, if access to it needs a login, or if it has no
+    config.json (with `weights`; a tokenizer alone needs none).
     """
     folder = BUNDLED if model is None else Path(model).expanduser()
     if not folder.is_dir() and model is not None:
@@ -69,37 +70,153 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     return folder
 
 
+def fill_random(targets: Mapping[str, Shard], seed: int = 0) -> None:
+    """Fill the views for `load="dummy"`: norm weights with 1, all others from a normal distribution of deviation 0.02.
+
+    The generator is on the views' device. The same seed, name, start and shape give the same values on the same kind of
+    device, whatever other views there are.
+    """
+    (device,) = {shard.view.device for shard in targets.values()}
+    generator = torch.Generator(device)
+    with torch.no_grad():
+        for name, shard in targets.items():
+            if name.endswith("norm.weight"):
+                shard.view.fill_(1.0)
+            else:
+                generator.manual_seed(zlib.crc32(f"{seed} {name} {shard.start}".encode()))
+                shard.view.normal_(0.0, 0.02, generator=generator)
+
+
 def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False) -> None:
     """Copy the checkpoint of a folder into `targets`, which are all on one device, converting dtypes.
 
-    Only files that `model.safetensors.index.json` names are read, else `model.safetensors`, and of each tensor only the
-    slice that is wanted (`stage` says how). With `progress`, a tqdm bar in bytes. Raises ValueError, before
-    anything is copied, with the name of the file that is missing, truncated or corrupt, that lacks a tensor, or whose
-    tensor `TensorMatcher` refuses.
+    Only files that `model.safetensors.index.json` names are read, or else `model.safetensors`, and of each tensor only
+    the slice that its shard holds. progress: show a tqdm bar in bytes. Raises ValueError, before anything is copied,
+    for a file that is missing, truncated or corrupt, or that lacks a tensor, and for a tensor that does not match.
     """
-    (device,) = {part.view.device for part in targets.values()}
-    stage(_pieces(targets, folder), device, progress)
+    (device,) = {shard.view.device for shard in targets.values()}
+    pieces = _find_pieces(targets, folder)
+    total = sum(piece.num_bytes for piece in pieces)
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="fastgen-load")
+    with (
+        _Copier(pieces, device) as copier,
+        tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar,
+    ):
+        try:
+            for piece, _ in zip(pieces, pool.map(copier.copy, pieces), strict=True):
+                bar.update(piece.num_bytes)
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, threads end with their present piece
+    release_memory(str(device))  # conversions of dtypes took some
 
 
-def _pieces(targets: Mapping[str, Shard], folder: Path) -> list[Piece]:
-    """Where in the files the slices are that `targets` want, and where they belong; all of `targets`."""
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a tensor in a file, and the part of a shard's view that they are copied into.
+
+    offset: of the first row, in bytes from the beginning of the file; pitch: bytes from one row to the next; dtype: in
+    the file; view: [rows, ...].
+    """
+
+    path: Path
+    offset: int
+    pitch: int
+    dtype: torch.dtype
+    view: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.view.numel() * self.dtype.itemsize
+
+    def read(self, buffer: np.ndarray) -> None:
+        """Read the rows into `buffer`, uint8 [num_bytes]."""
+        rows = buffer.reshape(len(self.view), -1)
+        if self.pitch != rows.shape[1]:  # a slice of columns: runs of bytes that are gathered from the mapped file
+            length = (len(rows) - 1) * self.pitch + rows.shape[1]
+            mapped = np.memmap(self.path, np.uint8, "r", self.offset, (length,))
+            np.copyto(rows, np.ndarray(rows.shape, np.uint8, mapped, strides=(self.pitch, 1)))
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            if file.readinto(buffer.data) < len(buffer):
+                raise ValueError(f"{self.path} is truncated; delete it and fetch it again")
+
+
+class _Copier:
+    """Buffers between files and `device`, pinned if that is a GPU, for several threads that call `copy`."""
+
+    def __init__(self, pieces: list[_Piece], device: torch.device) -> None:
+        size = -(-max((piece.num_bytes for piece in pieces), default=0) // 16) * 16
+        count = min(BUFFERS, len(pieces))
+        self._pinned = Pinned(count * size, device, "loading the weights", "end other programs")
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._free: SimpleQueue[tuple[Tensor, torch.cuda.Event | None]] = SimpleQueue()  # the longest used first
+        for number in range(count):
+            self._free.put((self._pinned.bytes[number * size : (number + 1) * size], None))
+
+    def copy(self, piece: _Piece) -> None:
+        """Read a piece, and launch its copy into the view."""
+        buffer, copied = self._free.get()
+        try:
+            if copied is not None:
+                copied.synchronize()
+            filled = buffer[: piece.num_bytes]
+            piece.read(filled.numpy())
+            with torch.no_grad(), on_stream(self._stream):
+                source = filled.view(piece.dtype).view(piece.view.shape)
+                piece.view.copy_(source, non_blocking=True)
+        finally:
+            self._free.put((buffer, None if self._stream is None else self._stream.record_event()))
+
+    def __enter__(self) -> _Copier:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _find_pieces(targets: Mapping[str, Shard], folder: Path) -> list[_Piece]:
+    """Match the tensors of a checkpoint with all `targets`, and return the pieces to copy."""
     files = _weight_files(folder)
     _check_present(files, folder)
-    matcher, pieces = TensorMatcher(targets), []
+    matcher, pieces = TensorMatcher(targets), list[_Piece]()
     for path, names in files.items():
-        wanted = _wanted(path, names)  # holds the header to the format and to the file's size
         header, start = _read_header(path)
-        for name in wanted:
-            entry = header[name]
+        wanted = set(header) if names is None else names
+        if lacking := wanted - set(header):
+            raise ValueError(f"{path} lacks the tensor {min(lacking)!r} that {_INDEX} places there")
+        for name, entry in header.items():
+            if name not in wanted:
+                continue
             dtype = FLOATS.get(entry["dtype"], entry["dtype"])
             with _about(path):
-                part = matcher.find(name, entry["shape"], dtype)
-            if part is not None:
+                shard = matcher.find(name, entry["shape"], dtype)
+            if shard is not None:
                 assert isinstance(dtype, torch.dtype)
-                pieces.append(_piece(path, start + entry["data_offsets"][0], dtype, part))
+                pieces += _cut(path, start + entry["data_offsets"][0], dtype, shard)
     with _about(folder):
         matcher.check_complete()
     return pieces
+
+
+def _cut(path: Path, offset: int, dtype: torch.dtype, shard: Shard) -> Iterator[_Piece]:
+    """Cut a shard into pieces of at most BUFFER_BYTES. offset: of the whole tensor in the file."""
+    view = shard.view.detach()
+    view = view if view.ndim else view[None]
+    if not view.numel():
+        return
+    row = pitch = math.prod(view.shape[1:]) * dtype.itemsize
+    if not shard.is_whole:
+        step = math.prod(shard.shape[shard.dim + 1 :]) * dtype.itemsize  # from one index along `dim` to the next
+        offset += shard.start * step
+        pitch = shard.shape[1] * step if shard.dim == 1 else row
+    for part in torch.split(view, max(BUFFER_BYTES // row, 1)):
+        yield _Piece(path, offset, pitch, dtype, part)
+        offset += len(part) * pitch
 
 
 @contextmanager
@@ -111,48 +228,18 @@ def _about(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _piece(path: Path, offset: int, dtype: torch.dtype, part: Shard) -> Piece:
-    """The slice of a tensor whose bytes begin at `offset`."""
-    if part.is_whole:
-        return Piece(path, offset, dtype, part.view)
-    step = math.prod(part.shape[part.dim + 1 :]) * dtype.itemsize  # from one index along `dim` to the next
-    pitch = part.shape[1] * step if part.dim == 1 else None
-    return Piece(path, offset + part.start * step, dtype, part.view, pitch)
-
-
-def fill_random(targets: Mapping[str, Shard], seed: int = 0) -> None:
-    """Fill the views for `load="dummy"`: norm weights with 1, all else from a normal distribution of deviation 0.02.
-
-    On the views' own device, from generators of its own: the same seed, name, start and shape of a view give the same
-    values on the same device, whatever else there is.
-    """
-    generators: dict[torch.device, torch.Generator] = {}
-    with torch.no_grad():
-        for name, part in targets.items():
-            view = part.view
-            if name.endswith("norm.weight"):
-                view.fill_(1.0)
-                continue
-            if view.device not in generators:
-                generators[view.device] = torch.Generator(view.device)
-            own = generators[view.device].manual_seed(zlib.crc32(f"{seed} {name} {part.start}".encode()))
-            view.normal_(0.0, 0.02, generator=own)
-
-
-def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
-    """The weight files to read, each with the names to take from it; None: all of them."""
+def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """Return the weight files to read, each with the names of the tensors to take from it; None stands for all."""
     index = folder / _INDEX
     if not index.is_file():
         return {folder / _SINGLE: None}
-    files: dict[Path, list[str] | None] = {}
+    files: dict[Path, set[str]] = {}
     try:
         for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-            names = files.setdefault(folder / file, [])
-            assert names is not None
-            names.append(name)
+            files.setdefault(folder / file, set()).add(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not an index of safetensors files: {error!r}; fetch it again") from error
-    return files
+    return dict(files)
 
 
 def _check_present(files: Iterable[Path], folder: Path) -> None:
@@ -167,61 +254,50 @@ def _check_present(files: Iterable[Path], folder: Path) -> None:
         raise ValueError(f"{path} is missing, and {instead}; {_CONVERSION}")
 
 
-def _wanted(path: Path, names: list[str] | None) -> list[str]:
-    """Which tensors of a safetensors file to take, in their order there."""
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the entries of a safetensors file (https://github.com/huggingface/safetensors), and where its data begin.
+
+    A tensor's entry has dtype, shape and data_offsets, which count from there. Raises ValueError for a file that is not
+    whole.
+    """
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            stored: list[str] = file.keys()  # sorted, which is how files are laid out
+        with safe_open(path, framework="pt", device="cpu"):
+            pass  # it has checked the header against the file's size
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} is truncated or not a safetensors file ({error}); delete it and fetch it again"
         ) from error
-    lacking = set(names or ()) - set(stored)
-    if lacking:
-        raise ValueError(f"{path} lacks the tensor {min(lacking)!r} that {_INDEX} places there")
-    wanted = set(stored if names is None else names)
-    return [name for name in stored if name in wanted]
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file (https://github.com/huggingface/safetensors), and where its data begin.
-
-    A name's entry has dtype, shape and data_offsets, which count from there.
-    """
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
-        return json.loads(file.read(size)), 8 + size
+        header: dict[str, Any] = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return header, 8 + size
 
 
 def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
-    """Bring a hub repository into huggingface_hub's cache, as far as it is needed, and return its folder there."""
+    """Bring the needed files of a hub repository into huggingface_hub's cache, and return its folder there."""
     from huggingface_hub import errors
 
+    login = "log in with `hf auth login` or set HF_TOKEN"
     try:
         folder = _fetch(model, revision, _SMALL_FILES, bars=False)
-        lacking = (
-            [str(path.relative_to(folder)) for path in _weight_files(folder) if not path.is_file()] if weights else []
-        )
-        if lacking:  # at the commit of the first part, even if the repository moved on meanwhile
+        files = [str(path.relative_to(folder)) for path in _weight_files(folder)] if weights else []
+        if lacking := [name for name in files if not (folder / name).is_file()]:
+            # The commit of the first part, even if the repository has moved on meanwhile.
             _fetch(model, folder.name, lacking, bars=True)
     except errors.GatedRepoError as error:
         raise ValueError(
-            f"{model} is gated: accept its licence at https://huggingface.co/{model}, then log in with"
-            " `hf auth login` or set HF_TOKEN"
+            f"{model} is gated: accept its licence at https://huggingface.co/{model}, then {login}"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ValueError(f"{model} has no revision {revision!r} on the hub") from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise ValueError(
-            f"{model} is neither a folder nor a model on the hub; for a private one log in with `hf auth login`"
-            " or set HF_TOKEN"
-        ) from error
+        raise ValueError(f"{model} is neither a folder nor a model on the hub; for a private one {login}") from error
     except errors.LocalEntryNotFoundError as error:
         raise ValueError(
             f"{model} is not a folder, is not in the local hub cache, and the hub can not be reached ({error})"
         ) from error
-    lacking = [name for name in lacking if not (folder / name).is_file()]
-    if lacking:
+    if lacking := [name for name in files if not (folder / name).is_file()]:
         remedy = f"fetch it with `hf download {model}`"
         if not (folder / _INDEX).is_file():
             remedy = f"fetch all files with `hf download {model} --local-dir folder`; {_CONVERSION}"
@@ -233,183 +309,23 @@ def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
 
 
 class _SilentBar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]  # with stubs and without
+    """A progress bar that is never shown."""
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "disable": True})
 
 
 def _fetch(model: str, revision: str | None, patterns: list[str], bars: bool) -> Path:
+    """Fetch the files of a hub repository that match `patterns`; return the folder of the snapshot in the cache."""
     from huggingface_hub import errors, snapshot_download
 
-    tqdm_class: Any = None if bars else _SilentBar  # or every start would show bars of files that are in the cache
+    tqdm_class: Any = None if bars else _SilentBar  # else every start would show bars of files that are in the cache
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, tqdm_class=tqdm_class))
     except errors.LocalEntryNotFoundError as error:
-        # Newer versions refuse a cached snapshot that lacks any file matching a pattern. Not all of them are needed, so
-        # take it, and let whoever misses a file say so.
+        # Newer versions refuse a cached snapshot that lacks any file matching a pattern. Not all of these files are
+        # needed, so return the snapshot; a file that is needed and missing has an error of its own.
         snapshot = getattr(error, "snapshot_path", None)
         if snapshot is None:
             raise
         return Path(snapshot)
-
-
-# From files into tensors
-
-
-THREADS = 8
-BUFFERS = 2  # a thread: one is filled while the other is copied
-BUFFER_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Bytes of a file, from `offset` on, that are a tensor of `dtype`, and the view that it is copied into.
-
-    pitch: bytes from the beginning of one row to that of the next, where they are apart (None: each begins where the
-    last one ends). A row is what one index of the view's first dimension selects.
-    """
-
-    path: Path
-    offset: int
-    dtype: torch.dtype
-    view: Tensor
-    pitch: int | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return self.view.numel() * self.dtype.itemsize
-
-
-def stage(pieces: Iterable[Piece], device: torch.device, progress: bool = False, buffer: int | None = None) -> None:
-    """Read the pieces into their views, which are all on `device`, converting dtypes there; done when this returns.
-
-    Work that was launched before on the current stream comes first. buffer: bytes (None: BUFFER_BYTES); one row must
-    fit where rows are apart, in the file or in the view. Raises ValueError for a file that ends too early; what came
-    before it may have been copied.
-    """
-    pieces = [piece for piece in pieces if piece.num_bytes]
-    largest = max((piece.num_bytes for piece in pieces), default=0)
-    buffer = min(BUFFER_BYTES if buffer is None else buffer, largest)  # a small checkpoint pins little
-    parts = _Shared(part for piece in pieces for part in _parts(piece, buffer))
-    total = sum(piece.num_bytes for piece in pieces)
-    started = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    threads = min(THREADS, os.cpu_count() or 1)
-    with (
-        tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar,
-        ThreadPoolExecutor(threads, thread_name_prefix="fastgen-load") as pool,
-    ):
-        readers = [pool.submit(_read, parts, buffer, device, started, bar) for _ in range(threads)]
-        try:
-            wait(readers, return_when=FIRST_EXCEPTION)
-        finally:
-            parts.end()  # after an error, and after Ctrl-C, the other threads stop at their next part
-    for reader in readers:
-        reader.result()
-    if device.type == "cuda":
-        _give_back(device)
-
-
-class _Shared:
-    """An iterator that several threads take from."""
-
-    def __init__(self, parts: Iterator[Piece]) -> None:
-        self.lock = threading.Lock()
-        self._parts = parts
-        self._ended = False
-
-    def __iter__(self) -> _Shared:
-        return self
-
-    def __next__(self) -> Piece:
-        with self.lock:
-            if self._ended:
-                raise StopIteration
-            return next(self._parts)
-
-    def end(self) -> None:
-        self._ended = True
-
-
-def _parts(piece: Piece, most: int) -> Iterator[Piece]:
-    """Cut a piece into ones of at most `most` bytes."""
-    view = piece.view.detach()  # threads have a grad mode of their own
-    if piece.pitch is None and view.is_contiguous():
-        view = view.view(-1)
-    offset = piece.offset
-    row = math.prod(view.shape[1:]) * piece.dtype.itemsize
-    assert row <= most, f"a row of {row} bytes does not fit a buffer of {most}"
-    for part in torch.split(view, most // row):
-        yield Piece(piece.path, offset, piece.dtype, part, piece.pitch)
-        offset += len(part) * (piece.pitch or row)
-
-
-def _read(parts: _Shared, size: int, device: torch.device, started: torch.cuda.Stream | None, bar: Any) -> None:
-    """What a thread does: take parts, read each into the buffer that was used longest ago, and launch its copy."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stream = None
-        if started is not None:
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(started)
-            stack.enter_context(torch.cuda.stream(stream))
-            stack.callback(stream.synchronize)  # before the buffers go
-        buffers: list[Tensor] = []
-        copied: list[torch.cuda.Event | None] = [None] * BUFFERS
-        for turn, part in enumerate(parts):
-            slot = turn % BUFFERS
-            if len(buffers) == slot:
-                buffers.append(torch.empty(size, dtype=torch.uint8, pin_memory=stream is not None))
-            event = copied[slot]
-            if event is not None:
-                event.synchronize()
-            filled = buffers[slot][: part.num_bytes]
-            _fill(filled, part)
-            part.view.copy_(filled.view(part.dtype).view(part.view.shape), non_blocking=True)
-            if stream is not None:
-                copied[slot] = stream.record_event(event)
-            with parts.lock:
-                bar.update(part.num_bytes)
-
-
-def _fill(buffer: Tensor, part: Piece) -> None:
-    """Read a part of a file."""
-    with open(part.path, "rb", buffering=0) as file:
-        if part.pitch is not None:
-            rows = _mapped_rows(file.fileno(), part)
-            np.copyto(buffer.numpy().reshape(rows.shape), rows)
-            return
-        into = buffer.numpy().data
-        file.seek(part.offset)
-        while into:
-            count = file.readinto(into)
-            if not count:
-                raise _truncated(part.path)
-            into = into[count:]
-
-
-def _mapped_rows(file: int, part: Piece) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """The bytes [rows, bytes of a row] of a part with a pitch, in the file, which stays mapped as long as they live.
-
-    Touching a mapped page that the file does not have (any more) ends the process, hence the look at its size just
-    before; where rows are contiguous the file is read instead, which may end early without harm.
-    """
-    assert part.pitch is not None
-    rows, row = len(part.view), part.num_bytes // len(part.view)
-    within = part.offset % mmap.ALLOCATIONGRANULARITY
-    length = within + (rows - 1) * part.pitch + row
-    if os.fstat(file).st_size < part.offset - within + length:
-        raise _truncated(part.path)
-    mapped = mmap.mmap(file, length, access=mmap.ACCESS_READ, offset=part.offset - within)
-    return np.ndarray((rows, row), np.uint8, mapped, within, (part.pitch, 1))
-
-
-def _truncated(path: Path) -> ValueError:
-    return ValueError(f"{path} is truncated; delete it and fetch it again")
-
-
-def _give_back(device: torch.device) -> None:
-    """Let go of the pinned buffers, and of what conversions took on the threads' streams: torch would keep both."""
-    with torch.cuda.device(device):
-        torch.cuda.empty_cache()
-    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # not in every version of torch
-    if empty_host_cache is not None:
-        empty_host_cache()

@@ -1,9 +1,7 @@
-"""model/loader.py, on the CPU with ordinary buffers: the same tensors as read one by one, and an end to every
-trouble."""
+"""model/loader.py: how slices of files get into views, on the CPU with ordinary buffers."""
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import struct
@@ -11,16 +9,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fastgen.model import loader
-from fastgen.model.loader import Piece, load, stage
+from fastgen.model.loader import load
 from fastgen.model.weights import Shard
 
-CPU = torch.device("cpu")
 SHAPES = {"a": (300, 24), "b": (7,), "c": (24, 300), "d": (), "e": (0, 8), "f": (40, 24), "g": (3, 5, 7)}
 
 
@@ -46,9 +44,12 @@ def empty_targets(dtype: torch.dtype) -> dict[str, Shard]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("buffer", [2400, 1 << 20])
-def test_what_is_staged_is_what_is_copied(dtype: torch.dtype, buffer: int, tmp_path: Path) -> None:
+def test_what_is_loaded_is_what_is_copied(
+    dtype: torch.dtype, buffer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loader, "BUFFER_BYTES", buffer)
     tensors, targets = write_tensors(tmp_path), empty_targets(dtype)
-    stage(loader._pieces(targets, tmp_path), CPU, buffer=buffer)
+    load(targets, tmp_path, progress=True)
     for name, tensor in tensors.items():
         assert torch.equal(targets[name].view, tensor.to(dtype)), name
     wide = targets["c"].view._base
@@ -56,12 +57,14 @@ def test_what_is_staged_is_what_is_copied(dtype: torch.dtype, buffer: int, tmp_p
     assert wide[:, :300].isnan().all()
     assert wide[:, 600:].isnan().all()
     assert torch.is_grad_enabled()
+    total = sum(tensor.nbytes for tensor in tensors.values()) / 1000
+    assert f"{total:.1f}k/{total:.1f}k" in capsys.readouterr().err
 
 
-def cut(part: Shard, tensor: Tensor) -> Tensor:
-    """The slice of a part, in numpy's words."""
-    end = part.start + part.view.shape[part.dim]
-    return tensor[part.start : end] if part.dim == 0 else tensor[:, part.start : end]
+def cut(shard: Shard, tensor: Tensor) -> Tensor:
+    """Return the slice of a shard, in numpy's words."""
+    end = shard.start + shard.view.shape[shard.dim]
+    return tensor[shard.start : end] if shard.dim == 0 else tensor[:, shard.start : end]
 
 
 def random_slices(tensors: dict[str, Tensor], ranks: int, dtype: torch.dtype, seed: int) -> list[dict[str, Shard]]:
@@ -85,54 +88,37 @@ def random_slices(tensors: dict[str, Tensor], ranks: int, dtype: torch.dtype, se
 @pytest.mark.parametrize("seed", range(20))
 def test_each_rank_reads_its_slices_and_no_more(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    rows_of = loader._mapped_rows
+    read = loader._Piece.read
 
-    def counted_rows(file: int, part: Piece) -> Any:
-        rows = rows_of(file, part)
-        counts.append(rows.nbytes)
-        return rows
+    def counted(piece: loader._Piece, buffer: np.ndarray) -> None:
+        counts.append(len(buffer))
+        read(piece, buffer)
 
-    class CountedFile(io.FileIO):
-        def readinto(self, into: Any) -> int:
-            count = super().readinto(into)
-            assert count is not None
-            counts.append(count)
-            return count
-
-    monkeypatch.setattr(loader, "open", lambda path, mode, buffering: CountedFile(path, mode), raising=False)
-    monkeypatch.setattr(loader, "_mapped_rows", counted_rows)
+    monkeypatch.setattr(loader._Piece, "read", counted)
+    monkeypatch.setattr(loader, "BUFFER_BYTES", 2400 if seed % 3 else 1 << 20)
     tensors = {name: tensor for name, tensor in write_tensors(tmp_path).items() if tensor.ndim}
     save_file(tensors, tmp_path / "model.safetensors")
     dtype = torch.float32 if seed % 2 else torch.bfloat16
     for targets in random_slices(tensors, 1 + seed % 4, dtype, seed):
         counts.clear()
-        stage(loader._pieces(targets, tmp_path), CPU, buffer=2400 if seed % 3 else None)
-        for name, part in targets.items():
-            assert torch.equal(part.view, cut(part, tensors[name]).to(dtype)), name
-            around = part.view._base
+        load(targets, tmp_path)
+        for name, shard in targets.items():
+            assert torch.equal(shard.view, cut(shard, tensors[name]).to(dtype)), name
+            around = shard.view._base
             if around is not None:
-                assert around.isnan().sum() == around.numel() - part.view.numel(), "something beside it was written"
-        assert sum(counts) == sum(part.view.numel() * tensors[name].itemsize for name, part in targets.items())
+                assert around.isnan().sum() == around.numel() - shard.view.numel(), "something beside it was written"
+        assert sum(counts) == sum(shard.view.numel() * tensors[name].itemsize for name, shard in targets.items())
 
 
-def test_columns_of_a_file_of_many_pages(tmp_path: Path) -> None:
-    """Parts of it begin anywhere in a page, and the last one ends where the file does."""
+def test_columns_of_a_file_of_many_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces begin anywhere in a page, and the last one ends where the file does."""
+    monkeypatch.setattr(loader, "BUFFER_BYTES", 100_000)
     tensor = torch.randn(3000, 501)
     save_file({"w": tensor}, tmp_path / "model.safetensors")
     views = [torch.zeros(3000, 167) for _ in range(3)]
     for rank, view in enumerate(views):
-        stage(loader._pieces({"w": Shard(view, (3000, 501), 1, 167 * rank)}, tmp_path), CPU, buffer=100_000)
+        load({"w": Shard(view, (3000, 501), 1, 167 * rank)}, tmp_path)
     assert torch.equal(torch.cat(views, 1), tensor)
-
-
-def test_load_takes_this_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tensors, targets = write_tensors(tmp_path), empty_targets(torch.float32)
-    load(targets, tmp_path, progress=True)
-    assert all(torch.equal(targets[name].view, tensor.float()) for name, tensor in tensors.items())
-    shown = capsys.readouterr().err
-    assert "100%" in shown
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    assert f"{total / 1000:.1f}k/{total / 1000:.1f}k" in shown
 
 
 def test_tensors_may_lie_at_odd_places_in_a_file(tmp_path: Path) -> None:
@@ -161,56 +147,36 @@ def test_nothing_is_copied_where_something_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tensor 'b' is I8; bfloat16, float16 and float32 weights are supported"):
         load({"b": Shard.whole(torch.zeros(7))}, tmp_path)
     with pytest.raises(ValueError, match=r"unexpected tensor 'b'"):
-        loader._pieces({}, tmp_path)
+        load({"a": Shard.whole(torch.zeros(7))}, tmp_path)
 
 
-@pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("left", [0, 100, 10_000, -2])
-def test_a_file_that_shrinks_while_it_is_read(left: int, columns: bool, tmp_path: Path) -> None:
-    """Above all it must not end the process, as a mapped page would that is gone."""
-    save_file({"w": torch.zeros(200, 200)}, tmp_path / "model.safetensors")
-    view = torch.zeros(200, 50) if columns else torch.zeros(50, 200)
-    pieces = loader._pieces({"w": Shard(view, (200, 200), int(columns), 150)}, tmp_path)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(ValueError, match=r"model\.safetensors is truncated; delete it and fetch it again"):
-        stage(pieces, CPU, buffer=2400)
+@pytest.mark.parametrize("error", [FileNotFoundError, KeyboardInterrupt])
+def test_after_an_error_the_threads_end(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": torch.zeros(1000, 10)}, tmp_path / "model.safetensors")
+    read: list[int] = []
 
+    def fail(piece: loader._Piece, buffer: np.ndarray) -> None:
+        read.append(piece.offset)
+        raise error
 
-def test_after_an_error_nobody_reads_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "good").write_bytes(b"\0" * 4000)
-    good = [Piece(tmp_path / "good", 0, torch.float32, torch.zeros(1000)) for _ in range(1000)]
-    read: list[Path] = []
-    failed = threading.Event()
-
-    def fill(buffer: Tensor, part: Piece) -> None:
-        if part.path.name == "gone":
-            failed.set()
-            raise FileNotFoundError(part.path)
-        failed.wait(10)
-        read.append(part.path)
-
-    monkeypatch.setattr(loader, "THREADS", 2)
-    monkeypatch.setattr(loader, "_fill", fill)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    with pytest.raises(FileNotFoundError, match="gone"):
-        stage([good[0], Piece(tmp_path / "gone", 0, torch.float32, torch.zeros(1000)), *good], CPU)
+    monkeypatch.setattr(loader, "BUFFER_BYTES", 40)
+    monkeypatch.setattr(loader._Piece, "read", fail)
+    with pytest.raises(error):
+        load({"w": Shard.whole(torch.zeros(1000, 10))}, tmp_path)
     assert len(read) < 1000
-
-
-def test_an_interrupt_ends_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_tensors(tmp_path)
-    pieces = loader._pieces(empty_targets(torch.float32), tmp_path)
-
-    def interrupted(*args: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(loader, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        stage(pieces, CPU)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fastgen-load")]
 
 
-def test_nothing_to_read() -> None:
-    stage([], CPU)
-    stage([Piece(Path("not read"), 0, torch.float32, torch.zeros(0))], CPU)
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"w": torch.zeros(200, 200)}, tmp_path / "model.safetensors")
+    (piece,) = loader._find_pieces({"w": Shard.whole(torch.zeros(200, 200))}, tmp_path)
+    piece.path.write_bytes(piece.path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"model\.safetensors is truncated; delete it and fetch it again"):
+        piece.read(np.zeros(piece.num_bytes, np.uint8))
+
+
+def test_nothing_to_read(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(0)}, tmp_path / "model.safetensors")
+    load({"w": Shard.whole(torch.zeros(0))}, tmp_path)
