@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from conftest import Turns, new_weights, random_ids
 from safetensors.torch import load_file
@@ -151,6 +152,8 @@ def call_all(ranks: Ranks, gen: Generator) -> None:
 
 def cut_steps(ranks: Ranks, gen: Generator) -> None:
     runner.CUT_TOKENS, runner.CUT_MULTIPLE = 32, 16
+    model = gen._runner._runner.model
+    model.group.prepare(model.config.hidden_size, torch.float32, runner.largest_half(gen.config.max_step_tokens))
     parts, counts = runner._Lengths.parts, []
 
     def counted(self: Any, decodes: int) -> Any:

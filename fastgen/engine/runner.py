@@ -337,7 +337,7 @@ class Runner:
     def _launch(self, batch: Batch, shared: bool, arrivals: Arrivals | None) -> Launched:
         """Any step, kernel by kernel, or in pieces."""
         step, decodes = _Lengths.of(batch, self._kv_lens), len(batch.decodes)
-        parts = step.parts(decodes) if self.group.size > 1 else [step]
+        parts = [step] if self.group.exchange is None else step.parts(decodes)
         total = int(step.query_lens.sum())
         graphs = self.prefill_graphs
         pieces = graphs if graphs and total <= graphs.sizes[-1] and len(parts) == 1 else None

@@ -1,1 +1,1 @@
-"""Tensor parallelism within a step: the part of each weight that a rank holds, and the sums across ranks."""
+"""Tensor parallelism within a step: the collectives that the model calls, and the residual stream across ranks."""

@@ -1,4 +1,4 @@
-"""Errors of one rank that are raised on others."""
+"""Errors of one rank that are raised on others. This module does not import torch, nor does fgserve's process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class DepartedError(RuntimeError):
 
 
 def portable(error: BaseException) -> Exception:
-    """Return a copy of an error that can be pickled, without its frames. Where an error does not pickle, or would end
-    the process that raises it, it becomes a RuntimeError with its text."""
+    """Return a copy of an error that can be pickled, without its frames. An error that does not pickle, or that would
+    end the process which raises it, becomes a RuntimeError with its text."""
     with suppress(Exception):  # pickling runs the error's own code, which may raise anything
         copy = pickle.loads(pickle.dumps(error))
         if isinstance(copy, Exception) and type(copy) is type(error):

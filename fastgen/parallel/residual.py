@@ -1,6 +1,6 @@
-"""The residual stream of some tokens on their way through the layers, in the two ways that ranks may hold it.
+"""The residual stream of a step's tokens between two products, in the two ways that ranks hold it.
 
-Letters: T tokens, N ranks.
+Letters: T tokens, R rows that are read, N ranks.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels.norm import RMSNorm
-from fastgen.parallel.group import Group, Sum
-from fastgen.parallel.overlap import Exchange, Gathering
+from fastgen.parallel.group import Group
+from fastgen.parallel.overlap import Exchange, PendingGather
 
 
-class Input(NamedTuple):
-    """What the next product is made of: x [T, hidden], `delta` [T, hidden] to be added to it in place, and a norm; None
-    where that is done."""
+class ProductInput(NamedTuple):
+    """The input of a product: x [T, hidden]; a norm that the product applies first, or None where x is normed; and
+    `delta` [T, hidden], which the product adds to x in place before the norm, or None."""
 
     x: Tensor
     norm: RMSNorm | None
@@ -25,70 +25,71 @@ class Input(NamedTuple):
 
 
 class ReplicatedResidual:
-    """x [T, hidden] is on every rank, the same on all."""
+    """A residual stream x [T, hidden] that every rank holds whole."""
 
     def __init__(self, group: Group, x: Tensor) -> None:
         self._group = group
         self._x = x
-        self._sum: Sum | None = None  # what is still to be added
+        self._delta: Tensor | None = None  # a sum that is not added to x yet
 
     def __len__(self) -> int:
         return len(self._x)
 
-    def input(self, norm: RMSNorm) -> Input:
-        """What a product reads whose input is normed; who takes it adds the delta."""
-        waited, self._sum = self._sum, None
-        return Input(self._x, norm, None if waited is None else waited.wait())
+    def input(self, norm: RMSNorm) -> ProductInput:
+        """Return the input of a product whose input is normed. The product adds the delta to the stream."""
+        delta, self._delta = self._delta, None
+        return ProductInput(self._x, norm, delta)
 
     def add(self, y: Tensor, following: RMSNorm | None) -> None:
-        """Add the sum of all ranks' y [T, hidden], which is lost. following: the norm that comes next, if one does."""
-        self._sum = self._group.add(self._x, y)
+        """Add the sum of all ranks' y [T, hidden], which is overwritten. following: the norm that comes next, or
+        None."""
+        self._delta = self._group.add(self._x, y)
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Rows [R, hidden], by their numbers [R]; between `input` and `add`."""
-        assert self._sum is None
+        """Return the rows [R, hidden] with these numbers [R]. Call it between `input` and `add`."""
+        assert self._delta is None
         return self._x[rows]
 
     def whole(self) -> Tensor:
-        """[T, hidden], with all that was added."""
-        if self._sum is not None:
-            self._x.add_(self._sum.wait())
-            self._sum = None
+        """Return the stream [T, hidden] with all that was added."""
+        if self._delta is not None:
+            self._x.add_(self._delta)
+            self._delta = None
         return self._x
 
 
 class ShardedResidual:
-    """Each rank holds some of the rows, and has all others only as input of the next product
-    (`parallel/overlap.py`)."""
+    """A residual stream [T, hidden] whose tokens are shared out: each rank holds some of the rows, and gets the others
+    only as the normed input of the next product (`parallel/overlap.py`)."""
 
     def __init__(self, group: Group, exchange: Exchange, half: int, count: int, xs: Tensor) -> None:
         self._group, self._exchange = group, exchange
         self._half, self._count = half, count
         self._xs = xs  # this rank's rows
-        self._gathering: Gathering | None = None
+        self._pending: PendingGather | None = None
 
     @classmethod
     def begin(cls, group: Group, exchange: Exchange, half: int, y: Tensor, following: RMSNorm) -> ShardedResidual:
-        """The sum of all ranks' y [T, hidden]."""
-        found = cls(group, exchange, half, len(y), torch.zeros_like(y[exchange.rows(len(y))]))
-        found.add(y, following)
-        return found
+        """Make the stream that is the sum of all ranks' y [T, hidden]."""
+        residual = cls(group, exchange, half, len(y), torch.zeros_like(y[exchange.rows(len(y))]))
+        residual.add(y, following)
+        return residual
 
     def __len__(self) -> int:
         return self._count
 
-    def input(self, norm: RMSNorm) -> Input:
-        """What a product reads whose input is normed by `norm`, which `add` was told of."""
-        return Input(self._wait(), None, None)
+    def input(self, norm: RMSNorm) -> ProductInput:
+        """Return the input of a product. `norm` is the one that `add` was given, which has applied it."""
+        return ProductInput(self._wait(), None, None)
 
     def add(self, y: Tensor, following: RMSNorm | None) -> None:
-        """Add the sum of all ranks' y [T, hidden]. following: the norm that comes next; None: `whole` does."""
-        assert self._gathering is None
-        self._gathering = self._exchange.add(self._half, self._xs, y, following)
+        """Add the sum of all ranks' y [T, hidden]. following: the norm that comes next; None: `whole` comes next."""
+        assert self._pending is None
+        self._pending = self._exchange.add(self._half, self._xs, y, following)
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Rows [R, hidden], by their numbers [R]; between `input` and `add`."""
-        assert self._gathering is None
+        """Return the rows [R, hidden] with these numbers [R]. Call it between `input` and `add`."""
+        assert self._pending is None
         own = self._exchange.rows(self._count)
         if not len(rows) or own.start == own.stop:
             found = self._xs.new_zeros(len(rows), self._xs.shape[1])
@@ -98,13 +99,13 @@ class ShardedResidual:
         return self._group.all_reduce(found) if len(rows) else found
 
     def whole(self) -> Tensor:
-        """[T, hidden], when it was told that no norm follows. It is overwritten by the next step."""
+        """Return the stream [T, hidden], after an `add` without a following norm. The next step overwrites it."""
         return self._wait()
 
     def _wait(self) -> Tensor:
-        assert self._gathering is not None
-        waited, self._gathering = self._gathering, None
-        return waited.wait()
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        return pending.wait()
 
 
 Residual = ReplicatedResidual | ShardedResidual

@@ -1,1 +1,1 @@
-"""Tensor parallelism: the processes that hold a model together, and what they send each other."""
+"""The processes of tensor parallelism: how they start, what they send each other, and how they end together."""

@@ -1,7 +1,7 @@
 """Messages between two processes over a socket: between the ranks of a Generator, and between fgserve and its engines.
 
-A message is any object that pickles, behind its length. Each end has a thread that receives, so that the end of a
-connection is seen at once, whatever the rest of the process does. This module does not import torch.
+A message is any object that pickles, sent behind its length. Each end has a thread that receives, so that the end of a
+connection is detected at once, whatever the rest of the process does. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from fastgen.parallel.errors import DepartedError, portable
 
 HEAD = struct.Struct("!Q")  # bytes of the message that follows
-STUCK = 10.0  # seconds without a byte taken, after which another rank, which always receives, has stopped
+SEND_TIMEOUT = 10.0  # seconds without a byte taken, after which another rank, which always receives, has stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The last message of a process: it raised an error, and ends. A channel delivers it, too, for a message that can
-    not be read, and Peers for the end of a connection (error: None)."""
+    """The last message of a process: it raised an error, and ends.
+
+    A channel also delivers it for a message that can not be read, and Peers for the end of a connection (error: None).
+    """
 
     error: Exception | None
     trace: str = ""
@@ -49,7 +51,7 @@ class Failed:
 
 
 def frame(message: object) -> bytes:
-    """Return a message as it goes over a connection."""
+    """Return the bytes of a message on a connection: its length and its pickle."""
     data = pickle.dumps(message, protocol=5)
     return HEAD.pack(len(data)) + data
 
@@ -63,15 +65,18 @@ class Channel:
     def __init__(self, connection: socket.socket, deliver: Callable[[Any], None]) -> None:
         self._connection = connection
         self._unsent = bytearray()
-        # The thread does not hold the channel, which may end with what holds it.
+        # The thread holds no reference to the channel, so that the channel ends with its owner.
         self._thread = threading.Thread(
             target=_receive_all, args=(connection, deliver), name="fastgen-channel", daemon=True
         )
         self._thread.start()
 
     def send(self, message: object, wait: bool = True) -> None:
-        """Send a message; raises OSError where the connection has ended. wait: return when the connection has taken
-        all of it; else the rest follows with the next message, or with `flush`."""
+        """Send a message. Raises OSError where the connection has ended.
+
+        wait: return when the connection has taken all of the message; else the rest follows with the next message, or
+        with `flush`.
+        """
         self.write(frame(message), wait)
 
     def write(self, data: bytes, wait: bool = True) -> None:
@@ -85,7 +90,7 @@ class Channel:
                 del self._unsent[: self._connection.send(self._unsent, socket.MSG_DONTWAIT)]
 
     def flush(self) -> None:
-        """Send what is not sent yet, and wait until the connection has taken it."""
+        """Send the unsent bytes, and wait until the connection has taken them."""
         data, self._unsent = self._unsent, bytearray()
         try:
             self._connection.sendall(data)
@@ -118,12 +123,13 @@ def _receive_all(connection: socket.socket, deliver: Callable[[Any], None]) -> N
 
 
 def _read(file: BufferedReader) -> bytes | None:
-    """Return the next message, pickled; None at the end."""
+    """Return the next message, pickled; None at the end of the connection."""
     with suppress(OSError):
         head = file.read(HEAD.size)
         if len(head) == HEAD.size:
-            data = file.read(*HEAD.unpack(head))
-            if len(data) == HEAD.unpack(head)[0]:
+            (size,) = HEAD.unpack(head)
+            data = file.read(size)
+            if len(data) == size:
                 return data
     return None
 
@@ -131,13 +137,13 @@ def _read(file: BufferedReader) -> bytes | None:
 class Peers:
     """The channels of one rank to others: of the leader to all followers, of a follower to the leader, rank 0.
 
-    failures: (rank, Failed) as they came in, also of ranks whose connections ended. failed: called by a thread when one
-    comes in.
+    failures: (rank, Failed) in the order of arrival, including ranks whose connections have ended. on_failure: called
+    by a thread at each failure.
     """
 
-    def __init__(self, failed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
         self.failures: list[tuple[int, Failed]] = []
-        self.failed = failed
+        self.on_failure = on_failure
         self._channels: dict[int, Channel] = {}
         self._incoming: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._closing = False
@@ -147,29 +153,29 @@ class Peers:
 
     def add(self, rank: int, connection: socket.socket) -> None:
         """Take over a connection to a rank."""
-        timeout = struct.pack("ll", int(STUCK), int(STUCK % 1 * 1e6))
+        connection.settimeout(None)
+        timeout = struct.pack("ll", int(SEND_TIMEOUT), int(SEND_TIMEOUT % 1 * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._channels[rank] = Channel(connection, partial(self._take, rank))
 
     def send(self, message: object) -> None:
-        """Send a message to all. A connection that has ended, or takes nothing for STUCK seconds, is a failure of its
-        rank, which its channel's thread reports."""
+        """Send a message to all. A connection that has ended, or takes nothing for SEND_TIMEOUT, is a failure of its
+        rank, which the thread of its channel reports."""
         data = frame(message)
         for channel in self._channels.values():
             with suppress(OSError):
                 channel.write(data)
 
     def receive(self, timeout: float | None = None) -> tuple[int, Any]:
-        """Return the next message behind the rank of its sender, failures too. Raises TimeoutError where none comes
+        """Return the rank of a sender and its next message, failures included. Raises queue.Empty where none comes
         within `timeout` seconds."""
-        try:
-            return self._incoming.get(timeout=timeout)
-        except Empty:
-            raise TimeoutError from None
+        return self._incoming.get(timeout=timeout)
 
     def first_failure(self, patience: float = 0.0) -> tuple[int, Failed] | None:
-        """Return the first failure that is not the consequence of another rank's, after at most `patience` seconds in
-        which there is none; then the first of all."""
+        """Return the first failure that is not the consequence of another rank's. Where there is none within `patience`
+        seconds, return the first failure of any kind."""
         deadline = time.monotonic() + patience
         while True:
             for failure in self.failures:
@@ -192,5 +198,5 @@ class Peers:
             message = Failed(None)
         if isinstance(message, Failed):
             self.failures.append((rank, message))
-            self.failed()
+            self.on_failure()
         self._incoming.put((rank, message))

@@ -1,4 +1,4 @@
-"""Processes that this one starts: each shares a socket with it, ends with it, and is ended by it. This module does not
+"""Child processes: each shares a socket with this process, ends with it, and is ended by it. This module does not
 import torch."""
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ GRACE = 3.0  # seconds that a process has to end before it is killed
 
 
 def spawn(program: Sequence[str], processes: list[subprocess.Popen[bytes]], *files: int) -> socket.socket:
-    """Start Python on a program, whose last argument is the number of its socket; return the caller's end of it.
+    """Start Python on a program, whose last argument is the file descriptor of its socket; return this process's end
+    of it.
 
-    processes: the process is appended here before anything can interrupt, so that it can be ended. files: numbers of
-    open files that it inherits, at the same numbers.
+    processes: the process is appended here before anything can interrupt, so that it can be ended. files: open file
+    descriptors that it inherits, with the same numbers.
     """
     ours, its = socket.socketpair()
     with its:
@@ -30,9 +31,9 @@ def spawn(program: Sequence[str], processes: list[subprocess.Popen[bytes]], *fil
                 subprocess.Popen(
                     [sys.executable, "-P", *program, str(its.fileno())],
                     stdin=subprocess.DEVNULL,
-                    stdout=2,  # what NCCL logs, for one, is not to come between a program's results
+                    stdout=2,  # to keep NCCL's log, for instance, out of this program's output
                     pass_fds=(its.fileno(), *files),
-                    start_new_session=True,  # else a Ctrl-C at the terminal would come to it too
+                    start_new_session=True,  # else a Ctrl-C at the terminal would reach it too
                     env=_environment(),
                 )
             )
@@ -50,10 +51,10 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))}
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]], tell: Callable[[], None] = lambda: None) -> None:
-    """Tell processes to end, and wait for them; kill any that live after GRACE."""
+def end_processes(processes: Sequence[subprocess.Popen[bytes]], disconnect: Callable[[], None] = lambda: None) -> None:
+    """Disconnect processes, which makes them end, and wait for them; kill any that live after GRACE."""
     try:
-        tell()
+        disconnect()
         _wait(processes)
     finally:  # a second Ctrl-C ends the wait
         for process in processes:
@@ -69,8 +70,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait(max(deadline - time.monotonic(), 0))
 
 
-def ending(status: int | None) -> str:
-    """Say how a process ended that gave no reason. status: as Popen has it; None: it has not ended."""
+def describe_exit(status: int | None) -> str:
+    """Return a description of how a process ended that gave no reason. status: of Popen; None: it has not ended."""
     if status is None:
         return "closed its connection"
     if status >= 0:
@@ -79,16 +80,15 @@ def ending(status: int | None) -> str:
     return f"was killed by {name}{' (has the memory run out?)' if name == 'SIGKILL' else ''}"
 
 
-def end_with_caller() -> None:
-    """End this process when its parent is gone: a fork of the parent, which holds its sockets too, may keep the
-    connection open. SIGINT and SIGTERM are left to the parent: a terminal or a service manager may send them to all
-    processes."""
+def end_with_parent() -> None:
+    """End this process when its parent is gone, even where a fork of the parent keeps the connection open. Ignore
+    SIGINT and SIGTERM, which a terminal or a service manager may send to all processes: the parent handles them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_watch, args=(os.getppid(),), name="fastgen-watch", daemon=True).start()
 
 
-def _watch(caller: int) -> None:
-    while os.getppid() == caller:
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

@@ -1,11 +1,12 @@
-"""The protocol of tensor parallelism: rank 0, the `Leader`, schedules, and `Follower`s, the others, replay its steps.
+"""The protocol of tensor parallelism: rank 0, the `Leader`, schedules, and the other ranks, `Follower`s, replay its
+steps.
 
-The leader sends each step to all followers before it launches the step itself, so that all ranks make the same
-collectives in the same order. Followers reply to nothing but Invoke and updates of the weights. There are two uses:
+The leader sends each step to all followers before it launches the step itself, so that all ranks run the same
+collectives in the same order. Followers reply only to RPCs (Invoke) and to updates of the weights. There are two uses:
 
-- `tensor_parallel`: the leader's process starts the followers, which do nothing but `run`.
+- `tensor_parallel`: the leader's process spawns the followers, which do nothing but `run`.
 - `tp_group`: a program has the ranks (SPMD), and each of them makes the same calls. A call begins when all ranks have
-  made it; the leader does it, and a follower replays the leader's steps until it gets what the call returns or raises.
+  made it. The leader executes it, and a follower replays the leader's steps until it receives the call's result.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from collections.abc import Callable, Collection, Iterator
 from collections.abc import Generator as PyGenerator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from queue import Empty
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fastgen.engine.interrupts import DeferredInterrupt
@@ -34,83 +35,162 @@ from fastgen.model.weights import Update
 from fastgen.parallel.errors import DepartedError, portable, raise_first
 from fastgen.parallel.group import Group
 from fastgen.ranks.channel import Failed, Peers
-from fastgen.ranks.messages import (
-    Call,
-    Closing,
-    Invoke,
-    Launch,
-    NoMoreWeights,
-    Raise,
-    Reply,
-    Return,
-    Sample,
-    WriteOwn,
-    WriteSent,
-)
-from fastgen.ranks.processes import end, ending
-from fastgen.ranks.weights import SharedMemory, Weight, Written, check_agreement, check_or_write, received
+from fastgen.ranks.processes import describe_exit, end_processes
+from fastgen.ranks.weights import SharedMemory, Weight, check_same_names, received
 from fastgen.request import Batch, StepResult
 
 T = TypeVar("T")
 
 CLOSED = "this Generator is closed; make a new one"
-CONSEQUENCES = 3.0  # seconds in which the leader hears of the failure that another failure comes of
-LISTENING = 8.0  # seconds in which a follower hears from the leader what a failure comes of
-MEETING = 1.0  # seconds that a rank which closes waits for the others to close
-POLL = 50e-6  # seconds between two looks at a step that runs
+CAUSE_SECONDS = 3.0  # that the leader waits for the failure that caused another one
+CAUSE_SECONDS_OF_FOLLOWER = 8.0  # that a follower waits for the leader to report the cause
+CLOSING_SECONDS = 1.0  # that a rank which closes waits for the others to close
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Sent by a spawned follower that is about to join the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Sent to followers: launch a step. Its batch has no `starts`, since rank 0 alone samples."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Sent to followers: receive the tokens of the last step, whose batch is masked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invoke:
+    """Sent to followers: an RPC of a method of the runner."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WriteGiven:
+    """Sent to followers: check the tensors that the follower's program has given, or write them."""
+
+    number: int
+    write: bool
+    partial: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WriteSent:
+    """Sent to followers: write the tensors that follow, each a Weight, until EndOfWeights."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfWeights:
+    """Sent to followers: the update is complete, or was cut short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Sent by a follower: the result of the message of this number. The leader skips results that it no longer waits
+    for."""
+
+    number: int
+    value: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Sent by a follower whose program makes a call. Calls are numbered, since an interrupted one leaves messages."""
+
+    number: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Sent to followers: the value that a call returns and the leader's status, pickled, or the error that the call
+    raises."""
+
+    number: int
+    data: bytes
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """Sent by each rank that closes. It leaves the group when all close, since others may still read its data."""
+
+
+# ------------------------------------------------------------------------------------------------ ranks
 
 
 @dataclass(frozen=True)
 class Spawned:
-    """Followers that were started. processes: of ranks 1, 2, ...; memory: for the tensors of updates."""
+    """The followers that the leader's process has spawned. processes: of ranks 1, 2, ...; memory: for the tensors of
+    updates."""
 
     processes: list[subprocess.Popen[bytes]]
     memory: SharedMemory
 
-    def end(self, tell: Callable[[], None]) -> None:
-        """End all processes. tell: ends their connections, and so those that see it."""
-        end(self.processes, tell)
+    def end(self, disconnect: Callable[[], None]) -> None:
+        """End all processes. disconnect: ends their connections."""
+        end_processes(self.processes, disconnect)
         self.memory.close()
 
-    def ending(self, rank: int) -> str:
-        """Say how a rank's process ended."""
+    def describe_exit(self, rank: int) -> str:
         process = self.processes[rank - 1]
         with suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
-        return ending(process.returncode)
+        return describe_exit(process.returncode)
 
 
 def error_of(rank: int, failed: Failed, spawned: Spawned | None = None) -> Exception:
     """Return an error to raise for another rank's failure."""
     if failed.error is None:
-        how = "is gone" if spawned is None else spawned.ending(rank)
+        how = "is gone" if spawned is None else spawned.describe_exit(rank)
         return RuntimeError(f"rank {rank} {how}; make a new Generator")
-    error = portable(failed.error)  # a raised one holds the frames that it came through
+    error = portable(failed.error)  # without the frames that it came through
     if failed.trace:
         error.add_note(f"on rank {rank}:\n{failed.trace}")
     return error
 
 
-def invoke(asked: Invoke, runner: Runner) -> Reply:
-    """Call a method of this rank's runner. Where there is too little memory, the reply has the error, and all ranks go
-    on; other errors are raised."""
+def perform(request: Invoke | WriteGiven, runner: Runner, update: Update | None) -> Result:
+    """Execute a request on this rank. Its error becomes a part of the result, and all ranks go on."""
     try:
-        return Reply(asked.number, getattr(runner, asked.method)(*asked.arguments))
-    except (ValueError, torch.OutOfMemoryError) as error:
-        return Reply(asked.number, error=portable(error))
+        if isinstance(request, Invoke):
+            return Result(request.number, getattr(runner, request.method)(*request.arguments))
+        assert update is not None
+        update.partial = request.partial
+        if request.write:
+            runner.write_weights(update.tensors())
+        else:
+            update.check()
+        return Result(request.number, frozenset(update.names))
+    except Exception as error:
+        return Result(request.number, error=error)
 
 
-class Member(ABC):
-    """One rank. A rank that fails ends what all have together; then each call raises a RuntimeError."""
+class Rank(ABC):
+    """One rank. A rank that fails ends the group; then each call, on all ranks, raises a RuntimeError."""
 
     def __init__(self, build: Callable[[], Runner], peers: Peers, group: Group, spawned: Spawned | None = None) -> None:
         self._peers = peers
         self._group = group
         self._spawned = spawned
-        self._broken: BaseException | None = None
+        self._failure: str | None = None  # its text, as an exception would keep this object, and so GPU memory, alive
         self._calls = 0
         try:
-            with self._agreeing():
+            with self._failing_together():
                 self._runner = build()
         except BaseException:
             peers.close()
@@ -120,54 +200,55 @@ class Member(ABC):
 
     @abstractmethod
     def call(self, name: str, function: Callable[[], T], update: Update | None = None) -> T:
-        """Return, on all ranks, what the leader's function returns, or raise what it raises; all must call this name.
+        """Return the value of the leader's function, or raise its error, on all ranks, which must all call this name.
         update: of this rank's program, where the call updates weights."""
 
     def iterate(self, name: str, items: PyGenerator[T, None, None]) -> PyGenerator[T, None, None]:
-        """Yield the items of the leader's generator, on all ranks. All must leave early at the same item, which closes
+        """Yield the items of the leader's generator on all ranks. All must leave early at the same item, which closes
         the generator."""
         try:
             while item := self.call(f"next of {name}", lambda: _next(items)):
                 yield item[0]
         except GeneratorExit:
-            if self._end.alive and self._broken is None:
+            if self._end.alive and self._failure is None:
                 self.call(f"end of {name}", items.close)
             raise
 
     def close(self) -> None:
-        """End the connections, the group, and processes that were started. More calls do nothing."""
+        """End the connections, the group and spawned processes. More calls do nothing."""
         self._end()
 
     def _check(self) -> None:
-        if self._broken is not None:
-            cause = f"{type(self._broken).__name__}: {self._broken}"
-            raise RuntimeError(f"the ranks no longer agree, make a new Generator: {cause}") from self._broken
+        if self._failure is not None:
+            raise RuntimeError(f"the ranks no longer agree, make a new Generator: {self._failure}")
         if not self._end.alive:
             raise RuntimeError(CLOSED)
 
     @contextmanager
-    def _agreeing(self) -> Iterator[None]:
-        """All ranks must complete what is within, or others would wait for this one in a collective."""
+    def _failing_together(self) -> Iterator[None]:
+        """Fail on all ranks after an error within the block: the others would wait for this rank in a collective."""
         try:
             yield
+            return
         except BaseException as error:
-            self._broken = self._fail(error)
-            if self._broken is error:
+            cause = self._fail(error)
+            if cause is error:
                 raise
-            raise self._broken from error
+        raise cause  # not within `except`, where it would keep the frames of its consequence
 
     @abstractmethod
     def _fail(self, error: BaseException) -> BaseException:
-        """End what the ranks have together, after an error; return the first error, which may be another rank's."""
+        """End the group after an error. Return the error that caused it, which may be another rank's."""
 
 
-class Leader(Member):
-    """Rank 0: used as a Runner is.
+class Leader(Rank):
+    """Rank 0, with the interface of a Runner.
 
-    build: makes the runner, on all ranks at once. spawned: the followers, where they were started; else calls are made
-    with `call`. status: followers get its result at the end of each call.
+    build: makes the runner, on all ranks at once. spawned: the followers, where they were spawned; otherwise calls are
+    made with `call`. status: its result is sent to followers at the end of each call.
 
-    What a rank raises in its part of a step, or in `build`, is raised on all, and a RuntimeError where a rank is gone.
+    An error of a rank in its part of a step, or in `build`, is raised on all ranks, and a RuntimeError where a rank is
+    gone.
     """
 
     def __init__(
@@ -184,7 +265,7 @@ class Leader(Member):
         self._calling = False
 
     def call(self, name: str, function: Callable[[], T], update: Update | None = None) -> T:
-        """See Member; calls within a call are the leader's own."""
+        """See Rank. Calls within a call are executed here alone."""
         if self._calling:
             return function()
         try:
@@ -193,10 +274,10 @@ class Leader(Member):
             self._meet(name)
             value = function()
             data = pickle.dumps((value, self._status()))  # now, as the caller may change it
-            self._peers.send(Return(self._calls, data))
+            self._peers.send(Outcome(self._calls, data))
             return value
         except BaseException as error:
-            self._peers.send(Raise(self._calls, portable(error)))
+            self._peers.send(Outcome(self._calls, b"", portable(error)))
             raise
         finally:
             self._calling = False
@@ -204,32 +285,31 @@ class Leader(Member):
     def launch(self, batch: Batch) -> Launched:
         """Launch a step on all ranks."""
         self._check_all()
-        with self._agreeing():
+        with self._failing_together():
             self._peers.send(Launch(replace(batch, starts=())))
             return self._runner.launch(batch)
 
     def sample(self, launched: Launched, masks: np.ndarray) -> None:
         """Draw the tokens of the last step, whose batch is masked. masks: int32 [R, ceil(V / 32)]."""
         self._check_all()
-        with self._agreeing():
+        with self._failing_together():
             self._peers.send(Sample())
             self._runner.sample(launched, masks)
 
     def collect(self, launched: Launched) -> StepResult:
-        """Wait for a step, and read it; raises where a follower fails meanwhile."""
-        while launched.arrived is not None and not launched.arrived.query():  # type: ignore[no-untyped-call]
-            self._check_all()
-            time.sleep(POLL)
+        """Wait for a step, and read its results. The failure of a follower ends the wait (`Group.interrupt`)."""
         try:
             result = self._runner.collect(launched)
         except DepartedError as error:
-            raise self._fail(error) from error
-        self._check_all()  # where a rank has failed, its collectives were interrupted, and the result is wrong
-        return result
+            cause = self._fail(error)
+        else:
+            self._check_all()  # a failure interrupts the collectives, so that the result is wrong
+            return result
+        raise cause
 
     def settle(self) -> None:
-        """Wait until nothing is on its way on any rank. Does nothing where the ranks no longer agree."""
-        if self._broken is None and self._end.alive:
+        """Wait for all launched work on all ranks. Does nothing after a failure."""
+        if self._failure is None and self._end.alive:
             self._invoke("settle")
 
     def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
@@ -241,16 +321,17 @@ class Leader(Member):
         self._invoke("wake", tuple(tags))
 
     def update_weights(self, update: Update, begin: Callable[[], None]) -> None:
-        """See Runner. Followers that were started get the tensors from here; the programs of others give the same."""
+        """See Runner. Spawned followers receive the tensors from here; the programs of other followers give the
+        same."""
         if self._spawned is not None:
             self._check_all()
             update.check()
             begin()
             self._write_and_send(update, self._spawned.memory)
         else:
-            self._write_own(update, write=False)
+            self._write_given(update, write=False)
             begin()
-            self._write_own(update, write=True)
+            self._write_given(update, write=True)
 
     def _write_and_send(self, update: Update, memory: SharedMemory) -> None:
         """Write an update on all ranks, one tensor after the other."""
@@ -260,34 +341,33 @@ class Leader(Member):
                 weight = Weight.of(next(self._numbers), name, tensor, memory)
                 self._peers.send(weight)
                 yield name, tensor
-                self._replies(weight.number)
+                self._results(weight.number)
                 del tensor
 
-        asked = WriteSent(next(self._numbers))
-        self._peers.send(asked)
+        request = WriteSent(next(self._numbers))
+        self._peers.send(request)
         try:
             self._runner.write_weights(sent())
         finally:
-            self._peers.send(NoMoreWeights())
-        self._replies(asked.number)
+            self._peers.send(EndOfWeights())
+        self._results(request.number)
         memory.clear()
 
-    def _write_own(self, update: Update, write: bool) -> None:
-        self._check_all()
-        asked = WriteOwn(next(self._numbers), write, update.partial)
-        self._peers.send(asked)
-        mine = check_or_write(update, self._runner, write)
-        others: dict[int, Written] = {rank: reply.value for rank, reply in self._replies(asked.number).items()}
-        check_agreement({0: mine, **others}, wrote=write)
+    def _write_given(self, update: Update, write: bool) -> None:
+        names = self._perform_on_all(WriteGiven(next(self._numbers), write, update.partial), update)
+        check_same_names(names, written=write)
 
     def _invoke(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of the runner on each rank; return the results, or raise the error of the lowest rank."""
+        """Call a method of the runner on each rank; return the results."""
+        return list(self._perform_on_all(Invoke(next(self._numbers), method, arguments)).values())
+
+    def _perform_on_all(self, request: Invoke | WriteGiven, update: Update | None = None) -> dict[int, Any]:
+        """Execute a request on all ranks. Return the values by rank, or raise the error of the lowest rank."""
         self._check_all()
-        asked = Invoke(next(self._numbers), method, arguments)
-        self._peers.send(asked)
-        replies = {0: invoke(asked, self._runner), **self._replies(asked.number)}
-        raise_first({rank: reply.error for rank, reply in replies.items()})
-        return [reply.value for reply in replies.values()]
+        self._peers.send(request)
+        results = {0: perform(request, self._runner, update), **self._results(request.number)}
+        raise_first({rank: result.error for rank, result in results.items()})
+        return {rank: result.value for rank, result in results.items()}
 
     def _meet(self, name: str) -> None:
         """Wait until all ranks have called this."""
@@ -297,9 +377,9 @@ class Leader(Member):
             if called[rank].name != name:
                 raise RuntimeError(f"rank {rank} called {called[rank].name} where rank 0 called {name}")
 
-    def _replies(self, number: int) -> dict[int, Reply]:
-        """Wait for each follower's reply to a message."""
-        return self._gather(lambda message: isinstance(message, Reply) and message.number == number)
+    def _results(self, number: int) -> dict[int, Result]:
+        """Wait for each follower's result of a message."""
+        return self._gather(lambda message: isinstance(message, Result) and message.number == number)
 
     def _gather(self, wanted: Callable[[object], bool]) -> dict[int, Any]:
         """Wait for a message of each follower; skip others."""
@@ -320,10 +400,10 @@ class Leader(Member):
             raise self._fail(DepartedError())
 
     def _fail(self, error: BaseException) -> BaseException:
-        found = self._peers.first_failure(CONSEQUENCES) if isinstance(error, DepartedError) else None
+        found = self._peers.first_failure(CAUSE_SECONDS) if isinstance(error, DepartedError) else None
         if found is not None:
             error = error_of(*found, self._spawned)
-        self._broken = error
+        self._failure = f"{type(error).__name__}: {error}"
         self._peers.send(Failed(portable(error)))
         self._group.leave()
         if self._spawned is not None:
@@ -331,8 +411,8 @@ class Leader(Member):
         return error
 
 
-class Follower(Member):
-    """Any other rank. status: the leader's, at the end of the last call."""
+class Follower(Rank):
+    """Any rank but 0. status: the leader's, at the end of the last call."""
 
     def __init__(self, build: Callable[[], Runner], peers: Peers, group: Group) -> None:
         super().__init__(build, peers, group)
@@ -342,22 +422,22 @@ class Follower(Member):
     def call(self, name: str, function: object = None, update: Update | None = None) -> Any:
         self._check()
         self._calls += 1
-        with self._agreeing():
+        with self._failing_together():
             self._peers.send(Call(self._calls, name))
             outcome = self._replay(update)
-        if isinstance(outcome, Raise):
+        if outcome.error is not None:
             raise outcome.error
         value, self.status = pickle.loads(outcome.data)
         return value
 
     def run(self, memory: int) -> None:
-        """Replay the leader's steps until it raises or closes, which is raised here. memory: the number of the file
-        with the tensors of updates."""
-        with self._agreeing():
+        """Replay the leader's steps until it fails or closes, which raises an error here. memory: the descriptor of the
+        shared memory."""
+        with self._failing_together():
             self._replay(None, memory)
 
-    def _replay(self, update: Update | None, memory: int = -1) -> Return | Raise:
-        """Do what the leader says, until this call ends."""
+    def _replay(self, update: Update | None, memory: int = -1) -> Outcome:
+        """Execute the leader's messages until this call ends."""
         while True:
             message = self._next()
             match message:
@@ -368,19 +448,14 @@ class Follower(Member):
                     assert self._unsampled is not None
                     self._runner.sample(self._unsampled, None)
                     self._unsampled = None
-                case Invoke():
+                case Invoke() | WriteGiven():
                     self._unsampled = None  # an interrupt may have kept its step from being sampled
-                    self._peers.send(invoke(message, self._runner))
-                case WriteOwn():
-                    assert update is not None
-                    update.partial = message.partial
-                    written = check_or_write(update, self._runner, message.write)
-                    error = None if written.error is None else portable(written.error)
-                    self._peers.send(Reply(message.number, replace(written, error=error)))
+                    result = perform(message, self._runner, update)
+                    self._peers.send(result if result.error is None else replace(result, error=portable(result.error)))
                 case WriteSent():
-                    self._runner.write_weights(received(self._next, self._reply, SharedMemory(memory)))
-                    self._reply(message.number)
-                case Return() | Raise() if message.number == self._calls:
+                    self._runner.write_weights(received(self._next, self._confirm, SharedMemory(memory)))
+                    self._confirm(message.number)
+                case Outcome() if message.number == self._calls:
                     return message
 
     def _next(self) -> Any:
@@ -389,14 +464,17 @@ class Follower(Member):
             raise error_of(0, message)
         return message
 
-    def _reply(self, number: int) -> None:
-        self._peers.send(Reply(number))
+    def _confirm(self, number: int) -> None:
+        self._peers.send(Result(number))
 
     def _fail(self, error: BaseException) -> BaseException:
         self._peers.send(Failed.of(error))
         self._group.leave()
-        found = self._peers.first_failure(LISTENING) if isinstance(error, DepartedError) else None
-        return error if found is None else error_of(*found)
+        if isinstance(error, DepartedError):
+            found = self._peers.first_failure(CAUSE_SECONDS_OF_FOLLOWER)
+            error = error if found is None else error_of(*found)
+        self._failure = f"{type(error).__name__}: {error}"
+        return error
 
 
 def _next(items: Iterator[T]) -> list[T]:
@@ -407,7 +485,7 @@ def _next(items: Iterator[T]) -> list[T]:
 
 
 def _end(runner: Runner, peers: Peers, group: Group, spawned: Spawned | None, owner: int) -> None:
-    """End a rank. owner: the process whose it is; a fork of it ends nothing."""
+    """End a rank. owner: the process that made it; a fork of this process ends nothing."""
     if os.getpid() != owner:
         return
     try:
@@ -424,12 +502,12 @@ def _end(runner: Runner, peers: Peers, group: Group, spawned: Spawned | None, ow
 
 
 def _meet_to_close(peers: Peers, leads: bool) -> None:
-    """Wait until all ranks close, or for MEETING: the leader for all followers, a follower for the leader."""
+    """Wait for CLOSING_SECONDS until all ranks close: the leader for all followers, a follower for the leader."""
     if not leads:
         peers.send(Closing())
-    missing, deadline = len(peers), time.monotonic() + MEETING
+    missing, deadline = len(peers), time.monotonic() + CLOSING_SECONDS
     while missing and not peers.failures and (left := deadline - time.monotonic()) > 0:
-        with suppress(TimeoutError):
+        with suppress(Empty):
             missing -= isinstance(peers.receive(left)[1], Closing)
     if leads:
         peers.send(Closing())
@@ -439,7 +517,7 @@ def _meet_to_close(peers: Peers, leads: bool) -> None:
 
 
 class _HasTeam(Protocol):
-    """A class with methods that all ranks call. _team: None, but in a tp_group."""
+    """A class with methods that all ranks call. _team: this rank of a tp_group, or None."""
 
     _interrupt: DeferredInterrupt
 
@@ -452,7 +530,7 @@ S = TypeVar("S", bound=_HasTeam)
 
 
 def on_all_ranks(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorate a method that all ranks of a tp_group call: rank 0 runs it, the others replay its steps, and all return
+    """Decorate a method that all ranks of a tp_group call. Rank 0 runs it, the others replay its steps, and all return
     the same. Ctrl-C is deferred meanwhile."""
 
     @functools.wraps(method)

@@ -1,6 +1,6 @@
-"""The start of a Generator's ranks: one in this process, several that are started from here, or those of a program.
+"""The start of a Generator's ranks: one in this process, several that are spawned from here, or those of a program.
 
-`python -m fastgen.ranks.start RANK FD` is a follower; FD is its end of a socket.
+`python -m fastgen.ranks.start RANK FD` is a follower; FD is the descriptor of its end of a socket.
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.startup import build_rank, find_device, find_devices
 from fastgen.kernels.launch import current
 from fastgen.model.config import ModelConfig
-from fastgen.parallel.group import Group, host
+from fastgen.parallel.group import Group, gather_objects
 from fastgen.ranks.channel import Failed, Peers, Start
-from fastgen.ranks.messages import Ready
-from fastgen.ranks.processes import end_with_caller, spawn
-from fastgen.ranks.protocol import Follower, Leader, Spawned, error_of
+from fastgen.ranks.processes import end_with_parent, spawn
+from fastgen.ranks.protocol import Follower, Leader, Ready, Spawned, error_of
 from fastgen.ranks.weights import SharedMemory
 
 log = logging.getLogger(__name__)
 
-HEARING = 5.0  # seconds in which a rank that connects has to send the key
 FOLLOWER = ("-m", "fastgen.ranks.start")  # arguments of Python
-PATIENCE = 60.0  # seconds that the leader waits for the followers of a program to connect
+KEY_SECONDS = 5.0  # that a connecting rank has to send the key
+CONNECT_SECONDS = 60.0  # that the leader waits for the followers of a program to connect
 
-
-MadeOf = tuple[ModelConfig, GeneratorOptions, Path]
+BuildArguments = tuple[ModelConfig, GeneratorOptions, Path]
 """The first arguments of `build_rank`."""
 
 
@@ -67,31 +65,31 @@ class RankSetup:
         if tp_group is not None and options.tensor_parallel != 1:
             raise ValueError(f"tp_group has its ranks already; leave tensor_parallel={options.tensor_parallel!r} out")
         size = options.tensor_parallel if tp_group is None else process_group_of(tp_group).size()
-        shared = model_config.split(size)
+        sharded = model_config.split(size)
         if size > 1 and tp_group is None:
             device = device_of(find_devices(device, size), 0)
         options = replace(options, device=find_device(device), tensor_parallel=size, tp_group=None)
-        EngineConfig.make(shared, options)
+        EngineConfig.make(sharded, options)
         return cls(model_config, options, tp_group)
 
     def start(self, folder: Path, status: Callable[[], Any]) -> Any:
         """Load the weights on all ranks; return the Runner, Leader or Follower of this one. status: see Leader."""
-        made_of, device = (self.model_config, self.options, folder), str(self.options.device)
+        arguments, device = (self.model_config, self.options, folder), str(self.options.device)
         if self.tp_group is not None:
-            return self._join(made_of, device, status)
+            return self._join(arguments, device, status)
         if self.options.tensor_parallel > 1:
-            return start_followers(self.options.tensor_parallel, made_of, device)
-        return build_rank(*made_of, device, Group())
+            return start_followers(self.options.tensor_parallel, arguments, device)
+        return build_rank(*arguments, device, Group())
 
-    def _join(self, made_of: MadeOf, device: str, status: Callable[[], Any]) -> Leader | Follower:
-        """Start the rank of a program. Rank 0's arguments count."""
+    def _join(self, arguments: BuildArguments, device: str, status: Callable[[], Any]) -> Leader | Follower:
+        """Start the rank of a program. Rank 0's arguments count, but each rank has its own folder."""
         given = process_group_of(self.tp_group)
         with current(torch.device(device)):
-            model_config, options, _ = _gather(made_of, given)[0]
+            model_config, options, _ = gather_objects(arguments, given)[0]
             group = Group.beside(given, torch.device(device))
             try:
-                peers = connect(given, group.interrupt)
-                build = partial(build_rank, model_config, options, made_of[2], device, group)
+                peers = connect(given, group.one_host, group.interrupt)
+                build = partial(build_rank, model_config, options, arguments[2], device, group)
                 if group.rank == 0:
                     return Leader(build, peers, group, status=status)
                 return Follower(build, peers, group)
@@ -101,7 +99,7 @@ class RankSetup:
 
 
 def log_start(name: str, seconds: float, config: EngineConfig, model_config: ModelConfig) -> None:
-    """Log how long a start took, and its configuration."""
+    """Log the duration of a start, and its configuration."""
     log.info("%s in %.1f s: %s", name, seconds, config)
     if not config.context_given and config.max_model_len < model_config.max_position:
         log.warning(
@@ -112,8 +110,8 @@ def log_start(name: str, seconds: float, config: EngineConfig, model_config: Mod
 
 
 def agreeing(tp_group: Any) -> AbstractContextManager[None]:
-    """Raise an error within, on any rank of a tp_group, on all of them."""
-    known = isinstance(tp_group, DeviceMesh | dist.ProcessGroup)  # anything else is an error within
+    """Raise an error within the block, on any rank of a tp_group, on all of them."""
+    known = isinstance(tp_group, DeviceMesh | dist.ProcessGroup)  # any other tp_group is an error within the block
     return Group(process_group_of(tp_group) if known else None).agreeing()
 
 
@@ -128,11 +126,11 @@ def process_group_of(tp_group: Any) -> dist.ProcessGroup:
     return tp_group
 
 
-# ------------------------------------------------------------------------------------------- followers that are started
+# ------------------------------------------------------------------------------------------- spawned followers
 
 
-def start_followers(size: int, made_of: MadeOf, device: str) -> Leader:
-    """Start ranks 1 to size - 1 as processes, and lead them.
+def start_followers(size: int, arguments: BuildArguments, device: str) -> Leader:
+    """Spawn ranks 1 to size - 1, and lead them.
 
     The followers import torch first, and then all ranks make a group, which waits for each of them.
     """
@@ -145,9 +143,11 @@ def start_followers(size: int, made_of: MadeOf, device: str) -> Leader:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        kind, memory = torch.device(device).type, spawned.memory.file
-        arguments = {"made_of": made_of, "kind": kind, "name": name, "port": port, "size": size, "memory": memory}
-        peers.send(Start(arguments, logging.getLogger("fastgen").getEffectiveLevel()))
+        followers = {
+            "arguments": arguments, "kind": torch.device(device).type, "name": name, "port": port, "size": size,
+            "memory": spawned.memory.file,
+        }  # fmt: skip
+        peers.send(Start(followers, logging.getLogger("fastgen").getEffectiveLevel()))
         for _ in range(1, size):
             rank, message = peers.receive()
             if isinstance(message, Failed):
@@ -155,31 +155,25 @@ def start_followers(size: int, made_of: MadeOf, device: str) -> Leader:
             assert isinstance(message, Ready)
         with current(torch.device(device)):
             group = Group.join(store, name, 0, size, torch.device(device))
-            peers.failed = group.interrupt
+            peers.on_failure = group.interrupt
             for rank, failed in peers.failures:  # before there was a group to interrupt
                 raise error_of(rank, failed, spawned)
-            return Leader(partial(build_rank, *made_of, device, group), peers, group, spawned)
+            return Leader(partial(build_rank, *arguments, device, group), peers, group, spawned)
     except BaseException:
         spawned.end(peers.close)
         raise
 
 
 def device_of(kind: str, rank: int) -> str:
-    """Return the device of a rank that was started. kind: "cuda" or "cpu"."""
+    """Return the device of a spawned rank. kind: "cuda" or "cpu"."""
     return f"cuda:{rank}" if kind == "cuda" else kind
 
 
-def follow(rank: int, peers: Peers) -> None:
-    """Be a follower, until the leader ends, which is raised here."""
-    _, start = peers.receive()
-    assert isinstance(start, Start)
-    logging.basicConfig(format=f"rank {rank}: %(message)s")
-    logging.getLogger("fastgen").setLevel(max(start.log_level, logging.WARNING))  # the leader logs the rest
-    _follow(rank, peers, **start.arguments)
-
-
-def _follow(rank: int, peers: Peers, made_of: MadeOf, kind: str, name: str, port: int, size: int, memory: int) -> None:
-    """See `start_followers`. memory: the number of the file that the leader shares."""
+def follow(
+    rank: int, peers: Peers, arguments: BuildArguments, kind: str, name: str, port: int, size: int, memory: int
+) -> None:
+    """Run a follower until the leader ends, which raises an error here. memory: the descriptor of the shared memory;
+    others: see `start_followers`."""
     try:
         device = torch.device(find_device(device_of(kind, rank)))
         if kind == "cuda":
@@ -191,19 +185,23 @@ def _follow(rank: int, peers: Peers, made_of: MadeOf, kind: str, name: str, port
     except BaseException as error:
         peers.send(Failed.of(error))
         raise
-    follower = Follower(partial(build_rank, *made_of, str(device), group), peers, group)
-    gc.freeze()  # or a collection of all that torch has brought along would hold up some step for 80 ms
+    follower = Follower(partial(build_rank, *arguments, str(device), group), peers, group)
+    gc.freeze()  # else a collection of all that torch has imported would hold up some step for 80 ms
     follower.run(memory)
 
 
 def main() -> None:
     faulthandler.enable()
-    end_with_caller()
+    end_with_parent()
     rank, file = map(int, sys.argv[-2:])
-    peers = Peers(failed=lambda: os._exit(1))  # at once: nothing is to be taken apart in order
+    peers = Peers(on_failure=lambda: os._exit(1))  # at once, since nothing is left to clean up
     peers.add(0, socket.socket(fileno=file))
     try:
-        follow(rank, peers)
+        _, start = peers.receive()
+        assert isinstance(start, Start)
+        logging.basicConfig(format=f"rank {rank}: %(message)s")
+        logging.getLogger("fastgen").setLevel(max(start.log_level, logging.WARNING))  # the leader logs the rest
+        follow(rank, peers, **start.arguments)
     finally:
         os._exit(1)
 
@@ -211,32 +209,24 @@ def main() -> None:
 # ------------------------------------------------------------------------------------------- the ranks of a program
 
 
-def connect(group: dist.ProcessGroup, failed: Callable[[], None] = lambda: None) -> Peers:
-    """Connect rank 0 of a process group with each other rank. failed: see Peers.
+def connect(group: dist.ProcessGroup, one_host: bool, on_failure: Callable[[], None] = lambda: None) -> Peers:
+    """Connect rank 0 of a process group with each other rank. on_failure: see Peers.
 
-    Called by all ranks. Rank 0 listens at a free port, for this host alone where all ranks are on it; a rank that
+    All ranks call this. Rank 0 listens at a free port, for this host alone where all ranks are on it. A rank that
     connects must know a key, which it gets through the group. Raises RuntimeError where a rank does not connect.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    alone = len(set(_gather(host(), group))) == 1
     if rank == 0:
-        with socket.create_server(("127.0.0.1" if alone else "", 0)) as server:
+        with socket.create_server(("127.0.0.1" if one_host else "", 0)) as server:
             key, port = os.urandom(32), server.getsockname()[1]
-            _gather((key, [(name, port) for name in (["127.0.0.1"] if alone else _names())]), group)
-            return _accept(server, key, size, failed)
-    key, addresses = _gather(None, group)[0]
+            gather_objects((key, [(name, port) for name in (["127.0.0.1"] if one_host else _names())]), group)
+            return _accept(server, key, size, on_failure)
+    key, addresses = gather_objects(None, group)[0]
     reached = _reach(addresses)
     reached.sendall(key + rank.to_bytes(4, "big"))
-    peers = Peers(failed)
-    peers.add(0, _ready(reached))
+    peers = Peers(on_failure)
+    peers.add(0, reached)
     return peers
-
-
-def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return what each rank gives."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
 
 
 def _names() -> list[str]:
@@ -252,26 +242,26 @@ def _reach(addresses: list[tuple[str, int]]) -> socket.socket:
     failures = []
     for address in addresses:
         try:
-            return socket.create_connection(address, PATIENCE / 4)
+            return socket.create_connection(address, CONNECT_SECONDS / 4)
         except OSError as error:
             failures.append(f"{address}: {error}")
     raise RuntimeError(f"rank 0 can not be reached at {'; '.join(failures)}")
 
 
-def _accept(server: socket.socket, key: bytes, size: int, failed: Callable[[], None] = lambda: None) -> Peers:
+def _accept(server: socket.socket, key: bytes, size: int, on_failure: Callable[[], None] = lambda: None) -> Peers:
     """Wait for all ranks. A connection without the key is closed."""
-    peers, missing = Peers(failed), set(range(1, size))
-    deadline = time.monotonic() + PATIENCE
+    peers, missing = Peers(on_failure), set(range(1, size))
+    deadline = time.monotonic() + CONNECT_SECONDS
     try:
         while missing:
             server.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
                 other = server.accept()[0]
             except TimeoutError as error:
-                raise RuntimeError(f"ranks {sorted(missing)} have not connected in {PATIENCE:g} s") from error
+                raise RuntimeError(f"ranks {sorted(missing)} have not connected in {CONNECT_SECONDS:g} s") from error
             rank = _rank_of(other, key)
             if rank in missing:
-                peers.add(rank, _ready(other))
+                peers.add(rank, other)
                 missing.discard(rank)
             else:
                 other.close()
@@ -283,7 +273,7 @@ def _accept(server: socket.socket, key: bytes, size: int, failed: Callable[[], N
 
 def _rank_of(other: socket.socket, key: bytes) -> int:
     """Return the rank that a connection names behind the key; -1 where the key does not come in time."""
-    other.settimeout(HEARING)
+    other.settimeout(KEY_SECONDS)
     try:
         said = b""
         while len(said) < len(key) + 4 and (more := other.recv(len(key) + 4 - len(said))):
@@ -292,12 +282,6 @@ def _rank_of(other: socket.socket, key: bytes) -> int:
         return -1
     known = hmac.compare_digest(said[: len(key)], key) and len(said) == len(key) + 4
     return int.from_bytes(said[len(key) :], "big") if known else -1
-
-
-def _ready(connection: socket.socket) -> socket.socket:
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
 
 
 if __name__ == "__main__":

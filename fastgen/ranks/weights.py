@@ -1,7 +1,7 @@
-"""Weight updates on several ranks.
+"""Weights on their way to other ranks, and the comparison of weights that each rank gives.
 
-The leader sends each tensor in turn to followers that were started for it: through memory that they share, or, from a
-GPU, as a CUDA IPC handle. Ranks of a program are given tensors by the program, and only compare what came of them.
+The leader sends spawned followers one tensor after the other: through shared memory, or, from a GPU, as a CUDA IPC
+handle. The ranks of a program each give the same tensors, and only compare their names.
 """
 
 from __future__ import annotations
@@ -15,15 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.engine.runner import Runner
-from fastgen.model.weights import Update
-from fastgen.parallel.errors import raise_first
-
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor to all followers. rebuild: a function and arguments that make it; None where it is in the shared
-    memory."""
+    """A tensor for all followers. rebuild: a function and its arguments, which make the tensor; None where its bytes
+    are in the shared memory."""
 
     number: int
     name: str
@@ -53,7 +49,8 @@ class Weight:
 
 
 class SharedMemory:
-    """Memory for the bytes of one tensor: a file in memory that followers inherit, since /dev/shm may be small."""
+    """Memory for the bytes of one tensor: an anonymous file that followers inherit, since /dev/shm may be small. file:
+    its descriptor."""
 
     def __init__(self, file: int) -> None:
         self.file = file
@@ -87,42 +84,25 @@ class SharedMemory:
         self.file = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What came of a rank's own update: an error, or the names of the tensors that it has looked at."""
-
-    error: Exception | None
-    names: frozenset[str]
-
-
-def check_or_write(update: Update, runner: Runner, write: bool) -> Written:
-    """Check the tensors that a rank's program gives, as far as they can be read twice, or write them."""
-    try:
-        if write:
-            runner.write_weights(update.tensors())
-        else:
-            update.check()
-    except Exception as error:
-        return Written(error, frozenset())
-    return Written(None, frozenset(update.names))
-
-
-def check_agreement(outcomes: Mapping[int, Written], wrote: bool) -> None:
-    """Raise the error of the lowest rank that has one, and ValueError where the ranks' programs gave other tensors."""
-    raise_first({rank: outcome.error for rank, outcome in outcomes.items()})
-    for rank in sorted(outcomes):
-        mine, its = outcomes[0].names, outcomes[rank].names
-        if mine != its and (wrote or (mine and its)):  # tensors that come once are looked at when they are written
-            raise ValueError(f"rank {rank} gives other tensors than rank 0: {', '.join(sorted(mine ^ its)[:20])}")
-
-
 def received(
     next_message: Callable[[], object], taken: Callable[[int], None], shared: SharedMemory
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the leader sends, until a message that is not a Weight. taken: called with the number of
-    each when it has been read."""
+    each Weight when its tensor has been read."""
     while isinstance(weight := next_message(), Weight):
         yield weight.name, weight.read(shared)
         if weight.rebuild is not None:
             torch.cuda.synchronize()
         taken(weight.number)
+
+
+def check_same_names(names: Mapping[int, frozenset[str]], written: bool) -> None:
+    """Raise ValueError where the programs of the ranks gave other tensors than rank 0's.
+
+    names: of the tensors that each rank has looked at. A rank looks at tensors that come only once when they are
+    `written`, not before.
+    """
+    for rank in sorted(names):
+        mine, its = names[0], names[rank]
+        if mine != its and (written or (mine and its)):
+            raise ValueError(f"rank {rank} gives other tensors than rank 0: {', '.join(sorted(mine ^ its)[:20])}")

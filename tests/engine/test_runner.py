@@ -268,6 +268,7 @@ def test_of_a_step_in_two_parts_the_first_alone_has_the_decodes_that_share(
     runner.group = Group(
         cast(Any, SimpleNamespace(rank=lambda: 0, size=lambda: 2))
     )  # a model's alone, but steps are cut
+    runner.group.exchange = cast(Any, object())
     monkeypatch.setattr(runner.group, "broadcast", lambda x: None)
     monkeypatch.setattr(runner, "_look", lambda decodes: True)
     plan, seen = runner.attention.plan, []

@@ -293,6 +293,17 @@ def free_memory() -> list[int]:
     return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(RANKS)]
 
 
+def in_mb(sizes: list[int]) -> list[int]:
+    return [round(size / 1e6) for size in sizes]
+
+
+def torch_memory() -> str:
+    """Tell what torch holds of each GPU's memory; NCCL, the CUDA context and our own mappings hold the rest."""
+    held = in_mb([torch.cuda.memory_allocated(gpu) for gpu in range(RANKS)])
+    kept = in_mb([torch.cuda.memory_reserved(gpu) for gpu in range(RANKS)])
+    return f"torch has allocated {held} and reserved {kept}"
+
+
 def shared_segments() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
@@ -332,9 +343,10 @@ def test_a_killed_rank_ends_the_others() -> None:
         with pytest.raises(RuntimeError, match="no longer agree"):
             gen.generate(CHATS[0], LONG)
     kept = [256e6, *[64e6] * (RANKS - 1)]  # this process, which is rank 0, keeps kernels and the workspace of cuBLAS
-    assert within(
+    freed = within(
         2, lambda: all(now > then - most for now, then, most in zip(free_memory(), before, kept, strict=True))
     )
+    assert freed, f"free MB of each GPU were {in_mb(before)} and are {in_mb(free_memory())}; {torch_memory()}"
     assert shared_segments() <= segments
 
 

@@ -19,7 +19,7 @@ from fastgen.kernels.allreduce import add_in_order
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.parallel import overlap
 from fastgen.parallel.errors import DepartedError
-from fastgen.parallel.overlap import CollectiveExchange, CopyExchange, Exchange, Layout, Shared
+from fastgen.parallel.overlap import CollectiveExchange, CopyExchange, Exchange, ExchangeLayout, PeerMemory
 
 TOKENS, HIDDEN = 13, 8
 GUARD = 64
@@ -105,7 +105,7 @@ class Ranks:
     @staticmethod
     def make(size: int, one_queue: bool = False, phase: int = 0, forgets: str = "") -> Ranks:
         """one_queue: each rank's streams are in one queue."""
-        at = Layout.of(size, TOKENS, HIDDEN, torch.float32)
+        at = ExchangeLayout.of(size, TOKENS, HIDDEN, torch.float32)
         memory = torch.zeros(size, at.end + GUARD, dtype=torch.uint8)
         memory[:, : at.flags].view(torch.float32).fill_(torch.nan)
         memory[:, at.flags : at.end].view(torch.int32).fill_(phase - 2**32 if phase else 0)
@@ -115,7 +115,8 @@ class Ranks:
         for rank in range(size):
             current, *own = queues = [Queue()] * 3 if one_queue else [Queue() for _ in range(3)]
             sides = [Side(current, queue, forgets) for queue in own]
-            made = CopyExchange(rank, Shared(memory[rank, : at.end], peers, None), sides, TOKENS, HIDDEN, torch.float32)
+            shared = PeerMemory(memory[rank, : at.end], peers, None)
+            made = CopyExchange(rank, shared, TOKENS, HIDDEN, torch.float32, sides)
             made._phases = [phase, phase]
             ranks.exchanges.append(made)
             ranks.currents.append(current)
@@ -245,7 +246,7 @@ def test_an_interrupt_ends_the_waits_for_a_rank_that_is_gone() -> None:
 
 
 def test_the_rows_of_all_ranks_are_those_of_the_half() -> None:
-    at = Layout.of(3, TOKENS, HIDDEN, torch.float32)
+    at = ExchangeLayout.of(3, TOKENS, HIDDEN, torch.float32)
     for made in Ranks.make(3).exchanges:
         for count in range(TOKENS + 1):
             rows = [made.rows(count, rank) for rank in range(3)]
@@ -260,7 +261,7 @@ def test_the_parts_of_the_memory_follow_each_other() -> None:
         (3, 100, 72, torch.bfloat16),
         (8, 4096, 8192, torch.float16),
     ]:
-        at = Layout.of(size, tokens, hidden, dtype)
+        at = ExchangeLayout.of(size, tokens, hidden, dtype)
         assert at.gathered == 2 * size * at.share * hidden * dtype.itemsize
         assert at.flags >= 2 * at.gathered
         assert at.flags % 4 == 0

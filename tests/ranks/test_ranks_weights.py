@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from fastgen.model.weights import Shard, Update
-from fastgen.ranks.weights import SharedMemory, Weight, Written, check_agreement, check_or_write, received
+from fastgen.parallel.errors import raise_first
+from fastgen.ranks.protocol import WriteGiven, perform
+from fastgen.ranks.weights import SharedMemory, Weight, check_same_names, received
 
 TENSORS = [torch.arange(6.0).view(2, 3), torch.arange(20).view(4, 5).bfloat16()[:, ::2], torch.ones(700, 9).double()]
 
@@ -87,34 +89,34 @@ def test_a_rank_checks_and_writes_what_its_program_gave(
     names: str, fails: bool, once: bool, partial: bool, checked: Any, written: Any
 ) -> None:
     tensors = given(names, fails) if once else list(given(names, fails))
-    update, runner = Update(tensors, PARTS, partial), Runner()
+    update, runner = Update(tensors, PARTS, False), Runner()
     for number, wanted in enumerate((checked, written)):
         if wanted is None:
             return
         assert not runner.written
-        took = check_or_write(update, runner, write=number == 1)  # type: ignore[arg-type]
+        result = perform(WriteGiven(7, number == 1, partial), runner, update)  # type: ignore[arg-type]
+        assert result.number == 7
         if isinstance(wanted, str):
-            assert (took.error, took.names) == (None, frozenset(wanted))
+            assert (result.error, result.value) == (None, frozenset(wanted))
         else:
-            assert isinstance(took.error, wanted)
-            assert not took.names
+            assert isinstance(result.error, wanted)
 
 
-def test_the_first_error_counts_and_then_the_names() -> None:
-    def outcomes(*each: str | Exception) -> dict[int, Written]:
-        return {
-            rank: Written(None, frozenset(found)) if isinstance(found, str) else Written(found, frozenset())
-            for rank, found in enumerate(each)
-        }
+def test_all_ranks_give_the_same_names() -> None:
+    def check(*each: str, written: bool) -> None:
+        check_same_names(dict(enumerate(map(frozenset, each))), written)
 
-    check_agreement(outcomes("ab", "ba", "ab"), wrote=True)
-    check_agreement(outcomes("ab", "", "ab"), wrote=False)  # rank 1's are seen when they are written
-    check_agreement(outcomes("", "ab"), wrote=False)
+    check("ab", "ba", "ab", written=True)
+    check("ab", "", "ab", written=False)  # rank 1's are seen when they are written
+    check("", "ab", written=False)
     for each in (("ab", ""), ("", "b"), ("ab", "ab", "a")):
         with pytest.raises(ValueError, match=rf"rank {len(each) - 1} gives other tensors than rank 0: (a, )?b$"):
-            check_agreement(outcomes(*each), wrote=True)
+            check(*each, written=True)
     with pytest.raises(ValueError, match="rank 1 gives other tensors than rank 0: b, c"):
-        check_agreement(outcomes("ab", "ac"), wrote=False)
+        check("ab", "ac", written=False)
+
+
+def test_the_error_of_the_lowest_rank_is_raised() -> None:
     with pytest.raises(LookupError, match="one") as raised:
-        check_agreement(outcomes("ab", LookupError("one"), KeyError("two")), wrote=True)
+        raise_first({0: None, 1: LookupError("one"), 2: KeyError("two")})
     assert raised.value.__notes__ == ["raised on rank 1"]

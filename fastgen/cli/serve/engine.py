@@ -257,7 +257,7 @@ class Engine:
                 raise AssertionError(f"unexpected message from an engine: {message!r}")
 
     def _die(self, status: int | None) -> None:
-        how = processes.ending(status)
+        how = processes.describe_exit(status)
         if self._closing:
             how = "was closed"
         elif self._failure is not None:

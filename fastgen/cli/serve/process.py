@@ -24,7 +24,7 @@ from fastgen.cli.serve.grammar import Compiler
 from fastgen.cli.serve.messages import Abort, EngineInfo, Refused, StepEnded, Submit, encode
 from fastgen.parallel.errors import portable
 from fastgen.ranks.channel import Channel, Failed, Start
-from fastgen.ranks.processes import end_with_caller
+from fastgen.ranks.processes import end_with_parent
 from fastgen.request import Event, TokenMask
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def serve(connection: socket.socket) -> None:
 
 def main() -> None:
     faulthandler.enable()
-    end_with_caller()
+    end_with_parent()
     serve(socket.socket(fileno=int(sys.argv[-1])))
 
 
