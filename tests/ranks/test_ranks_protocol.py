@@ -279,7 +279,9 @@ def test_an_error_of_a_started_follower_in_an_update_ends_all_and_is_raised_here
     program.leader.settle()  # does nothing
     with pytest.raises(RuntimeError, match=r"no longer agree.*too little"):
         program.leader.launch(batch(1))
-    assert list(map(type, program.join())) == [MemoryError, MemoryError]
+    first, second = program.join()
+    assert isinstance(first, MemoryError)
+    assert isinstance(second, MemoryError | OSError)  # the memory may be closed while it reads, as it is a thread here
 
 
 def test_a_failure_keeps_no_runner_alive() -> None:
