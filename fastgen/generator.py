@@ -1,4 +1,4 @@
-"""Generator: the engine as people use it."""
+"""Generator: the public API, and the loop of the engine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from torch import Tensor
 
 from fastgen.device.memory import release_memory
 from fastgen.device.profiling import Tracer, span
-from fastgen.engine.inputs import InputProcessor, paired, scored
+from fastgen.engine.inputs import InputProcessor, pair_prompts, pair_scores
 from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.engine.options import GeneratorOptions, takes_fields_of
-from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats, failed, shown
+from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats, error_output, with_progress
 from fastgen.engine.scheduler import Scheduler
 from fastgen.model.config import read_config
 from fastgen.model.loader import resolve
@@ -34,9 +35,9 @@ from fastgen.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-AHEAD = 4096  # requests of one generate() that are in the engine at a time, if there are so many
-READ_STEPS = 4  # so many steps' tokens are read of new prompts before each step, at most
-LOG_SECONDS = 10.0  # of steps, between two lines in the log
+AHEAD = 4096  # requests of one generate() call that are in the engine at a time
+READ_STEPS = 4  # new prompts of at most so many steps' token budgets are read before each step
+LOG_SECONDS = 10.0  # seconds of steps between two lines in the log
 IN_FLIGHT = ("error", "keep", "recompute")
 TAGS = ("weights", "kv_cache")
 TORN = "the weights are torn, as an update was cut short or failed"
@@ -82,15 +83,13 @@ class Generator:
         self._inputs = InputProcessor(self.model_config, self.tokenizer, self.max_model_len, options.seed)
         self._weights = Weights()
         self._scheduler = Scheduler(self.config)
-        self._in_flight: Any = None  # what the runner's launch has returned
+        self._in_flight: Any = None  # the last launched step, until it is collected
         self._interrupt = DeferredInterrupt()
         self._stepping = False
-        self._late_aborts: list[str | int] = []
+        self._late_aborts: list[str | int] = []  # requests that were aborted from within a step
         self._active: dict[str | int, ActiveRequest] = {}
-        self._owners: dict[Sequence, tuple[ActiveRequest, ActiveSample]] = {}
-        self._watched: set[Sequence] = set()  # those whose next token is waited for: the first, or each that is read
+        self._owners: dict[Sequence, tuple[ActiveRequest, ActiveSample]] = {}  # in order of arrival
         self._events: list[Event] = []
-        self._stats = Stats(pages=self.config.num_pages)
         self._logged = Stats()  # the counts at the last line in the log
         self._ids = itertools.count()
 
@@ -104,21 +103,24 @@ class Generator:
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one prompt or a list of them; outputs in their order. params: one for all, or one a prompt.
+        """Generate outputs for one prompt or a list of prompts, and return them in the order of the prompts.
 
-        A prompt is a string, a list of ids or a list of messages; a list that begins with an int or a dict is one
-        prompt. A bad prompt comes back as an output with an error. progress: show a bar of requests and tokens/s.
+        prompts: a prompt is a string, a list of ids or a list of messages; a list that begins with an int or a dict is
+            one prompt. A prompt that can not be served gives an output with an error.
+        params: the parameters of all prompts, or a list with those of each. progress: show a bar of requests and
+            tokens/s.
         """
-        requests = [Request(prompt, p, self._new_id()) for prompt, p in paired(prompts, params)]
+        requests = [Request(prompt, p, self._new_id()) for prompt, p in pair_prompts(prompts, params)]
         with closing(self._serve(requests, ahead=AHEAD)) as done:
-            outputs = {output.id: output for output in shown(done, len(requests), progress)}
+            outputs = {output.id: output for output in with_progress(done, len(requests), progress)}
         return [outputs[request.id] for request in requests if request.id is not None]
 
     def stream(self, requests: Iterable[Request | None]) -> PyGenerator[RequestOutput, None, None]:
-        """Answer requests as they come from an iterable, endless ones too, in the order of completion.
+        """Yield the outputs of requests from an iterable, which may be endless, in the order of completion.
 
-        The iterable is read only as far as lanes and pages are free; None in it is no request, but a step to be done
-        first. Leaving early aborts what was begun. A request that can not be served is an output with an error.
+        The iterable is read only as far as lanes and pages are free. The item None stands for no request, and lets the
+        engine do a step first. Closing the stream early aborts its requests. A request that can not be served gives an
+        output with an error.
         """
         outputs = self._serve(requests, ahead=0)
         if self._team is not None:
@@ -135,69 +137,68 @@ class Generator:
                 outputs.close()
 
     def _serve(self, requests: Iterable[Request | None], ahead: int) -> PyGenerator[RequestOutput, None, None]:
-        """`stream`, whose items are taken with Ctrl-C deferred. After the first steps, at least `ahead` requests are in
-        the engine as long as there are some, which lets the scheduler plan. They come a few at a time, since the first
-        step need not wait until all texts are tokens."""
-        source: Iterator[Request | None] | None = self._interrupt.reading(requests)
-        sink = OutputQueue()
+        """Yield outputs as `stream` does; the caller defers Ctrl-C around each item. After the first steps, at least
+        `ahead` requests are in the engine as long as there are some, which lets the scheduler plan. They are read a few
+        at a time, since the first step need not wait until all texts are tokenized."""
+        source, more, queue = self._interrupt.reading(requests), True, OutputQueue()
         try:
-            while source is not None or sink.running or sink.done:
-                enough = self._stats.prompt_tokens + READ_STEPS * self.config.max_step_tokens
-                while source is not None and not sink.done and self._wants_more(sink, ahead, enough):
-                    source = self._pull(source, sink)
-                self._scheduler.closed = source is None
-                if not sink.done:
+            while more or queue.running or queue.done:
+                stats = self._scheduler.stats
+                enough = stats.prompt_tokens + READ_STEPS * self.config.max_step_tokens
+                while more and not queue.done and stats.prompt_tokens < enough:
+                    if len(queue.running) >= ahead and not self._scheduler.wants_more:
+                        break
+                    more = self._read_request(source, queue)
+                self._scheduler.closed = not more
+                if not queue.done:
                     self._advance()
-                while sink.done:
-                    yield sink.done.popleft()
+                while queue.done:
+                    yield queue.done.popleft()
         finally:
             self._scheduler.closed = False
-            self._abort(list(sink.running))
+            self._abort(list(queue.running))
 
-    def _wants_more(self, sink: OutputQueue, ahead: int, enough: int) -> bool:
-        """Whether to read another request before the next step; enough: the prompt tokens in `stats` to stop at."""
-        return (len(sink.running) < ahead or self._scheduler.wants_more) and self._stats.prompt_tokens < enough
-
-    def _pull(self, source: Iterator[Request | None], sink: OutputQueue) -> Iterator[Request | None] | None:
-        """Begin the next request of an iterator, for `sink`; None where it has ended."""
+    def _read_request(self, source: Iterator[Request | None], queue: OutputQueue) -> bool:
+        """Begin the next request of `source`; return False at its end."""
         try:
             request = next(source)
         except StopIteration:
-            return None
+            return False
         if request is None:
             self._advance()
-            return source
+            return True
         try:
             if not isinstance(request, Request):
                 raise TypeError(f"stream takes Requests, not {type(request).__name__}")
-            self._begin(request, sink)
+            self._begin(request, queue)
         except (ValueError, TypeError) as error:
             id = getattr(request, "id", None)
-            sink.done.append(failed(self._new_id() if id is None else id, error))
-        return source
+            queue.done.append(error_output(self._new_id() if id is None else id, error))
+        return True
 
     @on_all_ranks
     def score(
         self, sequences: SequenceOf[Prompt], start: int | SequenceOf[int] = 0, temperature: float = 1.0
     ) -> list[list[float]]:
-        """Logprobs of given tokens: float32, of log_softmax(logits / temperature), for positions start, start + 1, ...
+        """Return the logprobs of given tokens: float32, of log_softmax(logits / temperature).
 
-        sequences: prompts, mostly lists of ids; start: one for all, or one a sequence. Each list has len - start
-        floats; position 0 has no logprob, and is NaN. Raises ValueError for a sequence that can not be scored.
+        sequences: prompts, mostly lists of ids. start: the first position to score, for all sequences or a list with
+        one for each. The result has len - start floats for each sequence; position 0 has no logprob, and is NaN. Raises
+        ValueError for a sequence that can not be scored.
         """
-        sequences, starts = scored(sequences, start, temperature)
+        sequences, starts = pair_scores(sequences, start, temperature)
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-        sink = OutputQueue()
+        queue = OutputQueue()
         try:
             ids = [
-                self._begin(Request(sequence, params), sink, (first, float(temperature))).id
+                self._begin(Request(sequence, params), queue, (first, float(temperature))).id
                 for sequence, first in zip(sequences, starts, strict=True)
             ]
-            while sink.running:
+            while queue.running:
                 self._advance()
         finally:
-            self._abort(list(sink.running))
-        found = {output.id: output.prompt_logprobs or [] for output in sink.done}
+            self._abort(list(queue.running))
+        found = {output.id: output.prompt_logprobs or [] for output in queue.done}
         return [found[id][first:] for id, first in zip(ids, starts, strict=True)]
 
     # --------------------------------------------------------------------------------------- step by step
@@ -209,26 +210,26 @@ class Generator:
         id: str | int | None = None,
         resume: Completion | None = None,
     ) -> str | int:
-        """Begin a request, whose events `step` returns; returns its id. A bad one raises ValueError or TypeError.
-        resume: a completion of this prompt to go on with, as `Request` says."""
+        """Begin a request, whose events `step` returns, and return its id. Raises ValueError or TypeError for a request
+        that can not be served. resume: a completion of this prompt to continue; see `Request`."""
         request = Request(prompt, SamplingParams() if params is None else params, id, resume)
         added: str | int | None = None
         try:
             with self._interrupt:
                 added = self._add(request)
         except KeyboardInterrupt:
-            if added is not None:  # the caller does not get to know the id
+            if added is not None:  # the caller does not get the id
                 self.abort(added)
             raise
         return added
 
     @on_all_ranks
     def _add(self, request: Request) -> str | int:
-        return self._begin(request, sink=None).id
+        return self._begin(request, queue=None).id
 
     def step(self) -> list[Event]:
-        """Run one step; returns what is new of the requests that were added, [] where nothing is. Ctrl-C is raised at
-        the end of the step, whose events the next one returns."""
+        """Run one step, and return the new events of requests that were added. Ctrl-C is raised at the end of the step;
+        the next call then returns its events."""
         with self._interrupt:
             new = self._step()
             self._events += new
@@ -244,32 +245,32 @@ class Generator:
 
     @on_all_ranks
     def abort(self, ids: str | int | Iterable[str | int]) -> list[RequestOutput]:
-        """End requests with what they have; returns it. Ids that are not, or no longer, in the engine are skipped."""
+        """End requests, and return their outputs so far. Ids of requests that are not in the engine are skipped."""
         return self._abort([ids] if isinstance(ids, str | int) else list(ids))
 
     def _abort(self, wanted: list[str | int]) -> list[RequestOutput]:
-        if self._stepping:  # called from within a step, by a mask or a stream that is collected
+        if self._stepping:  # called from within a step, by a mask or by a stream that is garbage-collected
             self._late_aborts += wanted
             return []
-        if not any(key in self._active for key in wanted):
+        if not any(id in self._active for id in wanted):
             return []
         self._settle()
         outputs = []
-        for active in [self._active[key] for key in dict.fromkeys(wanted) if key in self._active]:
-            for answer in active.answers:
-                if answer.sequence in self._owners:
-                    self._scheduler.abort(answer.sequence)
-                    answer.read(self.tokenizer)
-                    self._forget(answer.sequence)
+        for active in [self._active[id] for id in dict.fromkeys(wanted) if id in self._active]:
+            for sample in active.samples:
+                if sample.sequence in self._owners:
+                    self._scheduler.abort(sample.sequence)
+                    sample.update_text(self.tokenizer)
+                    del self._owners[sample.sequence]
             self._close_request(active)
-            self._stats.aborted += 1
+            self._scheduler.stats.aborted += 1
             self._events = [event for event in self._events if event.id != active.id]
             outputs.append(active.output())
         return outputs
 
     @property
     def unfinished(self) -> int:
-        """Requests in the engine, and those whose last events the next `step` returns."""
+        """The number of requests in the engine, and of requests whose last events the next `step` returns."""
         if isinstance(self._team, Follower):
             stats = self.stats
             return stats.requests - stats.finished - stats.aborted
@@ -277,10 +278,17 @@ class Generator:
 
     @property
     def stats(self) -> Stats:
-        """Counts since the start, and what is held now; of a tp_group, ranks above 0 know the end of the last call."""
+        """Counts since the start, and the current state. In a tp_group, ranks above 0 have those of the end of the last
+        call."""
         if isinstance(self._team, Follower):
             return self._team.status or Stats()
-        return self._stats.now(self._scheduler)
+        scheduler, pages = self._scheduler, self._scheduler.pages
+        return replace(
+            scheduler.stats,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_used=pages.num_pages - pages.available,
+        )
 
     def profile(self, path: str | Path, steps: int = 8) -> AbstractContextManager[None]:
         """Record the block (`with`) until `steps` steps have run in it, and write a Chrome trace at the block's end.
@@ -299,24 +307,24 @@ class Generator:
         partial: bool = False,
         in_flight: str = "error",
     ) -> int:
-        """Replace the weights, in place; returns their version, by default the one before plus 1 (the first is 0).
+        """Replace the weights, in place, and return their version, by default the one before plus 1 (the first is 0).
 
         named: whole tensors by their Hugging Face names, such as `model.state_dict()`, in any float dtype, on the CPU
-            or a GPU; at most one of them is there a second time. The `lm_head.weight` of a tied model may be left out.
-            In a tp_group each rank gives the same tensors, from an iterable of its own.
-        version: a number of your own, other than the current one. partial: what is not given stays as it is.
-        in_flight: what becomes of requests that are in the engine: "error": the update is refused; "keep": they go on
-            with the KV that the old weights made; "recompute": it is computed again with the new ones.
-            `Completion.weight_versions` tells which tokens came from which. No later request finds KV of old weights.
+            or a GPU. They are copied one at a time. The `lm_head.weight` of a tied model may be left out. In a tp_group
+            each rank gives the same tensors, from an iterable of its own.
+        version: a number of your own, other than the current one. partial: tensors that are not given stay as they are.
+        in_flight: the treatment of requests in the engine: "error" refuses the update; "keep" continues them with the
+            KV of the old weights; "recompute" computes their KV again with the new weights.
+            `Completion.weight_versions` holds the version of each token. Later requests never use KV of old weights.
 
-        Raises ValueError with all that is wrong with names, shapes and dtypes. A mapping, its items and a sequence are
-        checked before anything is written, and the old weights stay. With any other iterable, or where reading one
-        fails midway, nothing can be generated (RuntimeError) until an update that is not partial is complete.
+        Raises ValueError with all names, shapes and dtypes that do not fit. A mapping, its items and a sequence are
+        checked before anything is written, and the old weights stay. With any other iterable, or if reading one fails
+        midway, generating raises RuntimeError until an update that is not partial is complete.
         """
         update = Update(named, checkpoint_shards(self.model_config), partial, self._interrupt.reading)
 
         def change() -> int:
-            return self._replace(update, version, in_flight)
+            return self._update_weights(update, version, in_flight)
 
         with self._interrupt:
             following: int = change() if self._team is None else self._team.call("update_weights", change, update)
@@ -330,45 +338,45 @@ class Generator:
 
     @on_all_ranks
     def sleep(self, tags: str | Iterable[str] = TAGS, keep_weights: bool = True) -> int:
-        """Give device memory back to the driver, between two uses; returns how many bytes are free now that were not.
+        """Give device memory back to the driver, between two uses; return the number of bytes that this freed.
 
-        tags: "weights", "kv_cache" or both. Addresses stay, so that CUDA graphs do; what torch only keeps for later is
-            given back too. The prefix cache is emptied with "kv_cache", but for the pages in the host tier.
-        keep_weights: `wake` brings the weights back, from pinned copies on the host. These take their time when they
-            are made for the first time, and stay for the next. Else the weights are dropped: behind `wake`, nothing can
-            be generated until `update_weights` was called with all of them. On the CPU, weights that are kept stay.
+        tags: "weights", "kv_cache" or both. Addresses stay valid, and so do CUDA graphs; memory that torch caches is
+            given back too. With "kv_cache" the prefix cache is emptied, except for the pages in the host tier.
+        keep_weights: True: `wake` restores the weights from pinned copies on the host, which are allocated at the first
+            call and kept for the next. False: the weights are dropped, and after `wake` nothing can be generated until
+            `update_weights` was called with all of them. On the CPU, weights that are kept stay in place.
 
-        What is asleep already stays as it is. Until `wake`, generating is a RuntimeError. Raises ValueError where
-        requests are in flight, and where the host has too little memory for the weights. The bytes are what the GPU's
-        driver says before and after, or of the CPU what this process has in memory; of several ranks, their sum.
+        Parts that are asleep already stay asleep. Until `wake`, generating raises RuntimeError. Raises ValueError if
+        requests are in flight, or if the host has too little memory for the weights. The bytes are those that the GPU's
+        driver reports before and after, on the CPU those of this process; with several ranks, their sum.
         """
-        wanted = self._checked("sleep", tags)
+        wanted = self._check_tags("sleep", tags)
         self._settle()
         if self._active:
             raise ValueError(f"{len(self._active)} requests are in flight; finish or abort them before sleep")
         state = self._weights
-        tired = wanted - state.asleep
-        if not tired:
+        new = wanted - state.asleep
+        if not new:
             return 0
-        if "weights" in tired and not keep_weights:
+        if "weights" in new and not keep_weights:
             state.torn = DROPPED
-        state.asleep |= tired  # first: wherever an exception comes, wake sets it right
+        state.asleep |= new  # before the memory goes: after an exception, `wake` restores all of it
         try:
-            freed: int = self._runner.sleep(sorted(tired), keep_weights)
+            freed: int = self._runner.sleep(sorted(new), keep_weights)
         except ValueError:
-            self.wake(tired)
+            self.wake(new)
             raise
         return freed
 
     @on_all_ranks
     def wake(self, tags: str | Iterable[str] | None = None) -> None:
-        """Take the memory again that `sleep` gave back, all or that of some tags, and fill it; what is awake stays so.
+        """Take back the memory that `sleep` released, and fill it. tags: "weights", "kv_cache" or both; None: both.
 
-        A trainer may wake "weights" alone, call `update_weights`, give up its own memory, and wake the rest. Raises
-        torch.OutOfMemoryError where the GPU has too little; then more can be freed, and wake called again.
+        A trainer may wake "weights" alone, call `update_weights`, release its own memory, and wake the rest. Raises
+        torch.OutOfMemoryError if the GPU has too little memory; it may be called again when there is more.
         """
         state = self._weights
-        wanted = self._checked("wake", TAGS if tags is None else tags) & state.asleep
+        wanted = self._check_tags("wake", TAGS if tags is None else tags) & state.asleep
         if not wanted:
             return
         self._runner.wake(sorted(wanted))
@@ -377,15 +385,15 @@ class Generator:
         state.asleep -= wanted
 
     def close(self) -> None:
-        """Abort everything and let the memory go."""
+        """Abort all requests and release the memory."""
         if self._closed:
             return
         with self._interrupt:
-            self._stats.aborted += len(self._active)
+            self._scheduler.stats.aborted += len(self._active)
             self._active.clear()
             self._owners.clear()
             self._in_flight = None
-            runner, self._team = self._runner, None  # nobody is there to call with
+            runner, self._team = self._runner, None  # other ranks may be gone
             del self._runner
             runner.close()
             del runner
@@ -404,58 +412,49 @@ class Generator:
     # --------------------------------------------------------------------------------------- the loop
 
     def _advance(self) -> None:
-        """One turn of the loop: launch a step, then read the one before it."""
+        """Run one turn of the loop: schedule and launch a step, then collect the step before it and update."""
         self._weights.check()
-        start = time.perf_counter()
-        with self._step_or_reset():
+        start, launched = time.perf_counter(), None
+        with self._resetting():
             with span("schedule"):
                 batch = self._scheduler.schedule()
-            launched = None
             if batch is not None:
                 with span("launch"):
                     launched = self._runner.launch(batch)
-            self._read()
-            if launched is not None and batch is not None and batch.masked:
+            self._collect()
+            if batch is not None and batch.masked:
                 with span("sample"):
                     masks = self._scheduler.fill_masks(batch, self.model_config.vocab_size)
                     self._runner.sample(launched, masks)
             self._in_flight = launched
-            if not self._active:  # what is still in flight are tokens too many
-                self._read()
+            if not self._active:  # the step in flight computes only tokens too many
+                self._collect()
         if self._late_aborts:
             late, self._late_aborts = self._late_aborts, []
             self._abort(late)
-        self._stats.steps += batch is not None
-        self._stats.step_seconds += time.perf_counter() - start
-        if batch is not None:
-            self._tracer.end_step()
-        if self._stats.step_seconds - self._logged.step_seconds >= LOG_SECONDS:
-            stats = self.stats
-            log.info("%s", stats.since(self._logged))
-            self._logged = stats
+        self._count_step(start, batch is not None)
         self._interrupt.check()
 
-    def _read(self) -> None:
-        """Collect the step in flight, and see what has come of it."""
+    def _collect(self) -> None:
+        """Read the step in flight, and process the sequences that it changed."""
         if self._in_flight is None:
             return
         launched, self._in_flight = self._in_flight, None
         with span("collect"):
             result = self._runner.collect(launched)
         with span("update"):
-            watched, finished = self._watched, Status.FINISHED
             for sequence in self._scheduler.update(launched.batch, result):
-                if sequence.status is finished or sequence in watched:
-                    self._see(sequence)
+                self._process(sequence)
 
     def _settle(self) -> None:
         """Read the step in flight without launching another."""
-        with self._step_or_reset():
-            self._read()
+        with self._resetting():
+            self._collect()
 
     @contextmanager
-    def _step_or_reset(self) -> Iterator[None]:
-        """Run a step within; after an exception, `_reset`."""
+    def _resetting(self) -> Iterator[None]:
+        """Run a part of a step. After an exception, drop the step in flight and preempt all running sequences, which
+        compute again from the tokens that were read."""
         self._stepping = True
         try:
             yield
@@ -466,80 +465,85 @@ class Generator:
             self._stepping = False
 
     def _reset(self) -> None:
-        """Drop what is in flight; all that runs computes again from the tokens that were read, which are seen now."""
         self._in_flight = None
         try:
-            self._runner.settle()  # before pages that steps on their way read or write are given to others
+            self._runner.settle()  # before the scheduler allocates pages again that launched steps read or write
         finally:
-            self._scheduler.reset()
-            for sequence, (_, answer) in list(self._owners.items()):
-                answer.forget_text(self.tokenizer)
-                if answer.text is not None or sequence.status is Status.FINISHED:
-                    self._see(sequence)
+            self._scheduler.reset(self._owners)
+            for sequence, (_, sample) in list(self._owners.items()):
+                sample.reset_text(self.tokenizer)
+                if sample.text is not None or sequence.status is Status.FINISHED:
+                    self._process(sequence)
 
-    def _see(self, sequence: Sequence) -> None:
-        """Text, events and the end of a sequence that has something new."""
-        active, answer = self._owners[sequence]
-        if active.first_token is None and sequence.output_len > answer.told[0]:
+    def _process(self, sequence: Sequence) -> None:
+        """Update the text and the events of a sequence, and close its request if all its samples have finished."""
+        active, sample = self._owners[sequence]
+        if active.first_token is None and sequence.output_len > sample.emitted[0]:
             active.first_token = time.perf_counter()
-        if answer.text is not None or sequence.status is Status.FINISHED:
-            stop = answer.read(self.tokenizer)
+        if sample.text is not None or sequence.status is Status.FINISHED:
+            stop = sample.update_text(self.tokenizer)
             if stop is not None:
                 self._scheduler.finish(sequence, "stop", stop)
-                # Where an id or the length ended it at once, the string is still the reason: it cuts the text.
+                # If an id or the length ended it with the same token, the string is still the reason: it cuts the text.
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
-        if active.sink is None:
-            answer.tell(self._events, active.cached_tokens)
-        elif answer.text is None:
-            self._watched.discard(sequence)  # nobody reads it before its end
+        if active.queue is None:
+            sample.emit(self._events, active.cached_tokens)
+        elif sample.text is None:
+            sequence.watched = False
         if sequence.status is Status.FINISHED:
-            self._forget(sequence)
-            if not any(other.sequence in self._owners for other in active.answers):
+            del self._owners[sequence]
+            if not any(other.sequence in self._owners for other in active.samples):
                 self._close_request(active)
-                self._stats.finished += 1
-                if active.sink is not None:
-                    active.sink.done.append(active.output())
-
-    def _forget(self, sequence: Sequence) -> None:
-        self._owners.pop(sequence, None)
-        self._watched.discard(sequence)
+                self._scheduler.stats.finished += 1
+                if active.queue is not None:
+                    active.queue.done.append(active.output())
 
     def _close_request(self, active: ActiveRequest) -> None:
         del self._active[active.id]
-        if active.sink is not None:
-            active.sink.running.pop(active.id, None)
+        if active.queue is not None:
+            active.queue.running.pop(active.id, None)
 
     def _begin(
-        self, request: Request, sink: OutputQueue | None, score: tuple[int, float] | None = None
+        self, request: Request, queue: OutputQueue | None, score: tuple[int, float] | None = None
     ) -> ActiveRequest:
         """Check a request and hand its sequences to the scheduler. score: (first position, temperature)."""
         if self._closed:
             raise RuntimeError("this Generator is closed; make a new one")
         self._weights.check()
-        self._inputs.check_params(request.params)
         id = self._new_id() if request.id is None else request.id
         if not isinstance(id, str | int):
             raise TypeError(f"id must be a string or an integer, not {id!r}")
         if id in self._active:
             raise ValueError(f"a request with the id {id!r} is running; give another id")
-        active = self._inputs.take(id, request, sink, score)
+        active = self._inputs.process(id, request, queue, score)
         self._active[id] = active
-        if sink is not None:
-            sink.running[id] = None
-        for answer in active.answers:
-            self._owners[answer.sequence] = (active, answer)
-            self._watched.add(answer.sequence)
-            answer.sequence.begin_version(self._weights.version)
-            self._scheduler.add(answer.sequence)
-        self._stats.requests += 1
-        self._stats.prompt_tokens += len(active.prompt_ids)
+        if queue is not None:
+            queue.running[id] = None
+        for sample in active.samples:
+            self._owners[sample.sequence] = (active, sample)
+            sample.sequence.begin_version(self._weights.version)
+            self._scheduler.add(sample.sequence)
+        self._scheduler.stats.requests += 1
+        self._scheduler.stats.prompt_tokens += len(active.prompt_ids)
         return active
 
     def _new_id(self) -> str:
         return next(key for key in map("r{}".format, self._ids) if key not in self._active)
 
-    def _replace(self, update: Update, version: int | None, in_flight: str) -> int:
-        """`update_weights`, on one rank."""
+    def _count_step(self, start: float, ran: bool) -> None:
+        """Count a turn of the loop, and log the counts from time to time. ran: a step was launched."""
+        stats = self._scheduler.stats
+        stats.steps += ran
+        stats.step_seconds += time.perf_counter() - start
+        if ran:
+            self._tracer.end_step()
+        if stats.step_seconds - self._logged.step_seconds >= LOG_SECONDS:
+            now = self.stats
+            log.info("%s", now.since(self._logged))
+            self._logged = now
+
+    def _update_weights(self, update: Update, version: int | None, in_flight: str) -> int:
+        """Update the weights; on rank 0, for all ranks."""
         self._check_between("update_weights")
         state = self._weights
         following = state.following(version)
@@ -552,8 +556,8 @@ class Generator:
         self._settle()
         if self._active and in_flight == "error":
             raise ValueError(
-                f"{len(self._active)} requests are in flight; finish or abort them, or pass in_flight='keep' (they go "
-                "on with the KV of the old weights) or 'recompute' (it is computed again)"
+                f"{len(self._active)} requests are in flight; finish or abort them, or pass in_flight='keep' (they "
+                "continue with the KV of the old weights) or 'recompute' (their KV is computed again)"
             )
 
         def begin() -> None:
@@ -575,13 +579,13 @@ class Generator:
         return following
 
     def _check_between(self, name: str) -> None:
-        """Raise RuntimeError where a method of this name can not be called now."""
+        """Raise RuntimeError if the Generator is closed, or in the middle of a step. name: of the method."""
         if self._closed:
             raise RuntimeError("this Generator is closed; make a new one")
         if self._stepping:
-            raise RuntimeError(f"{name} is called from within a step; call it between two")
+            raise RuntimeError(f"{name} is called from within a step; call it between two steps")
 
-    def _checked(self, name: str, tags: str | Iterable[str]) -> frozenset[str]:
+    def _check_tags(self, name: str, tags: str | Iterable[str]) -> frozenset[str]:
         self._check_between(name)
         wanted = frozenset((tags,) if isinstance(tags, str) else tags)
         unknown = wanted.difference(TAGS)

@@ -1,11 +1,12 @@
-"""What is asked for, what becomes of it, and what one step of the engine is told to do. No torch here.
+"""The data types of requests, of engine steps and of outputs. They do not import torch.
 
-Data flows down: a Request becomes n Sequences (one a sample), the scheduler puts parts of them into a Batch, the
+Data flows down: a Request becomes n Sequences (one for each sample), the scheduler puts parts of them into a Batch, the
 runner answers a Batch with a StepResult, and finished Sequences become Completions of a RequestOutput.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -14,7 +15,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:  # the HTTP process does without
+if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
     import numpy as np
 
 Message = Mapping[str, Any]
@@ -26,41 +27,44 @@ Prompt = str | SequenceOf[int] | SequenceOf[Message]
 MAX_LOGPROBS = 20
 
 MAX_BIASES = 4096
-"""Tokens of one request that logit_bias and min_tokens together may change the logits of."""
+"""The most tokens whose logits logit_bias and min_tokens may change together in one request."""
 
 
 class TokenMask(Protocol):
-    """Restricts what one sample may say next, as a grammar does. It is deep-copied for each sample."""
+    """A restriction of the next token of one sample, such as a grammar. Each sample gets a deep copy."""
 
     def fill(self, row: Any) -> None:
         """Write the allowed tokens into `row`, a numpy int32 array of ceil(V / 32) words; bit i of word w is token
         32 w + i; a set bit allows it. The row arrives with all bits set."""
 
     def accept(self, token: int) -> None:
-        """The sample has said `token`."""
+        """Advance by a token that the sample has drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to continue a prompt. Checked when a request is added, not when this is constructed.
+    """The parameters that say how a prompt is continued. They are checked when a request is added.
 
-    n: samples of the prompt.
-    max_tokens: tokens to generate at most; None: to the end of the context; 0: none (with prompt_logprobs).
-    min_tokens: no stop (eos, stop_token_ids, stop) before so many tokens.
+    n: the number of samples.
+    max_tokens: the most tokens to generate; None: up to the end of the context; 0: none (with prompt_logprobs).
+    min_tokens: the number of tokens before which nothing stops the output: no eos id, stop_token_ids or stop.
     temperature: 0 is greedy.
-    top_p, top_k, min_p: keep the smallest set of tokens with probability top_p, the k likeliest (0: all), and those
-        of at least min_p times the likeliest; applied in the order top_k, top_p, min_p, after the temperature.
-    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the answer.
-    presence_penalty, frequency_penalty: subtracted for tokens of the answer, once and once an occurrence.
-    logit_bias: token id -> added to its logit; at most 4096, with the stop ids that min_tokens holds back.
-    seed: equal seeds and prompts give equal answers; None derives one from the Generator's seed.
-    stop: strings that end the answer; the text is cut before them, the ids are kept.
-    stop_token_ids: ids that end the answer, beside the model's eos ids; they stay in token_ids.
-    ignore_eos: the model's eos ids do not end the answer.
-    logprobs: raw alternatives a token (0 to 20); the logprobs of the tokens themselves are always there.
-    prompt_logprobs: also score the prompt, with so many raw alternatives a token.
-    mask: restricts the tokens (TokenMask).
-    return_sampling_mask: also return the token ids that truncation kept, a list a token.
+    top_p, top_k, min_p: keep the smallest set of tokens with probability top_p, the k likeliest (0: all), and the
+        tokens of at least min_p times the largest probability; applied in the order top_k, top_p, min_p, after the
+        temperature.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once and once for each
+        occurrence.
+    logit_bias: token id -> number added to its logit; at most 4096, with the stop ids that min_tokens holds back.
+    seed: equal seeds and prompts give equal outputs; None derives a seed from the Generator's.
+    stop: strings that end the output; the text is cut before them, the ids are kept.
+    stop_token_ids: ids that end the output, beside the model's eos ids; they stay in token_ids.
+    ignore_eos: True: the model's eos ids do not end the output.
+    logprobs: the number of raw alternatives to return with each token (0 to 20); the logprob of the token itself is
+        always returned.
+    prompt_logprobs: score the prompt too, with this number of raw alternatives for each token.
+    mask: a TokenMask that restricts the tokens.
+    return_sampling_mask: return the token ids that truncation kept, too.
     """
 
     n: int = 1
@@ -132,11 +136,11 @@ class SamplingParams:
             if not isinstance(text, str):
                 raise TypeError(f"stop must be a string or a list of strings, not {text!r}")
             if not text:
-                raise ValueError("a stop string is empty and would end every answer at once; remove it")
+                raise ValueError("a stop string is empty and would end every output at once; remove it")
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise TypeError, or ValueError for one that is out of these bounds, which belong to them."""
+    """Raise TypeError unless `value` is an integer, and ValueError unless it is from `low` to `high`."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, not {value!r}")
     if int(value) < low or (high is not None and int(value) > high):
@@ -169,12 +173,12 @@ def _token_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and how to continue it; `id` comes back on the output (None: one is made).
+    """One prompt and the parameters to continue it with. `id` returns on the output (None: the Generator makes one).
 
-    resume: a completion of this prompt that ended by "length" or "abort", to go on with. With the params it was begun
-        with, but for n=1 and perhaps a larger max_tokens (which counts from the prompt's end, as ever), the tokens are
-        those that would have come if it had not ended; its seed is taken where params have none. The output has all of
-        it, under its old index; events tell what is new, and text that was held back.
+    resume: a completion of this prompt that ended by "length" or "abort", and is continued. With the same params, but
+        for n=1 and perhaps a larger max_tokens (counted from the prompt's end), the tokens are those of a completion
+        that never ended; its seed is used if params have none. The output holds all of the completion, under its old
+        index; events hold the new tokens, and text that was held back.
     """
 
     prompt: Prompt
@@ -183,10 +187,17 @@ class Request:
     resume: Completion | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Drawn:
-    """What was drawn with each token of an answer: lists of one length, under the names of Completion, Event and
-    StepResult. top_logprobs and sampling_mask are None where the parameters do not ask for them."""
+    """The values that were drawn with each of some tokens: lists with one entry for each token.
+
+    logprobs: natural logarithms, float32, of the distribution that was sampled from (0.0 at temperature 0).
+    untruncated_logprobs: the same without top_k, top_p and min_p, over all of the vocabulary that penalties, biases and
+        masks leave; equal to logprobs where nothing is truncated.
+    raw_logprobs: of the untouched logits at temperature 1.
+    top_logprobs: the likeliest raw alternatives, token id -> logprob; None unless `SamplingParams.logprobs` asks.
+    sampling_mask: the token ids that truncation kept; None unless `SamplingParams.return_sampling_mask` asks.
+    """
 
     logprobs: list[float] = field(default_factory=list)
     untruncated_logprobs: list[float] = field(default_factory=list)
@@ -195,34 +206,47 @@ class Drawn:
     sampling_mask: list[list[int]] | None = None
 
     @classmethod
-    def asked(cls, params: SamplingParams) -> Drawn:
-        """Return empty lists for an answer with these parameters."""
-        tops, masks = params.logprobs, params.return_sampling_mask
-        return cls(top_logprobs=[] if tops else None, sampling_mask=[] if masks else None)
+    def empty(cls, params: SamplingParams) -> Drawn:
+        """Return empty lists for a sample with these parameters."""
+        return Drawn(
+            top_logprobs=[] if params.logprobs else None, sampling_mask=[] if params.return_sampling_mask else None
+        )
+
+    def lists(self) -> dict[str, Any]:
+        """Return the lists that are not None, by name."""
+        return {name: values for name in _DRAWN if (values := getattr(self, name)) is not None}
 
     def since(self, start: int) -> dict[str, Any]:
-        """Return the lists' parts from token `start` on, by name."""
-        return {name: values[start:] for name, values in drawn_lists(self).items()}
+        """Return copies of the lists from token `start` on, by name."""
+        return {name: values[start:] for name, values in self.lists().items()}
 
-    def append(self, result: StepResult, row: int) -> None:
-        """Append what a step has drawn in a row."""
-        for name, values in drawn_lists(self).items():
-            values.append(getattr(result, name)[row])
+    def rows(self) -> Iterable[tuple[Any, ...]]:
+        """Return the values of each token, in an order that `append` takes."""
+        lists = self.logprobs, self.untruncated_logprobs, self.raw_logprobs
+        if self.top_logprobs is None and self.sampling_mask is None:
+            return zip(*lists, strict=True)
+        asked = (values or itertools.repeat(None) for values in (self.top_logprobs, self.sampling_mask))
+        return zip(*lists, *asked, strict=False)
 
-    def extend(self, completion: Completion) -> None:
-        """Append all that a completion has, which must have what the parameters ask for."""
-        for name, values in drawn_lists(self).items():
-            values += getattr(completion, name)
+    def append(self, row: tuple[Any, ...]) -> None:
+        """Append one of the `rows` of others, which must have the lists that this has."""
+        self.logprobs.append(row[0])
+        self.untruncated_logprobs.append(row[1])
+        self.raw_logprobs.append(row[2])
+        if self.top_logprobs is not None:
+            self.top_logprobs.append(row[3])
+        if self.sampling_mask is not None:
+            self.sampling_mask.append(row[4])
+
+    def extend(self, other: Drawn) -> None:
+        """Append all values of others, which must have the lists that this has."""
+        for name, values in self.lists().items():
+            values += getattr(other, name)
 
     def cut(self, length: int) -> None:
-        """Drop what is behind the first `length` tokens."""
-        for values in drawn_lists(self).values():
+        """Drop the values behind the first `length` tokens."""
+        for values in self.lists().values():
             del values[length:]
-
-
-def drawn_lists(source: Drawn | Completion | Event) -> dict[str, Any]:
-    """Return what was drawn with each token: the lists that are there, by name."""
-    return {name: values for name in _DRAWN if (values := getattr(source, name)) is not None}
 
 
 _DRAWN = tuple(Drawn.__dataclass_fields__)
@@ -231,15 +255,15 @@ _DRAWN = tuple(Drawn.__dataclass_fields__)
 class Status(Enum):
     WAITING = "waiting"  # holds no lane and no pages
     RUNNING = "running"
-    FINISHED = "finished"  # may still hold its lane while a step in flight computes a token too many
+    FINISHED = "finished"  # may hold its lane until the step in flight, which computes a token too many, is collected
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One sample of a request on its way through the engine: what the scheduler and the text layer know of it.
+    """The state of one sample of a request in the engine.
 
-    `token_ids` are the tokens that the host has read: the prompt and what was generated. `pending` counts tokens that
-    a launched step samples and the host has not read; `computed` counts the tokens whose KV launched steps write.
+    token_ids: the tokens that the host knows: the prompt and the output so far. pending: tokens that launched steps
+    sample and the host has not read. computed: tokens whose KV launched steps write.
     """
 
     request_id: str | int
@@ -247,36 +271,37 @@ class Sequence:
     params: SamplingParams
     token_ids: list[int]
     prompt_len: int
-    max_len: int  # prompt and answer together never exceed it
+    max_len: int  # the most tokens of prompt and output together
     seed: int
     stop_ids: frozenset[int] = frozenset()
-    score_start: int | None = None  # prompt logprobs are wanted for positions from here on
+    score_start: int | None = None  # the first position whose prompt logprob is wanted
     score_temperature: float = 1.0
     mask: TokenMask | None = None
 
     status: Status = Status.WAITING
     lane: int = -1
     pages: list[int] = field(default_factory=list)
-    prefill_len: int = 0  # tokens known when it took its lane; from there on it decodes
+    prefill_len: int = 0  # tokens known when it took its lane; it decodes behind them
     computed: int = 0
     pending: int = 0
     preemptions: int = 0
+    watched: bool = True  # `Scheduler.update` returns it at each new token, and not only at its end
     started: float | None = None  # time.monotonic() when it first took a lane
-    cached_tokens: int = 0  # of the prompt, that were there when it first took a lane: cached, or just computed
+    cached_tokens: int = 0  # prompt tokens that needed no computation when it first took a lane
 
-    drawn: Drawn = field(init=False)
+    drawn: Drawn = field(init=False)  # of the output
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    versions: list[tuple[int, int]] = field(default_factory=list)  # of the weights, and the output_len each began at
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (weight version, output_len where it began)
 
     def __post_init__(self) -> None:
-        self.drawn = Drawn.asked(self.params)
+        self.drawn = Drawn.empty(self.params)
 
     def begin_version(self, version: int) -> None:
-        """Tokens that come from now on are of weights of this version."""
+        """Record that the tokens from now on are drawn with weights of this version."""
         if not self.versions or self.versions[-1][0] != version:
             self.versions.append((version, self.output_len))
 
@@ -288,12 +313,12 @@ class Sequence:
 
     @property
     def ends_at_length(self) -> bool:
-        """Whether nothing but max_len ends it."""
+        """True if only max_len can end it."""
         return not self.stop_ids and not self.params.stop and self.mask is None
 
     @property
     def length(self) -> int:
-        """Tokens read and in flight."""
+        """Tokens that are known or pending."""
         return len(self.token_ids) + self.pending
 
     @property
@@ -307,7 +332,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class LaneStart:
-    """A sequence takes a lane: what the device keeps for it as long as it runs."""
+    """The sampling state of a sequence that takes a lane."""
 
     lane: int
     params: SamplingParams
@@ -315,12 +340,12 @@ class LaneStart:
     index: int
     prompt_len: int
     stop_ids: frozenset[int]
-    token_ids: tuple[int, ...]  # prompt and answer so far where penalties count them, else empty
+    token_ids: tuple[int, ...]  # prompt and output so far if penalties count them, else empty
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Raw logprobs wanted of a prefill chunk: its row `row + i` predicts the prompt token `targets[i]` (int32 [n])."""
+    """The raw logprobs wanted of a prefill chunk: row `row + i` predicts the prompt token `targets[i]` (int32 [n])."""
 
     row: int
     targets: np.ndarray
@@ -330,31 +355,31 @@ class Score:
 
 @dataclass(slots=True)
 class Prefill:
-    """A chunk of known tokens (int32 [n]) of one lane, from position `start` on; they attend to each other and all
-    before.
+    """A chunk of known tokens (int32 [n]) of one lane, at positions `start` and up.
 
-    forks: lanes whose known tokens are the same: they draw from this chunk's last row too, and compute nothing.
+    sample: the chunk ends with the last known token, so that the next token is drawn. forks: lanes with the same known
+    tokens, which draw from this chunk's last row too, and compute nothing.
     """
 
     lane: int
     start: int
     tokens: np.ndarray
-    sample: bool  # the last known token is in it: draw the next one
+    sample: bool
     score: Score | None = None
     forks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step, and what changed on the lanes since the step before. Plain data, so that every rank can replay it.
+    """One step, and the changes of the lanes since the step before. Plain data, so that every rank can replay it.
 
-    decodes: lanes that go on with the token they sampled last, at their next position; then prefill chunks.
-    pages: page-table updates (lane, first slot, pages). masked: some lane that samples has a TokenMask, so that its
-    sampler waits for the tokens of the step before.
+    decodes: lanes that continue with the token they sampled last; the step computes them first. prefills: chunks, which
+    follow. starts: new lanes. pages: page-table updates (lane, first slot, pages). masked: a lane that samples has a
+    TokenMask, so that the sampler waits for the tokens of the step before.
 
-    fresh: pages that come from nobody: what they hold is of no use. Before the step computes anything, and in this
-    order: saves (page, host slot) go to the host tier, loads (host slot, page) come back from it, and copies (page,
-    page) of partial pages are made for the forks of an earlier step.
+    fresh: newly allocated pages, whose contents are undefined. Page transfers come before the step's computation, in
+    this order: saves (page, host slot) to the host tier, loads (host slot, page) from it, and copies (page, page) of
+    partly filled pages for the forks of an earlier step.
     """
 
     decodes: tuple[int, ...]
@@ -380,7 +405,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Scored:
-    """Logprobs of the prompt tokens at positions start, start + 1, ..., of one lane."""
+    """The logprobs of the prompt tokens at positions start, start + 1, ... of one lane."""
 
     lane: int
     start: int
@@ -389,79 +414,58 @@ class Scored:
 
 
 @dataclass(slots=True)
-class StepResult:
-    """What a Batch came to: lists over `Batch.sampling`, and the scores of its prefill chunks.
+class StepResult(Drawn):
+    """The result of a Batch: a token and its values for each lane of `Batch.sampling`, and scores of prefill chunks.
 
-    A token is -1 where the mask allowed nothing.
+    A token is -1 where the mask allowed none.
     """
 
-    tokens: list[int]
-    logprobs: list[float]
-    untruncated_logprobs: list[float]
-    raw_logprobs: list[float]
-    top_logprobs: list[dict[int, float] | None] | None = None
-    sampling_mask: list[list[int] | None] | None = None
+    tokens: list[int] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Event:
-    """What is new of one sample since its last event; a finished one carries its finish_reason."""
+class Event(Drawn):
+    """The new tokens and text of one sample since its last event; the last event has a finish_reason."""
 
     id: str | int
     index: int
     token_ids: list[int]
-    logprobs: list[float]
-    raw_logprobs: list[float]
     text: str
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    top_logprobs: list[dict[int, float]] | None = None
-    sampling_mask: list[list[int]] | None = None
     prompt_logprobs: list[float] | None = None  # with the last event of the first sample
     prompt_top_logprobs: list[dict[int, float]] | None = None
     cached_tokens: int = 0  # see RequestOutput
     started: float | None = None  # with the sample's first event: time.monotonic() when it began to run
-    weight_versions: list[tuple[int, int, int]] | None = None  # of the whole answer, with its last event
-    untruncated_logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[tuple[int, int, int]] | None = None  # with the sample's last event: of all its tokens
 
 
 @dataclass(slots=True)
-class Completion:
-    """One finished sample.
+class Completion(Drawn):
+    """One finished sample, with what was `Drawn` with each of its tokens.
 
-    token_ids: what was generated, the stop token included; text: their view, cut before a stop string or stop id.
-    logprobs: of the distribution sampled from (0.0 at temperature 0); untruncated_logprobs: the same but for top_k,
-        top_p and min_p, so over all of the vocabulary that penalties, biases and masks leave (equal to logprobs where
-        nothing is truncated); raw_logprobs: of the untouched logits at temperature 1. All are float32 and as long as
-        token_ids.
-    finish_reason: "stop", "length", "abort" or "error"; stop_reason: the stop id or string that ended it.
-    top_logprobs: the raw alternatives where `SamplingParams.logprobs` asks for them, and sampling_mask the ids that
-        truncation kept, a list a token.
-    seed: what it was drawn with, together with its index; see `Request.resume`.
-    weight_versions: (version, start, end) in order: the weights that token_ids[start:end] were drawn with, as
-        `Generator.update_weights` numbers them.
+    token_ids: the generated ids, the stop token included. text: their text, cut before a stop string or stop id.
+    finish_reason: "stop", "length", "abort" or "error". stop_reason: the stop id or string that ended it.
+    weight_versions: (version, start, end) in order: the version of the weights, as `Generator.update_weights` numbers
+        them, that token_ids[start:end] were drawn with.
+    seed: the seed of its draws, together with its index; see `Request.resume`.
     """
 
     index: int
     token_ids: list[int]
     text: str
-    logprobs: list[float]
-    untruncated_logprobs: list[float]
-    raw_logprobs: list[float]
     finish_reason: str
     stop_reason: int | str | None = None
     error: str | None = None
-    top_logprobs: list[dict[int, float]] | None = None
-    sampling_mask: list[list[int]] | None = None
     weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
-    seed: int | None = field(default=None, compare=False)  # another seed may have come to the same
+    seed: int | None = field(default=None, compare=False)  # other seeds may give the same tokens
 
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds since the request was added; None where it did not come to that."""
+    """Seconds since the request was added. first_token: None if it ended without a token."""
 
     first_token: float | None
     finished: float
@@ -469,11 +473,13 @@ class Timings:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request: its completions, by index, and its prompt's logprobs where they were asked for
-    (float32, as long as the prompt, NaN at position 0 and before the start of a score).
+    """A finished request.
 
-    cached_tokens: of the prompt (and what was resumed), that were there when its first sample began: in the prefix
-        cache, or computed by another request in the same step.
+    completions: its samples, by index.
+    prompt_logprobs: if asked for, float32 values as long as the prompt; NaN at position 0 and before the start of a
+        score. prompt_top_logprobs: their alternatives.
+    cached_tokens: prompt tokens (and resumed ones) that its first sample did not compute: they were in the prefix
+        cache, or another request computed them in the same step.
     """
 
     id: str | int
@@ -486,7 +492,7 @@ class RequestOutput:
 
     @property
     def error(self) -> str | None:
-        """Why the request failed, or None."""
+        """The reason why the request failed, or None."""
         return next((c.error for c in self.completions if c.error), None)
 
     @property

@@ -71,14 +71,14 @@ class FakeGenerator:
         self.closed = True
 
     def _event(self, text: str, finish_reason: str | None) -> Event:
-        return Event(len(self.prompts), 0, [1], [0.0], [0.0], text, finish_reason)
+        return Event(len(self.prompts), 0, [1], text, finish_reason)
 
     def abort(self, ids: Sequence[int]) -> list[RequestOutput]:
         assert list(ids) == [len(self.prompts)]
         if not self.said:
             del self.prompts[-1]  # it never began
         self.said += ["held"] if self.said else []
-        completion = Completion(0, [1] * len(self.said), "".join(self.said), [], [], [], "abort")
+        completion = Completion(0, [1] * len(self.said), "".join(self.said), "abort")
         return [RequestOutput(ids[0], [], [completion])]
 
 

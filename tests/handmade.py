@@ -55,7 +55,7 @@ def run(runner: Runner, batch: Batch, masks: Mapping[int, np.ndarray] | None = N
         runner.sample(launched, np.stack([(masks or {}).get(lane, free) for lane in batch.sampling]))
     result = runner.collect(launched)
     assert runner.kv_lens.tolist() == runner._kv_lens.tolist(), "the host knows the lengths"
-    tops = result.top_logprobs or [None] * len(result.tokens)
+    tops = [top or None for top in result.top_logprobs or [{}] * len(result.tokens)]
     logprobs = result.logprobs, result.untruncated_logprobs, result.raw_logprobs
     rows = zip(result.tokens, *logprobs, tops, strict=True)
     return dict(zip(batch.sampling, rows, strict=True)), result

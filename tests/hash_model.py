@@ -154,7 +154,7 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
             break
         values.append(kv_value(values[-1], token, len(tokens), version))
         tokens.append(token)
-        out.drawn.append(StepResult([token], [logprob], [untruncated], [raw]), 0)
+        out.drawn.append((logprob, untruncated, raw))
         output = tokens[prompt_len:]
         stopped = token in sequence.stop_ids and len(output) > sequence.params.min_tokens
         string = text_stop(sequence, output)
@@ -207,7 +207,7 @@ class HashRunner:
         for chunk in batch.prefills:
             if chunk.sample:
                 states += [self._state(lane, chunk.lane) for lane in (chunk.lane, *chunk.forks)]
-        launched = Launched(batch, states, StepResult([], [], [], []))
+        launched = Launched(batch, states, StepResult())
         self._score(launched)
         if not batch.masked:
             self.sample(launched)

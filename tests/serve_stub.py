@@ -71,7 +71,7 @@ class StubGenerator:
             self._stats.generated_tokens += 1
             reason = "length" if self._said[number] == params.max_tokens else None
             started = self._started[number] if self._said[number] == 1 else None
-            events.append(Event(number, 0, [7], [0.0], [0.0], "x", reason, started=started))
+            events.append(Event(number, 0, [7], "x", reason, started=started, logprobs=[0.0], raw_logprobs=[0.0]))
             if reason is not None:
                 del self._requests[number]
                 self._stats.finished += 1

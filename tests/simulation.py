@@ -21,7 +21,7 @@ from hash_model import (
 
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.scheduler import Scheduler
-from fastgen.request import Batch, SamplingParams, Sequence, Status, drawn_lists
+from fastgen.request import Batch, SamplingParams, Sequence, Status
 
 
 class WrongAnswerError(AssertionError):
@@ -85,8 +85,8 @@ class Simulation:
         assert self.scheduler.wants_more
         assert self.scheduler.schedule() is None
         assert not self.seen["asked a mask after the end"]
-        self.seen["preempted"] += self.scheduler.preemptions
-        self.seen["cached"] += self.scheduler.cached_tokens
+        self.seen["preempted"] += self.scheduler.stats.preemptions
+        self.seen["cached"] += self.scheduler.stats.cached_tokens
         self.seen["dropped copies"] += self.seen["fork's copies"] - self.seen["copies"]
         self.scheduler.drop_prefixes()
         self._check()
@@ -110,7 +110,7 @@ class Simulation:
             self._trip()
             launched = self.runner.launch(batch) if batch else None
             self._trip()
-            self._read()
+            self._collect()
             if launched and batch and batch.masked:
                 masks = self.scheduler.fill_masks(batch, VOCAB)
                 self._check()
@@ -121,7 +121,7 @@ class Simulation:
 
     def settle(self) -> None:
         try:
-            self._read()
+            self._collect()
         except TroubleError:
             self._reset()
 
@@ -208,7 +208,7 @@ class Simulation:
         assert held >= set(written), "a page that nobody holds"
         self.seen["saved and loaded at once"] += not {slot for slot, _ in batch.loads}.isdisjoint(slots)
 
-    def _read(self) -> None:
+    def _collect(self) -> None:
         if self.in_flight is None:
             return
         self._trip()  # lost on the way
@@ -220,10 +220,10 @@ class Simulation:
         self._check()
         self._trip()  # before what was read is seen
         for sequence in changed:
-            self._see(sequence)
+            self._process(sequence)
 
-    def _see(self, sequence: Sequence) -> None:
-        """Generator._see: the end of a sequence, or a stop string that only its reader finds."""
+    def _process(self, sequence: Sequence) -> None:
+        """Generator._process: the end of a sequence, or a stop string that only its reader finds."""
         string = text_stop(sequence, sequence.output_ids) if sequence.error is None else None
         if string is not None and sequence.status is not Status.FINISHED:
             self.scheduler.finish(sequence, "stop", string)
@@ -243,7 +243,7 @@ class Simulation:
         if sequence.error is not None:
             self.seen[sequence.error.partition("(")[2] or sequence.error] += 1
         if sequence in self.mixed:
-            assert {*map(len, drawn_lists(sequence.drawn).values())} == {sequence.output_len}
+            assert {*map(len, sequence.drawn.lists().values())} == {sequence.output_len}
             return
         got, right = Outcome.of(sequence), self.expected[sequence]
         if got.finish_reason == "abort":  # an answer that was cut short: as far as it has come, it is right
@@ -260,13 +260,13 @@ class Simulation:
     def _reset(self) -> None:
         """Generator._reset."""
         self.in_flight = None
-        self.scheduler.reset()
+        self.scheduler.reset(self.open)
         self._check()
         assert not self.scheduler.running
         self.seen["reset"] += 1
         for sequence, told in list(self.open.items()):  # read, but not seen
             if sequence.status is Status.FINISHED or sequence.output_len > told:
-                self._see(sequence)
+                self._process(sequence)
 
     def _check(self) -> None:
         if self.checks:

@@ -377,7 +377,7 @@ def test_leaving_early_aborts_in_the_order_of_arrival(gen: Generator, monkeypatc
     requests = (Request([5, 6], SHORT, f"{i * 7919 % 1000}") for i in range(1000))
     outputs = gen._serve(requests, ahead=1000)
     next(outputs)
-    expected = [answer.sequence for active in gen._active.values() for answer in active.answers]
+    expected = [sample.sequence for active in gen._active.values() for sample in active.samples]
     outputs.close()
     assert len(expected) > 400
     assert aborted == expected

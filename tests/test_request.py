@@ -216,8 +216,8 @@ def test_sequences_are_told_apart_by_identity_and_share_nothing() -> None:
 
 
 def test_an_output_shows_its_first_text_and_error() -> None:
-    fine = Completion(0, [5], "five", [0.0], [0.0], [0.0], "stop", stop_reason=5)
-    failed = Completion(1, [], "", [], [], [], "error", error="too long")
+    fine = Completion(0, [5], "five", "stop", stop_reason=5)
+    failed = Completion(1, [], "", "error", error="too long")
     output = RequestOutput("r0", [1], [fine, failed])
     assert (output.text, output.error) == ("five", "too long")
     assert RequestOutput("r0", [1], [fine]).error is None

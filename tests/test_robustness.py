@@ -85,7 +85,9 @@ def test_after_an_exception_the_device_is_waited_for_before_pages_are_given_out(
 
         for owner, name in ((gen._runner, "settle"), (gen._scheduler, "reset")):
             inner = getattr(owner, name)
-            monkeypatch.setattr(owner, name, lambda name=name, inner=inner: (done.append(name), inner())[1])
+            monkeypatch.setattr(
+                owner, name, lambda *given, name=name, inner=inner: (done.append(name), inner(*given))[1]
+            )
         monkeypatch.setattr(gen._runner, fails, interrupted)
         gen.add([5, 6, 7], SHORT)
         tokens: list[int] = []

@@ -215,7 +215,10 @@ def test_a_stop_string_may_begin_before_the_end_and_end_after_it(gen: Generator)
     assert (whole.text.strip(), whole.stop_reason) == ("hello", "world, how")
 
 
-DONE = Completion(0, [5, 6, 7], "", [-1.0] * 3, [-1.0] * 3, [-1.0] * 3, "length", seed=1)
+DONE = Completion(
+    0, [5, 6, 7], "", "length", seed=1,
+    logprobs=[-1.0] * 3, untruncated_logprobs=[-1.0] * 3, raw_logprobs=[-1.0] * 3,
+)  # fmt: skip
 UNFIT: dict[str, tuple[Any, dict[str, Any], str]] = {
     "stopped": (replace(DONE, finish_reason="stop"), {}, "ended with 'stop'; 'length' and 'abort' can be resumed"),
     "failed": (replace(DONE, finish_reason="error"), {}, "ended with 'error'"),

@@ -276,11 +276,9 @@ def test_keep_goes_on_without_a_prefill_and_is_never_reused(llama: Path) -> None
 
 def finish(gen: Generator, told: dict[int, Completion], events: Iterable[Event]) -> None:
     for event in events:
-        so_far = told.setdefault(event.index, Completion(event.index, [], "", [], [], [], ""))
+        so_far = told.setdefault(event.index, Completion(event.index, [], "", ""))
         so_far.token_ids += event.token_ids
-        so_far.logprobs += event.logprobs
-        so_far.untruncated_logprobs += event.untruncated_logprobs
-        so_far.raw_logprobs += event.raw_logprobs
+        so_far.extend(event)
         so_far.weight_versions = event.weight_versions or []
 
 

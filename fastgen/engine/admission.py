@@ -1,4 +1,4 @@
-"""Who may run beside whom: the pages that sequences are expected to fill. No torch here."""
+"""Admission control: predictions of output lengths, and reservations of pages. No torch here."""
 
 from __future__ import annotations
 
@@ -10,60 +10,62 @@ import numpy as np
 from fastgen.engine.pages import PageAllocator
 from fastgen.request import Sequence
 
-LOOKS = 64  # ends of sequences that are looked at, at the most: who ends between two is taken to stay for the second
-PATIENCE = 8  # steps until one that had no room is looked at again, where nobody comes or leaves
-LEAVING = 4  # steps from the one that computes a last token until its sequence, and what is copied of it, is gone
+MOST_ENDS = 64  # times at which `will_fit` counts pages, at most
+RETRY_STEPS = 8  # steps between two attempts to admit a sequence, if no other sequence comes or leaves meanwhile
+LEAVING_STEPS = 4  # steps from the one that computes a sequence's last token until its pages, and copies, are released
 
 
 @dataclass
 class LengthEstimate:
-    """How long answers get. One that nothing but its length ends gets as long as that; of others, finished ones tell.
+    """The predicted output length: exact if only max_len ends the sequence, else learned from finished outputs.
 
-    Twice a moving average, since most answers are shorter than that and those that are not can still be preempted.
-    Before any has finished: 2048 tokens.
+    The prediction is twice a moving average, since most outputs are shorter than that, and longer ones can still be
+    preempted. Before any output has finished it is 2048 tokens.
     """
 
     average: float = 1024.0  # tokens
-    least: int = 256  # what is expected at the least, tokens
-    weight: float = 1 / 16  # of one answer in the average
-    exact: bool = True  # whether an end that is certain is known
+    least: int = 256  # the smallest prediction, tokens
+    weight: float = 1 / 16  # of one output in the average
+    exact: bool = True  # False: predict sequences that only max_len ends like all others
 
     @property
     def tokens(self) -> int:
         return max(self.least, round(2 * self.average))
 
     def learn(self, tokens: int) -> None:
-        """An answer has finished with so many tokens."""
+        """Include the length of a finished output."""
         self.average += self.weight * (tokens - self.average)
 
 
 class PageReservations:
-    """The pages that each running sequence has reserved, and those that the waiting ones will.
+    """The pages that each running sequence has reserved, and that the waiting ones will reserve.
 
-    A reservation is the length that a page table is expected to come to, shared pages too. What the running ones still
-    take of the pool is their growth: what is reserved less the lengths of their tables. So one more fits where its own
-    need, which is its reservation less the pages that others hold already, fits into what is available beside that.
+    A reservation is the predicted final length of a page table, shared pages included. The growth of the running
+    sequences is the sum of their reservations less the current lengths of their tables. Another sequence fits if its
+    own need, which is its reservation less the pages that others hold already, fits into the available pages beside
+    that growth.
 
-    What those who wait will share is not known before they are admitted. It is taken to be as much as those share that
-    run: `shared_pages` is what these will hold in the end, which without sharing is the sum of their reservations.
+    The share of pages that waiting sequences will have in common is unknown before they are admitted. It is assumed to
+    be that of the running ones: `distinct_pages` is the final number of their pages, which without sharing is the sum
+    of their reservations.
     """
 
     def __init__(self, pages: PageAllocator, estimate: LengthEstimate, max_seqs: int) -> None:
         self.pages = pages
         self.estimate = estimate
-        self.sum = 0  # of those that run
-        self.wanted_sum = 0  # of those that wait
+        self.sum = 0  # of the running sequences
+        self.waiting_pages = 0  # the sum of what the waiting sequences will reserve
         self._reserved = [0] * max_seqs  # by lane
-        self._answer_len = estimate.tokens  # the estimate that these numbers are made with
+        self._output_len = estimate.tokens  # the prediction that current reservations are made with
 
     def expected(self, sequence: Sequence) -> int:
-        """How many pages a sequence will hold at the end: as expected, or else one more than now."""
+        """Return the pages to reserve for a sequence: as predicted, and at least one more than it needs now."""
         count = self.pages.count
         now = max(count(len(sequence.token_ids)), len(sequence.pages))
-        most = max(now, count(sequence.max_len - 1))  # the last token needs no place
+        most = max(now, count(sequence.max_len - 1))  # the last token needs no KV
         if sequence.ends_at_length and self.estimate.exact:
             return most
-        return min(max(count(sequence.prompt_len + self._answer_len), now + 1), most)
+        return min(max(count(sequence.prompt_len + self._output_len), now + 1), most)
 
     def of(self, lane: int) -> int:
         return self._reserved[lane]
@@ -72,17 +74,18 @@ class PageReservations:
         self.sum += num_pages - self._reserved[lane]
         self._reserved[lane] = num_pages
 
-    def renew(self, sequence: Sequence) -> None:
-        """A sequence that runs has more pages; one that has filled its reservation gets another."""
+    def extend(self, sequence: Sequence) -> None:
+        """Renew the reservation of a running sequence if its table has filled it."""
         if len(sequence.pages) >= self._reserved[sequence.lane]:
             self.reserve(sequence.lane, self.expected(sequence))
 
-    def learn(self, answer_len: int, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
-        """Learn from a finished answer. Recompute all reservations if the estimate has moved by more than an eighth."""
-        self.estimate.learn(answer_len)
-        if abs(self.estimate.tokens - self._answer_len) * 8 > self._answer_len:
-            self._answer_len = self.estimate.tokens
-            self.wanted_sum = sum(map(self.expected, waiting))
+    def learn(self, output_len: int, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+        """Learn from a finished output. If the prediction has moved by more than 1/8, which is rare, renew all
+        reservations."""
+        self.estimate.learn(output_len)
+        if abs(self.estimate.tokens - self._output_len) * 8 > self._output_len:
+            self._output_len = self.estimate.tokens
+            self.waiting_pages = sum(map(self.expected, waiting))
             for sequence in running:
                 self.reserve(sequence.lane, self.expected(sequence))
 
@@ -91,20 +94,20 @@ class PageReservations:
         return self.sum - self.pages.references
 
     @property
-    def shared_pages(self) -> int:
+    def distinct_pages(self) -> int:
         return self.pages.num_pages - self.pages.available + self.growth
 
     def fits(self, need: int) -> bool:
-        """Whether one that needs so many pages beyond those that others hold has room beside all that run."""
+        """Return True if a sequence that needs so many new pages fits beside all running ones."""
         return self.growth + need <= self.pages.available
 
-    def fit_in_time(self, sequence: Sequence, count: int, running: list[Sequence], budget: int) -> bool:
-        """Whether so many as one that waits fit beside those that run at any time from now on.
+    def will_fit(self, sequence: Sequence, count: int, running: list[Sequence], budget: int) -> bool:
+        """Return True if `count` sequences like a waiting one fit beside the running ones at any time from now on.
 
-        All that decode go on by a token a step, so that it is known how long each will be at a step, and at which one
-        it has left, if by nothing else then at its max_len. What is shared counts for each that holds it. Whoever is
-        admitted later is weighed against all that then run, so that what is found here stays true. budget: tokens that
-        a step has at least for prefills; those to prefill may wait until all that is known, of all, is computed.
+        Each decoding sequence grows by a token a step, so that its length at any step is known, and also the step at
+        which it leaves at the latest, because of its max_len. Shared pages count once for each holder. A sequence that
+        is admitted later is checked against all that run then, so that the result stays valid. budget: the tokens that
+        a step has at least for prefills; all prefills are assumed to last until the known tokens of all are computed.
         """
         known, room = len(sequence.token_ids), self.pages.num_pages - self.pages.copied
         if self.pages.references + self.pages.count(known) * count > room:
@@ -113,23 +116,23 @@ class PageReservations:
         rows.append((known, known, sequence.max_len, self.expected(sequence), count))
         lengths, prefills, most, reserved, counts = np.array([*zip(*rows, strict=True)], dtype=np.int32)
         delay = np.maximum(prefills, 0) @ counts // budget + 1
-        ends = most - lengths + np.where(prefills > 0, delay, 0) + LEAVING
-        looks = np.unique(ends)[::-1]
-        looks = looks[:: -(-len(looks) // LOOKS)][::-1, None]  # the last of all, and evenly of those before
-        pages = np.minimum((lengths + (looks + self.pages.page_size - 1)) // self.pages.page_size, reserved)
-        pages *= ends > np.insert(looks[:-1], 0, 0, axis=0)
+        ends = most - lengths + np.where(prefills > 0, delay, 0) + LEAVING_STEPS
+        times = np.unique(ends)[::-1]
+        times = times[:: -(-len(times) // MOST_ENDS)][::-1, None]  # the last end, and evenly chosen earlier ones
+        pages = np.minimum((lengths + (times + self.pages.page_size - 1)) // self.pages.page_size, reserved)
+        pages *= ends > np.insert(times[:-1], 0, 0, axis=0)  # an end between two times counts at the later one
         return bool((pages @ counts).max() <= room)
 
     def all_fit(self) -> bool:
-        """Whether all that run and wait have room at once."""
-        return self._in_all(self.shared_pages, self.sum) <= self.pages.num_pages
+        """Return True if all running and waiting sequences fit at once."""
+        return self._total(self.distinct_pages, self.sum) <= self.pages.num_pages
 
     def waves(self, expected: int, need: int) -> int:
-        """How many times the pool all that run and wait would fill, if one that waits were admitted: one that is
-        expected to hold, and needs, so many pages."""
-        return -(-self._in_all(self.shared_pages + need, self.sum + expected) // self.pages.num_pages)
+        """Return the number of waves needed to run all sequences if a waiting one is admitted: ceil(total pages / pool
+        size). expected: the pages of its reservation; need: the part of them that no other sequence holds."""
+        return -(-self._total(self.distinct_pages + need, self.sum + expected) // self.pages.num_pages)
 
-    def _in_all(self, shared_pages: int, reserved: int) -> int:
-        """The pages of all, where `shared_pages` are what becomes of so many that are reserved; rounded up."""
-        everything = self.sum + self.wanted_sum
-        return -(-everything * shared_pages // reserved) if reserved else everything
+    def _total(self, distinct: int, reserved: int) -> int:
+        """Return the pages of all sequences, rounded up, if `distinct` pages hold reservations of `reserved` pages."""
+        everything = self.sum + self.waiting_pages
+        return -(-everything * distinct // reserved) if reserved else everything

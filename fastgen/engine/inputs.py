@@ -1,4 +1,4 @@
-"""What comes in: prompts and parameters are checked, and a request is turned into its sequences."""
+"""The input side of the engine: prompts and parameters are checked, and requests become sequences."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from fastgen.request import (
     SamplingParams,
     Sequence,
     TokenMask,
-    drawn_lists,
 )
 from fastgen.tokenizer import AnswerText, Tokenizer, encode_prompt
 
 
 class InputProcessor:
-    """Turns requests into sequences for a model with a context of so many tokens.
+    """Turns requests into sequences.
 
-    seed: where requests without one derive theirs from, with a counter; None: from the operating system.
+    context: the most tokens of prompt and output together. seed: requests without a seed derive theirs from it and a
+    counter; None: a seed from the operating system.
     """
 
     def __init__(self, model: ModelConfig, tokenizer: Tokenizer | None, context: int, seed: int | None) -> None:
@@ -40,6 +40,7 @@ class InputProcessor:
         self._seeds = itertools.count()
 
     def check_params(self, params: SamplingParams) -> None:
+        """Raise ValueError or TypeError for parameters that the model can not be sampled with."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         params.validate(self.model.vocab_size)
@@ -54,13 +55,15 @@ class InputProcessor:
         eos_ids = () if params.ignore_eos else self.model.eos_ids
         return frozenset(id for id in (*params.stop_token_ids, *eos_ids) if 0 <= id < self.model.vocab_size)
 
-    def take(
-        self, id: str | int, request: Request, sink: OutputQueue | None, score: tuple[int, float] | None
+    def process(
+        self, id: str | int, request: Request, queue: OutputQueue | None, score: tuple[int, float] | None
     ) -> ActiveRequest:
-        """The sequences of a request, whose parameters are known to be right. score: (first position, temperature).
+        """Return a request's sequences. score: (first position, temperature) of the prompt logprobs.
 
-        Raises ValueError or TypeError for a prompt that can not be served, or a completion that can not be resumed.
+        Raises ValueError or TypeError for wrong parameters, for a prompt that can not be served, and for a completion
+        that can not be resumed.
         """
+        self.check_params(request.params)
         params, resume = request.params, request.resume
         ids = self._prompt_ids(request.prompt, params)
         if score is None and params.prompt_logprobs is not None:
@@ -81,16 +84,16 @@ class InputProcessor:
                 max_len=min(most, self.context),
                 seed=seed,
                 stop_ids=stop_ids,
-                mask=_own(params.mask),
+                mask=_copy_mask(params.mask),
             )
             for index in (range(params.n) if resume is None else (resume.index,))
         ]
         if score is not None:
-            _score(sequences[0], *score)
-        answers = [ActiveSample(sequence, self._text(sequence, sink)) for sequence in sequences]
+            _want_scores(sequences[0], *score)
+        samples = [ActiveSample(sequence, self._text(sequence, queue)) for sequence in sequences]
         if resume is not None:
-            self._resume(answers[0], resume)
-        return ActiveRequest(id, ids, answers, sink, added=time.perf_counter())
+            self._resume(samples[0], resume)
+        return ActiveRequest(id, ids, samples, queue, added=time.perf_counter())
 
     def _seed_of(self, request: Request) -> int:
         if request.params.seed is not None:
@@ -98,13 +101,13 @@ class InputProcessor:
         if request.resume is None:
             return self._next_seed()
         if request.resume.seed is None:
-            raise ValueError("the completion has no seed that its draws could go on with; give params one")
+            raise ValueError("the completion has no seed to continue its draws with; give params one")
         return request.resume.seed
 
-    def _resume(self, answer: ActiveSample, completion: Completion) -> None:
-        """Give a new answer what a completion has, whose parts are known to fit. Raises ValueError where that would
-        have ended, or left no room."""
-        sequence, token_ids = answer.sequence, completion.token_ids
+    def _resume(self, sample: ActiveSample, completion: Completion) -> None:
+        """Begin a sample with a completion that `check_resumed` has checked. Raises ValueError if the sample would have
+        ended with it, or if it leaves no room."""
+        sequence, token_ids = sample.sequence, completion.token_ids
         if sequence.prompt_len + len(token_ids) >= sequence.max_len:
             limit = f"the context of {self.context} tokens is full"
             if sequence.max_len < self.context:
@@ -118,7 +121,7 @@ class InputProcessor:
                     sequence.mask.accept(token)
             except Exception as error:  # the user's code
                 raise ValueError(f"the mask does not accept the completion: it raised {error!r}") from error
-        stop = answer.resume(completion, self.tokenizer)
+        stop = sample.resume(completion, self.tokenizer)
         if stop is not None:
             raise ValueError(f"the completion has the stop string {stop!r} already; it can not go on")
 
@@ -140,10 +143,10 @@ class InputProcessor:
             raise ValueError("this model has no tokenizer files, so stop strings can not be found; use stop_token_ids")
         return ids
 
-    def _text(self, sequence: Sequence, sink: OutputQueue | None) -> AnswerText | None:
-        """The text that is kept up to date, where there is one."""
+    def _text(self, sequence: Sequence, queue: OutputQueue | None) -> AnswerText | None:
+        """Return the text to update at each token; None if it is needed only at the end, or never."""
         stops = sequence.params.stop_strings
-        if self.tokenizer is None or (sink is not None and not stops):
+        if self.tokenizer is None or (queue is not None and not stops):
             return None
         return AnswerText(self.tokenizer, sequence.token_ids, stops)
 
@@ -152,8 +155,8 @@ class InputProcessor:
         return int.from_bytes(digest, "little")
 
 
-def _score(sequence: Sequence, start: int, temperature: float) -> None:
-    """Have the prompt's tokens scored, from a position on."""
+def _want_scores(sequence: Sequence, start: int, temperature: float) -> None:
+    """Ask for the logprobs of the prompt's tokens from position `start` on."""
     sequence.score_start, sequence.score_temperature = start, temperature
     sequence.prompt_logprobs = [math.nan] * sequence.prompt_len
     if sequence.params.prompt_logprobs:
@@ -161,23 +164,23 @@ def _score(sequence: Sequence, start: int, temperature: float) -> None:
 
 
 def check_resumed(completion: Completion, params: SamplingParams, vocab_size: int) -> None:
-    """Raise ValueError or TypeError where a completion can not be resumed with these parameters."""
+    """Raise ValueError or TypeError if a completion can not be resumed with these parameters."""
     if not isinstance(completion, Completion):
         raise TypeError(f"resume must be a Completion, not {type(completion).__name__}")
     if completion.finish_reason not in ("length", "abort"):
         raise ValueError(f"the completion ended with {completion.finish_reason!r}; 'length' and 'abort' can be resumed")
     if params.n != 1:
         raise ValueError(f"n is {params.n}; a request resumes one completion, so give n=1 and one request each")
-    for name in drawn_lists(Drawn.asked(params)):
+    for name in Drawn.empty(params).lists():
         values = getattr(completion, name)
         if values is None or len(values) != len(completion.token_ids):
-            raise ValueError(f"the completion has not one entry of {name} for each token, which params ask for")
+            raise ValueError(f"the completion has not one entry of {name} for each token, and params ask for it")
     if completion.token_ids and not 0 <= min(completion.token_ids) <= max(completion.token_ids) < vocab_size:
         raise ValueError(f"the completion holds an id outside the vocabulary of {vocab_size} tokens")
 
 
-def _own(mask: TokenMask | None) -> TokenMask | None:
-    """A sample's own copy of a mask, which is the user's code."""
+def _copy_mask(mask: TokenMask | None) -> TokenMask | None:
+    """Return a copy of a mask for one sample. Raises ValueError if the user's class can not be copied."""
     try:
         return deepcopy(mask)
     except Exception as error:
@@ -185,17 +188,17 @@ def _own(mask: TokenMask | None) -> TokenMask | None:
 
 
 def prompt_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
-    """A list of prompts, also of one: a string, or what begins with an int or a dict."""
+    """Return a list of prompts. A string, and a list that begins with an int or a dict, is one prompt."""
     if hasattr(prompts, "tolist"):  # a tensor or array of ids
         prompts = prompts.tolist()
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping))
     return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
 
 
-def paired(
+def pair_prompts(
     prompts: Prompt | SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its parameters. Raises ValueError where there is not one a prompt."""
+    """Return each prompt with its parameters. Raises ValueError if a list of parameters has another length."""
     many = prompt_list(prompts)
     if params is None or isinstance(params, SamplingParams):
         return [(prompt, SamplingParams() if params is None else params) for prompt in many]
@@ -204,10 +207,11 @@ def paired(
     return list(zip(many, params, strict=True))
 
 
-def scored(
+def pair_scores(
     sequences: SequenceOf[Prompt], start: int | SequenceOf[int], temperature: float
 ) -> tuple[list[Prompt], list[int]]:
-    """What is to be scored, and from which position on each. Raises ValueError or TypeError where they do not fit."""
+    """Return the sequences to score, and the first position of each. Raises ValueError or TypeError for arguments that
+    do not fit together."""
     if not (isinstance(temperature, Real) and 0 < float(temperature) < math.inf):
         raise ValueError(f"temperature is {temperature}; scores need one above 0")
     prompts = prompt_list(sequences)

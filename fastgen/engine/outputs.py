@@ -1,4 +1,4 @@
-"""What becomes of sequences: the text of answers, events, and outputs; and the counts that `stats` shows."""
+"""The output side of the engine: text of samples, events, request outputs, and the counts of `Generator.stats`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from fastgen.request import Completion, Event, RequestOutput, Sequence, Status, Timings, drawn_lists
+from fastgen.request import Completion, Event, RequestOutput, Sequence, Status, Timings
 from fastgen.tokenizer import AnswerText, Tokenizer
-
-if TYPE_CHECKING:  # it imports NumPy, which those who only hand numbers on do without
-    from fastgen.engine.scheduler import Scheduler
 
 
 @dataclass
 class Stats:
-    """What a Generator has done, and holds now. Times in seconds; tokens, pages and requests counted.
+    """Counts of a Generator since its start, and its current state.
 
-    prompt_tokens: of the requests, each once. prefilled_tokens: what steps computed of known tokens: a prompt once,
-    however many samples draw from it, and again what a preemption lost. cached_tokens: of the known tokens of sequences
-    that took a lane, those that nothing had to be computed for, as the KV was there. pages_used: of the KV pool, held
-    by sequences; what else is cached gives way to them. pages_saved, pages_loaded: to the host tier, and back from it.
+    requests, finished, aborted: requests. running, waiting: sequences now. steps, step_seconds: of the engine.
+    prompt_tokens: of the requests, each once. generated_tokens: of all samples.
+    prefilled_tokens: known tokens that steps computed: a prompt once for all samples that draw from it, and again after
+        a preemption.
+    cached_tokens: known tokens of admitted sequences whose KV was there already.
+    pages: of the KV pool. pages_used: pages that sequences hold now; other cached pages are evicted on demand.
+    pages_saved, pages_loaded: pages copied to the host tier, and back.
     """
 
     requests: int = 0
@@ -56,7 +55,7 @@ class Stats:
 
     @property
     def cached_share(self) -> float:
-        """Cached tokens over all known ones, from 0 to 1."""
+        """Cached tokens over all known tokens, from 0 to 1."""
         known = self.cached_tokens + self.prefilled_tokens
         return self.cached_tokens / known if known else 0.0
 
@@ -69,34 +68,16 @@ class Stats:
             f"preemptions {self.preemptions}"
         )
 
-    def now(self, scheduler: Scheduler) -> Stats:
-        """A copy, with what a scheduler counts itself."""
-        pages = scheduler.pages
-        return replace(
-            self,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            pages_used=pages.num_pages - pages.available,
-            pages_saved=scheduler.saved_pages,
-            pages_loaded=scheduler.loaded_pages,
-            prefilled_tokens=scheduler.prefilled_tokens,
-            cached_tokens=scheduler.cached_tokens,
-            generated_tokens=scheduler.generated_tokens,
-            preemptions=scheduler.preemptions,
-        )
-
     def since(self, before: Stats) -> Stats:
-        """What was done since then, and what is held now."""
-        done = ("requests", "finished", "aborted", "prompt_tokens", "prefilled_tokens", "cached_tokens",
-                "generated_tokens", "steps", "step_seconds", "pages_saved", "pages_loaded",
-                "preemptions")  # fmt: skip
-        return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in done})
+        """Return the counts since `before`, and the current state."""
+        state = ("running", "waiting", "pages_used", "pages")
+        return replace(self, **{n: v - getattr(before, n) for n, v in vars(self).items() if n not in state})
 
 
-def shown(outputs: Iterable[RequestOutput], total: int, progress: bool) -> Iterator[RequestOutput]:
-    """The same outputs; with `progress`, a bar of requests and tokens/s goes along."""
+def with_progress(outputs: Iterable[RequestOutput], total: int, show: bool) -> Iterator[RequestOutput]:
+    """Yield the outputs, and show a bar of requests and tokens/s if `show`."""
     start, generated = time.perf_counter(), 0
-    with tqdm(total=total, unit="req", disable=not progress) as bar:
+    with tqdm(total=total, unit="req", disable=not show) as bar:
         for output in outputs:
             generated += sum(len(completion.token_ids) for completion in output.completions)
             bar.set_postfix_str(f"{generated / (time.perf_counter() - start):.1f} tok/s", refresh=False)
@@ -106,24 +87,24 @@ def shown(outputs: Iterable[RequestOutput], total: int, progress: bool) -> Itera
 
 @dataclass(eq=False)
 class ActiveSample:
-    """One sample, and the text and events that have been made of it."""
+    """One sample of a request in the engine, with its text and the position up to which events were emitted."""
 
     sequence: Sequence
-    text: AnswerText | None  # kept up to date where somebody reads it, or a stop string may end it
-    ids_read: int = 0  # ids that have gone into the text
-    told: tuple[int, int] = (0, 0)  # ids and characters that events have told
+    text: AnswerText | None  # updated at each token if events show it or stop strings may end it; else made at the end
+    ids_read: int = 0  # ids that are in the text
+    emitted: tuple[int, int] = (0, 0)  # ids and characters in events so far
 
-    def read(self, tokenizer: Tokenizer | None) -> str | None:
-        """Bring the text up to date; returns the stop string that it has come to."""
+    def update_text(self, tokenizer: Tokenizer | None) -> str | None:
+        """Add the new ids to the text; return the stop string that they complete, if any."""
         sequence, params = self.sequence, self.sequence.params
         if tokenizer is None:
             return None
         if self.text is None:
             self.text = AnswerText(tokenizer, sequence.token_ids[: sequence.prompt_len], params.stop_strings)
-        end = sequence.output_len - isinstance(sequence.stop_reason, int)  # a stop id is no text
+        end = sequence.output_len - isinstance(sequence.stop_reason, int)  # a stop id is not part of the text
         finished = sequence.status is Status.FINISHED
         while self.ids_read < end or finished:
-            # One id at a time where a stop string may end it: the text ends at the first.
+            # With stop strings, ids are added one at a time, since the text ends at the first stop string.
             upto = min(self.ids_read + 1, end) if params.stop_strings else end
             new = sequence.token_ids[sequence.prompt_len + self.ids_read : sequence.prompt_len + upto]
             last = finished and upto == end
@@ -133,29 +114,29 @@ class ActiveSample:
                 return stop
         return None
 
-    def resume(self, completion: Completion, tokenizer: Tokenizer | None) -> str | None:
-        """Go on where a completion of the same prompt ended, all of which counts as told; returns the stop string that
-        is in it."""
-        sequence = self.sequence
-        sequence.token_ids += completion.token_ids
-        sequence.drawn.extend(completion)
-        sequence.versions = [(version, start) for version, start, _ in completion.weight_versions]
-        stop = None if self.text is None else self.read(tokenizer)
-        self.told = (sequence.output_len, 0 if self.text is None else len(self.text.text))
-        return stop
-
-    def forget_text(self, tokenizer: Tokenizer | None) -> None:
-        """Begin the text anew, after an exception that may have come while it was made."""
+    def reset_text(self, tokenizer: Tokenizer | None) -> None:
+        """Begin the text anew, after an exception that may have interrupted `update_text`."""
         if self.text is not None and tokenizer is not None:
             sequence = self.sequence
             prompt = sequence.token_ids[: sequence.prompt_len]
             self.text, self.ids_read = AnswerText(tokenizer, prompt, sequence.params.stop_strings), 0
 
-    def tell(self, events: list[Event], cached_tokens: int) -> None:
-        """Append what is new since the last event. cached_tokens: of the request."""
-        sequence, (ids, chars) = self.sequence, self.told
+    def resume(self, completion: Completion, tokenizer: Tokenizer | None) -> str | None:
+        """Begin with the tokens of a completion of the same prompt, which count as emitted; return the stop string that
+        is in them, if any."""
+        sequence = self.sequence
+        sequence.token_ids += completion.token_ids
+        sequence.drawn.extend(completion)
+        sequence.versions = [(version, start) for version, start, _ in completion.weight_versions]
+        stop = None if self.text is None else self.update_text(tokenizer)
+        self.emitted = (sequence.output_len, 0 if self.text is None else len(self.text.text))
+        return stop
+
+    def emit(self, events: list[Event], cached_tokens: int) -> None:
+        """Append an event with what is new since the last one, if anything. cached_tokens: of the request."""
+        sequence, (ids, chars) = self.sequence, self.emitted
         text = self.text.text if self.text is not None else ""
-        if (sequence.output_len, len(text)) == self.told and sequence.finish_reason is None:
+        if (sequence.output_len, len(text)) == self.emitted and sequence.finish_reason is None:
             return
         scored = sequence.finish_reason is not None and sequence.score_start is not None
         event = Event(
@@ -170,10 +151,10 @@ class ActiveSample:
             prompt_logprobs=sequence.prompt_logprobs if scored else None,
             prompt_top_logprobs=(sequence.prompt_top_logprobs or None) if scored else None,
             cached_tokens=cached_tokens,
-            started=None if any(self.told) else sequence.started,
+            started=None if any(self.emitted) else sequence.started,
             weight_versions=sequence.weight_versions if sequence.finish_reason is not None else None,
         )
-        self.told = (sequence.output_len, len(text))
+        self.emitted = (sequence.output_len, len(text))
         events.append(event)
 
     def completion(self) -> Completion:
@@ -182,8 +163,8 @@ class ActiveSample:
         return Completion(
             index=sequence.index,
             token_ids=sequence.output_ids,
+            **sequence.drawn.lists(),
             text=self.text.text if self.text is not None else "",
-            **drawn_lists(sequence.drawn),
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
@@ -192,15 +173,9 @@ class ActiveSample:
         )
 
 
-def failed(id: str | int, error: Exception) -> RequestOutput:
-    """The output of a request that did not begin."""
-    completion = Completion(0, [], "", [], [], [], "error", error=str(error))
-    return RequestOutput(id, [], [completion])
-
-
 @dataclass(eq=False)
 class OutputQueue:
-    """Where the outputs of one call's requests go: `running` are the ids that are still in the engine, oldest first."""
+    """The requests of one call: ids of those in the engine, oldest first, and the outputs of finished ones."""
 
     running: dict[str | int, None] = field(default_factory=dict)
     done: deque[RequestOutput] = field(default_factory=deque)
@@ -208,26 +183,26 @@ class OutputQueue:
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request in the engine. Its output goes to `sink`; where there is none, its events are kept for `step`."""
+    """A request in the engine. queue: where its output goes; None: `Generator.step` returns its events."""
 
     id: str | int
     prompt_ids: list[int]
-    answers: list[ActiveSample]
-    sink: OutputQueue | None
-    added: float
-    first_token: float | None = None
+    samples: list[ActiveSample]
+    queue: OutputQueue | None
+    added: float  # time.perf_counter()
+    first_token: float | None = None  # likewise
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt, that the prefix cache held when the first sample began; the others find what it computed."""
-        return self.answers[0].sequence.cached_tokens
+        """The cached tokens of the first sample; the other samples find the KV that it computed."""
+        return self.samples[0].sequence.cached_tokens
 
     def output(self) -> RequestOutput:
-        first = self.answers[0].sequence
+        first = self.samples[0].sequence
         return RequestOutput(
             id=self.id,
             prompt_token_ids=self.prompt_ids,
-            completions=[answer.completion() for answer in self.answers],
+            completions=[sample.completion() for sample in self.samples],
             prompt_logprobs=first.prompt_logprobs if first.score_start is not None else None,
             prompt_top_logprobs=first.prompt_top_logprobs or None,
             cached_tokens=self.cached_tokens,
@@ -236,3 +211,8 @@ class ActiveRequest:
                 finished=time.perf_counter() - self.added,
             ),
         )
+
+
+def error_output(id: str | int, error: Exception) -> RequestOutput:
+    """Return the output of a request that could not begin."""
+    return RequestOutput(id, [], [Completion(0, [], "", "error", error=str(error))])

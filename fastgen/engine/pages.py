@@ -1,6 +1,6 @@
-"""The paged allocator and its prefix cache: who holds which page of the KV pool, and whose tokens are in it.
+"""The page allocator with its prefix cache: which sequences hold which pages of the KV pool, and the tokens in them.
 
-Knows numbers only, no tensors: what has to be done with the pages is told by `take_changes`, once a step.
+It handles page numbers only, no tensors. Once a step, `take_changes` returns the work that a step must do on pages.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-BACKUPS = 16  # pages that a step saves ahead at most: what crosses the bus in half of the shortest steps
-CLEAN = 4  # one page in so many is free, or saved and held by nobody, if that many are idle
+BACKUPS = 16  # most pages that a step saves ahead; their transfer takes half of the shortest steps' time
+CLEAN = 4  # 1 / CLEAN of the pages should be free, or idle with a copy in the host tier
 
 
 class Node:
-    """A full page of the prefix cache: its tokens, behind those of its parent.
+    """A full page of the prefix cache: its tokens, which follow the tokens of its parent.
 
-    Its KV is on the device, in `page`, or in the host tier, in `slot`, or in both; -1 where it is not. Children are
-    found by their pages' tokens themselves, which a dict compares, so that no two prefixes can be taken for each other.
+    Its KV is on the device in `page`, in the host tier in `slot`, or in both; -1 means neither. The key of a child is
+    the tuple of its tokens itself, which the dict compares, so that no two prefixes can be mistaken for each other.
     """
 
     __slots__ = ("children", "depth", "page", "parent", "slot", "tokens")
@@ -28,13 +28,13 @@ class Node:
         self.parent = parent
         self.tokens = tokens
         self.children: dict[tuple[int, ...], Node] = {}
-        self.depth: int = 0 if parent is None else parent.depth + 1  # full pages up to here, this one too
+        self.depth: int = 0 if parent is None else parent.depth + 1  # full pages from the root to this one
         self.page = page
         self.slot = -1
 
 
 class Changes(NamedTuple):
-    """What a Batch has to say of pages; see there."""
+    """The work of one step on pages; see Batch."""
 
     fresh: tuple[int, ...]
     saves: tuple[tuple[int, int], ...]
@@ -43,26 +43,27 @@ class Changes(NamedTuple):
 
 
 class PageAllocator:
-    """Hands out the pages 0 .. num_pages - 1 of `page_size` tokens each, to one sequence or to several that share them.
+    """Allocates the pages 0 .. num_pages - 1 of `page_size` tokens each, to one sequence or to several that share them.
 
-    A sequence's `pages` list is its page table: page i holds the KV of positions i * page_size onwards. The lists
-    belong to the sequences; this class counts how many of them hold each page. The lowest free page goes first, so that
-    what is in use lies close together: memory that was never touched stays so, and attention on the CPU may read a
-    range of pages as a whole.
+    A sequence's `pages` list is its page table: page i holds the KV of positions i * page_size onwards. The sequences
+    own the lists; this class counts the references to each page. A page without references is either free or, if it is
+    indexed, idle. The lowest free page is allocated first, so that used pages lie close together: untouched memory
+    stays untouched, and attention on the CPU may read a range of pages as a whole.
 
     **Prefix cache.** Full pages are indexed in a tree of Nodes, whose root stands for the version of the weights. A
-    page is indexed only behind the page before it in its table: who holds an indexed page holds all its ancestors. An
-    indexed page that nobody holds stays until it is needed, and goes by least recent use. Since a table is released
-    from its end, that order has children before their parents, and what is on the device has its parent there.
+    page is indexed only below the page before it in its table, so that a sequence which holds an indexed page holds all
+    its ancestors. Idle pages stay until their memory is needed, and are evicted by least recent use. Since a table is
+    released from its end, this order has children before their parents, and the parent of a page on the device is on
+    the device.
 
-    **Host tier.** With `host_pages` slots of it, what is evicted is saved there, and what matches again is loaded. Some
-    of those that go next are saved ahead, a few in each step, so that no step has to wait for many; what was loaded
-    keeps its slot too, as long as there are others. When the tier is full, the slot is taken that was saved or loaded,
-    or whose page was evicted, the longest time ago, from a node on the device or a leaf, which is dropped. A slot that
-    a step loads from is not saved to in the same step, since saves are done before loads.
+    **Host tier.** With `host_pages` slots, evicted pages are saved there, and loaded when they match again. Some of the
+    pages that are evicted next are saved ahead, a few in each step, so that no step has to wait for many. A loaded page
+    keeps its slot as long as there are others. When the tier is full, the slot is taken whose last save, load or
+    eviction of its page was longest ago, from a node on the device or from a leaf, which is dropped. A step does not
+    save to a slot that it loads from, since saves come before loads.
 
-    **Steps in flight.** No page that a step in flight reads or writes is given to anybody else before `finish_step`
-    says that this step was read: sequences hold theirs until then, and copies their sources.
+    **Steps in flight.** A page that a step in flight reads or writes is not allocated again before `finish_step` says
+    that this step was read: sequences hold their pages until then, and copies hold their sources.
     """
 
     def __init__(self, num_pages: int, page_size: int, host_pages: int = 0) -> None:
@@ -76,38 +77,39 @@ class PageAllocator:
         self.references = 0  # the lengths of all tables together
         self._free = list(range(num_pages))  # a heap
         self._refs = [0] * num_pages
-        self._nodes: list[Node | None] = [None] * num_pages  # of the pages that are indexed
-        self._idle: OrderedDict[Node, None] = OrderedDict()  # on the device, held by nobody, the next to go first
-        self._host: OrderedDict[Node, None] = OrderedDict()  # that have a slot, the next to lose it first
-        self._clean = 0  # idle ones that have a slot
+        self._nodes: list[Node | None] = [None] * num_pages  # by page, if it is indexed
+        self._idle: OrderedDict[Node, None] = OrderedDict()  # on the device without references, in order of eviction
+        self._host: OrderedDict[Node, None] = OrderedDict()  # with a slot, in the order in which they lose it
+        self._clean = 0  # number of idle nodes with a slot
         self._free_slots = list(range(host_pages))[::-1]
-        # What goes into the next batch. Copies are one batch behind: the step that they are made in writes the source.
+        # The changes of the next batch. Copies are made one step after the step that writes their source.
         self._fresh: dict[int, None] = {}
         self._saves: dict[int, int] = {}  # slot -> page
         self._loads: dict[int, int] = {}  # slot -> page
-        self._forgotten: list[int] = []  # slots of these whose nodes are no more
-        self._copies: dict[int, int] = {}  # page -> the page it is a copy of, which is held until that step is read
+        self._forgotten: list[int] = []  # slots of `_loads` whose nodes were dropped
+        self._copies: dict[int, int] = {}  # copy -> source, which is held until that step is read
         self._later_copies: dict[int, int] = {}
-        self._in_flight: deque[list[int]] = deque()  # of each batch that is not read: the pages that it copies
+        self._in_flight: deque[list[int]] = deque()  # by step in flight: the sources of its copies
 
     @property
     def available(self) -> int:
-        """Pages that can be handed out: those free, and those in the cache that nobody holds."""
+        """Pages that can be allocated: free and idle ones."""
         return len(self._free) + len(self._idle)
 
     @property
     def copied(self) -> int:
-        """Pages, at most, that no page table may hold any more, as a step in flight or the next copies them."""
+        """An upper bound of the pages that only copies hold, in steps in flight or the next one."""
         return len(self._copies) + len(self._later_copies) + sum(map(len, self._in_flight))
 
     # ------------------------------------------------------------------------------------------ page tables
 
     def count(self, num_tokens: int) -> int:
-        """How many pages so many tokens take."""
+        """Return the number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def grow(self, pages: list[int], num_tokens: int) -> bool:
-        """Extend a page table to hold `num_tokens` tokens; False, and nothing changed, where too few are available."""
+        """Extend a page table to hold `num_tokens` tokens. If too few pages are available, return False and change
+        nothing."""
         count = max(0, self.count(num_tokens) - len(pages))
         if count > self.available:
             return False
@@ -119,8 +121,9 @@ class PageAllocator:
         return True
 
     def adopt(self, pages: list[int], nodes: list[Node]) -> None:
-        """Fill an empty page table with the pages of a match; those on the host are loaded. They must be available."""
-        for node in nodes:  # all before any is loaded, which may evict others
+        """Fill an empty page table with the pages of a match, and load those on the host. The pages for them must be
+        available."""
+        for node in nodes:  # reference all pages before a load, which may evict idle ones
             if node.page < 0:
                 self._loads[node.slot] = -1
             else:
@@ -137,8 +140,8 @@ class PageAllocator:
         self.references += len(nodes)
 
     def fork(self, pages: list[int], source: list[int], copy: bool) -> None:
-        """Fill an empty page table with the pages of another; with `copy`, instead of its last page with a copy of it,
-        which the batch after this one makes. A page must be available for that."""
+        """Fill an empty page table with the pages of another. copy: replace the last page by a copy, which the next
+        step makes; a page for it must be available."""
         shared = source[:-1] if copy else source
         for page in shared:
             self._refs[page] += 1
@@ -151,7 +154,7 @@ class PageAllocator:
         self.references += len(pages)
 
     def release(self, pages: list[int]) -> None:
-        """Take all pages of a page table back, and empty it."""
+        """Drop the references of a page table, and empty it."""
         for page in reversed(pages):
             self._drop_reference(page)
         self.references -= len(pages)
@@ -180,7 +183,7 @@ class PageAllocator:
     # ------------------------------------------------------------------------------------------ the prefix cache
 
     def match(self, tokens: list[int], limit: int) -> list[Node]:
-        """The nodes of the longest cached prefix of full pages within the first `limit` tokens."""
+        """Return the nodes of the longest cached prefix of full pages within the first `limit` tokens."""
         found: list[Node] = []
         children, size = self.root.children, self.page_size
         for end in range(size, limit + 1, size):
@@ -192,14 +195,14 @@ class PageAllocator:
         return found
 
     def held(self, nodes: list[Node]) -> int:
-        """How many of these are pages that some sequence holds."""
+        """Return how many of these nodes have pages that sequences hold."""
         return sum(node.page >= 0 and self._refs[node.page] > 0 for node in nodes)
 
     def index(self, tip: Node | None, pages: list[int], tokens: list[int], stop: int) -> Node | None:
-        """Index the pages of a table that follow `tip`, its last indexed page, or the root, up to page `stop`.
+        """Index the pages of a table behind `tip`, its last indexed page or the root, up to page number `stop`.
 
-        Returns the new tip; None, and what is behind is not indexed, where the tip is None or the tokens of a page are
-        indexed already with another page that somebody holds; one that nobody holds is replaced.
+        Return the new tip. If the tokens of a page are indexed already with another page, that page is replaced if it
+        is idle; if a sequence holds it, indexing ends: the result is None, which is also the result for a tip of None.
         """
         size = self.page_size
         while tip is not None and tip.depth < stop:
@@ -213,7 +216,8 @@ class PageAllocator:
         return tip
 
     def _replace(self, old: Node, new: Node) -> bool:
-        """Give up what is kept of a node for another of the same tokens; False where somebody holds its page."""
+        """Free the page and the slot of a node, and give its children to a new one. Return False if a sequence holds
+        its page."""
         if old.page >= 0:
             if self._refs[old.page]:
                 return False
@@ -227,8 +231,8 @@ class PageAllocator:
             child.parent = new
         return True
 
-    def forget(self) -> None:
-        """Nothing cached matches any more. What sequences hold stays theirs, and is not indexed."""
+    def drop_index(self) -> None:
+        """Empty the prefix cache and the host tier. Sequences keep their pages, which are not indexed."""
         self.root = Node()
         for node in self._idle:
             heapq.heappush(self._free, node.page)
@@ -241,17 +245,17 @@ class PageAllocator:
         self._forgotten = list(self._loads)
 
     def drop_device_pages(self) -> None:
-        """Drop what the pool holds, and keep what the host tier holds. No sequence may hold pages, and no step may be
-        in flight."""
+        """Drop the contents of all pages on the device, and keep those of the host tier. No sequence may hold pages,
+        and no step may be in flight."""
         assert not self.references
         assert not self._in_flight
         assert not self._loads
         for node in [*self._walk()]:
             if node.slot < 0 or node.slot in self._saves:
-                self._unlink(node)  # and all behind it, which could not match without it
+                self._unlink(node)  # and its descendants, which could not match without it
             node.page = -1
         left = set(self._walk())
-        order = [*(node for node in self._host if node not in self._idle), *self._idle]  # as if all had been evicted
+        order = [*(node for node in self._host if node not in self._idle), *self._idle]  # as after evicting all
         self._host = OrderedDict((node, None) for node in order if node in left)
         used = {node.slot for node in self._host}
         self._free_slots = [slot for slot in range(self.host_pages)[::-1] if slot not in used]
@@ -262,13 +266,13 @@ class PageAllocator:
         self._saves.clear()
 
     def _evict(self) -> int:
-        """Take the page of the least recently used node that nobody holds, and keep its KV on the host if possible."""
+        """Return the page of the least recently used idle node, and save its KV to the host tier if possible."""
         node = next(iter(self._idle))
         page = node.page
         if node.slot >= 0:
-            self._host.move_to_end(node)  # its slot may be older than those of its children, which went before it
+            self._host.move_to_end(node)  # its slot may be older than those of its children, which were evicted first
         elif not self._save(node):
-            assert not node.children, "they were evicted before it, and have lost their slots"
+            assert not node.children, "children are evicted first, and have lost their slots"
             self._unlink(node)
         node.page = -1
         self._nodes[page] = None
@@ -280,7 +284,7 @@ class PageAllocator:
         self._clean -= node.slot >= 0
 
     def _save_ahead(self) -> None:
-        """Save some of those that are evicted next."""
+        """Save some of the pages that are evicted next."""
         wanted = min(self.num_pages // CLEAN - len(self._free) - self._clean, BACKUPS - len(self._saves))
         if not self.host_pages or wanted <= 0 or self._clean == len(self._idle):
             return
@@ -290,7 +294,7 @@ class PageAllocator:
                 return
 
     def _save(self, node: Node) -> bool:
-        """Give an idle node a slot; False where there is none."""
+        """Give an idle node a slot; return False if there is none."""
         slot = self._take_slot()
         if slot < 0:
             return False
@@ -301,7 +305,8 @@ class PageAllocator:
         return True
 
     def _take_slot(self) -> int:
-        """A slot of the host tier, free or of the oldest node there that can do without; -1 where there is none."""
+        """Return a slot of the host tier, either free or taken from the oldest node that no load needs; -1 if there is
+        none."""
         if self._free_slots:
             return self._free_slots.pop()
         for _ in range(len(self._host)):
@@ -310,7 +315,7 @@ class PageAllocator:
                 self._host.move_to_end(node)
                 continue
             if node.page < 0:
-                assert not node.children, "they were evicted before it"
+                assert not node.children, "children are evicted first"
                 self._unlink(node)
             return self._lose_slot(node)
         return -1
@@ -330,15 +335,15 @@ class PageAllocator:
 
     @staticmethod
     def _unlink(node: Node) -> None:
-        """Take a node, and with it all behind it, out of the tree."""
+        """Take a node, and with it its descendants, out of the tree."""
         assert node.parent is not None, "the root stays"
         if node.parent.children.get(node.tokens) is node:
             del node.parent.children[node.tokens]
 
-    # ------------------------------------------------------------------------------------------ step by step
+    # ------------------------------------------------------------------------------------------ once a step
 
     def take_changes(self) -> Changes:
-        """What the batch that is now complete has to say of pages."""
+        """Return the work on pages for the batch that is now complete."""
         self._save_ahead()
         changes = Changes(
             tuple(self._fresh),
@@ -356,22 +361,22 @@ class PageAllocator:
         return changes
 
     def finish_step(self) -> None:
-        """Let go of the pages that the oldest batch in flight has copied, which has been read."""
+        """Release the sources of the copies that the oldest step in flight has made; it was read."""
         for page in self._in_flight.popleft():
             self._drop_reference(page)
 
     def _walk(self) -> Iterator[Node]:
-        """All nodes, parents before their children."""
+        """Yield all nodes, parents before their children."""
         stack = [*self.root.children.values()]
         while stack:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
 
-    # ------------------------------------------------------------------------------------------ what must hold
+    # ------------------------------------------------------------------------------------------ check
 
     def check(self, tables: Iterable[list[int]]) -> None:
-        """What holds between any two calls, where `tables` are all page tables that exist."""
+        """Assert the invariants that hold between any two calls. tables: all page tables."""
         tables = list(tables)
         held = Counter(page for table in tables for page in table)
         assert self.references == sum(held.values())

@@ -256,25 +256,22 @@ class Runner:
             launched.arrived.synchronize()
         if launched.expired is not None and int(launched.expired):
             raise DepartedError("a rank has not taken part in a step for too long; make a new Generator")
-        result = StepResult([], [], [], [], scored=[_read(scores) for scores in launched.scored])
+        result = StepResult(scored=[_read(scores) for scores in launched.scored])
         output = launched.sampled
         if output is None:
             return result
         packed = output.packed.numpy()
         result.tokens = packed[0].tolist()
         result.logprobs, result.untruncated_logprobs, result.raw_logprobs = packed[1:].view(np.float32).tolist()
+        params = [self._params[lane] for lane in launched.batch.sampling]
         if output.top_ids is not None and output.top_logprobs is not None:
-            ids, logprobs = output.top_ids.tolist(), output.top_logprobs.tolist()
-            wanted = [self._params[lane].logprobs for lane in launched.batch.sampling]
-            result.top_logprobs = [
-                None if count is None else dict(zip(ids[row][:count], logprobs[row], strict=False))
-                for row, count in enumerate(wanted)
-            ]
+            rows = zip(params, output.top_ids.tolist(), output.top_logprobs.tolist(), strict=True)
+            result.top_logprobs = [dict(zip(ids[: p.logprobs or 0], values, strict=False)) for p, ids, values in rows]
         if output.kept is not None:
             kept = output.kept.numpy()  # torch would wake all of its threads for each row
             result.sampling_mask = [
-                np.flatnonzero(kept[row]).tolist() if self._params[lane].return_sampling_mask else None
-                for row, lane in enumerate(launched.batch.sampling)
+                np.flatnonzero(row).tolist() if p.return_sampling_mask else []
+                for p, row in zip(params, kept, strict=True)
             ]
         return result
 

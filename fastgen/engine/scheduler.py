@@ -1,8 +1,8 @@
-"""What runs next: which lanes decode, which chunks prefill, who waits and who gives up its pages. No torch here.
+"""The scheduler: which lanes decode, which chunks prefill, which sequences are admitted or preempted. No torch here.
 
-The host's work in a step of steady decode is a few short loops over the lanes that decode. All else follows what
-changes: `_prefilling` and `_decoding` are kept as sequences come and go, and `_limits` says for each lane how far it
-may go before it is looked at again.
+In a step of steady decode, the host's work is a few short loops over the lanes that decode. All other work follows
+changes: `_prefilling` and `_decoding` are updated as sequences come and go, and `_limits` holds for each lane the
+length at which it needs another page, or ends.
 """
 
 from __future__ import annotations
@@ -10,88 +10,82 @@ from __future__ import annotations
 import heapq
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import numpy as np
 
-from fastgen.engine.admission import PATIENCE, LengthEstimate, PageReservations
+from fastgen.engine.admission import RETRY_STEPS, LengthEstimate, PageReservations
 from fastgen.engine.config import EngineConfig
+from fastgen.engine.outputs import Stats
 from fastgen.engine.pages import Node, PageAllocator
 from fastgen.request import Batch, LaneStart, Prefill, Score, Scored, Sequence, Status, StepResult
 
 
 class Scheduler:
-    """Turns sequences into Batches and Batches' results into longer sequences.
+    """Turns sequences into Batches, and the results of Batches into longer sequences.
 
     Within the token budget of a step, decodes go first, then prefill chunks in order of arrival. A step may be
-    scheduled before the one before it is read; a sequence that then turns out to have stopped keeps its lane until
-    the token too many comes back and is dropped.
+    scheduled before the step before it is read. If a sequence then turns out to have ended, it keeps its lane until the
+    token too many is read and dropped.
 
-    **Admission.** A sequence reserves the pages that it is expected to fill: those of the tokens it knows and of the
-    answer that `estimate` says, as far as its max_len lets it grow. Who has come further reserves a page more than
-    it holds. The first that waits is admitted where its reservation, less the pages that others hold already, fits the
-    pool beside those of all that run, or where it will have room as others come to their max_len and leave; a lone one
-    always is. So where answers end as expected, or at a max_tokens below that, nobody is ever preempted, and no prefill
-    is done twice.
+    **Admission.** A sequence reserves the pages that it is expected to fill: the pages of its known tokens and of an
+    output as long as `estimate` predicts, up to its max_len. A sequence past its reservation reserves one page beyond
+    those it holds. The first waiting sequence is admitted if its reservation, less the pages that others hold already,
+    fits the pool beside the reservations of all running sequences, or if it will fit at any later time because running
+    sequences reach their max_len and leave. A sequence is always admitted when nothing runs. So as long as outputs end
+    as predicted, or at a max_tokens below that, nothing is preempted and no prefill is computed twice.
 
-    **Sharing.** Full pages of a prompt are indexed as soon as a step is scheduled that computes them, and those of an
-    answer when the sequence leaves. One that is admitted begins behind the longest prefix that is cached. When the last
-    chunk of a prompt is scheduled, those that wait next with the same tokens become its forks: they share its pages,
-    draw from its last row, and compute nothing; a last page that is not full is copied for each.
+    **Sharing.** The full pages of a prompt are indexed when the step that computes them is scheduled, the pages of an
+    output when the sequence leaves. An admitted sequence begins behind its longest cached prefix. When the last chunk
+    of a prompt is scheduled, the next waiting sequences with the same tokens become its forks: they share its pages,
+    draw from its last row, and compute nothing. A last page that is partly filled is copied for each fork.
 
-    **Waves.** Where nothing else will come (`closed`) and what is there does not fit at once, no more run at a time
-    than make the waves equal: a small rest, alone at the end, would take as long as a wave and leave the GPU idle. The
-    next wave begins before the end of the one ahead, as soon as all of it will have room.
+    **Waves.** If nothing else will come (`closed`) and not all sequences fit at once, the number of running sequences
+    is limited such that all waves are equal: a small remainder at the end would take as long as a wave and leave the
+    GPU idle. The next wave begins before the end of the one ahead, as soon as all of it will have room.
 
-    **Preemption.** Where expectations were too low and pages run out, the youngest gives up its lane and pages, and
-    computes again what is not cached when it comes back. `running` is in order of arrival.
-
-    **Exceptions.** After one that came out of a step, from wherever in it, `reset` makes everything anew from the
-    sequences themselves, and trusts nothing else.
+    **Preemption.** If predictions were too low and pages run out, the youngest running sequence gives up its lane and
+    its pages, and later computes again what is not cached. `running` is in order of arrival.
     """
 
     def __init__(self, config: EngineConfig, estimate: LengthEstimate | None = None) -> None:
         self.config = config
         self.estimate = estimate or LengthEstimate()
-        self.closed = False  # nothing else will be added before all that is there has ended
-        self.prefilled_tokens = 0  # those computed again count again
-        self.generated_tokens = 0
-        self.cached_tokens = 0  # that admitted sequences did not have to compute
-        self.saved_pages = 0  # to the host tier
-        self.loaded_pages = 0
-        self.preemptions = 0
-        self._sequences: dict[Sequence, None] = {}  # all that wait or hold a lane, in order of arrival
+        self.closed = False  # True: nothing will be added before all current sequences have ended
+        self.stats = Stats(pages=config.num_pages)
         self.reset()
 
-    def reset(self) -> None:
-        """Make everything anew from the sequences, which all wait again. The steps in flight, the prefix cache and the
-        host tier are lost. This makes the scheduler right after an exception that came out of any of its methods."""
+    def reset(self, sequences: Iterable[Sequence] = ()) -> None:
+        """Rebuild all state from sequences, in order of arrival; those that have not finished wait again.
+
+        This repairs the scheduler after an exception came out of any of its methods or of a step. No step may be in
+        flight. The contents of the prefix cache and of the host tier are dropped.
+        """
         config = self.config
         self.pages = PageAllocator(config.num_pages, config.page_size, config.host_pages)
         self.reservations = PageReservations(self.pages, self.estimate, config.max_seqs)
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
         self.running: list[Sequence] = []
         self.lanes: list[Sequence | None] = [None] * config.max_seqs
         self.in_flight = 0  # steps scheduled and not yet updated
         self._free_lanes = list(range(config.max_seqs))
-        # By lane, in order of arrival. A sequence is in neither when it has ended, or its last token is in flight.
+        # By lane, in order of arrival. A sequence that has ended, or whose last token is in flight, is in neither.
         self._prefilling: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}
         self._decodes: tuple[int, ...] = ()  # of the last step
-        self._limits = [0] * config.max_seqs  # of each lane that decodes: tokens computed when it needs a page, or ends
+        self._limits = [0] * config.max_seqs  # by decoding lane: the computed tokens at which it needs a page, or ends
         self._masked: set[int] = set()  # lanes
-        self._tips: list[Node | None] = [None] * config.max_seqs  # of each lane: its last indexed page, or the root
-        self._outdated: set[int] = set()  # lanes whose KV is of old weights, in part at least
-        self._refused: tuple[object, ...] = ()  # who was not admitted last, and why
+        self._tips: list[Node | None] = [None] * config.max_seqs  # by lane: its last indexed page, or the root
+        self._stale: set[int] = set()  # lanes with KV of old weights
+        self._rejected: tuple[object, ...] = ()  # the last rejected admission, and what it depended on
         self._starts: list[LaneStart] = []
         self._page_updates: list[tuple[int, int, tuple[int, ...]]] = []
-        self._sequences = {s: None for s in self._sequences if s.status is not Status.FINISHED}
-        self.waiting = OrderedDict(self._sequences)
-        for sequence in self._sequences:
-            self.preemptions += sequence.status is Status.RUNNING
+        for sequence in [s for s in sequences if s.status is not Status.FINISHED]:
+            self.stats.preemptions += sequence.status is Status.RUNNING
             requeue(sequence)
-            self.reservations.wanted_sum += self.reservations.expected(sequence)
-        for sequence in list(self._sequences):
-            if sequence.output_len:  # the exception may have come between a last token and the end
-                self._end(sequence, sequence.token_ids[-1])
+            self.add(sequence)
+            if sequence.output_len:  # the exception may have come between the last token and the end
+                self._end_at(sequence, sequence.token_ids[-1])
 
     @property
     def busy(self) -> bool:
@@ -99,33 +93,32 @@ class Scheduler:
 
     @property
     def wants_more(self) -> bool:
-        """Whether there are lanes, and pages, for more than already wait."""
+        """True if there are lanes and pages for more sequences than wait."""
         return len(self.waiting) <= len(self._free_lanes) and self.reservations.all_fit()
 
     def add(self, sequence: Sequence) -> None:
-        expected = self.reservations.expected(sequence)
-        self._sequences[sequence] = None
+        """Append a sequence to the queue."""
         self.waiting[sequence] = None
-        self.reservations.wanted_sum += expected
+        self.reservations.waiting_pages += self.reservations.expected(sequence)
 
     def drop_prefixes(self) -> None:
-        """The weights have changed: nothing that was computed with the old ones is given to anybody any more."""
-        self._outdated = {sequence.lane for sequence in self.running}
+        """Empty the prefix cache: KV of the old weights is not given to another sequence."""
+        self._stale = {sequence.lane for sequence in self.running}
         self._tips = [None] * self.config.max_seqs
-        self.pages.forget()
+        self.pages.drop_index()
 
     def preempt_all(self) -> None:
-        """What runs computes all its tokens again that are not cached. The step in flight must have been read."""
+        """Preempt all running sequences. No step may be in flight."""
         assert not self.in_flight
         for sequence in reversed(self.running.copy()):
             self._preempt(sequence)
 
-    # ------------------------------------------------------------------------------------------ what runs next
+    # -------------------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> Batch | None:
-        """The next step; None where there is none, or where the step in flight must be read first.
+        """Return the next step; None if there is none, or if the step in flight must be read first.
 
-        `Batch.decodes` is the same object as in the step before where it is equal.
+        If `Batch.decodes` equals that of the step before, it is the same object.
         """
         decodes = self._schedule_decodes()
         if decodes is None:
@@ -139,16 +132,16 @@ class Scheduler:
         batch = Batch(decodes, tuple(prefills), tuple(self._starts), tuple(self._page_updates), masked, *changes)
         self._starts.clear()
         self._page_updates.clear()
-        self.saved_pages += len(changes.saves)
-        self.loaded_pages += len(changes.loads)
+        self.stats.pages_saved += len(changes.saves)
+        self.stats.pages_loaded += len(changes.loads)
         self.in_flight += 1
         return batch
 
     def _schedule_decodes(self) -> tuple[int, ...] | None:
-        """Lanes that decode; None where pages ran out and the step in flight may free some."""
+        """Return the lanes that decode; None if pages ran out and the step in flight may free some."""
         limits = self._limits
         for sequence in [s for lane, s in self._decoding.items() if s.computed == limits[lane]]:
-            if sequence.lane >= 0 and not self._pass_limit(sequence):  # else preempted for an older one
+            if sequence.lane >= 0 and not self._pass_limit(sequence):  # lane < 0: preempted for an older sequence
                 return None
         for sequence in self._decoding.values():
             sequence.computed += 1
@@ -159,7 +152,8 @@ class Scheduler:
         return self._decodes
 
     def _pass_limit(self, sequence: Sequence) -> bool:
-        """End the decoding of a sequence whose last token is in flight, or give it a page; False where it must wait."""
+        """Give a sequence its next page, or stop decoding if its last token is in flight. Return False if it must wait
+        for the step in flight."""
         if sequence.length >= sequence.max_len:
             del self._decoding[sequence.lane]
             return True
@@ -174,7 +168,7 @@ class Scheduler:
         return True
 
     def _set_limit(self, sequence: Sequence) -> None:
-        """The last token is drawn when all before it are computed."""
+        # The last token is drawn when all tokens before it are computed.
         self._limits[sequence.lane] = min(len(sequence.pages) * self.config.page_size, sequence.max_len - 1)
 
     def _schedule_prefills(self, budget: int) -> list[Prefill]:
@@ -189,50 +183,50 @@ class Scheduler:
         return chunks
 
     def _chunk(self, sequence: Sequence, budget: int) -> Prefill:
+        """Schedule the next known tokens of a sequence, at most `budget`."""
         start = sequence.computed
         end = min(sequence.prefill_len, start + budget)
         ends = end == sequence.prefill_len
         sample = ends and end < sequence.max_len
         sequence.computed = end
         sequence.pending += sample
-        self.prefilled_tokens += end - start
+        self.stats.prefilled_tokens += end - start
         self._index(sequence, end)
         if ends:
             del self._prefilling[sequence.lane]
         if sample:
-            self._begin_decoding(sequence)
+            self._start_decoding(sequence)
         return Prefill(
             lane=sequence.lane,
             start=start,
             tokens=np.array(sequence.token_ids[start:end], dtype=np.int32),
             sample=sample,
-            score=wanted_score(sequence, start, end),
+            score=chunk_score(sequence, start, end),
             forks=self._admit_forks(sequence) if sample else (),
         )
 
-    def _begin_decoding(self, sequence: Sequence) -> None:
-        """From its first token on, which is in flight, if it goes on after that."""
+    def _start_decoding(self, sequence: Sequence) -> None:
+        """Decode from the next step on, unless the token in flight is the last."""
         if sequence.length < sequence.max_len:
             self._decoding[sequence.lane] = sequence
             self._set_limit(sequence)
 
-    # -------------------------------------------------------------------------------------------- who is admitted
+    # ------------------------------------------------------------------------------------------------- admission
 
     def _admit(self) -> bool:
-        """Give the first waiting sequence a lane, the cached pages that match its known tokens, and pages for the rest
-        of these, where its reservation fits."""
+        """Admit the first waiting sequence if its reservation fits: it gets a lane, the cached pages that match its
+        known tokens, and pages for the other known tokens."""
         if not self.waiting or not self._free_lanes:
             return False
         sequence = next(iter(self.waiting))
-        limit = cacheable(sequence) if self.config.prefix_cache else 0
-        expected = self.reservations.expected(sequence)
-        clock = self.running[0].computed // PATIENCE if self.running else 0
-        state = (sequence, self.reservations.sum, len(self.running), self.closed, clock)
-        if state == self._refused:  # nobody has come or left, and little time has passed
+        clock = self.running[0].computed // RETRY_STEPS if self.running else 0
+        attempt = (sequence, self.reservations.sum, len(self.running), self.closed, clock)
+        if attempt == self._rejected:
             return False
-        nodes = self.pages.match(sequence.token_ids, limit)
+        nodes = self.pages.match(sequence.token_ids, cacheable(sequence) if self.config.prefix_cache else 0)
+        expected = self.reservations.expected(sequence)
         if not self._fits(sequence, expected, expected - self.pages.held(nodes)):
-            self._refused = state
+            self._rejected = attempt
             return False
         tip = nodes[-1] if nodes else self.pages.root
         self._start(sequence, expected, tip if self.config.prefix_cache else None)
@@ -246,13 +240,14 @@ class Scheduler:
         return True
 
     def _admit_forks(self, source: Sequence) -> tuple[int, ...]:
-        """Lanes of those next in line that know the same tokens as `source`, whose last known one is now scheduled."""
+        """Admit the next waiting sequences that have the same known tokens as `source`, whose last chunk is scheduled;
+        return their lanes."""
         forks: list[int] = []
-        while self.waiting and self._free_lanes and source.lane not in self._outdated:
+        while self.waiting and self._free_lanes and source.lane not in self._stale:
             sequence, known = next(iter(self.waiting)), len(source.token_ids)
             if sequence.score_start is not None or sequence.max_len <= known or sequence.token_ids != source.token_ids:
                 break
-            copy = known + 1 < sequence.max_len and known % self.config.page_size != 0  # it will write its last page
+            copy = known + 1 < sequence.max_len and known % self.config.page_size != 0  # it will write to its last page
             expected = self.reservations.expected(sequence)
             if not self._fits(sequence, expected, expected - len(source.pages) + copy):
                 break
@@ -261,27 +256,28 @@ class Scheduler:
             sequence.computed, sequence.pending = known, 1
             self._count_cached(sequence, known - 1)
             self._send_pages(sequence, 0)
-            self._begin_decoding(sequence)
+            self._start_decoding(sequence)
             forks.append(sequence.lane)
         return tuple(forks)
 
     def _fits(self, sequence: Sequence, expected: int, need: int) -> bool:
-        """Whether one that waits may run: one that is expected to hold, and needs, so many pages."""
+        """Return True if a waiting sequence may run. expected: the pages of its reservation; need: the part of them
+        that no other sequence holds."""
         running, waiting, count = len(self.running), len(self.waiting), 1
         if not running:
             return True
-        wave = running + 1  # how many may run at a time, if all have room
+        wave = running + 1  # the most sequences that may run at a time
         if self.closed:
             wave = -(-(running + waiting) // self.reservations.waves(expected, need))
         if running >= wave:
-            count = (waiting - 1) % wave + 1  # the wave ahead is full: all that the next one still lacks, or nobody
+            count = (waiting - 1) % wave + 1  # the wave ahead is full: admit all that the next wave lacks, or none
         elif self.reservations.fits(need):
             return True
         budget = self.config.max_step_tokens - min(running + count, self.config.max_seqs) + 1
-        return self.reservations.fit_in_time(sequence, count, self.running, budget)
+        return self.reservations.will_fit(sequence, count, self.running, budget)
 
     def _start(self, sequence: Sequence, expected: int, tip: Node | None) -> None:
-        """Take a sequence from the queue and give it a lane."""
+        """Move a sequence from the queue to a lane."""
         lane = heapq.heappop(self._free_lanes)
         sequence.prefill_len = len(sequence.token_ids)
         self._tips[lane] = tip
@@ -292,29 +288,30 @@ class Scheduler:
         self.lanes[lane] = sequence
         del self.waiting[sequence]
         self.running.append(sequence)
-        self.reservations.wanted_sum -= expected
+        self.reservations.waiting_pages -= expected
         self.reservations.reserve(lane, expected)
         if sequence.mask is not None:
             self._masked.add(lane)
         self._starts.append(lane_start(sequence))
 
     def _count_cached(self, sequence: Sequence, num_tokens: int) -> None:
-        self.cached_tokens += num_tokens
+        self.stats.cached_tokens += num_tokens
         if not sequence.preemptions:
             sequence.cached_tokens = num_tokens
 
-    # ------------------------------------------------------------------------------------------------------ pages
+    # ----------------------------------------------------------------------------------------------------- pages
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Extend a sequence's page table to `num_tokens` tokens; return False if too few pages are available."""
         held = len(sequence.pages)
         if not self.pages.grow(sequence.pages, num_tokens):
             return False
         self._send_pages(sequence, held)
-        self.reservations.renew(sequence)
+        self.reservations.extend(sequence)
         return True
 
     def _send_pages(self, sequence: Sequence, first: int) -> None:
-        """Tell the lane of its pages from number `first` on."""
+        """Put the pages of a sequence, from slot `first` of its table on, into the next batch."""
         if first < len(sequence.pages):
             self._page_updates.append((sequence.lane, first, tuple(sequence.pages[first:])))
 
@@ -324,89 +321,77 @@ class Scheduler:
         tip = self._tips[sequence.lane]
         self._tips[sequence.lane] = self.pages.index(tip, sequence.pages, sequence.token_ids, stop)
 
-    # ------------------------------------------------------------------------------------ what has come of it
+    # ---------------------------------------------------------------------------------------------------- update
 
     def update(self, batch: Batch, result: StepResult) -> list[Sequence]:
-        """Append what a step drew; returns the sequences with something new, the finished ones among them."""
+        """Append the tokens that a step drew; return the sequences that finished, and watched ones that changed."""
         self.in_flight -= 1
         self.pages.finish_step()
         for scored in result.scored:
             keep_scores(self._on(scored.lane), scored)
-        changed = []
+        changed, dropped = [], 0
         lanes, running = self.lanes, Status.RUNNING
-        plain = result.top_logprobs is None and result.sampling_mask is None and not batch.masked
-        logprobs = result.logprobs, result.untruncated_logprobs, result.raw_logprobs
-        rows = zip(batch.sampling, result.tokens, *logprobs, strict=True)
-        for row, (lane, token, logprob, untruncated, raw_logprob) in enumerate(rows):
+        for lane, token, row in zip(batch.sampling, result.tokens, result.rows(), strict=True):
             sequence = lanes[lane]
             assert sequence is not None, "a lane is empty"
             sequence.pending -= 1
             if sequence.status is not running:
+                dropped += 1
                 if not sequence.pending:
                     self._leave(sequence)
-                    del self._sequences[sequence]
                 continue
-            changed.append(sequence)
-            if plain and token >= 0:  # the loop that each token goes through: what _append does, without the calls
-                drawn, token_ids = sequence.drawn, sequence.token_ids
-                drawn.logprobs.append(logprob)
-                drawn.untruncated_logprobs.append(untruncated)
-                drawn.raw_logprobs.append(raw_logprob)
-                token_ids.append(token)
-                if token in sequence.stop_ids or len(token_ids) == sequence.max_len:
-                    self._end(sequence, token)
-            else:
-                self._append(sequence, result, row)
-        self.generated_tokens += len(changed)
+            if (token < 0 or sequence.mask is not None) and not accepts(sequence, token):
+                dropped += 1
+                self.finish(sequence, "error")
+                changed.append(sequence)
+                continue
+            token_ids = sequence.token_ids
+            sequence.drawn.append(row)
+            token_ids.append(token)  # last: `requeue` drops values without a token, should an exception come between
+            if token in sequence.stop_ids or len(token_ids) == sequence.max_len:
+                self._end_at(sequence, token)
+            if sequence.watched or sequence.status is not running:
+                changed.append(sequence)
+        self.stats.generated_tokens += len(result.tokens) - dropped
         for chunk in batch.prefills:
             if not chunk.sample:
                 sequence = self._on(chunk.lane)
-                if chunk.start + len(chunk.tokens) == sequence.max_len:  # a prompt that is only scored ends here
+                if chunk.start + len(chunk.tokens) == sequence.max_len:  # the end of a prompt that is only scored
                     self.finish(sequence, "length")
                     changed.append(sequence)
         return changed
 
-    def _append(self, sequence: Sequence, result: StepResult, row: int) -> None:
-        if keep_token(sequence, result, row):
-            self._end(sequence, sequence.token_ids[-1])
-        else:
-            self.generated_tokens -= 1  # `update` counts a token for each
-            self.finish(sequence, "error")
-
-    def _end(self, sequence: Sequence, token: int) -> None:
-        """Finish a sequence where the token it has just said ends it."""
+    def _end_at(self, sequence: Sequence, token: int) -> None:
+        """Finish a sequence if its last token, `token`, ends it."""
         if token in sequence.stop_ids and sequence.output_len > sequence.params.min_tokens:
             self.finish(sequence, "stop", token)
         elif len(sequence.token_ids) >= sequence.max_len:
             self.finish(sequence, "length")
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence. One that runs leaves its lane at once, or when its token in flight has come back."""
+        """End a sequence. A running one leaves its lane now, or when its token in flight is read."""
         if sequence.status is Status.FINISHED:
             return
-        stays = sequence.pending > 0
-        if stays:
+        if sequence.pending:
             self._decoding.pop(sequence.lane, None)
         elif sequence.status is Status.RUNNING:
             self._leave(sequence)
         elif sequence in self.waiting:
-            self.reservations.wanted_sum -= self.reservations.expected(sequence)
+            self.reservations.waiting_pages -= self.reservations.expected(sequence)
             del self.waiting[sequence]
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
         sequence.status = Status.FINISHED
-        if not stays:
-            self._sequences.pop(sequence, None)
         if reason in ("stop", "length") and sequence.output_len:
             self.reservations.learn(sequence.output_len, self.running, self.waiting)
 
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence with what it has. The step in flight must have been read."""
+        """End a sequence with the tokens it has. No step may be in flight."""
         assert not self.in_flight
         self.finish(sequence, "abort")
 
     def fill_masks(self, batch: Batch, vocab_size: int) -> np.ndarray:
-        """Allowed tokens of the lanes that draw: int32 [R, ceil(V / 32)]. All lanes must have been updated."""
+        """Return the allowed tokens of the lanes that draw: int32 [R, ceil(V / 32)]. All lanes must be updated."""
         rows = np.full((len(batch.sampling), -(-vocab_size // 32)), -1, dtype=np.int32)
         for row, lane in zip(rows, batch.sampling, strict=True):
             fill_mask(self._on(lane), row)
@@ -419,12 +404,12 @@ class Scheduler:
         sequence.computed = 0
         sequence.error = None
         sequence.preemptions += 1
-        self.preemptions += 1
-        self.waiting[sequence] = None
+        self.stats.preemptions += 1
+        self.add(sequence)
         self.waiting.move_to_end(sequence, last=False)
-        self.reservations.wanted_sum += self.reservations.expected(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence's lane and pages back."""
         lane = sequence.lane
         self._index(sequence, min(len(sequence.token_ids), sequence.computed))
         self.running.remove(sequence)
@@ -433,7 +418,7 @@ class Scheduler:
         self._prefilling.pop(lane, None)
         self._decoding.pop(lane, None)
         self._masked.discard(lane)
-        self._outdated.discard(lane)
+        self._stale.discard(lane)
         self._tips[lane] = None
         self.lanes[lane] = None
         heapq.heappush(self._free_lanes, lane)
@@ -446,12 +431,13 @@ class Scheduler:
         assert sequence is not None, f"lane {lane} is empty"
         return sequence
 
+    # ----------------------------------------------------------------------------------------------------- check
+
     def check(self) -> None:
-        """What holds between any two calls."""
+        """Assert the invariants that hold between any two calls."""
         self.pages.check(sequence.pages for sequence in self.running)
         assert {s.lane: s for s in self.running} == {lane: s for lane, s in enumerate(self.lanes) if s is not None}
         assert sorted([*self._free_lanes, *(s.lane for s in self.running)]) == list(range(self.config.max_seqs))
-        assert list(self._sequences) == [*self.running, *self.waiting], "the order of arrival is lost"
         for sequence in self.waiting:
             assert sequence.status is Status.WAITING
             assert not sequence.pages
@@ -462,31 +448,32 @@ class Scheduler:
             assert len(sequence.token_ids) <= sequence.max_len
             reserved = self.reservations.of(sequence.lane)
             assert len(sequence.pages) <= reserved <= self.reservations.expected(sequence)
-        self._check_kept()
+        self._check_derived()
 
-    def _check_kept(self) -> None:
-        """What is kept from step to step is what could be found out anew."""
+    def _check_derived(self) -> None:
+        """Assert that the state which is updated from step to step equals what follows from the sequences."""
         alive = [s for s in self.running if s.status is Status.RUNNING]
         assert list(self._prefilling.values()) == [s for s in alive if s.computed < s.prefill_len]
-        # One whose last token is in flight is dropped from `_decoding` when the next step is scheduled.
+        # A sequence whose last token is in flight leaves `_decoding` when the next step is scheduled.
         decoding = [s for s in self._decoding.values() if s.length < s.max_len]
         assert decoding == [s for s in alive if s.computed >= s.prefill_len and s.length < s.max_len]
         for sequence in self._decoding.values():
             limit = min(len(sequence.pages) * self.config.page_size, sequence.max_len - 1)
             assert sequence.computed <= self._limits[sequence.lane] == limit
         assert self._masked == {s.lane for s in self.running if s.mask is not None}
-        assert self._outdated <= {s.lane for s in self.running}
+        assert self._stale <= {s.lane for s in self.running}
         for sequence in self.running:
             tip = self._tips[sequence.lane]
             assert tip in (None, self.pages.root) or sequence.pages[tip.depth - 1] == tip.page
         assert self.reservations.sum == sum(self.reservations.of(s.lane) for s in self.running)
-        assert self.reservations.wanted_sum == sum(map(self.reservations.expected, self.waiting))
+        assert self.reservations.waiting_pages == sum(map(self.reservations.expected, self.waiting))
 
 
-# What one sequence wants of a step, and what it keeps of the step's result
+# ------------------------------------------------------------------------------------------------- one sequence
 
 
 def lane_start(sequence: Sequence) -> LaneStart:
+    """Return the state that a sequence's lane begins with."""
     return LaneStart(
         lane=sequence.lane,
         params=sequence.params,
@@ -499,14 +486,15 @@ def lane_start(sequence: Sequence) -> LaneStart:
 
 
 def cacheable(sequence: Sequence) -> int:
-    """How many of a sequence's known tokens need not be computed, at most: the last one's row is drawn from, and a
-    prompt logprob comes from the row before its position."""
+    """Return how many known tokens may come from the prefix cache. The last one is computed, since its row is drawn
+    from, and so is the token before each position whose prompt logprob is wanted."""
     known = len(sequence.token_ids)
     return max(0, min(known, known if sequence.score_start is None else sequence.score_start) - 1)
 
 
-def wanted_score(sequence: Sequence, start: int, end: int) -> Score | None:
-    """The prompt logprobs that the chunk of positions start .. end - 1 gives: of the tokens one further."""
+def chunk_score(sequence: Sequence, start: int, end: int) -> Score | None:
+    """Return the prompt logprobs to take from the chunk of positions start .. end - 1, whose rows predict the tokens
+    one position later."""
     if sequence.score_start is None:
         return None
     first = max(start, sequence.score_start - 1)
@@ -524,35 +512,33 @@ def keep_scores(sequence: Sequence, scored: Scored) -> None:
 
 
 def fill_mask(sequence: Sequence, row: np.ndarray) -> None:
-    """Write the tokens that a sequence's mask allows into a row; none, where it raises."""
+    """Write the tokens that a sequence's mask allows into a row. If the mask raises, allow none: the token is then -1
+    and ends this sequence alone."""
     if sequence.mask is not None and sequence.status is Status.RUNNING:
         try:
             sequence.mask.fill(row)
-        except Exception as error:  # the user's code; ends this sequence alone, when no token comes back
+        except Exception as error:  # the user's code
             sequence.error = f"the mask raised {error!r}"
             row[:] = 0
 
 
-def keep_token(sequence: Sequence, result: StepResult, row: int) -> bool:
-    """Keep a token and all that was asked for with it; False, and `error` says why, where there can be none."""
-    token = result.tokens[row]
+def accepts(sequence: Sequence, token: int) -> bool:
+    """Advance a sequence's mask by its next token. Return False, with the reason in `error`, if there can be none."""
     if token < 0:
-        nothing = "the logits are not finite" if sequence.mask is None else "the mask allowed no token"
-        sequence.error = sequence.error or nothing
+        reason = "the logits are not finite" if sequence.mask is None else "the mask allowed no token"
+        sequence.error = sequence.error or reason
         return False
     if sequence.mask is not None:
         try:
             sequence.mask.accept(token)
-        except Exception as error:
+        except Exception as error:  # the user's code
             sequence.error = f"the mask raised {error!r}"
             return False
-    sequence.drawn.append(result, row)
-    sequence.token_ids.append(token)  # last: what an exception leaves without its token is cut by `requeue`
     return True
 
 
 def requeue(sequence: Sequence) -> None:
-    """Make a sequence what it was before it ran, but for the tokens that have been read, after an exception."""
+    """Return a sequence to the state before it ran, but keep its tokens."""
     sequence.pages.clear()
     sequence.lane = -1
     sequence.computed = sequence.pending = 0

@@ -63,7 +63,7 @@ class StubRunner:
         if rows not in self._columns:
             self._columns[rows] = [7] * rows, [-0.5] * rows
         tokens, logprobs = self._columns[rows]
-        return StepResult(tokens, logprobs, logprobs, logprobs)
+        return StepResult(tokens=tokens, logprobs=logprobs, untruncated_logprobs=logprobs, raw_logprobs=logprobs)
 
 
 def stub_generator(lanes: int, context: int, model: Path | None = None) -> Generator:
@@ -81,9 +81,9 @@ def decoding(lanes: int, prompt: int, answer: int, read: bool = False, model: Pa
     """A Generator whose lanes all decode. read: somebody reads the events, and so the text, of each step."""
     gen = stub_generator(lanes, prompt + answer + 1, model)
     params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0)
-    ids, sink = [5] * prompt, None if read else OutputQueue()
+    ids, queue = [5] * prompt, None if read else OutputQueue()
     for _ in range(lanes):
-        gen._begin(Request(ids, params), sink)
+        gen._begin(Request(ids, params), queue)
     for _ in range(2 + lanes * prompt // gen.config.max_step_tokens + 1):  # the prompts, and a step to read the last
         gen._advance()
     assert len(gen._scheduler.running) == lanes
@@ -94,7 +94,7 @@ def decoding(lanes: int, prompt: int, answer: int, read: bool = False, model: Pa
 
 def seconds(gen: Generator, steps: int, windows: int) -> float:
     """Seconds a step, the median over windows of so many steps each."""
-    read = any(active.sink is None for active in gen._active.values())
+    read = any(active.queue is None for active in gen._active.values())
     turn: Callable[[], object] = gen.step if read else gen._advance
     found = []
     for _ in range(windows):

@@ -184,6 +184,5 @@ def test_nothing_of_a_sequence_is_kept_when_it_has_ended() -> None:
         while gen.unfinished:
             gen._advance()
         gen._scheduler.check()
-        assert not gen._watched
         assert not gen._owners
         assert gen.stats.pages_used == 0

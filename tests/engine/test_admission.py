@@ -26,9 +26,9 @@ def test_sequences_that_run_to_their_length_are_never_preempted(page_size: int, 
     sequences = [request(config, 16, 16, seed=seed) for seed in range(32)]
     simulation = run(config, *sequences)
     pages_each = -(-31 // page_size)  # the last token needs no place
-    assert simulation.scheduler.preemptions == 0
+    assert simulation.scheduler.stats.preemptions == 0
     assert num_pages // pages_each <= most_running(simulation) <= num_pages // pages_each + 1 < 32
-    assert simulation.scheduler.prefilled_tokens == 32 * 16
+    assert simulation.scheduler.stats.prefilled_tokens == 32 * 16
 
 
 def test_a_reservation_leaves_room_for_who_runs_to_grow() -> None:
@@ -38,7 +38,7 @@ def test_a_reservation_leaves_room_for_who_runs_to_grow() -> None:
     olds = [request(config, 3, 7, seed=seed) for seed in range(2)]
     simulation = run(config, *olds, request(config, 7, 7, seed=2))  # its 13th token needs a fourth
     assert len(simulation.batches[0].starts) == 2
-    assert simulation.scheduler.preemptions == 0
+    assert simulation.scheduler.stats.preemptions == 0
 
 
 def test_who_has_come_further_than_expected_reserves_a_page_more_than_it_holds() -> None:
@@ -69,7 +69,7 @@ def test_answers_that_end_early_let_more_run_at_a_time() -> None:
         sequence.stop_ids = frozenset(range(0, VOCAB, 4))
         arrivals.append((0, sequence))
     simulation = Simulation(config, arrivals).run()
-    assert simulation.scheduler.preemptions == 0
+    assert simulation.scheduler.stats.preemptions == 0
     assert max(len(batch.decodes) + len(batch.prefills) for batch in simulation.batches[:5]) == 600 // 129
     assert most_running(simulation) > 20
     assert simulation.scheduler.estimate.tokens == 256
@@ -79,7 +79,7 @@ def test_answers_that_outgrow_the_expectation_are_preempted_and_end_well() -> No
     config = make_config(max_model_len=120, max_seqs=8, max_step_tokens=16, page_size=4, num_pages=60)
     scheduler = Scheduler(config, LengthEstimate(average=2, least=4, exact=False))
     run(config, *(request(config, 5, 60, seed=seed) for seed in range(12)), scheduler=scheduler)
-    assert 0 < scheduler.preemptions < 40
+    assert 0 < scheduler.stats.preemptions < 40
     assert scheduler.estimate.tokens > 50  # the later ones were expected to get long
 
 
@@ -130,7 +130,7 @@ def test_what_does_not_fit_at_once_goes_in_equal_waves(count: int, at_a_time: in
         scheduler.closed = closed
         simulation = run(config, *(request(config, 1, 15, seed=seed) for seed in range(count)), scheduler=scheduler)
         assert max(len(batch.decodes) for batch in simulation.batches[:8]) == min(most, count)
-        assert simulation.scheduler.preemptions == 0
+        assert simulation.scheduler.stats.preemptions == 0
 
 
 def steps_of(config: EngineConfig, count: int, closed: bool, together: bool = False) -> int:
@@ -138,8 +138,8 @@ def steps_of(config: EngineConfig, count: int, closed: bool, together: bool = Fa
     scheduler = Scheduler(config)
     scheduler.closed = closed
     simulation = run(config, *(request(config, 64, 64, seed=seed) for seed in range(count)), scheduler=scheduler)
-    assert scheduler.preemptions == 0
-    assert scheduler.prefilled_tokens == 64 * count
+    assert scheduler.stats.preemptions == 0
+    assert scheduler.stats.prefilled_tokens == 64 * count
     assert (most_running(simulation) == count) == together
     return len(simulation.batches)
 
@@ -180,6 +180,6 @@ def test_who_runs_to_its_length_is_never_preempted(first: int) -> None:
     """(3661: a page is being copied whose sequence was aborted.)"""
     for seed in range(first, first + 10):
         try:
-            assert random_certain(seed).run().scheduler.preemptions == 0
+            assert random_certain(seed).run().scheduler.stats.preemptions == 0
         except Exception as error:
             raise AssertionError(f"random_certain({seed}).run(): {error}") from error

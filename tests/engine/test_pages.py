@@ -172,7 +172,7 @@ def run_pool(seed: int) -> Counter[str]:
             pool.seen["forks"] += 1
         elif kind < 0.97:
             pool.read()
-            pool.allocator.forget()
+            pool.allocator.drop_index()
             assert not pool.cached(tokens)
             pool.allocator.check(pool.tables)
         else:
@@ -397,7 +397,7 @@ def test_forgotten_pages_are_free_and_held_ones_are_never_indexed_again() -> Non
     table = pool.take([4, 5])
     pool.read()
     tip = pool.allocator.match([4, 5], 2)[-1]
-    pool.allocator.forget()
+    pool.allocator.drop_index()
     pool.allocator.check(pool.tables)
     assert len(pool.allocator._free) == 6
     assert [pool.cached([1]), pool.cached([4])] == [0, 0]

@@ -62,7 +62,7 @@ def test_a_prefix_is_shared_in_the_very_step_that_computes_it() -> None:
     assert chunks(simulation) == [[(0, 0, 11), (1, 8, 4)]]
     assert first.pages[:2] == second.pages[:2]
     assert first.pages[2] != second.pages[2]
-    assert (first.cached_tokens, second.cached_tokens, simulation.scheduler.cached_tokens) == (0, 8, 8)
+    assert (first.cached_tokens, second.cached_tokens, simulation.scheduler.stats.cached_tokens) == (0, 8, 8)
     simulation.run()
 
 
@@ -121,11 +121,13 @@ def test_a_preempted_sequence_finds_its_pages_again() -> None:
     sequences = [ask(config, [seed, *PROMPT[:3]], 12) for seed in range(3)]
     simulation = run(config, *sequences, scheduler=hopeful(config))
     scheduler = simulation.scheduler
-    assert scheduler.preemptions > 0
-    assert scheduler.cached_tokens > 0
+    assert scheduler.stats.preemptions > 0
+    assert scheduler.stats.cached_tokens > 0
     off = make_config(num_pages=9, page_size=2, max_step_tokens=64, prefix_cache=False)
     sequences = [ask(off, [seed, *PROMPT[:3]], 12) for seed in range(3)]
-    assert run(off, *sequences, scheduler=hopeful(off)).scheduler.prefilled_tokens > scheduler.prefilled_tokens
+    assert (
+        run(off, *sequences, scheduler=hopeful(off)).scheduler.stats.prefilled_tokens > scheduler.stats.prefilled_tokens
+    )
     assert all(sequence.cached_tokens == 0 for sequence in sequences), "only what is found at first counts"
 
 
@@ -134,7 +136,7 @@ def test_without_a_prefix_cache_nothing_is_indexed() -> None:
     simulation = simulate(config, ask(config, PROMPT, 6))
     again = ask(config, PROMPT, 6)
     then(simulation, again)
-    assert again.cached_tokens == simulation.scheduler.cached_tokens == 0
+    assert again.cached_tokens == simulation.scheduler.stats.cached_tokens == 0
     assert len(simulation.scheduler.pages._free) == config.num_pages
     simulation.run()
 
@@ -146,12 +148,12 @@ def test_evicted_pages_come_back_from_the_host_tier() -> None:
     other = ask(config, [1] * 18, 2)
     then(simulation, other)
     scheduler = simulation.scheduler
-    assert scheduler.saved_pages > 0
+    assert scheduler.stats.pages_saved > 0
     again = ask(config, [*PROMPT, *PROMPT[:4]], 2)
     then(simulation, again)
     assert again.cached_tokens == 12
-    assert scheduler.loaded_pages == sum(len(batch.loads) for batch in simulation.batches) > 0
-    assert scheduler.saved_pages == sum(len(batch.saves) for batch in simulation.batches)
+    assert scheduler.stats.pages_loaded == sum(len(batch.loads) for batch in simulation.batches) > 0
+    assert scheduler.stats.pages_saved == sum(len(batch.saves) for batch in simulation.batches)
     simulation.run()
 
 
@@ -170,7 +172,7 @@ def test_samples_of_a_prompt_prefill_it_once() -> None:
     assert len(second.copies) == 4
     assert {source for source, _ in second.copies} == {2}
     assert second.decodes == (0, 1, 2, 3, 4)
-    assert simulation.scheduler.prefilled_tokens == 10
+    assert simulation.scheduler.stats.prefilled_tokens == 10
     assert [sequence.cached_tokens for sequence in sequences] == [0, 9, 9, 9, 9]
 
 
@@ -204,14 +206,14 @@ def test_a_sample_that_finds_no_lane_shares_the_full_pages_later() -> None:
     sequences = samples(config, PROMPT, 3, 4)
     simulation = run(config, *sequences)
     assert [sequence.cached_tokens for sequence in sequences] == [0, 9, 8]
-    assert simulation.scheduler.prefilled_tokens == 12
+    assert simulation.scheduler.stats.prefilled_tokens == 12
 
 
 def test_a_chunked_prompt_is_forked_when_its_last_chunk_is_scheduled() -> None:
     config = make_config(max_step_tokens=4)
     simulation = run(config, *samples(config, PROMPT, 3, 4))
     assert [[chunk.forks for chunk in batch.prefills] for batch in simulation.batches[:3]] == [[()], [()], [(1, 2)]]
-    assert simulation.scheduler.prefilled_tokens == 10
+    assert simulation.scheduler.stats.prefilled_tokens == 10
 
 
 def test_a_source_that_ends_at_once_leaves_its_page_until_it_is_copied() -> None:
@@ -275,8 +277,9 @@ def drive(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> int:
     for _ in range(steps):
         batch = scheduler.schedule()
         if before is not None:
-            count = len(before.sampling)
-            scheduler.update(before, StepResult([1] * count, *([0.0] * count for _ in range(3))))
+            values = [0.0] * len(before.sampling)
+            drawn = {"logprobs": values, "untruncated_logprobs": values, "raw_logprobs": values}
+            scheduler.update(before, StepResult(tokens=[1] * len(values), **drawn))
         before, most = batch, max(most, len(scheduler.running))
     scheduler.check()
     return most
@@ -292,8 +295,8 @@ def test_64_groups_of_16_samples_run_in_one_wave() -> None:
     groups = [samples(config, [group, *range(1, 1024)], 16, 512) for group in range(64)]
     scheduler = Scheduler(config)
     assert drive(scheduler, [sequence for group in groups for sequence in group], 12) == 1024
-    assert scheduler.preemptions == 0
-    assert scheduler.prefilled_tokens == 64 * 1024
+    assert scheduler.stats.preemptions == 0
+    assert scheduler.stats.prefilled_tokens == 64 * 1024
 
 
 def test_512_requests_behind_a_common_prefix_run_in_one_wave() -> None:
@@ -301,8 +304,8 @@ def test_512_requests_behind_a_common_prefix_run_in_one_wave() -> None:
     scheduler = Scheduler(config)
     sequences = [ask(config, [*range(2048), at, *range(99)], 512) for at in range(512)]
     assert drive(scheduler, sequences, 12) == 512
-    assert scheduler.preemptions == 0
-    assert scheduler.prefilled_tokens == 2048 + 512 * 100
+    assert scheduler.stats.preemptions == 0
+    assert scheduler.stats.prefilled_tokens == 2048 + 512 * 100
 
 
 def test_what_is_shared_is_reserved_once_and_who_runs_can_still_grow() -> None:
@@ -311,7 +314,7 @@ def test_what_is_shared_is_reserved_once_and_who_runs_can_still_grow() -> None:
         config = make_config(max_seqs=8, max_step_tokens=64, num_pages=num_pages)
         simulation = run(config, *samples(config, [*PROMPT, *PROMPT[:6]], 5, 9))
         assert max(len(batch.decodes) for batch in simulation.batches) == at_once
-        assert simulation.scheduler.preemptions == 0
+        assert simulation.scheduler.stats.preemptions == 0
 
 
 def test_cached_pages_that_nobody_holds_are_as_good_as_free() -> None:
@@ -333,7 +336,7 @@ def test_pages_that_match_and_that_nobody_holds_are_needed_all_the_same() -> Non
     runs, waits = ask(config, [1] * 9, 4), ask(config, [*PROMPT, *PROMPT[:7]], 1)  # three pages; four of them cached
     then(simulation, runs, waits)
     assert waits.cached_tokens == 12, "one of the four was evicted"
-    assert simulation.scheduler.preemptions == 0
+    assert simulation.scheduler.stats.preemptions == 0
     assert [len(batch.starts) for batch in simulation.batches[1:3]] == [1, 0]
     simulation.run()
 
@@ -370,6 +373,6 @@ def test_one_that_can_not_fit_is_not_looked_up_again_each_step() -> None:
     simulation = simulate(config, ask(config, [1] * 9, 10), ask(config, [2] * 9, 10))
     while simulation.scheduler.busy:
         simulation.advance()
-    assert simulation.scheduler.preemptions == 0
+    assert simulation.scheduler.stats.preemptions == 0
     assert simulation.seen["match"] <= 4
     simulation.run()

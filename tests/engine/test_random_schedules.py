@@ -138,7 +138,7 @@ def test_any_schedule_gives_the_answers_of_no_schedule(first: int) -> None:
             scheduler = simulation.scheduler
             if scheduler.estimate.least == LengthEstimate.least and not simulation.seen["reset"]:
                 asked = simulation.seen["computed again"]
-                assert scheduler.preemptions == asked, "preempted where no answer got longer than expected"
+                assert scheduler.stats.preemptions == asked, "preempted where no answer got longer than expected"
         except Exception as error:
             raise AssertionError(f"random_simulation({seed}).run(): {error}") from error
 
@@ -203,7 +203,7 @@ class ForgetsSaves(PageAllocator):
 
 
 class RemembersOldWeights(PageAllocator):
-    def forget(self) -> None:
+    def drop_index(self) -> None:
         """Forgets to."""
 
 
@@ -227,8 +227,8 @@ class ForgetsLaneStart(Scheduler):
 
 
 class KeepsTokenTooMany(Scheduler):
-    def _end(self, sequence: Sequence, token: int) -> None:
-        super()._end(sequence, token)
+    def _end_at(self, sequence: Sequence, token: int) -> None:
+        super()._end_at(sequence, token)
         if sequence.status is Status.FINISHED and sequence.pending:
             sequence.token_ids.append(token)
 

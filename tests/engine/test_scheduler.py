@@ -14,7 +14,7 @@ from simulation import Simulation, request, run
 
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.scheduler import Scheduler
-from fastgen.request import Sequence, Status, drawn_lists
+from fastgen.request import Sequence, Status
 
 # -------------------------------------------------------------------------------------- what goes into a step
 
@@ -47,10 +47,10 @@ def test_the_youngest_gives_way_when_pages_run_out() -> None:
     config = make_config(num_pages=9, page_size=2, max_step_tokens=64)
     old, middle, young = (request(config, 3, 12, seed=seed) for seed in range(3))
     simulation = run(config, old, middle, young, scheduler=hopeful(config))
-    assert simulation.scheduler.preemptions == old.preemptions + middle.preemptions + young.preemptions
+    assert simulation.scheduler.stats.preemptions == old.preemptions + middle.preemptions + young.preemptions
     assert old.preemptions == 0
     assert young.preemptions >= middle.preemptions >= 1
-    assert simulation.seen["preempted"] == simulation.scheduler.preemptions
+    assert simulation.seen["preempted"] == simulation.scheduler.stats.preemptions
 
 
 @pytest.mark.parametrize(("page_size", "num_pages"), [(1, 2), (1, 9), (4, 2), (4, 5), (16, 3)])
@@ -60,7 +60,7 @@ def test_a_lone_sequence_fills_the_whole_context_of_the_pool(page_size: int, num
     assert context == (num_pages - 1) * page_size
     if context > 1:
         answered = request(config, 1, None)
-        assert run(config, answered).scheduler.preemptions == 0
+        assert run(config, answered).scheduler.stats.preemptions == 0
         assert len(answered.token_ids) == context
     scored = request(config, context, 0, prompt_logprobs=0)
     run(config, scored, request(config, max(1, context - 1), 1, seed=1))
@@ -73,7 +73,7 @@ def test_a_step_with_a_masked_lane_that_draws_is_flagged() -> None:
     batches = simulation.batches
     # Its prompt takes three steps, and only the last of them draws; then it decodes twice.
     assert [batch.masked for batch in batches[:6]] == [False, False, True, True, True, False]
-    assert simulation.scheduler.generated_tokens == 3 + 9
+    assert simulation.scheduler.stats.generated_tokens == 3 + 9
 
 
 def test_the_decodes_of_two_steps_are_one_object_where_they_are_equal() -> None:
@@ -244,7 +244,7 @@ def test_an_exception_within_update_leaves_no_token_without_its_logprobs(torn: s
     simulation.settle()
     assert simulation.seen["reset"] == 1
     for sequence, length in zip(sequences, (2, 1), strict=True):
-        assert {sequence.output_len, *map(len, drawn_lists(sequence.drawn).values())} == {length}
+        assert {sequence.output_len, *map(len, sequence.drawn.lists().values())} == {length}
     simulation.run()
 
 
@@ -259,8 +259,8 @@ def test_reset_forgets_what_is_in_flight_and_keeps_the_order() -> None:
         simulation.advance()
     simulation.in_flight = None
     simulation.scheduler.reservations.sum += 1  # an exception in the middle of a sum
-    simulation.scheduler.reservations.wanted_sum += 1
-    simulation.scheduler.reset()
+    simulation.scheduler.reservations.waiting_pages += 1
+    simulation.scheduler.reset(sequences)
     simulation.scheduler.check()
     assert list(simulation.scheduler.waiting) == sequences
     assert len(simulation.scheduler.pages._free) == config.num_pages, "a prefix is cached that no step has computed"
@@ -275,9 +275,9 @@ def test_an_exception_between_the_last_token_and_the_end_ends_the_sequence() -> 
     scheduler.add(first)
     scheduler.schedule()
     first.token_ids += [1, 2]  # as if read
-    for kept in drawn_lists(first.drawn).values():
+    for kept in first.drawn.lists().values():
         kept += [0.0, 0.0]
-    scheduler.reset()
+    scheduler.reset([first])
     scheduler.check()
     assert (first.status, first.finish_reason) == (Status.FINISHED, "length")
     assert not scheduler.busy
@@ -310,7 +310,7 @@ def test_a_batch_replays_on_a_second_runner() -> None:
     """Batch is all that a rank needs: another runner that is given the same batches comes to the same tokens."""
     config = make_config(num_pages=12, page_size=2)
     simulation = run(config, *(request(config, 3 + seed, 8, seed=seed) for seed in range(4)), scheduler=hopeful(config))
-    assert simulation.scheduler.preemptions
+    assert simulation.scheduler.stats.preemptions
     ranks = [HashRunner(config), HashRunner(config)]
     for batch in simulation.batches:
         results = [rank.launch(batch).result for rank in ranks]

@@ -62,7 +62,7 @@ class FakeRunner:
         launched.step += 0 if masks is None else int(masks[0, 0])
 
     def collect(self, launched: Any) -> StepResult:
-        return StepResult([launched.step], [], [], [])
+        return StepResult(tokens=[launched.step])
 
     def settle(self) -> None:
         self._do("settle", 0)

@@ -74,7 +74,7 @@ class FakeEngine:
             self.said.append(tokens)
             self._known |= {tuple(tokens[:end]) for end in range(0, len(tokens), self._page_size)}
         reason = "length" if left <= 1 else None
-        return Event(id, 0, new, [0.0] * len(new), [], "", reason, cached_tokens=self._cached[id])
+        return Event(id, 0, new, "", reason, cached_tokens=self._cached[id])
 
 
 def test_the_sizes_are_those_of_the_plan() -> None:

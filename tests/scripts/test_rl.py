@@ -40,7 +40,7 @@ def answered(lengths: list[list[int]]) -> list[RequestOutput]:
             number,
             [1, 2, 3],
             [
-                Completion(k, ids, "", [-0.1 * i for i in range(len(ids))], [], [], "stop")
+                Completion(k, ids, "", "stop", logprobs=[-0.1 * i for i in range(len(ids))])
                 for k, ids in enumerate(group)
             ],
         )

@@ -13,7 +13,7 @@ from fastgen.cli.serve.answers import GenerationReply, GenerationRequest, gramma
 from fastgen.cli.serve.grammar import Compiler
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_request, refused
 from fastgen.cli.serve.tokens import ModelFacts, Vocabulary
-from fastgen.request import Event, RequestOutput, SamplingParams, TokenMask, drawn_lists
+from fastgen.request import Event, RequestOutput, SamplingParams, TokenMask
 
 if TYPE_CHECKING:
     from fastgen.generator import Generator
@@ -101,7 +101,7 @@ def _events(prompt: int, output: RequestOutput) -> list[Event]:
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
             cached_tokens=output.cached_tokens,
-            **drawn_lists(completion),
+            **completion.lists(),
         )
         for completion in output.completions
     ]

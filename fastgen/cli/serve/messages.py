@@ -10,9 +10,10 @@ from operator import attrgetter
 from typing import Any
 
 from fastgen.engine.outputs import Stats
-from fastgen.request import Event, Prompt, SamplingParams, drawn_lists
+from fastgen.request import Event, Prompt, SamplingParams
 
-_row: Callable[[Event], tuple[Any, ...]] = attrgetter(*Event.__dataclass_fields__)
+_FIELDS = tuple(Event.__dataclass_fields__)
+_row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def encode(events: Iterable[Event]) -> bytes:
 
 def decode(data: bytes) -> list[Event]:
     """Return the events that `encode` has serialized."""
-    return [Event(*row) for row in marshal.loads(data)]
+    return [Event(**dict(zip(_FIELDS, row, strict=True))) for row in marshal.loads(data)]
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
@@ -84,6 +85,6 @@ def joined(events: Iterable[Event]) -> list[Event]:
 
 def _merge(events: list[Event]) -> Event:
     first, last = events[0], events[-1]
-    names = ["token_ids", *drawn_lists(last)]
+    names = ["token_ids", *last.lists()]
     lists: dict[str, Any] = {name: [item for event in events for item in getattr(event, name) or ()] for name in names}
     return replace(last, **lists, text="".join(event.text for event in events), started=first.started)

@@ -197,7 +197,7 @@ class Echo:
     def _answer(self, request: Request) -> Iterator[RequestOutput]:
         assert request.id is not None
         error = None if request.prompt else "the prompt is empty"
-        completion = Completion(0, [], "", [], [], [], "error" if error else "stop", error=error)
+        completion = Completion(0, [], "", "error" if error else "stop", error=error)
         self.done += 1
         yield RequestOutput(request.id, [1], [completion])
 

@@ -331,7 +331,7 @@ def test_a_failed_sample_fails_the_request(gen: Generator) -> None:
         ("error", "the mask allowed no token", "the mask", 400, "invalid_request_error"),
         ("abort", None, "was aborted", 500, "server_error"),
     ):
-        bad = Event(0, 0, [], [], [], "", finish_reason=reason, error=error)
+        bad = Event(0, 0, [], "", finish_reason=reason, error=error)
         for say in (chat.reply().push, chat.reply().whole, text.reply().push, text.reply().whole):
             with pytest.raises(ApiError, match=message) as raised:
                 say([bad])
@@ -471,7 +471,7 @@ def test_what_json_can_not_hold_is_not_said(tiny: Generator) -> None:
     vocabulary = Vocabulary(tiny.tokenizer)
     byte = next(token for token in range(300) if vocabulary.raw(token) == b"\xff")
     tops = {300: -0.5, byte: -1.0, 5000: -2.0, 5001: -3.0, 301: -math.inf}  # the last but one are no tokens at all
-    event = Event(0, 0, [301], [0.0], [-math.inf], "x", finish_reason="length", top_logprobs=[tops])
+    event = Event(0, 0, [301], "x", "length", logprobs=[0.0], raw_logprobs=[-math.inf], top_logprobs=[tops])
     whole = CompletionReply(request, "tiny", [PromptTokens([1])], vocabulary).whole([event])
     (choice,) = as_openai(OpenAICompletion, TextCompletion, whole)["choices"]
     assert choice["logprobs"]["token_logprobs"] == [-9999.0]
