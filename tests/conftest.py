@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported: kernels then run on CPU tensors
 
 from fastgen import Generator
-from fastgen.kernels import fixed
+from fastgen.kernels import batch_invariant
 
 if os.environ.get("TRITON_INTERPRET"):
     with suppress(ImportError):
@@ -263,6 +263,6 @@ class Turns:
 @pytest.fixture
 def fresh_configs() -> Iterator[None]:
     """Forget how products are cut up, around a test that changes what decides it."""
-    fixed.config.cache_clear()
+    batch_invariant.config.cache_clear()
     yield
-    fixed.config.cache_clear()
+    batch_invariant.config.cache_clear()

@@ -14,8 +14,8 @@ from fastgen.device.memory import release_memory, taken
 from fastgen.device.pinned import upload, upload_together
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.prefill_graphs import PrefillGraphs, prefill_sizes
-from fastgen.kernels.lanes import DecodeInput, advance
 from fastgen.kernels.launch import current
+from fastgen.kernels.state import DecodeInput, advance
 from fastgen.model.attention import Attention, StepLayout
 from fastgen.model.host_tier import Arrivals, HostTier
 from fastgen.model.kv_pool import KVPool

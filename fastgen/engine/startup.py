@@ -26,10 +26,9 @@ from fastgen.engine.config import EngineConfig
 from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.prefill_graphs import prefill_sizes
 from fastgen.engine.runner import SCORE_ROWS, Runner, largest_half
-from fastgen.kernels import fixed
+from fastgen.kernels import batch_invariant
 from fastgen.kernels.ahead import compile_ahead
-from fastgen.kernels.launch import Chip, current, refused, triton
-from fastgen.kernels.support import kernels_of, slower_than_possible
+from fastgen.kernels.launch import Chip, current, kernels_of, refused, slower_than_possible, triton
 from fastgen.model.attention import make_attention
 from fastgen.model.config import ModelConfig
 from fastgen.model.host_tier import HostTier
@@ -269,10 +268,10 @@ def _launch_all(runner: Runner) -> None:
     _run_largest_steps(runner)
     if runner.attention.capturable:
         runner.decode_all(batch_sizes(config.max_seqs))
-    if model.lm_head.fixed:
-        _launch_products(model, runner.pool, [*fixed.SIZES, config.max_step_tokens])
+    if model.lm_head.batch_invariant:
+        _launch_products(model, runner.pool, [*batch_invariant.SIZES, config.max_step_tokens])
         return
-    for size in (size for size in fixed.SIZES if size <= max(fixed.FEW)):
+    for size in (size for size in batch_invariant.SIZES if size <= max(batch_invariant.FEW)):
         count = min(size, config.max_step_tokens, config.max_model_len - 1)
         start = LaneStart(0, SamplingParams(), 0, 0, count, frozenset(), ())
         zeros = np.zeros(count, dtype=np.int32)
@@ -289,9 +288,9 @@ def _launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None
     for linear, fused in model.products(model.slot_mapping(pool, zero, zero - 1, 1), pool):
         x = linear.weight.new_zeros(1, linear.weight.shape[1])
         for size in sizes:
-            found = fixed.config(size, *linear.weight.shape, linear.weight.dtype, Chip.of(device))
-            rope = fused.rope if fixed.turns(size) else None
-            fixed.launch_as(found, x, linear.weight, linear.bias, fused._replace(rope=rope))
+            found = batch_invariant.config(size, *linear.weight.shape, linear.weight.dtype, Chip.of(device))
+            rope = fused.rope if batch_invariant.turns(size) else None
+            batch_invariant.launch_as(found, x, linear.weight, linear.bias, fused._replace(rope=rope))
 
 
 def _run_largest_steps(runner: Runner) -> None:

@@ -54,7 +54,7 @@ POLLS = 60_000_000
 """Times to look for what other ranks push, which takes half a minute or so."""
 
 
-class Layout(NamedTuple):
+class InboxLayout(NamedTuple):
     """Where things lie in an inbox, in words.
 
     flagged: words of a call that can go in one trip; at the inbox's start there are 2 N such rows of 8-byte cells.
@@ -70,13 +70,13 @@ class Layout(NamedTuple):
     end: int
 
     @staticmethod
-    def of(words: int, size: int) -> Layout:
+    def of(words: int, size: int) -> InboxLayout:
         flagged = min(-(-words // 16), ONE_TRIP // (size - 1) // 16) * 16
         share = -(-words // (size * SLICE)) * SLICE
         partials = 2 * size * flagged * 2
         results = partials + size * share
         flags = results + size * share
-        return Layout(flagged, share, partials, results, flags, flags + 2 * BLOCKS * size)
+        return InboxLayout(flagged, share, partials, results, flags, flags + 2 * BLOCKS * size)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Inbox:
     @staticmethod
     def bytes_for(words: int, size: int) -> int:
         """The bytes of an inbox for calls of up to `words` words among `size` ranks."""
-        return 4 * Layout.of(words, size).end
+        return 4 * InboxLayout.of(words, size).end
 
     @staticmethod
     def make(peers: Sequence[int], words: int, rank: int, device: torch.device, polls: int = POLLS) -> Inbox:
@@ -124,7 +124,7 @@ class Inbox:
 
 
 @dataclass(frozen=True)
-class Config:
+class AllReduceConfig:
     """How a call is cut up. trips: 1 or 2; block: words of a program, or with two trips of a slice; warps a program."""
 
     trips: int
@@ -132,17 +132,17 @@ class Config:
     warps: int
 
 
-def config(words: int, inbox: Inbox, chip: Chip) -> Config:
+def config(words: int, inbox: Inbox, chip: Chip) -> AllReduceConfig:
     """For calls of so many words."""
     block = max(64, triton.next_power_of_2(-(-words // 512)))
     warps = block // 64 if block <= 256 else min(block // 128, 8)
     fits = -(-words // block) * warps <= warps_at_a_time(inbox.size, chip)
-    if fits and words <= Layout.of(inbox.words, inbox.size).flagged:
-        return Config(1, block, warps)
+    if fits and words <= InboxLayout.of(inbox.words, inbox.size).flagged:
+        return AllReduceConfig(1, block, warps)
     block = 512 if words <= SMALL else 1024
     while words > inbox.size * block * BLOCKS:
         block *= 2
-    return Config(2, block, block // 128)  # 16 bytes a thread and rank
+    return AllReduceConfig(2, block, block // 128)  # 16 bytes a thread and rank
 
 
 def warps_at_a_time(size: int, chip: Chip) -> int:
@@ -165,15 +165,15 @@ def add_reduced(x: Tensor, y: Tensor, inbox: Inbox) -> None:
     launch_as(config(words_of(x), inbox, Chip.of(x.device)), x, y, inbox)
 
 
-def launch_as(chosen: Config, x: Tensor, y: Tensor, inbox: Inbox) -> None:
-    """add_reduced, cut up as a Config says."""
+def launch_as(chosen: AllReduceConfig, x: Tensor, y: Tensor, inbox: Inbox) -> None:
+    """add_reduced, cut up as a AllReduceConfig says."""
     words, size = words_of(x), inbox.size
     assert x.shape == y.shape
     assert x.dtype == y.dtype
     assert x.is_contiguous()
     assert y.is_contiguous()
     assert 0 < words <= inbox.words
-    at = Layout.of(inbox.words, size)
+    at = InboxLayout.of(inbox.words, size)
     pdl = Chip.of(x.device).dependent_launch
     options = {"num_warps": chosen.warps, **({"launch_pdl": True} if pdl else {})}
     ranks = triton.next_power_of_2(size)

@@ -1,14 +1,14 @@
-"""Attention over the paged KV pool, of a list of items (see fastgen.kernels.items), for decodes and prefills alike.
+"""Attention over the paged KV pool, for decodes and prefills alike, from a list of work tiles.
 
-A unit of work is an item and a KV head: the query rows are the item's tokens times the head's group of query heads, in
-one tile. As many programs run as the chip holds; each takes units until there are none. Where a tile's keys are split,
-partial results go through a workspace, and the last program to end merges them, in the order of the splits, so that
-the result does not depend on who was last.
+A task is a work tile and a KV head (`fastgen.kernels.work_tiles`): the query rows are the tile's tokens times the query
+heads of that KV head. As many programs run as the chip holds, and each takes tasks until there are none. If the keys of
+a query tile are split, each split stores a partial result, and the last program to end combines them in the order of
+the splits, so that the result does not depend on which program was last.
 
-Of keys that rows of a decode step share, a launch of its own attends with tiles of these rows (SHARED), which leaves
-partial results; those of the private keys follow (PRIVATE) and merge them with their own.
+Keys that rows of a decode step share have a launch of their own (SHARED), whose tiles hold these rows and which stores
+partial results. The launch for the private keys follows (PRIVATE) and combines these results with its own.
 
-In deterministic mode on Hopper, decodes that share nothing are those of fastgen.kernels.hopper_decode.
+In deterministic mode on Hopper, fastgen.kernels.hopper_decode computes the decodes that share nothing.
 
 Shape letters: T tokens in the step, H query heads, K KV heads, D head size, P page size, G = H / K.
 """
@@ -23,8 +23,19 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels import hopper_decode
-from fastgen.kernels.blocks import join, left, nothing, softmax_block, softmax_block_swapped
-from fastgen.kernels.items import (
+from fastgen.kernels.launch import HOPPER, Chip, Kernel, jit, power_of_two, tl
+from fastgen.kernels.softmax import (
+    combine,
+    combine_partials,
+    combine_splits,
+    combine_splits_in_order,
+    load_partial,
+    no_keys,
+    softmax_block,
+    softmax_block_swapped,
+    store_partial,
+)
+from fastgen.kernels.work_tiles import (
     BEGIN,
     END,
     FIELDS,
@@ -37,28 +48,140 @@ from fastgen.kernels.items import (
     SPLITS,
     TOKENS,
     SharedRows,
-    dependent,
+    next_task,
+    read_tile,
+    schedule,
 )
-from fastgen.kernels.launch import Chip, Kernel, jit, tl
-from fastgen.kernels.merging import fold, leave, merge, merge_fixed
-from fastgen.kernels.tiles import REGISTERS, Config, power_of_two
-from fastgen.kernels.units import ask, deal, item_at
 
-PLAIN, SHARED, PRIVATE = 0, 1, 2  # what a list's items are: see the top
-OPEN_ROUNDS = 2  # of units that are not dealt out: who is done first takes the next
+DECODE, FEW, PREFILL = "decode", "few", "prefill"  # FEW: decodes of so few sequences that they do not fill the chip
+GROUP = "group"  # rows that share keys
+FILLED = 8  # tasks a processor, up to which decodes are FEW
+REGISTERS = 255  # a thread; all that it may have, which measured faster than more programs a processor
+COMBINED = {DECODE: 8, FEW: 8, PREFILL: 16, GROUP: 16}
+"""Numbers of partial results that a thread loads at once while it combines them."""
 
 
 @dataclass(frozen=True)
-class Items:
-    """A list on the device (see fastgen.kernels.items), the most items that it can have, and how they are run.
+class AttentionConfig:
+    """The shape of a program's work.
 
-    kind: PLAIN, SHARED or PRIVATE. Of SHARED ones: rows, whose list it is; bases and kv_lens, int32 [S], of this list's
-    window. alone: see fastgen.model.attention.interface.Attention.plan_decode.
+    rows: of a query tile, at least tokens * G. keys: in an iteration. registers: the most of a thread. programs: the
+    most on a processor. peel: blocks of keys that all rows see in full have a loop of their own, without a mask.
+    combine_rows, combine_splits: of the partial results that are loaded at once. invariant: the softmax of an iteration
+    is computed by itself before it is combined with that of the keys before, so that any program may compute it. swap:
+    the rows are then the right side of its products. static: most tasks are scheduled statically.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int
+    programs: int
+    peel: bool
+    combine_rows: int
+    combine_splits: int
+    invariant: bool = False
+    swap: bool = False
+    static: bool = False
+
+
+# Phase and whether a number has 2 bytes -> choices of (rows, keys, warps, stages); the first that fits is taken. 0 rows
+# are those of one token. `stages` - 1 blocks of keys load while the program computes one. Measured on an H200 by
+# scripts/tune/tune_attention.py.
+_HALF_PREFILL = ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))
+CONFIGS = {
+    (DECODE, True): ((0, 32, 1, 2), (0, 16, 1, 2)),
+    (DECODE, False): ((0, 32, 4, 2), (0, 16, 4, 2)),
+    (FEW, True): ((0, 64, 2, 3), (0, 64, 2, 2), (0, 32, 2, 2), (0, 16, 2, 2)),
+    (FEW, False): ((0, 32, 4, 2), (0, 16, 4, 2)),
+    (PREFILL, True): ((128, 64, 8, 3), (128, 64, 8, 2), *_HALF_PREFILL),
+    (PREFILL, False): ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
+    (GROUP, True): ((64, 32, 4, 3), *_HALF_PREFILL),
+    (GROUP, False): ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
+}
+# In deterministic mode the bits of a row must not depend on its phase: all phases have the same number of keys in an
+# iteration and the same tensor core instruction. Hopper's takes at least 64 rows on the left side, so that a decode's
+# rows are on the right.
+INVARIANT_CONFIGS = {
+    (DECODE, True): ((0, 64, 2, 2),),
+    (FEW, True): ((0, 64, 2, 2),),
+    (PREFILL, True): ((32, 64, 2, 2),),
+    (GROUP, True): ((32, 64, 2, 2),),
+} | {(phase, False): ((32, 32, 4, 2),) for phase in (DECODE, FEW, PREFILL, GROUP)}
+INVARIANT_HOPPER = {
+    DECODE: ((0, 64, 4, 2),),
+    FEW: ((0, 64, 4, 2),),
+    PREFILL: ((128, 64, 8, 3), (64, 64, 4, 2)),
+    GROUP: ((64, 64, 4, 2),),
+}
+SWAPPED_REGISTERS = 168  # a thread, for three programs a processor
+
+
+def configure(
+    phase: str, group: int, head_size: int, dtype: torch.dtype, chip: Chip, deterministic: bool = False
+) -> AttentionConfig:
+    """Return the configuration for `group` query heads a KV head (G). Raises ValueError if none fits the chip."""
+    dims, least = power_of_two(head_size), max(power_of_two(group), 16)
+    wide = dims > 128  # half as many rows then have as many numbers
+    hopper = deterministic and chip.capability[0] == HOPPER[0] and dtype.itemsize == 2 and 64 <= dims <= 128
+    choices = (INVARIANT_CONFIGS if deterministic else CONFIGS)[phase, dtype.itemsize == 2]
+    for rows, keys, warps, stages in INVARIANT_HOPPER[phase] if hopper else choices:
+        if deterministic and not hopper:  # the warps then divide the keys in all phases, as tests have it
+            rows = min(rows, dims // 2)
+        rows = max(rows // 2 if wide else rows, least)
+        warps = max(warps, min(rows // 16, 8) if rows == least else 0, 4 if wide else 0)
+        swap = hopper and phase in (DECODE, FEW)
+        size = shared_bytes(rows, keys, stages, dims, dtype, chip, swap)
+        if size <= chip.shared_memory:
+            tiles = phase in (PREFILL, GROUP)
+            combine_rows = min(rows if tiles else power_of_two(group), 32)
+            combine_splits = min(max(COMBINED[phase] * warps * 32 // (combine_rows * dims), 1), 16)
+            if deterministic:  # combined one after the other, while many load
+                combine_splits = min(4 * combine_splits, 8)
+            registers = SWAPPED_REGISTERS if swap else REGISTERS
+            programs = programs_of(size, registers, warps, chip)
+            combining = combine_rows, combine_splits
+            modes = deterministic, swap, deterministic and not tiles
+            return AttentionConfig(rows, keys, warps, stages, registers, programs, tiles, *combining, *modes)
+    raise ValueError(
+        f"attention='paged' can not run {group} query heads a KV head of size {head_size} in {dtype} on this GPU, "
+        f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"
+    )
+
+
+def programs_of(shared_memory: int, registers: int, warps: int, chip: Chip) -> int:
+    """Return the programs that a processor holds at once. If there were more, the last would find no tasks left."""
+    by_memory = (chip.shared_memory + 1024) // (shared_memory + 1024)  # the system takes a kilobyte of each
+    by_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)
+    return max(min(by_memory, by_registers, 16), 1)
+
+
+def shared_bytes(
+    rows: int, keys: int, stages: int, dims: int, dtype: torch.dtype, chip: Chip, swap: bool = False
+) -> int:
+    """Return the bytes of shared memory that a program takes, rounded up, because the compiler decides."""
+    ahead = stages if swap or (chip.capability >= HOPPER and rows >= 64) else max(stages - 1, 1)
+    numbers = 2 * ahead * keys * dims + rows * dims + rows * keys
+    return max(numbers * dtype.itemsize, rows * dims * 4) + 2048
+
+
+PLAIN, SHARED, PRIVATE = 0, 1, 2  # kinds of lists, see the module's docstring
+DYNAMIC_ROUNDS = 2  # rounds of tasks at the end that programs take as they become free
+
+
+@dataclass(frozen=True)
+class TileList:
+    """A list of work tiles on the device, and how to run it.
+
+    list: int32, see fastgen.kernels.work_tiles. most: the most work tiles that it can have. kind: PLAIN, SHARED or
+    PRIVATE. Of SHARED lists: rows, whose list it is; bases and kv_lens, int32 [S], of the list's window. alone: see
+    fastgen.model.attention.interface.Attention.plan_decode.
     """
 
     list: Tensor
     most: int
-    config: Config
+    config: AttentionConfig
     kind: int = PLAIN
     rows: SharedRows | None = None
     bases: Tensor | None = None
@@ -67,9 +190,10 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Workspace:
-    """Where the splits of tiles meet. parts: float32 [slots, H, D]; lse: float32 [slots, H], log2 of the softmax's sum
-    (where that is fixed: its peak, with the sum in `totals`); arrivals: int32 [slots, K], zeros between launches."""
+class PartialResults:
+    """Memory for the partial results of work tiles. parts: float32 [slots, H, D]. lse: float32 [slots, H], the log2 of
+    the softmax's sum; in deterministic mode its peak. totals: float32 [slots, H], the sum in deterministic mode.
+    arrivals: int32 [slots, K], zeros between launches."""
 
     parts: Tensor
     lse: Tensor
@@ -77,8 +201,8 @@ class Workspace:
     arrivals: Tensor
 
     @staticmethod
-    def empty(slots: int, num_heads: int, num_kv: int, head_size: int, device: torch.device) -> Workspace:
-        return Workspace(
+    def empty(slots: int, num_heads: int, num_kv: int, head_size: int, device: torch.device) -> PartialResults:
+        return PartialResults(
             torch.empty(slots, num_heads, head_size, dtype=torch.float32, device=device),
             torch.empty(slots, num_heads, dtype=torch.float32, device=device),
             torch.empty(slots, num_heads, dtype=torch.float32, device=device),
@@ -91,35 +215,36 @@ def _attention_kernel(
     q_ptr, out_ptr, keys_ptr, values_ptr, table_ptr, list_ptr, parts_ptr, lse_ptr, totals_ptr, arrivals_ptr,
     members_ptr, bases_ptr, lens_ptr, layer, num_pages, table_width,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr, FIXED: tl.constexpr,
-    SWAP: tl.constexpr, DEALT: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, KIND: tl.constexpr,
-    OPEN_ROUNDS: tl.constexpr, PLAIN: tl.constexpr, SHARED: tl.constexpr, PRIVATE: tl.constexpr,
-    HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr, INVARIANT: tl.constexpr,
+    SWAP: tl.constexpr, STATIC: tl.constexpr, COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
+    KIND: tl.constexpr, DYNAMIC_ROUNDS: tl.constexpr, PLAIN: tl.constexpr, SHARED: tl.constexpr,
+    PRIVATE: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Units are taken in order: the first by the program's number, others from the layer's counter in the header. Where
-    they are short (DEALT) all but the last rounds are dealt out, so that an item is read while another is worked on."""
-    # PRIVATE ones begin beside SHARED ones, and wait for them only where their partial results are wanted (where the
-    # order is fixed, from the start): so these say that the next may come when they know that all before has ended.
+    """Take tasks in order: the first by the program's number, others from the layer's counter in the list's header. If
+    tasks are short (STATIC), all but the last rounds are scheduled statically, so that the program loads a work tile
+    while it computes the one before."""
+    # A PRIVATE launch starts beside the SHARED one and waits for it only where it needs the partial results (if
+    # INVARIANT, at the start). Therefore a SHARED launch lets it start only after all earlier kernels have ended.
     if PDL and KIND == SHARED:
         tl.extra.cuda.gdc_wait()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if PDL and (KIND == PLAIN or (KIND == PRIVATE and FIXED)):
+    if PDL and (KIND == PLAIN or (KIND == PRIVATE and INVARIANT)):
         tl.extra.cuda.gdc_wait()
     G: tl.constexpr = H // K
-    unit, programs = tl.program_id(0), tl.num_programs(0)
-    # An item is read together with the number of items, and not after it, which is what a small step waits for.
+    task, programs = tl.program_id(0), tl.num_programs(0)
+    # The first work tile loads together with the number of them, not after it: in a small step that is the wait.
     count = tl.load(list_ptr)
-    item = item_at(list_ptr + HEADER + unit // K * FIELDS)
-    dealt = programs
-    if DEALT:
-        unit, programs, dealt = deal(unit, programs, count * K, OPEN_ROUNDS)
-    while unit < count * K:
-        next_unit = unit + programs
-        if DEALT:
-            next_item = item_at(list_ptr + HEADER + tl.minimum(next_unit // K, count - 1) * FIELDS)
-        first, tokens, lane, position, begin, end, part, split = item
-        head = unit % K
+    tile = read_tile(list_ptr + HEADER + task // K * FIELDS)
+    scheduled = programs
+    if STATIC:
+        task, programs, scheduled = schedule(task, programs, count * K, DYNAMIC_ROUNDS)
+    while task < count * K:
+        next_number = task + programs
+        if STATIC:
+            next_tile = read_tile(list_ptr + HEADER + tl.minimum(next_number // K, count - 1) * FIELDS)
+        first, tokens, lane, position, begin, end, part, split = tile
+        head = task % K
         row = tl.arange(0, ROWS)
         token, q_head = row // G, head * G + row % G
         dim = tl.arange(0, DIMS)[None, :]
@@ -129,65 +254,64 @@ def _attention_kernel(
         if KIND == SHARED:
             query_row = tl.load(members_ptr + query_row, mask=token < tokens, other=0)
             query = tl.load(lens_ptr + query_row) - 1
-            low, high = end, tl.max(query, 0)  # all positions are behind the range
+            low, high = end, tl.max(query, 0)  # all positions lie after the range
         q = tl.load(q_ptr + ((query_row * H + q_head)[:, None] * D + dim), mask=here, other=0.0)
-        acc, peak, total = nothing(ROWS, DIMS, SWAP)
-        if KIND == PRIVATE and FIXED:  # where the shared keys end, unless `merge_fixed` goes on from there
-            prior = (token < tokens % SPLITS) & (tokens // SPLITS > 0) & (split // SPLITS == 1)
+        acc, peak, total = no_keys(ROWS, DIMS, SWAP)
+        if KIND == PRIVATE and INVARIANT:  # begin with the shared keys, unless `combine_splits_in_order` does
+            partial = (token < tokens % SPLITS) & (tokens // SPLITS > 0) & (split // SPLITS == 1)
             slot = part * H + q_head
-            acc, peak, total = left(parts_ptr, lse_ptr, totals_ptr, slot, prior, tl.arange(0, DIMS), D, SWAP)
+            acc, peak, total = load_partial(parts_ptr, lse_ptr, totals_ptr, slot, partial, tl.arange(0, DIMS), D, SWAP)
         acc, peak, total = _softmax(
             acc, peak, total, q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr + lane * table_width,
-            layer * num_pages, head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL, FIXED, SWAP,
+            layer * num_pages, head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL, INVARIANT, SWAP,
         )  # fmt: skip
         if KIND == SHARED:
             slot = (tl.load(bases_ptr + query_row) + split) * H + q_head
-            if FIXED:
-                tl.store(totals_ptr + slot, total, mask=token < tokens)
-                leave(acc, peak, parts_ptr, lse_ptr, slot, token < tokens, D, DIMS)
-            else:
-                acc = acc / total[:, None]
-                leave(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot, token < tokens, D, DIMS)
+            store_partial(
+                acc, peak, total, parts_ptr, lse_ptr, totals_ptr, slot, token < tokens, D, DIMS, INVARIANT
+            )  # fmt: skip
         else:
             _finish(
                 acc, peak, total, out_ptr, parts_ptr, lse_ptr, totals_ptr, arrivals_ptr, first, tokens, part, split,
-                head, H, K, D, ROWS, DIMS, MERGE_ROWS, MERGE_SPLITS, SPLITS, KIND == PRIVATE, FIXED, PDL,
+                head, H, K, D, ROWS, DIMS, COMBINE_ROWS, COMBINE_SPLITS, SPLITS, KIND == PRIVATE, INVARIANT, PDL,
             )  # fmt: skip
-        if not DEALT or next_unit >= dealt:
-            next_unit = ask(list_ptr, layer, count * K, dealt)
-            next_item = item_at(list_ptr + HEADER + tl.minimum(next_unit // K, count - 1) * FIELDS)
-        unit, item = next_unit, next_item
+        if not STATIC or next_number >= scheduled:
+            next_number = next_task(list_ptr, layer, count * K, scheduled)
+            next_tile = read_tile(list_ptr + HEADER + tl.minimum(next_number // K, count - 1) * FIELDS)
+        task, tile = next_number, next_tile
 
 
 @jit()
 def _softmax(
     acc, peak, total, q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr, FIXED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr, INVARIANT: tl.constexpr,
     SWAP: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of q [ROWS, DIMS] at positions query [ROWS], from low to high, over keys before and those of
-    [begin, end), not yet divided by its sum: acc [ROWS, DIMS], and peak and total [ROWS], the sum in units of 2**peak.
-    A row that has seen no keys has a peak (-1e20 or less) that weighs nothing beside another."""
+    """Extend the softmax of q [ROWS, DIMS] at positions query [ROWS], from low to high, by the keys [begin, end).
+
+    Returns acc [ROWS, DIMS], before division by total; peak [ROWS]; and total [ROWS], in units of 2**peak. The peak of
+    a row that sees no key (-1e20 or less) weighs nothing beside another.
+    """
     full_begin = begin
     full_end = end
     if PEEL:
-        if WINDOW > 0:  # the first block that the last query sees from its first key on
+        if WINDOW > 0:  # the first block that the last query sees in full
             full_begin = begin + tl.cdiv(tl.maximum(high + 1 - WINDOW - begin, 0), KEYS) * KEYS
             full_begin = tl.minimum(full_begin, end)
             acc, peak, total = _blocks(
                 acc, peak, total, q, query, begin, full_begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
-                K, D, P, WINDOW, SCALE, KEYS, DIMS, True, FIXED, SWAP,
+                K, D, P, WINDOW, SCALE, KEYS, DIMS, True, INVARIANT, SWAP,
             )  # fmt: skip
         full_end = full_begin + tl.maximum(tl.minimum(end, low + 1) - full_begin, 0) // KEYS * KEYS
         acc, peak, total = _blocks(
             acc, peak, total, q, query, full_begin, full_end, end, keys_ptr, values_ptr, table_ptr, first_page, head,
-            K, D, P, WINDOW, SCALE, KEYS, DIMS, False, FIXED, SWAP,
+            K, D, P, WINDOW, SCALE, KEYS, DIMS, False, INVARIANT, SWAP,
         )  # fmt: skip
         full_begin = full_end
     acc, peak, total = _blocks(
         acc, peak, total, q, query, full_begin, end, end, keys_ptr, values_ptr, table_ptr, first_page, head,
-        K, D, P, WINDOW, SCALE, KEYS, DIMS, True, FIXED, SWAP,
+        K, D, P, WINDOW, SCALE, KEYS, DIMS, True, INVARIANT, SWAP,
     )  # fmt: skip
     if SWAP:
         acc = tl.trans(acc)
@@ -199,16 +323,16 @@ def _softmax(
 def _blocks(
     acc, peak, total, q, query, begin, end, limit, keys_ptr, values_ptr, table_ptr, first_page, head,
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    KEYS: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr, FIXED: tl.constexpr, SWAP: tl.constexpr,
+    KEYS: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr, INVARIANT: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
-    """Go on with the keys [begin, end), of which those from `limit` on are not there: what is in the pool in their
-    place may be anything, so that it is not loaded."""
+    """Extend the softmax by the keys [begin, end). Keys from `limit` on do not exist: the pool may hold anything in
+    their place, so they are not loaded."""
     number = tl.arange(0, KEYS)
     dim = tl.arange(0, DIMS)[None, :]
     next_page = tl.load(table_ptr + tl.minimum(begin, limit - 1) // P)
     for start in range(begin, end, KEYS):
         key = start + number
-        if P % KEYS == 0:  # the block lies in one page, whose number was read an iteration ago
+        if P % KEYS == 0:  # the block lies in one page, whose number loaded an iteration ago
             base = (((first_page + next_page).to(tl.int64) * K + head) * P + start % P) * D
             next_page = tl.load(table_ptr + tl.minimum(start + KEYS, limit - 1) // P)
             at = number[:, None] * D + dim
@@ -226,7 +350,7 @@ def _blocks(
         else:
             k = tl.load(keys_ptr + base + at, mask=dim < D, other=0.0)
             v = tl.load(values_ptr + base + at, mask=dim < D, other=0.0)
-        if FIXED:
+        if INVARIANT:
             seen = None
             if MASKED:
                 seen = _seen(key, query, limit, WINDOW, SWAP)
@@ -234,14 +358,14 @@ def _blocks(
                 next_acc, next_peak, next_total = softmax_block_swapped(q, k, v, seen, SCALE)
             else:
                 next_acc, next_peak, next_total = softmax_block(q, k, v, seen, SCALE)
-            acc, peak, total = join(acc, peak, total, next_acc, next_peak, next_total, SWAP)
+            acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, SWAP)
         else:
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if MASKED:
                 scores = tl.where(_seen(key, query, limit, WINDOW, False), scores * SCALE, -1e30)
                 higher = tl.maximum(peak, tl.max(scores, 1))
                 weights = tl.exp2(scores - higher[:, None])
-            else:  # a fused multiply-add, which would not do for -1e30: it takes a rounded product from an exact one
+            else:  # fused multiply-adds; of -1e30 they would subtract a rounded product from an exact one
                 higher = tl.maximum(peak, tl.max(scores, 1) * SCALE)
                 weights = tl.exp2(scores * SCALE - higher[:, None])
             shrink = tl.exp2(peak - higher)
@@ -253,7 +377,7 @@ def _blocks(
 
 @jit()
 def _seen(key, query, limit, WINDOW: tl.constexpr, SWAP: tl.constexpr):
-    """Whether keys [KEYS] are seen by queries [ROWS]: [ROWS, KEYS], or the other way round."""
+    """Return whether queries [ROWS] see keys [KEYS]: [ROWS, KEYS], or if SWAP [KEYS, ROWS]."""
     if SWAP:
         key = key[:, None]
         query = query[None, :]
@@ -270,13 +394,13 @@ def _seen(key, query, limit, WINDOW: tl.constexpr, SWAP: tl.constexpr):
 def _finish(
     acc, peak, total, out_ptr, parts_ptr, lse_ptr, totals_ptr, arrivals_ptr, first, tokens, part, split, head,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, SPLITS: tl.constexpr, PRIORS: tl.constexpr,
-    FIXED: tl.constexpr, PDL: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr, SPLITS: tl.constexpr, PARTIALS: tl.constexpr,
+    INVARIANT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the answer of a tile, or of one of its splits the partial results; who is last merges them."""
-    if PRIORS and PDL and not FIXED:  # for the launch that left them
+    """Write the result of a query tile; if it is split, the partial result, and the last program combines them all."""
+    if PARTIALS and PDL and not INVARIANT:  # for the launch that stored them
         tl.extra.cuda.gdc_wait()
-    priors = tokens // SPLITS
+    partials = tokens // SPLITS
     tokens = tokens % SPLITS
     splits = split // SPLITS
     split = split % SPLITS
@@ -285,40 +409,37 @@ def _finish(
     dim = tl.arange(0, DIMS)[None, :]
     here = (token < tokens)[:, None] & (dim < D)
     if splits == 1:
-        if PRIORS and not FIXED:
-            acc, peak, total = fold(acc, peak, total, parts_ptr, lse_ptr, part, priors, q_head, here, H, D, DIMS)
+        if PARTIALS and not INVARIANT:
+            acc, peak, total = combine_partials(
+                acc, peak, total, parts_ptr, lse_ptr, part, partials, q_head, here, H, D, DIMS
+            )
         at = ((first + token) * H + q_head)[:, None] * D + dim
         tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=here)
     else:
-        slot = part + priors + split * tokens + token
-        if FIXED:
-            tl.store(totals_ptr + slot * H + q_head, total, mask=token < tokens)
-            leave(acc, peak, parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
-        else:
-            acc = acc / total[:, None]
-            leave(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
-        tl.debug_barrier()  # all of the program's results are written before it counts as arrived
+        slot = (part + partials + split * tokens + token) * H + q_head
+        store_partial(acc, peak, total, parts_ptr, lse_ptr, totals_ptr, slot, token < tokens, D, DIMS, INVARIANT)
+        tl.debug_barrier()  # all threads have stored before the program counts as arrived
         arrived = tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="acq_rel", scope="gpu")
         if arrived == splits - 1:
-            if FIXED:
-                merge_fixed(
-                    tl.zeros([MERGE_ROWS, DIMS], tl.float32), tl.arange(0, MERGE_ROWS), tl.arange(0, DIMS),
-                    out_ptr, parts_ptr, lse_ptr, totals_ptr, first, tokens, part, priors + splits, head,
-                    H, H // K, D, MERGE_ROWS, MERGE_SPLITS,
+            if INVARIANT:
+                combine_splits_in_order(
+                    tl.zeros([COMBINE_ROWS, DIMS], tl.float32), tl.arange(0, COMBINE_ROWS), tl.arange(0, DIMS),
+                    out_ptr, parts_ptr, lse_ptr, totals_ptr, first, tokens, part, partials + splits, head,
+                    H, H // K, D, COMBINE_ROWS, COMBINE_SPLITS,
                 )  # fmt: skip
             else:
-                merge(
-                    out_ptr, parts_ptr, lse_ptr, first, tokens, part, priors + splits, head,
-                    H, H // K, D, DIMS, MERGE_ROWS, MERGE_SPLITS,
+                combine_splits(
+                    out_ptr, parts_ptr, lse_ptr, first, tokens, part, partials + splits, head,
+                    H, H // K, D, DIMS, COMBINE_ROWS, COMBINE_SPLITS,
                 )  # fmt: skip
             tl.store(arrivals_ptr + part * K + head, 0)
 
 
 def _launch(
-    q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, items: Items, workspace: Workspace,
-    layer: int, window: int,
+    q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: TileList,
+    partial_results: PartialResults, layer: int, window: int,
 ) -> None:  # fmt: skip
-    (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _), config = q.shape, keys.shape, items.config
+    (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _), config = q.shape, keys.shape, tiles.config
     group, dims = num_heads // num_kv, power_of_two(head_size)
     assert q.shape == out.shape
     assert q.dtype == out.dtype == keys.dtype == values.dtype
@@ -330,84 +451,83 @@ def _launch(
     assert keys.shape[4] == head_size
     assert num_heads == group * num_kv
     assert group <= config.rows
-    assert page_table.dtype == items.list.dtype == torch.int32
+    assert page_table.dtype == tiles.list.dtype == torch.int32
     assert page_table.stride(1) == 1
     assert layer < HEADER - 1
-    assert max(q.numel(), workspace.parts.numel(), page_table.numel()) < 2**31
-    assert (items.kind == SHARED) == (items.rows is not None)
-    members = items.rows.members if items.rows is not None else None
+    assert max(q.numel(), partial_results.parts.numel(), page_table.numel()) < 2**31
+    assert (tiles.kind == SHARED) == (tiles.rows is not None)
+    members = tiles.rows.members if tiles.rows is not None else None
     chip = Chip.of(q.device)
-    pdl, scale = dependent(chip), head_size**-0.5 * math.log2(math.e)
-    if config.swap and items.kind == PLAIN and hopper_decode.streams(chip, q.dtype, group, head_size, page_size):
+    pdl, scale = chip.dependent_launch, head_size**-0.5 * math.log2(math.e)
+    memory = partial_results.parts, partial_results.lse, partial_results.totals, partial_results.arrivals
+    if config.swap and tiles.kind == PLAIN and hopper_decode.streams(chip, q.dtype, group, head_size, page_size):
         assert config.keys == hopper_decode.KEYS
-        partials = workspace.parts, workspace.lse, workspace.totals, workspace.arrivals
         hopper_decode.launch(
-            q, out, keys, values, page_table, items.list, items.most, items.alone, partials, layer, window, scale,
-            (config.merge_rows, config.merge_splits),
+            q, out, keys, values, page_table, tiles.list, tiles.most, tiles.alone, memory, layer, window, scale,
+            (config.combine_rows, config.combine_splits),
         )  # fmt: skip
         return
-    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    if config.fixed:  # one phase's compilation might fuse a multiplication with an addition, and another's not
+    options: dict[str, Any] = {"launch_pdl": pdl}
+    if config.invariant:  # the compiler might fuse a multiplication with an addition in one phase and not in another
         options["enable_fp_fusion"] = False
     if config.registers < REGISTERS:
         options["maxnreg"] = config.registers
-    _attention_kernel[(min(items.most * num_kv, chip.processors * config.programs),)](
-        q, out, keys, values, page_table, items.list, workspace.parts, workspace.lse, workspace.totals,
-        workspace.arrivals, members, items.bases, items.kv_lens, layer, num_pages, page_table.stride(0),
-        num_heads, num_kv, head_size, page_size, window, scale,
-        config.rows, config.keys, dims, config.peel, config.fixed, config.swap, config.dealt, config.merge_rows,
-        config.merge_splits, items.kind, OPEN_ROUNDS, PLAIN, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
+    _attention_kernel[(min(tiles.most * num_kv, chip.processors * config.programs),)](
+        q, out, keys, values, page_table, tiles.list, *memory, members, tiles.bases, tiles.kv_lens,
+        layer, num_pages, page_table.stride(0), num_heads, num_kv, head_size, page_size, window, scale,
+        config.rows, config.keys, dims, config.peel, config.invariant, config.swap, config.static, config.combine_rows,
+        config.combine_splits, tiles.kind, DYNAMIC_ROUNDS, PLAIN, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
         num_warps=config.warps, num_stages=config.stages, **options,
     )  # fmt: skip
 
 
 def _twin(
-    q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, items: Items, workspace: Workspace,
-    layer: int, window: int,
+    q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: TileList,
+    partial_results: PartialResults, layer: int, window: int,
 ) -> None:  # fmt: skip
-    """Causal attention of the items' query tokens, of q [T, H, D], into the same rows of out; others are left.
+    """Write the causal attention of the work tiles' query tokens, rows of q [T, H, D], to the same rows of out.
 
-    keys, values: [layers, pages, K, P, D], of which a layer is read; page_table: int32 [lanes, slots]. A query at
-    position p sees the positions (p - window, p], all up to p where window is 0. In float32, from numbers of any dtype.
-    A list serves each layer once. Takes an item at a time. Of SHARED items only their partial results are written.
+    keys, values: [layers, pages, K, P, D], in the dtype of q, of which `layer` is read. page_table: int32 [lanes,
+    slots]. A query at position p sees the positions (p - window, p], or all up to p if window is 0. Sums are float32. A
+    list serves each layer once. SHARED lists only store partial results.
     """
-    found = items.list.cpu()
-    all_items = found[HEADER : HEADER + int(found[0]) * FIELDS].view(-1, FIELDS).tolist()
-    if items.rows is not None:
-        assert items.bases is not None
-        assert items.kv_lens is not None
-        for item in all_items:
-            members = items.rows.members[item[FIRST] : item[FIRST] + item[TOKENS]].long()
-            key = torch.arange(item[BEGIN], item[END], device=q.device)
-            query = items.kv_lens[members] - 1
-            answer, lse = _exact(q[members], query, key, keys, values, page_table, item, layer, window)
-            slots = items.bases[members].long() + item[SPLIT]
-            workspace.parts[slots], workspace.lse[slots] = answer, lse
+    listed = tiles.list.cpu()
+    work_tiles = listed[HEADER : HEADER + int(listed[0]) * FIELDS].view(-1, FIELDS).tolist()
+    if tiles.rows is not None:
+        assert tiles.bases is not None
+        assert tiles.kv_lens is not None
+        for tile in work_tiles:
+            members = tiles.rows.members[tile[FIRST] : tile[FIRST] + tile[TOKENS]].long()
+            key = torch.arange(tile[BEGIN], tile[END], device=q.device)
+            query = tiles.kv_lens[members] - 1
+            answer, lse = _exact(q[members], query, key, keys, values, page_table, tile, layer, window)
+            slots = tiles.bases[members].long() + tile[SPLIT]
+            partial_results.parts[slots], partial_results.lse[slots] = answer, lse
         return
-    tiles: dict[int, list[list[int]]] = {}
-    for item in all_items:
-        tiles.setdefault(item[FIRST], []).append(item)
-    for first, splits in tiles.items():
-        priors, tokens = divmod(splits[0][TOKENS], SPLITS)
-        key = torch.cat([torch.arange(item[BEGIN], item[END], device=q.device) for item in splits])
+    query_tiles: dict[int, list[list[int]]] = {}
+    for tile in work_tiles:
+        query_tiles.setdefault(tile[FIRST], []).append(tile)
+    for first, splits in query_tiles.items():
+        partials, tokens = divmod(splits[0][TOKENS], SPLITS)
+        key = torch.cat([torch.arange(tile[BEGIN], tile[END], device=q.device) for tile in splits])
         query = splits[0][POSITION] + torch.arange(tokens, device=q.device)
         rows = slice(first, first + tokens)
         answer, lse = _exact(q[rows], query, key, keys, values, page_table, splits[0], layer, window)
-        if priors:
-            before = slice(splits[0][PART], splits[0][PART] + priors)
-            weights = torch.cat([workspace.lse[before], lse]).mul(math.log(2)).softmax(0)  # [priors + 1, H]
-            answer = (weights[:, :, None] * torch.cat([workspace.parts[before], answer])).sum(0, keepdim=True)
+        if partials:
+            before = slice(splits[0][PART], splits[0][PART] + partials)
+            weights = torch.cat([partial_results.lse[before], lse]).mul(math.log(2)).softmax(0)  # [partials + 1, H]
+            answer = (weights[:, :, None] * torch.cat([partial_results.parts[before], answer])).sum(0, keepdim=True)
         out[rows] = answer.to(out.dtype)
 
 
 def _exact(
-    q: Tensor, query: Tensor, key: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, item: list[int],
+    q: Tensor, query: Tensor, key: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tile: list[int],
     layer: int, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of q [t, H, D] at positions `query` [t] to positions `key` of the item's lane, in float32: [t, H, D],
-    and log2 of the softmax's sum, [t, H], -1e30 where it has seen nothing."""
+    """Attend with q [t, H, D] at positions `query` [t] to positions `key` of the work tile's lane, in float32. Returns
+    the result [t, H, D], and the log2 of the softmax's sum [t, H], -1e30 for a row that sees no key."""
     group, page_size = q.shape[1] // keys.shape[2], keys.shape[3]
-    pages = page_table[item[LANE], key // page_size].long()
+    pages = page_table[tile[LANE], key // page_size].long()
     k, v = (pool[layer][pages, :, key % page_size].float() for pool in (keys, values))  # [keys, K, D]
     scores = torch.einsum("tkgd,nkd->kgtn", q.float().unflatten(1, (-1, group)), k) * q.shape[2] ** -0.5
     ahead = query[:, None] - key

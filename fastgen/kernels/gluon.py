@@ -12,9 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastgen.kernels import launch
-
-GLUON = launch.KNOWN and not launch.INTERPRETED
-"""Whether kernels in Gluon run."""
+from fastgen.kernels.launch import GLUON
 
 gl: Any = launch.optional("triton.experimental.gluon.language") if GLUON else None
 nvidia: Any = launch.optional("triton.experimental.gluon.language.nvidia.hopper") if GLUON else None

@@ -48,6 +48,12 @@ KNOWN_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
 KNOWN = version() in KNOWN_TRITON
 """Whether this Triton's launcher and its Gluon are the ones that fastgen was tested with."""
 
+GLUON = KNOWN and not INTERPRETED
+"""Whether kernels in Gluon run."""
+
+HOPPER = (9, 0)
+REMEDY = "install torch 2.11 to 2.15, each of which brings a known Triton (3.6 to 3.9)"
+
 
 class Notes(Protocol):
     """Notes of the kernels that would be launched: see fastgen.kernels.ahead."""
@@ -66,6 +72,11 @@ noting: ContextVar[Notes | None] = ContextVar("noting", default=None)
 def constant(value: float) -> Any:
     """A number that kernels can name."""
     return value if tl is None else tl.constexpr(value)
+
+
+def power_of_two(size: int) -> int:
+    """Return the least power of two that is not less."""
+    return 1 << (size - 1).bit_length()
 
 
 def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
@@ -205,3 +216,30 @@ def refused(error: Exception) -> bool:
     from triton.runtime.errors import OutOfResources, PTXASError
 
     return isinstance(error, CompilationError | OutOfResources | PTXASError) or "PassManager" in str(error)
+
+
+def kernels_of(device: torch.device) -> str:
+    """Return the fastest kind of kernels that a device runs.
+
+    - "gluon": kernels in Gluon beside those in Triton. They need Hopper and a Triton of KNOWN_TRITON. With 2-byte
+      dtypes, products of few tokens use them, and in deterministic mode decode attention.
+    - "triton": kernels in Triton alone.
+    - "torch": the torch twins alone, on the CPU and without Triton.
+    """
+    if device.type != "cuda" or triton is None:
+        return "torch"
+    return "gluon" if GLUON and Chip.of(device).capability == HOPPER else "triton"
+
+
+def slower_than_possible(device: torch.device) -> str:
+    """Return why a GPU runs slower than it could and what to install; "" where it does not."""
+    if device.type != "cuda":
+        return ""
+    if triton is None:
+        return f"Triton is not installed, so that all kernels run as torch operations, several times slower; {REMEDY}"
+    if not KNOWN:
+        effect = "kernels launch slower"
+        if Chip.of(device).capability == HOPPER:
+            effect += ", the fastest kernels for Hopper are off, and deterministic mode is off by default"
+        return f"Triton {triton.__version__} is unknown to this version of fastgen: {effect}; {REMEDY}"
+    return ""

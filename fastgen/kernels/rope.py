@@ -139,7 +139,7 @@ def _launch(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, nor
     q = torch.empty(tokens, num_q, head_size, dtype=qkv.dtype, device=qkv.device)
     pdl = Chip.of(qkv.device).dependent_launch
     options = {"launch_pdl": True} if pdl else {}
-    # No multiplication is fused with an addition, so that the bits are those of rope in fastgen.kernels.fixed.
+    # Without fused multiply-adds the bits are those of rope in fastgen.kernels.batch_invariant.
     _rope_kernel[(tokens, -(-(num_q + 2 * num_kv) // HEADS))](
         qkv, mapping.cos, mapping.sin, mapping.positions, mapping.slots, q, keys, values,
         norm.q if norm else qkv, norm.k if norm else qkv, norm.eps if norm else 0.0,

@@ -19,21 +19,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastgen.kernels import sampler_layout as layout
+from fastgen.kernels import sampler_rows as layout
 from fastgen.kernels.launch import Chip, jit, tl
-from fastgen.kernels.noise import noise
-from fastgen.kernels.rows import (
+from fastgen.kernels.sampler_rows import (
     LOG2E,
     NO_KEY,
     chunk_sum,
     fixed_sum,
+    held_back,
+    is_cut,
+    is_edited,
     last_of_row,
     log_sum,
+    noise,
+    parameter,
     rank_keys,
     scale_of,
     weigh,
 )
-from fastgen.kernels.sampler_layout import held_back, is_cut, is_edited, parameter
 from fastgen.kernels.truncation import BINS, LISTED, bin_kernel, cut_kernel
 
 # Registers a thread: so that three, two, two and two programs run beside each other on a processor.
@@ -45,7 +48,7 @@ CUT_REGISTERS = 128
 class Lanes(Protocol):
     """The state of S lanes that the kernels read and write (fastgen.model.sampler.LaneState).
 
-    table: int64 [S, 14], see fastgen.kernels.sampler_layout. token_ids, addends: int64 and float32 [S, width], a
+    table: int64 [S, 14], see fastgen.kernels.sampler_rows. token_ids, addends: int64 and float32 [S, width], a
     lane's biases and then its stop ids. last_token: int64 [S]. counts: int32 [S, V]. in_prompt: bool [S, V].
     """
 
@@ -58,8 +61,8 @@ class Lanes(Protocol):
 
 
 @dataclass(frozen=True)
-class Workspace:
-    """Scratch memory of the kernels for `rows` rows (fastgen.kernels.sampler_layout)."""
+class Scratch:
+    """Scratch memory of the kernels for `rows` rows (fastgen.kernels.sampler_rows)."""
 
     rows: int
     chunks: Tensor
@@ -68,9 +71,9 @@ class Workspace:
     record: Tensor
 
     @staticmethod
-    def make(rows: int, vocab: int, device: torch.device) -> Workspace:
+    def make(rows: int, vocab: int, device: torch.device) -> Scratch:
         chunks, subs = -(-vocab // layout.CHUNK), -(-vocab // layout.SUB)
-        return Workspace(
+        return Scratch(
             rows,
             torch.empty(rows, 7, chunks, device=device),
             torch.empty(rows, subs, device=device),
@@ -279,7 +282,7 @@ def draw(
     lanes: Lanes,
     rows: Tensor,
     positions: Tensor,
-    work: Workspace,
+    work: Scratch,
     *,
     edited: bool,
     truncated: bool,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.kernels import sampler_layout as layout
+from fastgen.kernels import sampler_rows as layout
 from fastgen.kernels.launch import Kernel, jit, tl, triton
-from fastgen.kernels.rows import NO_KEY, chunk_sum, key_ids, key_logits, log_sum, rank_keys, scale_of
+from fastgen.kernels.sampler_rows import NO_KEY, chunk_sum, key_ids, key_logits, log_sum, rank_keys, scale_of
 
 MOST = 32  # alternatives
 

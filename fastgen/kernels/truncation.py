@@ -16,10 +16,22 @@ top-p's cut may be in any of a few bins, and the tokens of these are listed too.
 
 from __future__ import annotations
 
-from fastgen.kernels import sampler_layout as layout
+from fastgen.kernels import sampler_rows as layout
 from fastgen.kernels.launch import constant, jit, tl
-from fastgen.kernels.rows import NO_KEY, as_mass, key_logits, last_of_row, rank_keys, read, scale_of, weigh
-from fastgen.kernels.sampler_layout import is_cut, is_edited, parameter, top_p_of
+from fastgen.kernels.sampler_rows import (
+    NO_KEY,
+    as_mass,
+    is_cut,
+    is_edited,
+    key_logits,
+    last_of_row,
+    parameter,
+    rank_keys,
+    read,
+    scale_of,
+    top_p_of,
+    weigh,
+)
 
 BINS = 2048
 LISTED = 2048

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fastgen.device.pinned import Pinned, upload
-from fastgen.kernels.copies import copy_pages
+from fastgen.kernels.state import copy_pages
 from fastgen.model.kv_pool import KVPool
 
 STAGING_BYTES = 1 << 28

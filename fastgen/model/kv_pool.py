@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastgen.device.memory import Memory
-from fastgen.kernels.copies import copy_pages
+from fastgen.kernels.state import copy_pages
 
 
 class KVPool:

@@ -2,9 +2,9 @@
 
 A token is drawn by the Gumbel-max trick: of the tokens that truncation keeps, the token with the largest
 logit / temperature + noise is drawn. The noise is a function of (seed, sample index, position, token id), see
-fastgen.kernels.noise. So a draw is a function of these and of the row's logits. Neither the batch nor a `SamplePlan`,
-which only leaves out steps that would change no row, changes a bit of it: a maximum is the same in any order, and a
-row is never summed in an order that other rows could change.
+fastgen.kernels.sampler_rows. So a draw is a function of these and of the row's logits. Neither the batch nor a
+`SamplePlan`, which only leaves out steps that would change no row, changes a bit of it: a maximum is the same in any
+order, and a row is never summed in an order that other rows could change.
 
 A logit and its token id make one integer, the rank key, larger for a larger logit and, among equals, for the lower id.
 So "the k likeliest" is always exactly k tokens, and top_k=1 draws the greedy token.
@@ -28,7 +28,7 @@ from torch import Tensor
 from fastgen.device.pinned import upload
 from fastgen.kernels import sampling, scoring
 from fastgen.kernels.launch import Kernel
-from fastgen.kernels.noise import gumbel
+from fastgen.kernels.sampler_rows import gumbel
 from fastgen.kernels.scoring import ids_of_keys, rank_keys_of
 from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
 
@@ -188,7 +188,7 @@ class LaneState:
         self.widest = 0
         self.in_prompt: Tensor | None = None  # [S, V] bool
         self.counts: Tensor | None = None  # [S, V] int32, occurrences in the answer
-        self._workspace: sampling.Workspace | None = None
+        self._workspace: sampling.Scratch | None = None
         if device.type == "cuda" and draws:
             self.allocate_counts()
             self.workspace(max_seqs)
@@ -199,10 +199,10 @@ class LaneState:
         self.counts = torch.zeros(shape, dtype=torch.int32, device=self.last_token.device)
         self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.last_token.device)
 
-    def workspace(self, rows: int) -> sampling.Workspace:
+    def workspace(self, rows: int) -> sampling.Scratch:
         """What the kernels need beside the lanes, for at least so many rows; the same until more are wanted."""
         if self._workspace is None or self._workspace.rows < rows:
-            self._workspace = sampling.Workspace.make(rows, self.vocab_size, self.last_token.device)
+            self._workspace = sampling.Scratch.make(rows, self.vocab_size, self.last_token.device)
         return self._workspace
 
     @torch.inference_mode(False)

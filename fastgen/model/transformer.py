@@ -20,11 +20,11 @@ from torch import Tensor
 
 from fastgen.device.memory import Memory
 from fastgen.device.profiling import span
-from fastgen.kernels import fixed
+from fastgen.kernels import batch_invariant
+from fastgen.kernels.epilogue import swiglu
 from fastgen.kernels.launch import Chip
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
-from fastgen.kernels.swiglu import swiglu
 from fastgen.model.attention import Attention, StepLayout
 from fastgen.model.config import ModelConfig
 from fastgen.model.host_tier import Arrivals
@@ -46,12 +46,12 @@ ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mk
 class Linear:
     """y = x weight^T + bias; weight [out, in], in oneDNN's own order after `packed`, bias [out] or None.
 
-    fixed: on a GPU, a row of y is the same to the bit however many there are.
+    batch_invariant: on a GPU, a row of y is the same to the bit however many there are.
     """
 
     weight: Tensor
     bias: Tensor | None
-    fixed: bool = False
+    batch_invariant: bool = False
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         if out_dtype not in (None, x.dtype):
@@ -81,21 +81,21 @@ def apply(
     delta: Tensor | None = None,
     add: Tensor | None = None,
     gated: bool = False,
-    rope: fixed.RopeWrite | None = None,
+    rope: batch_invariant.RopeWrite | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A linear layer with what surrounds it: `norm` of its input x [T, in] before, to which `delta` is first added in
     place; SwiGLU of its output (`gated`; the weight holds gate, then up), an addition to `add` [T, out], in place, or
     what `rope` says (where `_fuses`) behind.
 
-    All rows of a fixed layer, and few rows of others, go through one kernel of our own; the rest through BLAS.
+    All rows of a batch-invariant layer, and few rows of others, go through one kernel of our own; others through BLAS.
     """
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps, delta)
     if _fuses(x, linear):
-        # A twin in place of a fixed layer's kernel would have other bits.
-        multiply = fixed.product.launch if linear.fixed else fixed.product
-        out: Tensor = multiply(x, linear.weight, linear.bias, fixed.Fused(add, gated, rope, out_dtype))
+        # A twin in place of a batch-invariant layer's kernel would have other bits.
+        multiply = batch_invariant.product.launch if linear.batch_invariant else batch_invariant.product
+        out: Tensor = multiply(x, linear.weight, linear.bias, batch_invariant.Fused(add, gated, rope, out_dtype))
         return out
     assert rope is None
     if add is not None and linear.bias is None and x.device.type != "cpu":
@@ -163,8 +163,8 @@ class Stream:
 
 def _fuses(x: Tensor, linear: Linear) -> bool:
     """Return whether a kernel of our own multiplies x [T, in], and does what surrounds the product as well."""
-    ours = fixed.product.runs_on(x.device)
-    return linear.fixed or (ours and fixed.pays(len(x), x.shape[1], x.dtype, Chip.of(x.device)))
+    ours = batch_invariant.product.runs_on(x.device)
+    return linear.batch_invariant or (ours and batch_invariant.pays(len(x), x.shape[1], x.dtype, Chip.of(x.device)))
 
 
 class Transformer:
@@ -188,14 +188,14 @@ class Transformer:
         self.config, self._whole = config.split(self.group.size), config
         self._dtype, self._device = dtype, device
         self.memory = Memory.on(device)
-        self._fixed = deterministic and device.type == "cuda"  # on the CPU rows are padded for it (ROW_TILE)
+        self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU rows are padded for it (ROW_TILE)
         self.group.prepare(config.hidden_size, dtype, half)
         self._vocab = config.vocab_size // self.group.size  # rows of embedding and head that are here
         self.embedding = self._new(self._vocab, config.hidden_size)
         self.layers = [self._layer(window) for window in config.windows]
         self.norm = self._norm(config.hidden_size)
         head = self.embedding if config.tied else self._new(self._vocab, config.hidden_size)
-        self.lm_head = Linear(head, None, self._fixed)
+        self.lm_head = Linear(head, None, self._batch_invariant)
         self.cos, self.sin = (table.to(device) for table in rope_tables(config, context))
 
     def _new(self, *shape: int) -> Tensor:
@@ -207,7 +207,7 @@ class Transformer:
         return RMSNorm(self._new(size), self.config.norm_eps)
 
     def _linear(self, size_in: int, size_out: int, bias: bool) -> Linear:
-        return Linear(self._new(size_out, size_in), self._new(size_out) if bias else None, self._fixed)
+        return Linear(self._new(size_out, size_in), self._new(size_out) if bias else None, self._batch_invariant)
 
     def _layer(self, window: int) -> Layer:
         c, first = self.config, self.group.rank == 0  # who adds the biases of what is summed over the ranks
@@ -368,7 +368,7 @@ class Transformer:
         with span("qkv"):
             x, norm, delta = stream.residual.input(layer.input_norm)
             if layer.head_norm is None and _fuses(x, layer.qkv):
-                rope = fixed.RopeWrite(mapping, keys, values)
+                rope = batch_invariant.RopeWrite(mapping, keys, values)
                 return apply(layer.qkv, x, norm=norm, delta=delta, rope=rope)
             qkv = apply(layer.qkv, x, norm=norm, delta=delta)
             turned: Tensor = rope_write(qkv, mapping, keys, values, layer.head_norm)
@@ -379,16 +379,16 @@ class Transformer:
         num_kv, page_size = pool.keys.shape[2:4]
         return SlotMapping(positions, slots, self.cos, self.sin, real, num_kv, page_size)
 
-    def products(self, mapping: SlotMapping, pool: KVPool) -> list[tuple[Linear, fixed.Fused]]:
+    def products(self, mapping: SlotMapping, pool: KVPool) -> list[tuple[Linear, batch_invariant.Fused]]:
         """Each kind there is of the products of one token that stands at `mapping`, with what comes behind it."""
-        layer, rope = self.layers[0], fixed.RopeWrite(mapping, pool.keys[0], pool.values[0])
+        layer, rope = self.layers[0], batch_invariant.RopeWrite(mapping, pool.keys[0], pool.values[0])
         stream = layer.qkv.weight.new_zeros(1, self.config.hidden_size)
         return [
-            (layer.qkv, fixed.Fused(rope=rope if layer.head_norm is None else None)),
-            (layer.o, fixed.Fused(add=stream)),
-            (layer.gate_up, fixed.Fused(swiglu=True)),
-            (layer.down, fixed.Fused(add=stream)),
-            (self.lm_head, fixed.Fused(out_dtype=torch.float32)),
+            (layer.qkv, batch_invariant.Fused(rope=rope if layer.head_norm is None else None)),
+            (layer.o, batch_invariant.Fused(add=stream)),
+            (layer.gate_up, batch_invariant.Fused(swiglu=True)),
+            (layer.down, batch_invariant.Fused(add=stream)),
+            (self.lm_head, batch_invariant.Fused(out_dtype=torch.float32)),
         ]
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:

@@ -44,8 +44,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.kernels.norm import RMSNorm
-from fastgen.kernels.sumnorm import sum_norm
+from fastgen.kernels.norm import RMSNorm, sum_norm
 from fastgen.parallel.errors import DepartedError
 
 HALVES = 2

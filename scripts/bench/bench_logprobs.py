@@ -26,7 +26,7 @@ STEPS = 64
 
 @jit()
 def _top_alone(x, scale):
-    """Replace fastgen.kernels.rows.chunk_sum, without the sum."""
+    """Replace fastgen.kernels.sampler_rows.chunk_sum, without the sum."""
     top = tl.max(tl.where(x == x, x, float("inf")))
     return top, top
 

@@ -145,7 +145,7 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
     Chip.of = staticmethod(lambda device: chip)  # type: ignore[method-assign, assignment]
 
     from fastgen.engine import startup
-    from fastgen.kernels import attention, fixed
+    from fastgen.kernels import attention, batch_invariant
     from fastgen.model import transformer
     from fastgen.model.attention.paged import PagedAttention
 
@@ -164,7 +164,7 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
 
         kernel.launch = kernel.twin = compile_alone
 
-    zeros(fixed.product)
+    zeros(batch_invariant.product)
     zeros(attention.attention, out=1)
     transformer.Linear.__call__ = lambda self, x, dtype=None: x.new_zeros(*x.shape[:-1], len(self.weight), dtype=dtype)  # type: ignore[method-assign]
     Kernel.__call__, Kernel.runs_on = call, lambda self, device: True  # type: ignore[method-assign]
@@ -213,7 +213,7 @@ def fix(model: Any) -> None:
     """Have its products made as on a GPU."""
     linears = [getattr(layer, name) for layer in model.layers for name in ("qkv", "o", "gate_up", "down")]
     for linear in (*linears, model.lm_head):
-        object.__setattr__(linear, "fixed", True)  # they are frozen
+        object.__setattr__(linear, "batch_invariant", True)  # they are frozen
 
 
 def largest(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgen.kernels import allreduce
-from fastgen.kernels.allreduce import Config, Inbox, Layout, words_of
+from fastgen.kernels.allreduce import AllReduceConfig, Inbox, InboxLayout, words_of
 from fastgen.kernels.launch import Chip
 from fastgen.model.config import parse_config
 from fastgen.parallel.group import FUSED_TOKENS
@@ -41,8 +41,10 @@ from bench_limits import product_shapes, settings
 
 ONE_SHOT_TOKENS = 512  # beyond, one-shot is far behind
 
-CONFIGS = [Config(1, block, warps) for block, warps in ((256, 2), (256, 4), (512, 4))]
-CONFIGS += [Config(2, block, warps) for block, warps in ((256, 2), (256, 4), (512, 4), (1024, 8), (512, 8), (128, 4))]
+CONFIGS = [AllReduceConfig(1, block, warps) for block, warps in ((256, 2), (256, 4), (512, 4))]
+CONFIGS += [
+    AllReduceConfig(2, block, warps) for block, warps in ((256, 2), (256, 4), (512, 4), (1024, 8), (512, 8), (128, 4))
+]
 
 Start = Callable[[Tensor, int], Callable[[], Any]]
 """Begins to add up a part, of the number given; returns what makes the current stream wait for the sum."""
@@ -187,7 +189,7 @@ class AllReduces:
             self._inbox = Inbox.make(list(self._memory[1].buffer_ptrs), words, ranks.rank, ranks.device)
 
     def measure(self, tokens: int) -> dict[str, Any]:
-        """Microseconds by way; of fastgen's kernels with each Config, what `config` chooses first."""
+        """Microseconds by way; of fastgen's kernels with each AllReduceConfig, what `config` chooses first."""
         ranks = self.ranks
         calls = 20 if tokens < 1024 else 5
         y = ranks.random(tokens, self.hidden)
@@ -221,12 +223,12 @@ class AllReduces:
             two_shot = torch.ops.symm_mem.two_shot_all_reduce_
             yield "two_shot", flat.view(shape), lambda: two_shot(flat, "sum", group).view(shape)
 
-    def _configs(self, words: int) -> list[Config]:
+    def _configs(self, words: int) -> list[AllReduceConfig]:
         """What `config` chooses, and of the others those that can do so many words."""
         chip, inbox = Chip.of(self.ranks.device), self._inbox
-        flagged, room = Layout.of(inbox.words, inbox.size).flagged, allreduce.warps_at_a_time(inbox.size, chip)
+        flagged, room = InboxLayout.of(inbox.words, inbox.size).flagged, allreduce.warps_at_a_time(inbox.size, chip)
 
-        def can(chosen: Config) -> bool:
+        def can(chosen: AllReduceConfig) -> bool:
             if chosen.trips == 1:
                 programs = -(-words // chosen.block)
                 return words <= flagged and programs <= allreduce.PROGRAMS and programs * chosen.warps <= room
@@ -236,7 +238,7 @@ class AllReduces:
         own = allreduce.config(words, inbox, chip)
         return [own, *(other for other in CONFIGS if other != own and can(other))]
 
-    def _fused(self, chosen: Config, y: Tensor, exact: Tensor, calls: int) -> dict[str, Any]:
+    def _fused(self, chosen: AllReduceConfig, y: Tensor, exact: Tensor, calls: int) -> dict[str, Any]:
         x = torch.zeros_like(y)
         allreduce.launch_as(chosen, x, y, self._inbox)
         confirm(f"fastgen, {chosen}", x, exact)
@@ -382,7 +384,7 @@ def describe(each: dict[str, Any]) -> str:
 def measure(ranks: Ranks, sizes: Sizes) -> dict[str, Any]:
     model = parse_config(settings("llama70", not ranks.on_gpu))
     torch.manual_seed(ranks.rank)
-    ranks.say("all-reduces, us: by tokens; a Config is (trips, block, warps)")
+    ranks.say("all-reduces, us: by tokens; a AllReduceConfig is (trips, block, warps)")
     ways, found = AllReduces(ranks, model.hidden_size, sizes.tokens[-1]), []
     for tokens in sizes.tokens:
         found.append(ways.measure(tokens))

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.kernels import hopper_decode, tiles
-from fastgen.kernels import items as lists
+from fastgen.kernels import attention, hopper_decode, work_tiles
 from fastgen.kernels.launch import Chip
 from fastgen.model.attention.flash import FlashAttention
 from fastgen.model.attention.interface import StepLayout
@@ -177,16 +176,16 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 @contextmanager
 def split_into(split: int | None) -> Iterator[None]:
     """Decodes are cut every `split` keys; None: as the library does."""
-    before = lists.split_of
+    before = work_tiles.split_of
     if split is not None:
-        lists.split_of = lambda *_: split
+        work_tiles.split_of = lambda *_: split
     try:
         yield
     finally:
-        lists.split_of = before
+        work_tiles.split_of = before
 
 
-def time_paged(setup: Setup, config: tiles.Config, split: int | None = None) -> tuple[float, float]:
+def time_paged(setup: Setup, config: attention.AttentionConfig, split: int | None = None) -> tuple[float, float]:
     """Seconds of a layer, and the error."""
     paged, case = setup.paged, setup.case
     paged.configs = dict.fromkeys(paged.configs, config)
@@ -197,7 +196,7 @@ def time_paged(setup: Setup, config: tiles.Config, split: int | None = None) -> 
         setup.q.mul_(1)  # as the embedding, which is launched in the ordinary way
         if made:  # once; the counters have to begin anew at each replay
             for items in made.work[0]:
-                items.list[1 : lists.HEADER].zero_()
+                items.list[1 : work_tiles.HEADER].zero_()
         answers.clear()
         for layer in range(setup.layers):
             answers.append(paged.attend(plan, layer, setup.q, 0))
@@ -240,21 +239,25 @@ def time_flash(setup: Setup) -> tuple[float, float] | str:
     return seconds_of(step) / setup.layers, error
 
 
-def configured(setup: Setup, rows: int, keys: int, warps: int, stages: int, registers: int, peel: bool) -> tiles.Config:
+def configured(
+    setup: Setup, rows: int, keys: int, warps: int, stages: int, registers: int, peel: bool
+) -> attention.AttentionConfig:
     """A configuration with what follows from the rest."""
     chip, head_size = Chip.of(setup.q.device), setup.q.shape[2]
     dims, group = 1 << (head_size - 1).bit_length(), setup.paged.group
-    phase = tiles.DECODE if setup.case.decodes else tiles.PREFILL
+    phase = attention.DECODE if setup.case.decodes else attention.PREFILL
     rows = rows or max(16, 1 << (group - 1).bit_length())
-    merge_rows = min(rows if phase == tiles.PREFILL else 1 << (group - 1).bit_length(), 32)
-    merge_splits = min(max(tiles.MERGED[phase] * warps * 32 // (merge_rows * dims), 1), 16)
+    combine_rows = min(rows if phase == attention.PREFILL else 1 << (group - 1).bit_length(), 32)
+    combine_splits = min(max(attention.COMBINED[phase] * warps * 32 // (combine_rows * dims), 1), 16)
     own = setup.paged.configs[phase]
-    if own.fixed:
-        merge_splits = min(4 * merge_splits, 8)
-    size = tiles.shared_bytes(rows, keys, stages, dims, torch.bfloat16, chip, own.swap)
-    programs = tiles.programs_of(size, registers, warps, chip)
-    merging = merge_rows, merge_splits
-    return tiles.Config(rows, keys, warps, stages, registers, programs, peel, *merging, own.fixed, own.swap, own.dealt)
+    if own.invariant:
+        combine_splits = min(4 * combine_splits, 8)
+    size = attention.shared_bytes(rows, keys, stages, dims, torch.bfloat16, chip, own.swap)
+    programs = attention.programs_of(size, registers, warps, chip)
+    merging = combine_rows, combine_splits
+    return attention.AttentionConfig(
+        rows, keys, warps, stages, registers, programs, peel, *merging, own.invariant, own.swap, own.static
+    )
 
 
 class Tuner:
@@ -277,7 +280,7 @@ class Tuner:
         self.rows.append({"case": case.name, "us": taken * 1e6, unit: rate, "error": error, **what})
         return taken if error < TOLERANCE else math.inf
 
-    def try_paged(self, setup: Setup, config: tiles.Config, split: int | None = None) -> float:
+    def try_paged(self, setup: Setup, config: attention.AttentionConfig, split: int | None = None) -> float:
         if self.over:
             return math.inf
         try:
@@ -291,41 +294,47 @@ class Tuner:
         """The library's own first; then all configurations; then, of decodes, the splits and merges of the best."""
         own = setup.paged.configs
         if setup.case.decodes and setup.paged._split_below and not self.over:
-            self.note(setup, {"kernel": "hopper_decode"}, *time_paged(setup, own[tiles.DECODE]))
+            self.note(setup, {"kernel": "hopper_decode"}, *time_paged(setup, own[attention.DECODE]))
         with in_triton(setup):
             self.tune_triton(setup, own)
 
-    def tune_triton(self, setup: Setup, own: dict[str, tiles.Config]) -> None:
+    def tune_triton(self, setup: Setup, own: dict[str, attention.AttentionConfig]) -> None:
         case = setup.case
-        split = lists.split_of(case.count, setup.paged.num_kv, setup.paged.chip)
-        phase = tiles.PREFILL if not case.decodes else tiles.FEW if split == lists.SHORTEST else tiles.DECODE
+        split = work_tiles.split_of(case.count, setup.paged.num_kv, setup.paged.chip)
+        phase = (
+            attention.PREFILL
+            if not case.decodes
+            else attention.FEW
+            if split == work_tiles.SHORTEST
+            else attention.DECODE
+        )
         found = {own[phase]: self.try_paged(setup, own[phase])}
         flash = time_flash(setup) if not self.over else "no time left"
         if isinstance(flash, str):
             print(f"{case.name:18} flash: {flash}", flush=True)
         else:
             self.note(setup, {"implementation": "flash"}, *flash)
-        rows = own[phase].rows if own[phase].fixed else 0
+        rows = own[phase].rows if own[phase].invariant else 0
         shapes = [(rows, *shape) for shape in DECODES] if case.decodes else [(*shape, 255, True) for shape in PREFILLS]
         for shape in shapes:
             config = configured(setup, *shape)
             if config not in found and setup.paged.group <= config.rows:
                 found[config] = self.try_paged(setup, config)
-        if case.decodes and not own[phase].fixed:
+        if case.decodes and not own[phase].invariant:
             self.tune_splits(setup, sorted(found, key=lambda config: found[config])[:2], split)
 
-    def tune_splits(self, setup: Setup, best: list[tiles.Config], split: int) -> None:
+    def tune_splits(self, setup: Setup, best: list[attention.AttentionConfig], split: int) -> None:
         case = setup.case
         for config in best:
             taken = {}
             for other in SPLITS:
-                splits = min(-(-case.length // other), lists.splits_of(case.count))
+                splits = min(-(-case.length // other), work_tiles.splits_of(case.count))
                 if other != split and other < 2 * case.length and case.count * splits <= setup.paged.slots:
                     taken[other] = self.try_paged(setup, config, other)
             if taken and case.length > (least := min(taken, key=lambda key: taken[key])):
-                for merge_splits in (1, 2, 4, 8, 16):
-                    if merge_splits != config.merge_splits:
-                        self.try_paged(setup, replace(config, merge_splits=merge_splits), least)
+                for combine_splits in (1, 2, 4, 8, 16):
+                    if combine_splits != config.combine_splits:
+                        self.try_paged(setup, replace(config, combine_splits=combine_splits), least)
 
 
 def time_plans(sizes: tuple[int, ...] = (1, 64, 65, 256, 1024, 2048)) -> list[dict[str, Any]]:
@@ -334,13 +343,13 @@ def time_plans(sizes: tuple[int, ...] = (1, 64, 65, 256, 1024, 2048)) -> list[di
     for count in sizes:
         lens = torch.randint(1, 4000, (count,), dtype=torch.int32, device=DEVICE)
         lanes, windows = torch.arange(count, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        size = lists.HEADER + lists.slots_for(count, 4096) * lists.FIELDS
+        size = work_tiles.HEADER + work_tiles.slots_for(count, 4096) * work_tiles.FIELDS
         made = torch.zeros(1, size, dtype=torch.int32, device=DEVICE)
-        split, most = lists.split_of(count, 8, Chip.of(lanes.device)), lists.splits_of(count)
+        split, most = work_tiles.split_of(count, 8, Chip.of(lanes.device)), work_tiles.splits_of(count)
 
         def plan(arguments: tuple[Any, ...] = (lanes, lens, windows, made, split, most, None)) -> None:
             for _ in range(20):
-                lists.plan_decode.launch(*arguments)
+                work_tiles.plan_decode.launch(*arguments)
 
         taken = seconds_of(captured(plan).replay) / 20
         print(f"plan of {count} sequences: {taken * 1e6:.1f} us", flush=True)
@@ -356,12 +365,10 @@ def main() -> None:
     parser.add_argument("--shape", default="32,8,128", help="query heads, KV heads, head size")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--own", action="store_true", help="time the library's own configurations only")
-    parser.add_argument("--no-dependent-launch", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="what deterministic mode may choose from")
     options = parser.parse_args()
     if options.deterministic:
         DECODES[:], PREFILLS[:] = FIXED_DECODES, FIXED_PREFILLS
-    lists.DEPENDENT_LAUNCH = not options.no_dependent_launch
     if options.own:
         DECODES.clear()
         PREFILLS.clear()

@@ -161,7 +161,7 @@ def asdict_of(params: SamplingParams) -> dict[str, Any]:
 
 def check_near(rows: Rows, row: int, token: int) -> None:
     """Check that rounding decides whether a row draws this token."""
-    from fastgen.kernels.noise import gumbel
+    from fastgen.kernels.sampler_rows import gumbel
 
     at = slice(row, row + 1)
     lane, position = rows.lanes[at], rows.positions[at]
@@ -278,7 +278,7 @@ def key(timing: dict[str, Any]) -> tuple[Any, ...]:
 
 def tune(device: torch.device, rate: float, deadline: float) -> Iterator[dict[str, Any]]:
     """Time the cases that matter most with other constants."""
-    from fastgen.kernels import sampler_layout as layout
+    from fastgen.kernels import sampler_rows as layout
 
     sizes = [(1, 131072), (32, 131072), (512, 32768)]
     cases = [("flat", "plain"), ("flat", "top_p"), ("peaked", "top_k and top_p"), ("flat", "all")]

@@ -15,7 +15,7 @@ from conftest import Script, check_idle, random_ids
 from fastgen import Generator, SamplingParams
 from fastgen.device.cuda_graphs import batch_sizes, shared_sizes
 from fastgen.device.pinned import upload
-from fastgen.kernels.lanes import DecodeInput
+from fastgen.kernels.state import DecodeInput
 from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.transformer import ROW_TILE
 

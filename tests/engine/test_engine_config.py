@@ -11,7 +11,7 @@ import torch
 
 from fastgen.engine.config import DEFAULT_KV_CACHE_GB, EngineConfig
 from fastgen.engine.options import DTYPE_BYTES, GeneratorOptions
-from fastgen.kernels import hopper, hopper_decode
+from fastgen.kernels import hopper_decode, hopper_products
 from fastgen.kernels.launch import Chip
 from fastgen.model.config import ModelConfig, RopeConfig
 
@@ -156,7 +156,7 @@ def test_deterministic_mode_is_on_where_it_costs_little() -> None:
 
 def test_the_default_of_deterministic_mode_has_its_fast_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the mode is on by default, the decode kernel and the products in Gluon take every shape."""
-    monkeypatch.setattr(hopper, "GLUON", True)
+    monkeypatch.setattr(hopper_products, "GLUON", True)
     chip = Chip((9, 0), 132, 232_448)
     on = set()
     for head_size, group, page_size, dtype in product(
@@ -170,7 +170,7 @@ def test_the_default_of_deterministic_mode_has_its_fast_kernels(monkeypatch: pyt
         if config.deterministic:
             on.add((head_size, group, page_size))
             assert hopper_decode.streams(chip, getattr(torch, dtype), group, head_size, page_size)
-            assert hopper.runs_on(chip, getattr(torch, dtype))
+            assert hopper_products.runs_on(chip, getattr(torch, dtype))
     assert {(64, 1, 64), (80, 5, 128), (128, 32, 64)} <= on
 
 

@@ -28,8 +28,8 @@ from fastgen.engine.startup import (
     find_device,
     find_devices,
 )
-from fastgen.kernels import fixed, hopper
-from fastgen.kernels.fixed import Fused
+from fastgen.kernels import batch_invariant, hopper_products
+from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.launch import Chip
 from fastgen.model.config import ModelConfig, read_config
 from fastgen.model.host_tier import HostTier
@@ -214,7 +214,7 @@ def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
 def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
     llama: Path, gluon: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper, "GLUON", gluon)
+    monkeypatch.setattr(hopper_products, "GLUON", gluon)
     config, cpu, ran = read_config(llama), torch.device("cpu"), set()
     model = Transformer(config, torch.bfloat16, cpu, context=64)
     pool = KVPool(config.num_layers, 2, config.num_kv_heads, 16, config.head_size, torch.bfloat16, cpu)
@@ -226,13 +226,13 @@ def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
 
     monkeypatch.setattr(Chip, "of", lambda device: Chip((9, 0), 132, 232_448))
     monkeypatch.setattr(
-        fixed, "launch_as", lambda found, x, weight, bias, behind: ran.add((*about(weight, behind), found))
+        batch_invariant, "launch_as", lambda found, x, weight, bias, behind: ran.add((*about(weight, behind), found))
     )
-    _launch_products(model, pool, [*fixed.SIZES, 5000])
+    _launch_products(model, pool, [*batch_invariant.SIZES, 5000])
     for linear, behind in products:
         for tokens in range(1, 5001):
-            found = fixed.config(tokens, *linear.weight.shape, torch.bfloat16, Chip((9, 0), 132, 232_448))
-            now = behind if fixed.turns(tokens) else behind._replace(rope=None)
+            found = batch_invariant.config(tokens, *linear.weight.shape, torch.bfloat16, Chip((9, 0), 132, 232_448))
+            now = behind if batch_invariant.turns(tokens) else behind._replace(rope=None)
             assert (*about(linear.weight, now), found) in ran, tokens
 
 

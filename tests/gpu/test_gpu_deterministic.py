@@ -14,8 +14,8 @@ from bitwise import Answer, Requests, alone, answers, preempting, random_options
 from torch import Tensor
 
 from fastgen import Generator
-from fastgen.kernels import fixed, hopper, hopper_decode
-from fastgen.kernels.fixed import Fused, RopeWrite
+from fastgen.kernels import batch_invariant, hopper_decode, hopper_products
+from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.launch import Chip
 from fastgen.kernels.rope import SlotMapping
 from fastgen.model.attention import StepLayout
@@ -51,7 +51,7 @@ class Product:
         self.slots = torch.randperm(MOST, device="cuda")
         self.pool = torch.zeros(2, MOST // 64, 8, 64, 128, device="cuda", dtype=dtype)
 
-    def rows(self, tokens: int, chosen: fixed.Config | None = None) -> list[Tensor]:
+    def rows(self, tokens: int, chosen: batch_invariant.ProductConfig | None = None) -> list[Tensor]:
         """All that the product of the first tokens gives, a row a token."""
         fused = Fused(
             add=self.residual[:tokens].clone() if self.name in ("o", "down") else None,
@@ -61,7 +61,7 @@ class Product:
         )
         given = self.x[:tokens], self.weight, None if fused.out_dtype else self.bias, fused
         self.pool.zero_()
-        out = fixed.launch_as(chosen, *given) if chosen else fixed.product.launch(*given)
+        out = batch_invariant.launch_as(chosen, *given) if chosen else batch_invariant.product.launch(*given)
         if self.name != "qkv":
             return [out]
         slots = self.slots[:tokens]
@@ -82,22 +82,22 @@ def test_a_row_of_a_product_does_not_depend_on_their_number(name: str, dtype: to
             assert torch.equal(found, want[:tokens]), f"{tokens} tokens"
 
 
-@pytest.mark.parametrize("gluon", sorted({hopper.GLUON, False}))
+@pytest.mark.parametrize("gluon", sorted({hopper_products.GLUON, False}))
 @pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
 @pytest.mark.usefixtures("fresh_configs")
 def test_all_configurations_give_the_same_bits(name: str, gluon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     product, chip = Product(name, torch.bfloat16), Chip.of(torch.device("cuda", 0))
     expected = product.rows(1000)
-    monkeypatch.setattr(hopper, "GLUON", gluon)
+    monkeypatch.setattr(hopper_products, "GLUON", gluon)
     shapes = [(tokens, outputs) for tokens in TOKENS for outputs in (4096, 28672)]
-    for chosen in {fixed.config(*shape, 4096, torch.bfloat16, chip) for shape in shapes}:
+    for chosen in {batch_invariant.config(*shape, 4096, torch.bfloat16, chip) for shape in shapes}:
         tokens = min(chosen.tokens, 77) if gluon and chosen.swap else 77
         for found, want in zip(product.rows(tokens, chosen), expected, strict=True):
             assert torch.equal(found, want[:tokens]), chosen
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available() and not hopper.runs_on(Chip.of(torch.device("cuda", 0)), torch.bfloat16),
+    torch.cuda.is_available() and not hopper_products.runs_on(Chip.of(torch.device("cuda", 0)), torch.bfloat16),
     reason="needs Hopper, and Gluon",
 )
 @pytest.mark.parametrize(

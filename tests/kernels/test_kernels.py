@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels import launch
-from fastgen.kernels.lanes import DecodeInput, advance
+from fastgen.kernels.epilogue import swiglu
 from fastgen.kernels.launch import Chip, Kernel
-from fastgen.kernels.norm import rms_norm
+from fastgen.kernels.norm import rms_norm, sum_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
-from fastgen.kernels.sumnorm import sum_norm
-from fastgen.kernels.swiglu import swiglu
+from fastgen.kernels.state import DecodeInput, advance
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter truncates to bfloat16

@@ -13,13 +13,19 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels import allreduce
-from fastgen.kernels.allreduce import Config, Inbox, Layout, add_in_order, config, launch_as, words_of
+from fastgen.kernels.allreduce import AllReduceConfig, Inbox, InboxLayout, add_in_order, config, launch_as, words_of
 from fastgen.kernels.launch import INTERPRETED, Chip
 
 WORDS = 360
 GUARD = 64
 PATIENT, HASTY = 20_000, 20
-KINDS = [Config(1, 128, 1), Config(1, 512, 4), Config(2, 32, 50), Config(2, 64, 1), Config(2, 256, 4)]
+KINDS = [
+    AllReduceConfig(1, 128, 1),
+    AllReduceConfig(1, 512, 4),
+    AllReduceConfig(2, 32, 50),
+    AllReduceConfig(2, 64, 1),
+    AllReduceConfig(2, 256, 4),
+]
 """With 50 warps the chip has room for 2 programs, which take several blocks each."""
 
 
@@ -57,7 +63,7 @@ class Call:
 
     x: Tensor
     parts: list[Tensor]
-    chosen: Config
+    chosen: AllReduceConfig
     sleeps: list[float]
 
     @property
@@ -67,7 +73,7 @@ class Call:
         return x
 
 
-def random_call(rng: random.Random, size: int, chosen: Config | None = None, slow: bool = True) -> Call:
+def random_call(rng: random.Random, size: int, chosen: AllReduceConfig | None = None, slow: bool = True) -> Call:
     dtype = rng.choice([torch.float32, torch.float16])
     tokens = rng.randint(1, 6)
     hidden = 2 * rng.randint(1, WORDS // tokens // 2)
@@ -148,7 +154,7 @@ def test_calls_of_all_kinds_and_sizes_in_a_row(size: int) -> None:
 
 
 @pytest.mark.parametrize("chosen", [KINDS[1], KINDS[4]])
-def test_a_rank_may_read_late(chosen: Config, pause: list[float]) -> None:
+def test_a_rank_may_read_late(chosen: AllReduceConfig, pause: list[float]) -> None:
     rng = random.Random(1)
     calls = [random_call(rng, 3, chosen, slow=False) for _ in range(4)]
     ranks = Ranks.make(3)
@@ -159,7 +165,7 @@ def test_a_rank_may_read_late(chosen: Config, pause: list[float]) -> None:
 
 @pytest.mark.usefixtures("pause")
 @pytest.mark.parametrize(("chosen", "count"), [(KINDS[0], 2), (KINDS[2], 1)])
-def test_a_missing_rank_is_not_waited_for_for_ever(chosen: Config, count: int) -> None:
+def test_a_missing_rank_is_not_waited_for_for_ever(chosen: AllReduceConfig, count: int) -> None:
     rng = random.Random(0)
     calls = [random_call(rng, 3, chosen) for _ in range(count)]
     ranks = Ranks.make(3, HASTY)
@@ -195,7 +201,7 @@ def test_any_number_of_words_is_cut_so_that_it_fits(size: int, processors: int) 
     assert triton is not None
     most = 4096 * 8192 // 2
     inbox = Inbox.make([0] * size, most, 0, torch.device("cpu"))
-    chip, layout = Chip((9, 0), processors, 0), Layout.of(most, size)
+    chip, layout = Chip((9, 0), processors, 0), InboxLayout.of(most, size)
     trips = set()
     for words in [1, 31, 64, *(tokens * 4096 for tokens in (*range(1, 300, 3), 1000, 2048, 4095)), most]:
         chosen = config(words, inbox, chip)
@@ -214,7 +220,7 @@ def test_any_number_of_words_is_cut_so_that_it_fits(size: int, processors: int) 
 def test_the_parts_of_an_inbox_follow_each_other() -> None:
     for size in (2, 3, 4, 8):
         for words in (1, 100, 65536, 10_000_000):
-            at = Layout.of(words, size)
+            at = InboxLayout.of(words, size)
             assert at.partials == 2 * size * at.flagged * 2
             assert at.results - at.partials == at.flags - at.results == size * at.share >= words
             assert at.end - at.flags == 2 * allreduce.BLOCKS * size
@@ -239,8 +245,8 @@ def test_tensors_that_do_not_match_are_refused() -> None:
     x = torch.zeros(2, 64)
     for y in (torch.zeros(2, 63), torch.zeros(2, 64, dtype=torch.float16), torch.zeros(64, 2).t()):
         with pytest.raises(AssertionError):
-            launch_as(Config(1, 64, 1), x, y, inbox)
+            launch_as(AllReduceConfig(1, 64, 1), x, y, inbox)
     with pytest.raises(AssertionError):  # more words than the inbox has room for
-        launch_as(Config(2, 64, 1), x, x, inbox)
+        launch_as(AllReduceConfig(2, 64, 1), x, x, inbox)
     with pytest.raises(AssertionError):
         words_of(torch.zeros(1, 3, dtype=torch.float16))

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels import attention as kernel
-from fastgen.kernels import items as lists
-from fastgen.kernels import tiles
-from fastgen.kernels.items import BEGIN, END, FIELDS, FIRST, HEADER, PART, POSITION, SPLIT, SPLITS, TOKENS
+from fastgen.kernels import work_tiles
 from fastgen.kernels.launch import Chip, Kernel, triton
+from fastgen.kernels.work_tiles import BEGIN, END, FIELDS, FIRST, HEADER, PART, POSITION, SPLIT, SPLITS, TOKENS
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention
 from fastgen.model.attention.reference import ReferenceAttention
@@ -115,7 +114,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
 
 
-def items_of(whole: Tensor) -> Tensor:
+def tiles_of(whole: Tensor) -> Tensor:
     """int32 [n, FIELDS]"""
     assert not whole[1:HEADER].any()
     return whole[HEADER : HEADER + int(whole[0]) * FIELDS].view(-1, FIELDS)
@@ -148,16 +147,16 @@ def test_decode_lists(count: int) -> None:
     for base, most in ((128, 64), (256, 5), (128, 1)):
         size = HEADER + count * (most + 1) * FIELDS
         found, twin = (torch.full((3, size), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
-        lists.plan_decode.launch(lanes, kv_lens, windows, found, base, most, None)
-        lists.plan_decode.twin(lanes, kv_lens, windows, twin, base, most, None)
+        work_tiles.plan_decode.launch(lanes, kv_lens, windows, found, base, most, None)
+        work_tiles.plan_decode.twin(lanes, kv_lens, windows, twin, base, most, None)
         assert torch.equal(found, twin)
         for window, whole in zip(windows.tolist(), found.cpu(), strict=True):
-            tiles = list(checked(items_of(whole), count * (most + 1)))
+            tiles = list(checked(tiles_of(whole), count * (most + 1)))
             assert len(tiles) == count
             for tile in tiles:
                 sequence, length = tile[0][FIRST], int(kv_lens[tile[0][FIRST]])
                 assert tile[0][1:4] == [1, int(lanes[sequence]), length - 1]
-                begin = max(length - window, 0) // lists.ALIGN * lists.ALIGN if window else 0
+                begin = max(length - window, 0) // work_tiles.ALIGN * work_tiles.ALIGN if window else 0
                 assert (tile[0][BEGIN], tile[-1][END]) == (begin, length)
                 assert len(tile) <= most + (window > 0)
 
@@ -166,28 +165,28 @@ def test_decode_lists(count: int) -> None:
 @pytest.mark.parametrize("context", [300, 32768])
 def test_there_is_room_for_the_partial_results_of_any_decode_step(max_seqs: int, context: int) -> None:
     for sequences in range(1, max_seqs + 1, max(max_seqs // 50, 1)):
-        most = min(lists.splits_of(sequences), -(-context // lists.SHORTEST))
-        assert sequences * (most + 1) <= lists.slots_for(max_seqs, context)
+        most = min(work_tiles.splits_of(sequences), -(-context // work_tiles.SHORTEST))
+        assert sequences * (most + 1) <= work_tiles.slots_for(max_seqs, context)
 
 
 def test_few_sequences_are_split_so_that_they_fill_the_chip() -> None:
-    assert [lists.split_of(n, 8, H200) for n in (1, 16, 64, 256, 1024)] == [64, 128, 512, 2048, 2048]
-    assert [lists.splits_of(n) for n in (1, 64, 256, 1024, 2048, 5000)] == [64, 64, 16, 4, 2, 1]
+    assert [work_tiles.split_of(n, 8, H200) for n in (1, 16, 64, 256, 1024)] == [64, 128, 512, 2048, 2048]
+    assert [work_tiles.splits_of(n) for n in (1, 64, 256, 1024, 2048, 5000)] == [64, 64, 16, 4, 2, 1]
 
 
 @pytest.mark.parametrize("window", [0, 100])
-def test_prefill_lists(window: int) -> None:
+def test_list_ofs(window: int) -> None:
     rng = np.random.default_rng(0)
-    for units, slots in ((1, 2048), (50, 2048), (200, 300), (200, 0)):
+    for tasks, slots in ((1, 2048), (50, 2048), (200, 300), (200, 0)):
         query_lens = rng.choice([1, 2, 31, 32, 33, 300], 5)
         kv_lens = query_lens + rng.choice([0, 1, 700, 5000], 5)
-        chunks = lists.Chunks(np.cumsum(query_lens) - query_lens + 7, query_lens, np.arange(5) + 3, kv_lens)
-        found = lists.prefill_items(chunks, window, 32, 64, units, slots)
+        chunks = work_tiles.Chunks(np.cumsum(query_lens) - query_lens + 7, query_lens, np.arange(5) + 3, kv_lens)
+        found = work_tiles.prefill_tiles(chunks, window, 32, 64, tasks, slots)
         lengths = (found[:, END] - found[:, BEGIN]).tolist()
         assert lengths == sorted(lengths, reverse=True)
-        whole = torch.from_numpy(lists.prefill_list(found))
+        whole = torch.from_numpy(work_tiles.list_of(found))
         seen: list[int] = []
-        for tile in checked(items_of(whole), slots):
+        for tile in checked(tiles_of(whole), slots):
             first, tokens, lane, position = tile[0][:4]
             sequence = lane - 3
             assert position == (kv_lens - query_lens)[sequence] + first - chunks.first[sequence]
@@ -202,8 +201,8 @@ def test_prefill_lists(window: int) -> None:
 def test_long_tiles_of_prefills_are_split_where_there_are_few() -> None:
     def splits(query_len: int, kv_len: int, count: int) -> int:
         first, ones = np.arange(count) * query_len, np.ones(count, np.int64)
-        chunks = lists.Chunks(first, ones * query_len, ones, ones * kv_len)
-        found = lists.prefill_items(chunks, 0, 32, 64, 33, 2048)
+        chunks = work_tiles.Chunks(first, ones * query_len, ones, ones * kv_len)
+        found = work_tiles.prefill_tiles(chunks, 0, 32, 64, 33, 2048)
         return int(found[:, SPLIT].max()) // SPLITS
 
     assert splits(16, 32000, 1) in (32, 33)
@@ -223,7 +222,7 @@ def test_decodes_and_prefills_agree_with_the_reference(head_size: int, group: in
         paged = case.paged(window)
         out = paged.attend(paged.plan(case.layout), 1, case.q, window)
         close(out, case.expected(window))
-        assert not paged._workspace.arrivals.any()
+        assert not paged._partial_results.arrivals.any()
 
 
 @pytest.mark.parametrize(
@@ -235,8 +234,8 @@ def test_other_sizes_agree_with_the_twin(head_size: int, group: int, page_size: 
         paged = case.paged(window)
         plan = paged.plan(case.layout)
         twin = torch.empty_like(case.q)
-        for items in plan.work[window]:
-            arguments = case.pool.keys, case.pool.values, plan.page_table, items, paged._workspace, 1, window
+        for tiles in plan.work[window]:
+            arguments = case.pool.keys, case.pool.values, plan.page_table, tiles, paged._partial_results, 1, window
             kernel.attention.twin(case.q, twin, *arguments)
         close(paged.attend(plan, 1, case.q, window), twin)
 
@@ -254,31 +253,31 @@ def test_a_decode_step_is_planned_from_the_device() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_programs_take_units_until_there_are_none(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer programs than units, and partial results that arrive in any order: the bits stay."""
-    monkeypatch.setattr(lists, "SHORTEST_PREFILL", 128)
+def test_programs_take_tasks_until_there_are_none(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer programs than tasks, and partial results that arrive in any order: the bits stay."""
+    monkeypatch.setattr(work_tiles, "SHORTEST_PREFILL", 128)
     case = make([1] * 3 + [20], [300, 200, 5, 340], 32)
     paged = case.paged(0)
     for phase, config in paged.configs.items():
-        paged.configs[phase] = replace(config, programs=1, merge_splits=1, dealt=ahead and not config.peel)
+        paged.configs[phase] = replace(config, programs=1, combine_splits=1, static=ahead and not config.peel)
     paged.chip = H200  # for which prefills are split too
     plan = paged.plan(case.layout)
     whole = paged.attend(plan, 1, case.q, 0)
     close(whole, case.expected(0))
-    for items in plan.work[0]:
-        units, asked = int(items.list[0]) * KV_HEADS, int(items.list[2])
+    for tiles in plan.work[0]:
+        tasks, asked = int(tiles.list[0]) * KV_HEADS, int(tiles.list[2])
         programs = Chip.of(DEVICE).processors
-        assert units > 4 * programs
-        if items.config.dealt:
-            programs = -(-units // -(-units // programs))
-        dealt = (units // programs - kernel.OPEN_ROUNDS) * programs if items.config.dealt else programs
-        assert asked == units - dealt + programs, "each program is told once that there are no more"
-    assert [items.config.dealt for items in plan.work[0]] == [ahead, False]
+        assert tasks > 4 * programs
+        if tiles.config.static:
+            programs = -(-tasks // -(-tasks // programs))
+        scheduled = (tasks // programs - kernel.DYNAMIC_ROUNDS) * programs if tiles.config.static else programs
+        assert asked == tasks - scheduled + programs, "each program is told once that there are no more"
+    assert [tiles.config.static for tiles in plan.work[0]] == [ahead, False]
     rng = np.random.default_rng(0)
     for _ in range(2):
         plan = paged.plan(case.layout)
-        for items in plan.work[0]:
-            found = items.list[HEADER : HEADER + int(items.list[0]) * FIELDS].view(-1, FIELDS)
+        for tiles in plan.work[0]:
+            found = tiles.list[HEADER : HEADER + int(tiles.list[0]) * FIELDS].view(-1, FIELDS)
             assert int(found[:, SPLIT].max()) // SPLITS > 1
             found.copy_(found[torch.from_numpy(rng.permutation(len(found)))])
         assert torch.equal(paged.attend(plan, 1, case.q, 0), whole)
@@ -293,7 +292,7 @@ def test_a_position_is_that_of_its_query() -> None:
         layout = replace(case.layout, query_lens=torch.tensor([length]), decodes=0)
         paged = case.paged(0)
         plan = paged.plan(layout)
-        assert items_of(plan.work[0][0].list)[:, POSITION].min() == 200 + start
+        assert tiles_of(plan.work[0][0].list)[:, POSITION].min() == 200 + start
         close(paged.attend(plan, 1, case.q[start:].contiguous(), 0), whole[start:])
 
 
@@ -311,7 +310,7 @@ def test_deterministic_a_query_has_one_answer(window: int, dtype: torch.dtype) -
             lens = {"query_lens": torch.tensor([last - first]), "kv_lens": torch.tensor([length])}
             layout = replace(case.layout, **lens, decodes=int(last - first == 1))
             plan = paged.plan(layout)
-            splits = items_of(plan.work[window][0].list)[:, SPLIT] // SPLITS
+            splits = tiles_of(plan.work[window][0].list)[:, SPLIT] // SPLITS
             assert (splits.max() > 1) == (slots > 0 and layout.decodes > 0)
             chunk = paged.attend(plan, 1, case.q[first:last].contiguous(), window)
             assert torch.equal(chunk, kept[first:last])
@@ -323,11 +322,11 @@ def test_deterministic_a_query_has_one_answer(window: int, dtype: torch.dtype) -
 def test_deterministic_phases_differ_in_nothing_that_is_seen(chip: Chip, dtype: torch.dtype) -> None:
     """64 rows and four warps are other instructions on Hopper; in float32 any difference may be seen."""
     for head_size, group in ((32, 2), (64, 1), (96, 4), (128, 5), (128, 20), (256, 8)):
-        phases = tiles.DECODE, tiles.FEW, tiles.GROUP, tiles.PREFILL
-        found = [tiles.configure(phase, group, head_size, dtype, chip, deterministic=True) for phase in phases]
-        assert all(config.fixed for config in found)
+        phases = kernel.DECODE, kernel.FEW, kernel.GROUP, kernel.PREFILL
+        found = [kernel.configure(phase, group, head_size, dtype, chip, deterministic=True) for phase in phases]
+        assert all(config.invariant for config in found)
         assert len({config.keys for config in found}) == 1
-        assert lists.ALIGN % found[0].keys == 0
+        assert work_tiles.ALIGN % found[0].keys == 0
         hopper = chip.capability[0] == 9 and dtype != torch.float32 and 64 <= head_size <= 128
         assert [config.swap for config in found] == [hopper, hopper, False, False]
         assert not hopper or min(config.rows for config in found[2:]) >= 64
@@ -339,24 +338,24 @@ COMPILE = """
 import json, sys
 import torch
 import triton  # before fastgen, which without a GPU does without it
-from fastgen.kernels import attention, items, tiles
+from fastgen.kernels import attention, work_tiles
 from fastgen.kernels.launch import Chip
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 kernel, nobody = attention._attention_kernel, ("members_ptr", "bases_ptr", "lens_ptr")
 for phase, D in json.loads(sys.argv[1]):
-    c = tiles.configure(phase, 4, D, torch.bfloat16, Chip((9, 0), 132, 232_448), deterministic=True)
+    c = attention.configure(phase, 4, D, torch.bfloat16, Chip((9, 0), 132, 232_448), deterministic=True)
     types = dict.fromkeys(("q_ptr", "out_ptr", "keys_ptr", "values_ptr"), "*bf16")
     types |= dict.fromkeys(("parts_ptr", "lse_ptr", "totals_ptr"), "*fp32") | dict.fromkeys(nobody, "constexpr")
     types |= dict.fromkeys(("layer", "num_pages", "table_width"), "i32")
     types |= {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr") and name not in types}
     constants = {
         "H": 32, "K": 8, "D": D, "P": 64, "WINDOW": 0, "SCALE": 0.1, "ROWS": c.rows, "KEYS": c.keys, "DIMS": D,
-        "PEEL": c.peel, "FIXED": c.fixed, "SWAP": c.swap, "DEALT": c.dealt, "MERGE_ROWS": c.merge_rows,
-        "MERGE_SPLITS": c.merge_splits, "KIND": 0, "OPEN_ROUNDS": attention.OPEN_ROUNDS, "PLAIN": 0,
-        "SHARED": 1, "PRIVATE": 2, "HEADER": items.HEADER, "FIELDS": items.FIELDS,
-        "SPLITS": items.SPLITS, "PDL": True, **dict.fromkeys(nobody),
+        "PEEL": c.peel, "INVARIANT": c.invariant, "SWAP": c.swap, "STATIC": c.static, "COMBINE_ROWS": c.combine_rows,
+        "COMBINE_SPLITS": c.combine_splits, "KIND": 0, "DYNAMIC_ROUNDS": attention.DYNAMIC_ROUNDS, "PLAIN": 0,
+        "SHARED": 1, "PRIVATE": 2, "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS,
+        "SPLITS": work_tiles.SPLITS, "PDL": True, **dict.fromkeys(nobody),
     }
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = [place for place, kind in enumerate(signature.values()) if kind.startswith("*")]
@@ -371,7 +370,7 @@ for phase, D in json.loads(sys.argv[1]):
 def test_deterministic_phases_are_compiled_alike() -> None:
     """For Hopper, without one: Hopper's instruction in all of them, 16 inputs of a number at a time."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    cases = [(phase, dims) for dims in (128, 64) for phase in (tiles.DECODE, tiles.PREFILL, tiles.GROUP)]
+    cases = [(phase, dims) for dims in (128, 64) for phase in (kernel.DECODE, kernel.PREFILL, kernel.GROUP)]
     command = [sys.executable, "-c", COMPILE, json.dumps(cases)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stderr[-2000:]
@@ -390,27 +389,27 @@ def test_deterministic_phases_are_compiled_alike() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_configurations_fit_the_chip(chip: Chip, dtype: torch.dtype, deterministic: bool) -> None:
     sizes = (64, 80, 96, 128, 256)[: 4 if deterministic else 5]  # keys of one number do not fit everywhere
-    for phase in (tiles.DECODE, tiles.FEW, tiles.PREFILL, tiles.GROUP):
+    for phase in (kernel.DECODE, kernel.FEW, kernel.PREFILL, kernel.GROUP):
         for head_size in sizes:
             for group in (1, 4, 5, 7, 8, 12, 16):
-                config = tiles.configure(phase, group, head_size, dtype, chip, deterministic)
+                config = kernel.configure(phase, group, head_size, dtype, chip, deterministic)
                 dims = 1 << (head_size - 1).bit_length()
-                size = tiles.shared_bytes(config.rows, config.keys, config.stages, dims, dtype, chip, config.swap)
+                size = kernel.shared_bytes(config.rows, config.keys, config.stages, dims, dtype, chip, config.swap)
                 assert size * config.programs <= chip.shared_memory + 1024
                 assert config.registers * 32 * config.warps * config.programs <= 65536
                 assert config.rows >= max(group, 16)
-                assert lists.ALIGN % config.keys == 0
-                assert lists.SHORTEST % config.keys == 0
+                assert work_tiles.ALIGN % config.keys == 0
+                assert work_tiles.SHORTEST % config.keys == 0
 
 
 def test_a_chip_that_is_too_small_is_named() -> None:
     with pytest.raises(ValueError, match="20000 bytes of shared memory; use attention='reference'"):
-        tiles.configure(tiles.PREFILL, 4, 256, torch.float32, Chip((7, 0), 10, 20_000))
+        kernel.configure(kernel.PREFILL, 4, 256, torch.float32, Chip((7, 0), 10, 20_000))
 
 
 def test_what_the_configurations_are() -> None:
     """On an H200 at Mistral 7B's shape: what was measured (see scripts/tune/tune_attention.py)."""
-    decode = tiles.configure(tiles.DECODE, 4, 128, torch.bfloat16, H200)
+    decode = kernel.configure(kernel.DECODE, 4, 128, torch.bfloat16, H200)
     assert (decode.rows, decode.keys, decode.warps, decode.programs) == (16, 32, 1, 8)
-    prefill = tiles.configure(tiles.PREFILL, 4, 128, torch.bfloat16, H200)
+    prefill = kernel.configure(kernel.PREFILL, 4, 128, torch.bfloat16, H200)
     assert (prefill.rows, prefill.keys, prefill.warps) == (128, 64, 8)

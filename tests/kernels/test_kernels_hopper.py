@@ -1,5 +1,5 @@
 """Kernels for Hopper in Gluon, which no interpreter knows: what they are compiled to. On a GPU they are seen in
-test_kernels_fixed.py and in gpu/test_gpu_deterministic.py."""
+test_kernels_batch_invariant.py and in gpu/test_gpu_deterministic.py."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernels_fixed import A100, H200
+from test_kernels_batch_invariant import A100, H200
 
-from fastgen.kernels import fixed, hopper, hopper_decode
+from fastgen.kernels import batch_invariant, hopper_decode, hopper_products
 from fastgen.kernels.gluon import HALVES
 from fastgen.kernels.launch import KNOWN
 
@@ -26,7 +26,7 @@ from dataclasses import asdict
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from fastgen.kernels import fixed, hopper, hopper_decode, items
+from fastgen.kernels import batch_invariant, hopper_products, hopper_decode, work_tiles
 from fastgen.kernels.launch import Chip
 
 H200 = Chip((9, 0), 132, 232_448)
@@ -41,19 +41,19 @@ def compiled(kernel, types, blocks, constants, aligned, options):
     multiples = [name for name in types if name.endswith("_ptr")] + aligned
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = GluonASTSource(kernel, types, places, attributes)
-    options = {"enable_fp_fusion": False, "maxnreg": hopper.REGISTERS, **options}
+    options = {"enable_fp_fusion": False, "maxnreg": hopper_products.REGISTERS, **options}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return {"shared": made.metadata.shared, "ptx": made.asm["ptx"]}
 """
 PRODUCTS = """
-kernel = hopper._product_kernel
+kernel = hopper_products._product_kernel
 for tokens, outputs, inputs, half, heads, what in [
     (1, 4096, 4096, 0, 1, "add"), (1, 4096, 14336, 0, 1, "add"), (1, 28672, 4096, 14336, 1, "swiglu"),
     (17, 6144, 4096, 64, 1, "rope"), (64, 28672, 4096, 14336, 1, "swiglu"), (1, 1152, 4096, 24, 1, "rope"),
     (33, 4096, 4096, 0, 1, "add"), (17, 32768, 4096, 0, 1, "logits"), (9, 12288, 4096, 16, 2, "rope"),
     (1, 1024, 512, 8, 2, "rope"), (1, 1024, 512, 512, 1, "swiglu"),
 ]:
-    found = fixed.config(tokens, outputs, inputs, torch.bfloat16, H200)
+    found = batch_invariant.config(tokens, outputs, inputs, torch.bfloat16, H200)
     pieces = 1 if found.rows >= 64 else found.depth // 64
     block = [found.rows, found.depth // pieces]
     if half:
@@ -64,7 +64,7 @@ for tokens, outputs, inputs, half, heads, what in [
     constants = {
         "K": inputs, "HALF": half, "KV": 8 * (what == "rope"), "P": 64, "ADD": what == "add", "TOKENS": found.tokens,
         "ROWS": found.rows, "HEADS": heads, "DEPTH": found.depth, "STAGES": found.stages, "SIDE": max(found.rows, 64),
-        "PIECES": pieces, "EARLY": outputs == 6144, "REGISTERS": hopper.LOADING_REGISTERS,
+        "PIECES": pieces, "EARLY": outputs == 6144, "REGISTERS": hopper_products.LOADING_REGISTERS,
     }
     blocks = {"x_desc": [found.tokens, found.depth], "weight_desc": block}
     made = compiled(kernel, types, blocks, constants, ["N"], {"num_warps": found.warps})
@@ -80,12 +80,12 @@ for group, head_size, window in [(4, 128, 0), (1, 96, 100), (5, 64, 0), (16, 128
     types |= {"out_ptr": "*bf16", "table_ptr": "*i32", "list_ptr": "*i32", "arrivals_ptr": "*i32"}
     constants = {
         "H": 8 * group, "K": 8, "D": head_size, "P": 64, "WINDOW": window, "SCALE": 0.1, "ROWS": rows, "KEYS": 64,
-        "SOME": 16, "DIMS": dims, "STAGES": stages, "SIDE": 64, "MERGE_ROWS": 1 << (group - 1).bit_length(),
-        "MERGE_SPLITS": 8, "HEADER": items.HEADER, "FIELDS": items.FIELDS, "SPLITS": items.SPLITS,
-        "REGISTERS": hopper.LOADING_REGISTERS,
+        "SOME": 16, "DIMS": dims, "STAGES": stages, "SIDE": 64, "COMBINE_ROWS": 1 << (group - 1).bit_length(),
+        "COMBINE_SPLITS": 8, "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS, "SPLITS": work_tiles.SPLITS,
+        "REGISTERS": hopper_products.LOADING_REGISTERS,
     }
     blocks = {"q_desc": [rows, dims], "keys_desc": [1, 64, dims], "values_desc": [1, 64, dims]}
-    made = compiled(kernel, types, blocks, constants, [], {"num_warps": hopper.WARPS})
+    made = compiled(kernel, types, blocks, constants, [], {"num_warps": hopper_products.WARPS})
     print(json.dumps({"rows": rows, "stages": stages, **made}))
 """
 LOAD, WAIT, START = r"cp\.async\.bulk\.tensor\.\dd\.shared", "griddepcontrol.wait", "griddepcontrol.launch_dependents"
@@ -125,7 +125,9 @@ def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
         early = made["outputs"] == 6144
         assert (ptx.index(START) > waits[1]) == early, "where the part that loads says it, when it has waited"
         products = set(re.findall(r"wgmma\.mma_async\S+", ptx))
-        assert products == {f"wgmma.mma_async.sync.aligned.m64n{made['tokens']}k16.f32.bf16.bf16"}, "fixed's"
+        assert products == {f"wgmma.mma_async.sync.aligned.m64n{made['tokens']}k16.f32.bf16.bf16"}, (
+            "as batch_invariant's"
+        )
         assert "fma.rn.f32" not in ptx
 
 
@@ -145,20 +147,20 @@ def test_decodes_are_compiled() -> None:
 
 @pytest.mark.usefixtures("fresh_configs")
 def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "GLUON", True)
-    assert hopper.runs_on(H200, torch.bfloat16)
-    assert not hopper.runs_on(H200, torch.float32)
-    assert not hopper.runs_on(A100, torch.bfloat16)
-    assert not hopper.runs_on(replace(H200, capability=(10, 0)), torch.bfloat16), "which has no wgmma"
+    monkeypatch.setattr(hopper_products, "GLUON", True)
+    assert hopper_products.runs_on(H200, torch.bfloat16)
+    assert not hopper_products.runs_on(H200, torch.float32)
+    assert not hopper_products.runs_on(A100, torch.bfloat16)
+    assert not hopper_products.runs_on(replace(H200, capability=(10, 0)), torch.bfloat16), "which has no wgmma"
     assert hopper_decode.streams(H200, torch.bfloat16, 4, 128, 64)
     for group, head_size, page_size in ((4, 128, 32), (4, 32, 64), (4, 256, 64), (40, 128, 64), (4, 100, 64)):
         assert not hopper_decode.streams(H200, torch.bfloat16, group, head_size, page_size)
-    assert fixed.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 8
-    assert fixed.config(1, 6144, 4096, torch.bfloat16, A100).tokens == 16
-    monkeypatch.setattr(hopper, "GLUON", False)
-    assert not hopper.runs_on(H200, torch.bfloat16), "as with a Triton whose Gluon we do not know"
-    fixed.config.cache_clear()
-    assert fixed.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 16
+    assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 8
+    assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, A100).tokens == 16
+    monkeypatch.setattr(hopper_products, "GLUON", False)
+    assert not hopper_products.runs_on(H200, torch.bfloat16), "as with a Triton whose Gluon we do not know"
+    batch_invariant.config.cache_clear()
+    assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -166,9 +168,9 @@ def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_cut(outputs: int, inputs: int) -> None:
     for tokens in range(1, 65):
-        padded, rows, depth, _, stages = hopper.cut(tokens, outputs, inputs, H200)
+        padded, rows, depth, _, stages = hopper_products.cut(tokens, outputs, inputs, H200)
         programs = 1 if outputs <= rows * H200.processors else 2
         assert tokens <= padded <= max(2 * tokens, 8)
         assert stages > 1
         assert programs * (stages * (padded + rows) * depth * 2 + 2048) <= H200.shared_memory
-        assert (rows < hopper.SIDE) == (HALVES and outputs == inputs == 4096 and tokens <= 32), "o alone"
+        assert (rows < hopper_products.SIDE) == (HALVES and outputs == inputs == 4096 and tokens <= 32), "o alone"

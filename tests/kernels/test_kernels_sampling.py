@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.kernels import noise, scoring, truncation
-from fastgen.kernels import sampler_layout as layout
+from fastgen.kernels import sampler_rows, scoring, truncation
+from fastgen.kernels import sampler_rows as layout
 from fastgen.kernels.launch import INTERPRETED, jit, tl
-from fastgen.kernels.rows import as_mass, key_ids, key_logits, rank_keys, scale_of, weigh
+from fastgen.kernels.sampler_rows import as_mass, key_ids, key_logits, rank_keys, scale_of, weigh
 from fastgen.model import sampler
 from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan
 from fastgen.request import LaneStart, SamplingParams
@@ -102,7 +102,7 @@ class Draw:
         assert rows.temperature > 0, self.params[row]
         kept = sampler._draw(edited, best, rows, position[:, None], plan)[2]
         assert kept is not None
-        drawn = noise.gumbel(rows.seed, rows.sample_index, position[:, None], edited.shape[1])
+        drawn = sampler_rows.gumbel(rows.seed, rows.sample_index, position[:, None], edited.shape[1])
         scores = ((edited - best) / rows.temperature + drawn).where(kept, -math.inf)[0]
         assert scores[token] >= scores.max() - 3e-5, self.params[row]
 
@@ -169,7 +169,7 @@ def test_rank_keys_order_as_the_twins_and_go_back() -> None:
 @jit()
 def _noise_kernel(table_ptr, positions_ptr, out_ptr, count: tl.constexpr):
     row, chunk = tl.program_id(0), tl.program_id(1)
-    drawn = noise.noise(table_ptr + row * layout.ENTRY, tl.load(positions_ptr + row), chunk * count, count)
+    drawn = sampler_rows.noise(table_ptr + row * layout.ENTRY, tl.load(positions_ptr + row), chunk * count, count)
     tl.store(out_ptr + (row * tl.num_programs(1) + chunk) * count + tl.arange(0, count), drawn)
 
 
@@ -180,7 +180,7 @@ def test_noise_is_the_twins() -> None:
     table[:, 0], table[:, 1] = seed, index
     out = torch.empty(len(inputs), 2 * 4096, dtype=torch.float32, device=DEVICE)
     _noise_kernel[(len(inputs), 2)](table, position.contiguous(), out, 4096)
-    twin = noise.gumbel(seed[:, None], index[:, None], position[:, None], 2 * 4096)
+    twin = sampler_rows.gumbel(seed[:, None], index[:, None], position[:, None], 2 * 4096)
     torch.testing.assert_close(out * math.log(2) - math.log(math.log(2)), twin, atol=1e-5, rtol=1e-6)
 
 

@@ -12,8 +12,7 @@ from test_kernels_attention import DEVICE, H200, HALF, KV_HEADS, close, launched
 from torch import Tensor
 
 from fastgen.kernels import attention as kernel
-from fastgen.kernels import items as lists
-from fastgen.kernels import tiles
+from fastgen.kernels import work_tiles
 from fastgen.kernels.launch import Kernel
 from fastgen.model.attention import paged as module
 from fastgen.model.attention import shared
@@ -133,7 +132,7 @@ def test_a_tree_of_rows(page_size: int, dtype: torch.dtype, window: int) -> None
 
 @pytest.mark.parametrize(("head_size", "group"), [(64, 1), (96, 5), (128, 8)])
 def test_other_shapes_agree_with_the_twins(head_size: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a group takes several tiles, and priors and splits come together."""
+    """Also where a group takes several tiles, and partials and splits come together."""
     case = make([3, [4, 1, 1, 1, 1, 1, 1, 1, 1]], head_size, group)
     for window in (0, 200):
         paged = case.paged(window)
@@ -156,12 +155,15 @@ def test_deterministic_rows_do_not_tell_what_they_share(page_size: int, dtype: t
     alone = paged.attend(case.plan(paged, shared=False), 1, case.q, window)
     close(alone, case.expected(window))
     assert case.share(paged)
-    assert int(paged._shared.rows.priors.max()) == 1
+    assert int(paged._shared.rows.partials.max()) == 1
     for slots in (paged.slots, 0):  # 0: of no use for splits
         paged.slots = slots
         plan = case.plan(paged)
         items = plan.work[window][1].list  # type: ignore[attr-defined]
-        splits = items[lists.HEADER :].view(-1, lists.FIELDS)[: int(items[0]), lists.SPLIT] // lists.SPLITS
+        splits = (
+            items[work_tiles.HEADER :].view(-1, work_tiles.FIELDS)[: int(items[0]), work_tiles.SPLIT]
+            // work_tiles.SPLITS
+        )
         assert (int(splits.max()) > 1) == (slots > 0 and page_size > 16)
         assert torch.equal(paged.attend(plan, 1, case.q, window), alone)
 
@@ -171,9 +173,9 @@ def test_swapped_rows_give_the_same() -> None:
     case = make(TREE, head_size=64, dtype=HALF)
     for window in (0, 100):
         paged = case.paged(window, deterministic=True)
-        for phase in (tiles.DECODE, tiles.FEW, tiles.GROUP):
-            paged.configs[phase] = tiles.configure(phase, 4, 64, HALF, H200, deterministic=True)
-        assert paged.configs[tiles.DECODE].swap
+        for phase in (kernel.DECODE, kernel.FEW, kernel.GROUP):
+            paged.configs[phase] = kernel.configure(phase, 4, 64, HALF, H200, deterministic=True)
+        assert paged.configs[kernel.DECODE].swap
         assert case.share(paged)
         for slots in (paged.slots, 0):
             paged.slots = slots
@@ -188,17 +190,17 @@ def test_the_lists_agree_with_the_twin() -> None:
     rows, lanes = paged._shared.rows, torch.from_numpy(case.lanes).to(DEVICE)
     kv_lens = torch.from_numpy(case.kv_lens).int().to(DEVICE)
     results = []
-    for plan in (lists.plan_decode.launch, lists.plan_decode.twin):
+    for plan in (work_tiles.plan_decode.launch, work_tiles.plan_decode.twin):
         made = torch.zeros_like(paged._lists)
-        rows.list[1 : lists.HEADER] = 7  # counters of a step before
+        rows.list[1 : work_tiles.HEADER] = 7  # counters of a step before
         plan(lanes, kv_lens, paged._windows, made, 64, 4, rows)
-        assert not rows.list[1 : lists.HEADER].any()
+        assert not rows.list[1 : work_tiles.HEADER].any()
         results.append((made, rows.bases.clone()))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
-    items = results[0][0][0, lists.HEADER :].view(-1, lists.FIELDS)[: int(results[0][0][0, 0])]
-    assert (items[:, lists.SPLIT] // lists.SPLITS > 1).any()
-    assert (items[:, lists.TOKENS] // lists.SPLITS > 1).any()
+    items = results[0][0][0, work_tiles.HEADER :].view(-1, work_tiles.FIELDS)[: int(results[0][0][0, 0])]
+    assert (items[:, work_tiles.SPLIT] // work_tiles.SPLITS > 1).any()
+    assert (items[:, work_tiles.TOKENS] // work_tiles.SPLITS > 1).any()
 
 
 def test_rows_that_come_and_go() -> None:

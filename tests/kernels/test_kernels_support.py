@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fastgen import Generator
-from fastgen.kernels import launch, support
-from fastgen.kernels.launch import Chip
-from fastgen.kernels.support import kernels_of, slower_than_possible
+from fastgen.kernels import launch
+from fastgen.kernels.launch import Chip, kernels_of, slower_than_possible
 
 GPU = torch.device("cuda:0")
 H200, A100 = Chip((9, 0), 132, 232_448), Chip((8, 0), 108, 166_912)
@@ -23,7 +22,7 @@ def on(chip: Chip, version: str | None, monkeypatch: pytest.MonkeyPatch) -> tupl
     monkeypatch.setattr(launch, "triton", version and SimpleNamespace(__version__=version))
     known = launch.version() in launch.KNOWN_TRITON
     monkeypatch.setattr(launch, "KNOWN", known)
-    monkeypatch.setattr(support, "GLUON", known)
+    monkeypatch.setattr(launch, "GLUON", known)
     return kernels_of(GPU), slower_than_possible(GPU)
 
 

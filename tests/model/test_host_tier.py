@@ -16,7 +16,7 @@ from handmade import EMPTY, continued, make_runner, run, table
 from torch import Tensor
 
 from fastgen.device import pinned
-from fastgen.kernels.copies import copy_pages
+from fastgen.kernels.state import copy_pages
 from fastgen.model import host_tier
 from fastgen.model.host_tier import GROUPS, HostTier
 from fastgen.model.kv_pool import KVPool

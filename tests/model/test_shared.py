@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from fastgen.kernels.items import BEGIN, END, FIRST, LANE, SPLIT, TOKENS
+from fastgen.kernels.work_tiles import BEGIN, END, FIRST, LANE, SPLIT, TOKENS
 from fastgen.model.attention import shared
-from fastgen.model.attention.shared import Level, roots, saved_keys, shared_items, shared_ranges
+from fastgen.model.attention.shared import Level, roots, saved_keys, shared_ranges, shared_tiles
 
 PAGE = 16
 
@@ -98,9 +98,9 @@ def test_items_cover_what_is_shared(seed: int, units: int, monkeypatch: pytest.M
         return
     ranges = ranges_of(levels)
     slots = 60 if units == 40 else 1
-    found = shared_items(levels, lanes, PAGE, tile=3, block=32, units=units, slots=slots)
+    found = shared_tiles(levels, lanes, PAGE, tile_rows=3, block=32, tasks=units, slots=slots)
     seen: dict[int, list[tuple[int, int, int]]] = {row: [] for row in range(len(full))}
-    for item in found.items.tolist():
+    for item in found.tiles.tolist():
         members = found.members[item[FIRST] : item[FIRST] + item[TOKENS]]
         assert 1 <= len(members) <= 3
         assert item[LANE] - 100 in members
@@ -108,9 +108,9 @@ def test_items_cover_what_is_shared(seed: int, units: int, monkeypatch: pytest.M
             seen[row].append((item[SPLIT], item[BEGIN], item[END]))
     for row, parts in seen.items():
         parts.sort()
-        assert [number for number, _, _ in parts] == list(range(found.priors[row])), "each prior is left once"
+        assert [number for number, _, _ in parts] == list(range(found.partials[row])), "each partial is left once"
         keys = [key for _, begin, end in parts for key in range(begin, end)]
         assert keys == list(range(found.ends[row])), "in the order of the keys"
         assert found.ends[row] == PAGE * len(covered(ranges, row))
     depth = [sum(row in each.rows for each in ranges) for row in range(len(full))]
-    assert found.priors.sum() <= max(slots, sum(depth))
+    assert found.partials.sum() <= max(slots, sum(depth))

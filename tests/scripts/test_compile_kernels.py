@@ -14,7 +14,8 @@ from fastgen.kernels.launch import triton
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tune" / "compile_kernels.py"
 KERNELS = {
-    "attention", "fixed", "items", "lanes", "norm", "rope", "swiglu", "sampling", "scoring", "truncation"
+    "attention", "batch_invariant", "epilogue", "norm", "rope", "sampling", "scoring", "state", "truncation",
+    "work_tiles",
 }  # fmt: skip
 
 

@@ -13,18 +13,17 @@ from torch import Tensor
 
 from fastgen.device.pinned import upload_together
 from fastgen.kernels import attention as kernel
-from fastgen.kernels import hopper_decode, tiles
-from fastgen.kernels import items as lists
+from fastgen.kernels import hopper_decode, work_tiles
 from fastgen.kernels.launch import Chip
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.attention.shared import SharedItems, roots, saved_keys, shared_items, shared_ranges
+from fastgen.model.attention.shared import SharedTiles, roots, saved_keys, shared_ranges, shared_tiles
 from fastgen.model.kv_pool import KVPool
 
-FIXED_SLOTS = 8192  # partial results of a decode step whose splits are fixed: where it has more, it has none
+INVARIANT_SLOTS = 8192  # partial results of a decode step whose splits are fixed: where it has more, it has none
 PREFILL_SLOTS = 2048  # partial results, of a query token each, that there is room for at least
 SHARING_PAYS = 16e6  # bytes of a layer's keys and values that are not read again
-FILLS = 0.5  # of the programs that a chip holds, items of shared keys that are not split
-DEPTH = 64  # priors of a row, at most, where few rows share
+FILLS = 0.5  # of the programs that a chip holds, tiles of shared keys that are not split
+DEPTH = 64  # partials of a row, at most, where few rows share
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class PagedPlan:
     """work: for each window, the lists that a layer with it goes through, one launch each."""
 
     page_table: Tensor
-    work: dict[int, list[kernel.Items]]
+    work: dict[int, list[kernel.TileList]]
 
 
 class PagedAttention:
@@ -67,30 +66,30 @@ class PagedAttention:
         self.chip = Chip.of(device)
         self.group = num_heads // num_kv
         self.configs = {
-            phase: tiles.configure(phase, self.group, head_size, dtype, self.chip, deterministic)
-            for phase in (tiles.DECODE, tiles.FEW, tiles.PREFILL, tiles.GROUP)
+            phase: kernel.configure(phase, self.group, head_size, dtype, self.chip, deterministic)
+            for phase in (kernel.DECODE, kernel.FEW, kernel.PREFILL, kernel.GROUP)
         }
-        self._fixed = deterministic
+        self._deterministic = deterministic
         streams = hopper_decode.streams(self.chip, dtype, self.group, head_size, page_size)
         self._split_below = hopper_decode.SPLIT_BELOW if deterministic and streams else None
-        self._most_fixed = -(-context // self.configs[tiles.DECODE].keys)
+        self._most_splits = -(-context // self.configs[kernel.DECODE].keys)
         self.windows = tuple(sorted(set(windows)))
-        self.priors = max(min(lists.SLOTS, DEPTH * max_seqs), max_seqs)  # of all rows together
-        decode_slots = lists.slots_for(max_seqs, context) + self.priors
-        self.slots = max(decode_slots, min(PREFILL_SLOTS, max_step_tokens * lists.MOST_SPLITS))
-        if self._fixed:  # prefills are not split then, and a row has one prior
-            each = self._most_fixed + 1
-            self.slots = max(min(max_seqs * each, FIXED_SLOTS), each, 2 * max_seqs)
+        self.partials = max(min(work_tiles.SLOTS, DEPTH * max_seqs), max_seqs)  # of all rows together
+        decode_slots = work_tiles.slots_for(max_seqs, context) + self.partials
+        self.slots = max(decode_slots, min(PREFILL_SLOTS, max_step_tokens * work_tiles.MOST_SPLITS))
+        if self._deterministic:  # prefills are not split then, and a row has one partial
+            each = self._most_splits + 1
+            self.slots = max(min(max_seqs * each, INVARIANT_SLOTS), each, 2 * max_seqs)
         self._windows = torch.tensor(self.windows, dtype=torch.int32, device=device)
-        size = lists.HEADER + self.slots * lists.FIELDS
+        size = work_tiles.HEADER + self.slots * work_tiles.FIELDS
         self._lists = torch.zeros(len(self.windows), size, dtype=torch.int32, device=device)
-        self._shared = _SharedTable(max_seqs, self.priors, len(self.windows), device)
-        self._workspace = kernel.Workspace.empty(self.slots, num_heads, num_kv, head_size, device)
+        self._shared = _SharedTable(max_seqs, self.partials, len(self.windows), device)
+        self._partial_results = kernel.PartialResults.empty(self.slots, num_heads, num_kv, head_size, device)
 
     @property
     def capturable(self) -> bool:
         on_gpu = self.pool.keys.device
-        return kernel.attention.runs_on(on_gpu) and lists.plan_decode.runs_on(on_gpu)
+        return kernel.attention.runs_on(on_gpu) and work_tiles.plan_decode.runs_on(on_gpu)
 
     @property
     def shares(self) -> bool:
@@ -99,18 +98,18 @@ class PagedAttention:
     def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
         levels = shared_ranges(tables, lanes, full)
         page_size, head_size = self.pool.keys.shape[3:]
-        if self._fixed:
-            levels = roots(levels, page_size, self.configs[tiles.GROUP].keys)
+        if self._deterministic:
+            levels = roots(levels, page_size, self.configs[kernel.GROUP].keys)
         key_bytes = 2 * self.num_kv * head_size * self.pool.keys.element_size()
         if not levels or saved_keys(levels, page_size) * key_bytes < SHARING_PAYS:
             self._shared.clear()
             return False
-        config = self.configs[tiles.GROUP]
-        tile, units = config.rows // self.group, max(self.chip.processors * config.programs // self.num_kv, 1)
-        slots = 0 if self._fixed else self.priors  # 0: no range is split
-        found = shared_items(levels, lanes, page_size, tile, config.keys, units, slots)
-        idle = self._fixed and len(found.items) < FILLS * units  # where it is slower than each row's own splits
-        if idle or int(found.priors.sum()) > self.priors:  # or trees are so deep that there is no room
+        config = self.configs[kernel.GROUP]
+        tile, tasks = config.rows // self.group, max(self.chip.processors * config.programs // self.num_kv, 1)
+        slots = 0 if self._deterministic else self.partials  # 0: no range is split
+        found = shared_tiles(levels, lanes, page_size, tile, config.keys, tasks, slots)
+        idle = self._deterministic and len(found.tiles) < FILLS * tasks  # where it is slower than each row's own splits
+        if idle or int(found.partials.sum()) > self.partials:  # or trees are so deep that there is no room
             self._shared.clear()
             return False
         self._shared.write(found)
@@ -124,33 +123,33 @@ class PagedAttention:
         assert sequences <= self.max_seqs
         split, most = self._splits(sequences, shared)
         rows = self._shared.rows if shared else None
-        lists.plan_decode(lanes, kv_lens, self._windows, self._lists, split, most, rows)
-        few = sequences * self.num_kv <= tiles.FILLED * self.chip.processors
-        config = self.configs[tiles.FEW if few else tiles.DECODE]
+        work_tiles.plan_decode(lanes, kv_lens, self._windows, self._lists, split, most, rows)
+        few = sequences * self.num_kv <= kernel.FILLED * self.chip.processors
+        config = self.configs[kernel.FEW if few else kernel.DECODE]
         plan = PagedPlan(page_table, {window: [] for window in self.windows})
         for number, window in enumerate(self.windows):
             if rows is not None:
-                group = self.configs[tiles.GROUP]
+                group = self.configs[kernel.GROUP]
                 bases = rows.bases[number]
-                items = kernel.Items(rows.list, self.priors, group, kernel.SHARED, rows, bases, kv_lens)
-                plan.work[window].append(items)
+                tiles = kernel.TileList(rows.list, self.partials, group, kernel.SHARED, rows, bases, kv_lens)
+                plan.work[window].append(tiles)
             kind = kernel.PRIVATE if shared else kernel.PLAIN
-            items = kernel.Items(self._lists[number], sequences * (most + 1), config, kind, alone=alone)
-            plan.work[window].append(items)
+            tiles = kernel.TileList(self._lists[number], sequences * (most + 1), config, kind, alone=alone)
+            plan.work[window].append(tiles)
         return plan
 
     def _splits(self, sequences: int, shared: bool) -> tuple[int, int]:
         """Keys of a decode's split, and the most splits that a sequence has before they get longer. (Where they are
         fixed none has more: longer ones would have other bits.)"""
-        if not self._fixed:
-            return lists.split_of(sequences, self.num_kv, self.chip), lists.splits_of(sequences)
-        config = self.configs[tiles.DECODE]
-        units = config.programs if shared or self._split_below is None else self._split_below
-        idle = sequences * self.num_kv < self.chip.processors * units
-        room = sequences * (self._most_fixed + 1) <= self.slots and self._most_fixed < lists.SPLITS // 2
+        if not self._deterministic:
+            return work_tiles.split_of(sequences, self.num_kv, self.chip), work_tiles.splits_of(sequences)
+        config = self.configs[kernel.DECODE]
+        tasks = config.programs if shared or self._split_below is None else self._split_below
+        idle = sequences * self.num_kv < self.chip.processors * tasks
+        room = sequences * (self._most_splits + 1) <= self.slots and self._most_splits < work_tiles.SPLITS // 2
         if idle and room:
-            return config.keys, self._most_fixed
-        return lists.WHOLE, 1
+            return config.keys, self._most_splits
+        return work_tiles.WHOLE, 1
 
     def plan(self, layout: StepLayout) -> PagedPlan:
         """Decodes are planned as in a step of their own; the lists of the prefills come from here, with their lanes and
@@ -159,48 +158,53 @@ class PagedAttention:
         first = np.cumsum(query_lens) - query_lens
         decodes, device = layout.decodes, layout.page_table.device
         pieces = [np.ascontiguousarray(lanes[:decodes]).view(np.int32), kv_lens[:decodes].astype(np.int32)]
-        chunks = lists.Chunks(*(x[decodes:] for x in (first, query_lens, lanes, kv_lens)))
+        chunks = work_tiles.Chunks(*(x[decodes:] for x in (first, query_lens, lanes, kv_lens)))
         counts = []
         if len(query_lens) > decodes:
-            config = self.configs[tiles.PREFILL]
+            config = self.configs[kernel.PREFILL]
             tile = config.rows // self.group
-            units = max(self.chip.processors * config.programs // self.num_kv, 1)
+            tasks = max(self.chip.processors * config.programs // self.num_kv, 1)
             for window in self.windows:
-                slots = 0 if self._fixed else self.slots  # 0: no tile's keys are split
-                items = lists.prefill_items(chunks, window, tile, config.keys, units, slots)
-                counts.append(len(items))
-                pieces.append(lists.prefill_list(items))
+                slots = 0 if self._deterministic else self.slots  # 0: no tile's keys are split
+                tiles = work_tiles.prefill_tiles(chunks, window, tile, config.keys, tasks, slots)
+                counts.append(len(tiles))
+                pieces.append(work_tiles.list_of(tiles))
         on_device = upload_together(pieces, device)
         plan = PagedPlan(layout.page_table, {window: [] for window in self.windows})
         if decodes:
             lens = on_device[1]
             plan = self.plan_decode(on_device[0].view(torch.int64), lens, layout.page_table, layout.shared)
         for window, count, made in zip(self.windows, counts, on_device[2:], strict=False):  # counts: none or all
-            plan.work[window].append(kernel.Items(made, count, config))
+            plan.work[window].append(kernel.TileList(made, count, config))
         return plan
 
     def attend(self, plan: PagedPlan, layer: int, q: Tensor, window: int) -> Tensor:
         q = q.contiguous()  # it is, but where a torch twin made it
         out = torch.empty_like(q)
-        for items in plan.work[window]:
-            launch: Callable[..., Any] = kernel.attention if items.kind == kernel.PLAIN else kernel.sharing
+        for tiles in plan.work[window]:
+            launch: Callable[..., Any] = kernel.attention if tiles.kind == kernel.PLAIN else kernel.sharing
             # Where it does not compile, no twin gives the same bits for all steps. (Of shared keys that is known from
             # the start on, and nothing is shared then.)
-            if self._fixed and items.kind == kernel.PLAIN:
+            if self._deterministic and tiles.kind == kernel.PLAIN:
                 launch = kernel.attention.launch
-            launch(q, out, self.pool.keys, self.pool.values, plan.page_table, items, self._workspace, layer, window)
+            launch(
+                q, out, self.pool.keys, self.pool.values, plan.page_table, tiles, self._partial_results, layer, window
+            )
         return out
 
 
 class _SharedTable:
     """Where graphs find what the rows of a step share. All is in one tensor, which the host sends in one copy."""
 
-    def __init__(self, max_seqs: int, priors: int, windows: int, device: torch.device) -> None:
-        sizes = [-(-size // 4) * 4 for size in (max_seqs, max_seqs, priors, lists.HEADER + priors * lists.FIELDS)]
+    def __init__(self, max_seqs: int, partials: int, windows: int, device: torch.device) -> None:
+        sizes = [
+            -(-size // 4) * 4
+            for size in (max_seqs, max_seqs, partials, work_tiles.HEADER + partials * work_tiles.FIELDS)
+        ]
         self._whole = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        ends, counts, members, items = torch.split(self._whole, sizes)
+        ends, counts, members, tiles = torch.split(self._whole, sizes)
         bases = torch.zeros(windows, sizes[0], dtype=torch.int32, device=device)
-        self.rows = lists.SharedRows(items, members, ends, counts, bases)
+        self.rows = work_tiles.SharedRows(tiles, members, ends, counts, bases)
         self._empty = True
 
     def clear(self) -> None:
@@ -209,13 +213,13 @@ class _SharedTable:
             self._whole.zero_()
             self._empty = True
 
-    def write(self, found: SharedItems) -> None:
+    def write(self, found: SharedTiles) -> None:
         """Does not wait for the device. Rows behind the last share nothing."""
         rows = self.rows
-        listed = lists.prefill_list(found.items)
-        sizes = [len(rows.ends), len(rows.priors), len(rows.members), len(listed)]
+        listed = work_tiles.list_of(found.tiles)
+        sizes = [len(rows.ends), len(rows.partials), len(rows.members), len(listed)]
         host = torch.zeros(sum(sizes), dtype=torch.int32)
-        numbers = (found.ends, found.priors, found.members, listed)
+        numbers = (found.ends, found.partials, found.members, listed)
         for part, each in zip(torch.split(host, sizes), numbers, strict=True):
             part[: len(each)] = torch.from_numpy(each)
         if self._whole.device.type == "cuda":

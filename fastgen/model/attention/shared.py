@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fastgen.kernels.items import SPLIT, SPLITS, cut
+from fastgen.kernels.work_tiles import SPLIT, SPLITS, cut
 
 SHORTEST = 128  # keys of a shared range's split, unless the range has fewer
 
@@ -85,29 +85,29 @@ def saved_keys(levels: list[Level], page_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class SharedItems:
-    """For fastgen.kernels.items.SharedRows, all int32: items [n, FIELDS], members [m], ends and priors [S]."""
+class SharedTiles:
+    """For fastgen.kernels.work_tiles.SharedRows, all int32: tiles [n, FIELDS], members [m], ends and partials [S]."""
 
-    items: NDArray[np.int32]
+    tiles: NDArray[np.int32]
     members: NDArray[np.int32]
     ends: NDArray[np.int32]
-    priors: NDArray[np.int32]
+    partials: NDArray[np.int32]
 
 
-def shared_items(
-    levels: list[Level], lanes: Ints, page_size: int, tile: int, block: int, units: int, slots: int
-) -> SharedItems:
-    """The items of ranges, in tiles of up to `tile` rows, longest first. lanes: [S].
+def shared_tiles(
+    levels: list[Level], lanes: Ints, page_size: int, tile_rows: int, block: int, tasks: int, slots: int
+) -> SharedTiles:
+    """Return the work tiles of shared ranges, of up to `tile_rows` rows each, longest first. lanes: [S].
 
-    Ranges are split, evenly and at multiples of `block` keys, where they have more than their even share of `units`
-    items, but not so far that all priors together are more than `slots` (0: not at all).
+    Ranges are split, evenly and at multiples of `block` keys, where they have more than their even share of `tasks`
+    tiles, but not so far that all partials together are more than `slots` (0: not at all).
     """
     members, count, first, last = (
         np.concatenate([getattr(each, name) for each in levels]) for name in ("rows", "count", "first", "last")
     )
     first_key, last_key = first * page_size, last * page_size
-    length, tiles = last_key - first_key, -(-count // tile)
-    share = max(int((length * tiles).sum()) // units, SHORTEST)
+    length, query_tiles = last_key - first_key, -(-count // tile_rows)
+    share = max(int((length * query_tiles).sum()) // tasks, SHORTEST)
     while True:
         splits = np.maximum((length + share // 2) // share, 1)
         split = -(-length // (splits * block)) * block
@@ -115,17 +115,17 @@ def shared_items(
         if splits.max() == 1 or int((splits * count).sum()) <= slots:
             break
         share *= 2
-    ends, priors = np.zeros(len(lanes), np.int32), np.zeros(len(lanes), np.int32)
-    number = []  # of each range's first prior, the same for all its rows
+    ends, partials = np.zeros(len(lanes), np.int32), np.zeros(len(lanes), np.int32)
+    number = []  # of each range's first partial, the same for all its rows
     for each, here in zip(levels, np.split(splits, np.cumsum([len(each.count) for each in levels])[:-1]), strict=True):
-        number.append(priors[each.rows[np.cumsum(each.count) - each.count]])
-        priors[each.rows] += np.repeat(here, each.count).astype(np.int32)
+        number.append(partials[each.rows[np.cumsum(each.count) - each.count]])
+        partials[each.rows] += np.repeat(here, each.count).astype(np.int32)
         ends[each.rows] = np.repeat(each.last * page_size, each.count)
-    owner = np.repeat(np.arange(len(count)), tiles)
-    offset = (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * tile
+    owner = np.repeat(np.arange(len(count)), query_tiles)
+    offset = (np.arange(len(owner)) - (np.cumsum(query_tiles) - query_tiles)[owner]) * tile_rows
     member = (np.cumsum(count) - count)[owner] + offset
-    tokens = np.minimum(count[owner] - offset, tile)
+    tokens = np.minimum(count[owner] - offset, tile_rows)
     begin, end = first_key[owner], last_key[owner]
-    items, nominal = cut(member, tokens, lanes[members[member]], end, begin, end, begin, split[owner])
-    items[:, SPLIT] = items[:, SPLIT] % SPLITS + np.repeat(np.concatenate(number)[owner], splits[owner])
-    return SharedItems(items[np.argsort(-nominal, kind="stable")], members.astype(np.int32), ends, priors)
+    tiles, nominal = cut(member, tokens, lanes[members[member]], end, begin, end, begin, split[owner])
+    tiles[:, SPLIT] = tiles[:, SPLIT] % SPLITS + np.repeat(np.concatenate(number)[owner], splits[owner])
+    return SharedTiles(tiles[np.argsort(-nominal, kind="stable")], members.astype(np.int32), ends, partials)

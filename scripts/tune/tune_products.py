@@ -1,7 +1,7 @@
-"""Times batch-invariant products (fastgen/kernels/fixed.py) on this GPU, beside cuBLAS.
+"""Times batch-invariant products (fastgen/kernels/batch_invariant.py) on this GPU, beside cuBLAS.
 
-    python scripts/tune/tune_fixed.py --out fixed.json
-    python scripts/tune/tune_fixed.py --out fixed.json --own    # the library's own configurations only; takes a minute
+    python scripts/tune/tune_products.py --out products.json
+    python scripts/tune/tune_products.py --out products.json --own    # time our own configurations alone; a minute
 
 For Mistral 7B's products and numbers of tokens: each configuration in a CUDA graph, over several layers' weights, which
 no L2 cache holds. Its rows must be those of the configuration for 8192 tokens, bit for bit. The norm before a product
@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.kernels import fixed as module
-from fastgen.kernels import hopper
-from fastgen.kernels.fixed import Config, Fused, config, launch_as
+from fastgen.kernels import batch_invariant as module
+from fastgen.kernels import hopper_products
+from fastgen.kernels.batch_invariant import Fused, ProductConfig, config, launch_as
 from fastgen.kernels.launch import Chip, triton
 
 LAYERS = 4
@@ -51,7 +51,7 @@ LARGE = (
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a model; the flags are those of fastgen.kernels.fixed.Fused."""
+    """A product of a model; the flags are those of fastgen.kernels.batch_invariant.Fused."""
 
     name: str
     outputs: int
@@ -74,7 +74,7 @@ def fused_of(product: Product, add: Tensor | None) -> Fused:
     return Fused(add=add, swiglu=product.swiglu, out_dtype=torch.float32 if product.logits else None)
 
 
-def ours(product: Product, weight: Tensor, chosen: Config, x: Tensor, add: Tensor | None) -> Tensor:
+def ours(product: Product, weight: Tensor, chosen: ProductConfig, x: Tensor, add: Tensor | None) -> Tensor:
     return launch_as(chosen, x, weight, None, fused_of(product, add))
 
 
@@ -112,8 +112,8 @@ def timed(work: Callable[[], Any], repeats: int = 5) -> float:
 def shapes(tokens: int) -> Iterator[tuple[int, int, int, int, bool]]:
     """(tokens, rows, depth, warps, swap) to try, likely ones first."""
     if tokens <= 64:
-        padded = max(8 if hopper.GLUON else 16, 1 << (tokens - 1).bit_length())
-        if hopper.GLUON:
+        padded = max(8 if hopper_products.GLUON else 16, 1 << (tokens - 1).bit_length())
+        if hopper_products.GLUON:
             yield padded, 32, 256, 4, True
         for rows, depth, warps in ((64, 128, 4), (64, 256, 4), (128, 128, 4), (64, 64, 4), (128, 64, 4), (128, 128, 8)):
             yield padded, rows, depth, warps, True
@@ -124,14 +124,14 @@ def shapes(tokens: int) -> Iterator[tuple[int, int, int, int, bool]]:
             yield tile, rows, 64, warps, False
 
 
-def configs(tokens: int, chip: Chip) -> Iterator[Config]:
+def configs(tokens: int, chip: Chip) -> Iterator[ProductConfig]:
     """With as many stages as let 1, 2 or 3 programs stay on a processor at a time."""
     for tile, rows, depth, warps, swap in shapes(tokens):
         step = 2 * (tile + rows) * depth
         found = {min(12, (chip.shared_memory // programs - 3072) // step) for programs in (1, 2, 3)}
         for stages in sorted(found, reverse=True):
             if stages >= 2:
-                yield Config(tile, rows, depth, warps, stages, swap)
+                yield ProductConfig(tile, rows, depth, warps, stages, swap)
 
 
 class CompileOnly:
@@ -146,11 +146,11 @@ class CompileOnly:
 
 def only_compile() -> None:
     """What a compiling process begins with."""
-    for each in (module, hopper):
+    for each in (module, hopper_products):
         each._product_kernel = CompileOnly(each._product_kernel)
 
 
-def compile_one(job: tuple[Product, Config]) -> bool:
+def compile_one(job: tuple[Product, ProductConfig]) -> bool:
     """Put a kernel into Triton's cache; whether that went well."""
     product, chosen = job
     weight = torch.empty(product.outputs, product.inputs, device="cuda", dtype=torch.bfloat16)
@@ -178,15 +178,15 @@ class Bench:
         self.residual = torch.randn(MOST, product.outputs, device="cuda", dtype=torch.bfloat16)
         self.expected = self.result(config(MOST, product.outputs, product.inputs, torch.bfloat16, chip), MOST)
 
-    def result(self, chosen: Config, tokens: int) -> Tensor:
+    def result(self, chosen: ProductConfig, tokens: int) -> Tensor:
         add = self.residual[:tokens].clone() if self.product.add else None
         return ours(self.product, self.weights[0], chosen, self.x[:tokens], add)
 
-    def same(self, chosen: Config, tokens: int) -> bool:
+    def same(self, chosen: ProductConfig, tokens: int) -> bool:
         return torch.equal(self.result(chosen, tokens), self.expected[:tokens])
 
-    def microseconds(self, chosen: Config | None, tokens: int) -> float:
-        """Return the time of one product; of cuBLAS's without a Config."""
+    def microseconds(self, chosen: ProductConfig | None, tokens: int) -> float:
+        """Return the time of one product; of cuBLAS's without a ProductConfig."""
         product, x = self.product, self.x[:tokens]
         add = self.residual[:tokens].clone() if product.add else None
 
@@ -200,7 +200,9 @@ class Bench:
         return timed(run) / len(self.weights)
 
 
-def measure(bench: Bench, tokens: int, chosen: list[Config], made: dict[Any, bool], deadline: float) -> dict[str, Any]:
+def measure(
+    bench: Bench, tokens: int, chosen: list[ProductConfig], made: dict[Any, bool], deadline: float
+) -> dict[str, Any]:
     product = bench.product
     own = config(tokens, product.outputs, product.inputs, torch.bfloat16, bench.chip)
     found: dict[str, Any] = {"product": product.name, "tokens": tokens, "cuBLAS": bench.microseconds(None, tokens)}

@@ -6,7 +6,7 @@ tokens. It may do so only among those for which a chip takes the same instructio
 product has 64 rows or more and, in Triton, the right side 16 (in Gluon 8), and there are 4 warps or 8, or the
 instruction is another (mma.sync and not wgmma), which sums otherwise: of few tokens the weight is the left side.
 
-On Hopper the products of few tokens are those of fastgen.kernels.hopper, which has to sum in the same order.
+On Hopper the products of few tokens are those of fastgen.kernels.hopper_products, which has to sum in the same order.
 
 What comes behind a product is done here as well, for any number of tokens, from the sums before they are rounded; but
 rope turns rounded numbers, as its own kernel does behind many tokens.
@@ -24,15 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.kernels import hopper
-from fastgen.kernels.finish import finish_pairs, finish_rows, read_pairs, read_rows
+from fastgen.kernels import hopper_products
+from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
 from fastgen.kernels.rope import SlotMapping, rope_write
 
 ALIGN = 8  # inputs of a weight are a multiple, so that its rows begin at multiples of 16 bytes
 GROUP = 2048  # tokens of tiles that share the weight's
 
-FLOAT32 = (32, 32, 32, 4, 2)  # tokens, rows, depth, warps, stages of Config at any number of tokens
+FLOAT32 = (32, 32, 32, 4, 2)  # tokens, rows, depth, warps, stages of ProductConfig at any number of tokens
 FEW = {16: (128, 128), 32: (128, 64), 64: (64, 128)}
 """Padded tokens -> rows and depth for weights that have many rows; for others these are NARROW."""
 
@@ -51,7 +51,7 @@ SIZES = (1, 16, 32, 64, 128, 129, 256, 257, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
-class Config:
+class ProductConfig:
     """tokens, rows, depth: the tiles of x [tokens, depth] and of the weight [rows, depth] that a step of a program's
     loop takes, `stages` of them on their way. swap: the weight is the left side of the product."""
 
@@ -135,34 +135,36 @@ def _product_kernel(
 
 
 @lru_cache(maxsize=4096)
-def config(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, chip: Chip) -> Config:
+def config(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, chip: Chip) -> ProductConfig:
     """How to cut up the product of `tokens` tokens with a weight [outputs, inputs]; all choices give the same bits."""
     if dtype == torch.float32:
-        return Config(*FLOAT32)
+        return ProductConfig(*FLOAT32)
     padded = next((each for each in FEW if tokens <= each), None)
-    if padded and hopper.runs_on(chip, dtype):
-        return Config(*hopper.cut(tokens, outputs, inputs, chip), swap=True)
+    if padded and hopper_products.runs_on(chip, dtype):
+        return ProductConfig(*hopper_products.cut(tokens, outputs, inputs, chip), swap=True)
     if padded:
         wide = outputs >= FEW[padded][0] * chip.processors
         rows, depth = FEW[padded] if wide else NARROW
-        found = Config(padded, rows, depth, 4, 1, swap=True)
+        found = ProductConfig(padded, rows, depth, 4, 1, swap=True)
         return staged(found, _tiles(found, tokens, outputs), dtype.itemsize, chip)
-    several = [replace(each, stages=_stages(each, 1, dtype.itemsize, chip)) for each in (Config(*x, 1) for x in MANY)]
+    several = [
+        replace(each, stages=_stages(each, 1, dtype.itemsize, chip)) for each in (ProductConfig(*x, 1) for x in MANY)
+    ]
     several = [each for each in several if each.stages >= LEAST_STAGES] or several[-1:]
     return min(several, key=lambda each: _cost(each, tokens, outputs, chip))
 
 
-def _tiles(found: Config, tokens: int, outputs: int) -> int:
+def _tiles(found: ProductConfig, tokens: int, outputs: int) -> int:
     return -(-tokens // found.tokens) * -(-outputs // found.rows)
 
 
-def _cost(found: Config, tokens: int, outputs: int, chip: Chip) -> int:
+def _cost(found: ProductConfig, tokens: int, outputs: int, chip: Chip) -> int:
     """How long the busiest processor works, in multiplications of one."""
     tile = found.tokens * found.rows + SIDES * (found.tokens + found.rows) + TILE
     return -(-_tiles(found, tokens, outputs) // chip.processors) * tile
 
 
-def staged(found: Config, tiles: int, item_size: int, chip: Chip) -> Config:
+def staged(found: ProductConfig, tiles: int, item_size: int, chip: Chip) -> ProductConfig:
     """The same with as many stages as shared memory holds: of one program a processor, if all tiles then run at once;
     else of as many programs as leave each LEAST_STAGES."""
     stages = [_stages(found, programs, item_size, chip) for programs in range(1, MOST_PROGRAMS + 1)]
@@ -171,7 +173,7 @@ def staged(found: Config, tiles: int, item_size: int, chip: Chip) -> Config:
     return replace(found, stages=max(chosen, 1))
 
 
-def _stages(found: Config, programs: int, item_size: int, chip: Chip) -> int:
+def _stages(found: ProductConfig, programs: int, item_size: int, chip: Chip) -> int:
     """That shared memory holds of so many programs."""
     step = (found.tokens + found.rows) * found.depth * item_size
     return min((chip.shared_memory // programs - 3072) // step, MOST_STAGES)
@@ -179,7 +181,7 @@ def _stages(found: Config, programs: int, item_size: int, chip: Chip) -> int:
 
 def pays(tokens: int, inputs: int, dtype: torch.dtype, chip: Chip) -> bool:
     """Return whether the product of `tokens` tokens with a weight [outputs, inputs] beats cuBLAS."""
-    most = max(FEW) if hopper.runs_on(chip, dtype) else FEW_IN_TRITON
+    most = max(FEW) if hopper_products.runs_on(chip, dtype) else FEW_IN_TRITON
     return tokens <= most and dtype.itemsize == 2 and inputs % ALIGN == 0
 
 
@@ -221,8 +223,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Ten
     return turned
 
 
-def launch_as(chosen: Config, x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
-    """The product, cut up as a Config says."""
+def launch_as(chosen: ProductConfig, x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
+    """The product, cut up as a ProductConfig says."""
     from triton.tools.tensor_descriptor import TensorDescriptor as Described
 
     (tokens, inputs), outputs = x.shape, len(weight)
@@ -252,9 +254,9 @@ def launch_as(chosen: Config, x: Tensor, weight: Tensor, bias: Tensor | None, fu
     chip = Chip.of(x.device)
     pdl = chip.dependent_launch
     # No multiplication is fused with an addition behind the sums: one tile's compilation might, and another's not.
-    if chosen.swap and tokens <= chosen.tokens and hopper.runs_on(chip, x.dtype):
+    if chosen.swap and tokens <= chosen.tokens and hopper_products.runs_on(chip, x.dtype):
         x_block = [chosen.tokens, chosen.depth]
-        hopper.launch(x, x_block, weight, block, tiles, chosen.stages, chosen.warps, others, sizes, chip)
+        hopper_products.launch(x, x_block, weight, block, tiles, chosen.stages, chosen.warps, others, sizes, chip)
     else:
         _product_kernel[(-(-tokens // chosen.tokens) * tiles,)](
             Described(x, [tokens, inputs], [inputs, 1], [chosen.tokens, chosen.depth]),

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.kernels import fixed, hopper, rope
-from fastgen.kernels.fixed import Config, Fused, RopeWrite, config, launch_as, pays, product
+from fastgen.kernels import batch_invariant, hopper_products, rope
+from fastgen.kernels.batch_invariant import Fused, ProductConfig, RopeWrite, config, launch_as, pays, product
 from fastgen.kernels.launch import Chip, triton
 from fastgen.kernels.rope import SlotMapping
 
@@ -89,7 +89,7 @@ def test_rope_behind_the_product(tokens: int, dtype: torch.dtype, heads: int, nu
     within = launch_as(chosen, x, weight, bias, Fused(rope=RopeWrite(mapping, *alone)))
     assert torch.equal(within, out), "as behind it"
     assert torch.equal(alone, pool)
-    assert fixed.turns(tokens) == (tokens <= 64)
+    assert batch_invariant.turns(tokens) == (tokens <= 64)
 
 
 def test_rope_is_compiled_as_behind_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,10 +112,10 @@ def test_rope_is_compiled_as_behind_a_product(monkeypatch: pytest.MonkeyPatch) -
 def test_any_tile_gives_the_same_bits(swap: bool) -> None:
     """Where the tile's other side is as large: BLAS, which multiplies in the interpreter, may go another way there."""
     x, weight = randn(70, 96, dtype=HALVES[0]), randn(150, 96, seed=1, dtype=HALVES[0])
-    expected = launch_as(Config(32, 64, 32, 4, 2, swap), x, weight, None, Fused())
+    expected = launch_as(ProductConfig(32, 64, 32, 4, 2, swap), x, weight, None, Fused())
     for tokens in (1, 31, 33):
         assert torch.equal(
-            launch_as(Config(32, 64, 32, 4, 2, swap), x[:tokens], weight, None, Fused()), expected[:tokens]
+            launch_as(ProductConfig(32, 64, 32, 4, 2, swap), x[:tokens], weight, None, Fused()), expected[:tokens]
         )
 
 
@@ -126,14 +126,14 @@ def test_on_the_cpu_the_twin_answers() -> None:
 
 def test_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordinary mode takes these products for few tokens: for more where they are in Gluon."""
-    monkeypatch.setattr(hopper, "GLUON", True)
+    monkeypatch.setattr(hopper_products, "GLUON", True)
     for chip, most in ((H200, 64), (A100, 32), (replace(H200, capability=(10, 0)), 32)):
         assert pays(1, 4096, torch.bfloat16, chip)
         assert pays(most, 4096, torch.float16, chip)
         assert not pays(most + 1, 4096, torch.bfloat16, chip)
         assert not pays(1, 4097, torch.bfloat16, chip), "rows that are not aligned"
         assert not pays(1, 4096, torch.float32, chip)
-    monkeypatch.setattr(hopper, "GLUON", False)
+    monkeypatch.setattr(hopper_products, "GLUON", False)
     assert not pays(33, 4096, torch.bfloat16, H200)
 
 
@@ -147,7 +147,9 @@ def test_config(chip: Chip) -> None:
             assert tokens <= 64 or not found.swap
             assert not found.swap or tokens <= found.tokens < max(2 * tokens, 17)
             assert found.swap or found.tokens >= 64, "Hopper's instruction takes no fewer on the left"
-            assert config(tokens, outputs, 4096, torch.float32, chip) == Config(*fixed.FLOAT32), "one for all"
+            assert config(tokens, outputs, 4096, torch.float32, chip) == ProductConfig(*batch_invariant.FLOAT32), (
+                "one for all"
+            )
     assert config(8192, 28672, 4096, torch.bfloat16, chip).rows == (128 if chip == RTX_3090 else 256)
     few = config(128, 4096, 4096, torch.bfloat16, chip)
     assert -(-128 // few.tokens) * 4096 // few.rows >= min(chip.processors / 2, 64)
@@ -156,13 +158,13 @@ def test_config(chip: Chip) -> None:
 COMPILE = """
 import json, sys
 import triton  # before fastgen, which without a GPU does without it
-import fastgen.kernels.fixed as module
+import fastgen.kernels.batch_invariant as module
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 kernel = module._product_kernel
 for capability, config, what in json.loads(sys.argv[1]):
-    config = module.Config(**config)
+    config = module.ProductConfig(**config)
     half = {"swiglu": 14336, "rope": 64}.get(what, 0)
     heads = max(config.rows // 128, 1) if what == "rope" else 1
     block = [heads, 2, config.rows // 2 // heads, config.depth] if half else [config.rows, config.depth]
@@ -190,7 +192,7 @@ for capability, config, what in json.loads(sys.argv[1]):
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_one_instruction_whatever_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """For chips that are not here. The bits of a row rest on it. (In Gluon: test_kernels_hopper.py.)"""
-    monkeypatch.setattr(hopper, "GLUON", False)
+    monkeypatch.setattr(hopper_products, "GLUON", False)
     surroundings = ("", "add", "swiglu", "rope")
     several, older = (
         dict.fromkeys(config(tokens, rows, 4096, torch.bfloat16, chip) for tokens in TOKENS for rows in (4096, 28672))

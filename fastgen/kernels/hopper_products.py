@@ -1,4 +1,4 @@
-"""The products of few tokens of fastgen.kernels.fixed, to the bit, on Hopper; in Gluon, Triton's language of layouts.
+"""Batch-invariant products of few tokens on Hopper, in Gluon; the same to the bit as batch_invariant's in Triton.
 
 One warp of a program has the tiles loaded (by TMA) that four others multiply. Between the kernels of a decode step
 memory would have nothing to do for 3 us each. No kernel of a step writes weights, and what did has ended when a step's
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.kernels.finish import finish_pairs, finish_rows, read_pairs, read_rows
-from fastgen.kernels.gluon import GLUON, HALVES, gl, gluon_jit, load_tile, nvidia, side_of
-from fastgen.kernels.launch import Chip, tl
+from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
+from fastgen.kernels.gluon import HALVES, gl, gluon_jit, load_tile, nvidia, side_of
+from fastgen.kernels.launch import GLUON, Chip, tl
 
 SIDE = 64  # rows of the instruction's left side, at least
 PIECE = 64  # numbers of K in a row of shared memory
@@ -67,7 +67,7 @@ def _product_kernel(
     TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     SIDE: gl.constexpr, PIECES: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """A program a tile of the weight's rows, and all tokens. What the letters are: see fastgen.kernels.fixed.
+    """A program a tile of the weight's rows, and all tokens. What the letters are: see fastgen.kernels.batch_invariant.
 
     SIDE: rows that are multiplied, of which those from ROWS on are not the program's; PIECES: in which a stage's weight
     is loaded; EARLY: the next kernel's programs may begin when this one's have, and the kernel ahead has ended."""

@@ -1,0 +1,267 @@
+"""Layout of the memory that the sampler's kernels share: a lane's parameters, and scratch memory of a row.
+
+A row of V logits is cut into C chunks, one program each. Top-k also needs the largest logit of each of N sub-blocks.
+Scratch memory of R rows:
+
+- chunks: float32 [R, 7, C], results of each chunk, see below.
+- tops: float32 [R, N], the largest logit of each sub-block after the edits. A NaN counts as infinite.
+- lows: float32 [R, C], the least finite logit of each chunk after the edits.
+- record: int64 [R, 12], see below.
+
+A program adds to what programs of other chunks add to as well only by integers, and chunks are combined in a fixed
+order. So a row gets the same bits in any batch and from each variant of the kernels.
+
+Gumbel noise from a counter, in Triton and in torch.
+
+The noise of a token is a function of the seed, the sample index, the position and the token id alone: token t takes
+word t % 4 that Philox4x32-7 gives for the key `seed` and the counter (low word of the position, t // 4, sample index,
+high word of the position). Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), find no fault in seven
+rounds.
+
+A word w becomes u = (w + 1/2) / 2**32 and then the noise -log(-log(1 - u)). Large noise decides a draw. It comes from
+small u, where float32 resolves all 32 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.kernels.launch import INTERPRETED, constant, jit, tl
+
+CHUNK = 4096
+SUB = 512
+WARPS = 8
+
+# Rows of `chunks`. A sum is of exp((logit - largest logit of the chunk) / temperature), in units of 2**-30.
+RESULTS = constant(7)
+RAW_TOP = constant(0)  # the largest untouched logit
+RAW_SUM = constant(1)  # its sum, at temperature 1
+TOP = constant(2)  # the largest logit after the edits
+SUM = constant(3)
+KEPT_SUM = constant(4)  # the sum over the tokens that truncation kept
+SCORE = constant(5)  # the largest score of a kept token
+WINNER = constant(6)  # the token with this score, as the bits of an int32
+
+# Columns of `record`.
+RECORD = constant(12)
+DONE = constant(0)  # chunks that the current kernel is done with; 0 between kernels
+FOUND = constant(1)  # candidates listed: tokens of the bins in which top-k and top-p cut
+LEAST_KEY = constant(2)  # the least rank key that top-k and top-p keep
+TOTAL = constant(3)  # mass of the row
+FLOOR = constant(4)  # bits of the least logit that is in a bin
+K_BIN = constant(5)  # the bin in which top-k cuts; BINS where it does not
+K_COUNT = constant(6)  # tokens in the bins before that, and their mass
+K_MASS = constant(7)
+P_FIRST = constant(8)  # the bins in which top-p may cut
+P_LAST = constant(9)
+P_MASS = constant(10)  # mass of the bins before these
+
+# Columns of a lane's row in the table: int64, and float64 as bits.
+ENTRY = constant(14)
+SEED = constant(0)
+SAMPLE_INDEX = constant(1)
+PROMPT_LEN = constant(2)
+MIN_TOKENS = constant(3)
+TOP_K = constant(4)  # V where there is none
+PENALIZED = constant(5)
+BIASES = constant(6)  # pairs in the token table, then stop ids behind them
+STOPS = constant(7)
+TEMPERATURE = constant(8)
+MIN_P = constant(9)
+REPETITION = constant(10)
+PRESENCE = constant(11)
+FREQUENCY = constant(12)
+TOP_P = constant(13)
+
+
+@jit()
+def parameter(entry, column):
+    """Return a lane's parameter as float32."""
+    return tl.load(entry + column).to(tl.float64, bitcast=True).to(tl.float32)
+
+
+@jit()
+def top_p_of(entry):
+    """Return a lane's top_p as float64."""
+    return tl.load(entry + TOP_P).to(tl.float64, bitcast=True)
+
+
+@jit()
+def held_back(entry, position):
+    """Return the number of stop ids that the token at `position` must not be."""
+    early = position - tl.load(entry + PROMPT_LEN) < tl.load(entry + MIN_TOKENS)
+    return tl.where(early, tl.load(entry + STOPS), 0)
+
+
+@jit()
+def is_edited(entry, position, edits):
+    """Return whether a row's logits are edited before the draw. edits: 0: no row is edited; 2: every row is (masks)."""
+    own = tl.load(entry + PENALIZED) | tl.load(entry + BIASES) | held_back(entry, position)
+    return (edits == 2) | ((edits != 0) & (own != 0))
+
+
+@jit()
+def is_cut(entry, V: tl.constexpr):
+    """Return whether a row has top-k or top-p, which a greedy row ignores."""
+    cut = (tl.load(entry + TOP_K) < V) | (top_p_of(entry) < 1)
+    return cut & (parameter(entry, TEMPERATURE) > 0)
+
+
+LOG2E = constant(1.4426950216293335)  # log2(e) as a float32
+NO_KEY = constant(-(2**63))  # below all rank keys
+
+
+@jit()
+def scale_of(temperature):
+    """Return log2(e) / temperature; a greedy row, whose temperature is 0, gets log2(e)."""
+    return tl.div_rn(tl.full([], LOG2E, tl.float32), tl.where(temperature == 0, 1.0, temperature))
+
+
+@jit()
+def weigh(x, best, scale):
+    """Return exp((x - best) / temperature) for x <= best, given the scale of the temperature."""
+    return tl.exp2((x - best) * scale)
+
+
+@jit()
+def fixed_sum(weights):
+    """Return the sum of weights from 0 to 1 in units of 2**-30, as float32.
+
+    It is a sum of integers, because the compiler chooses the order of a sum, which may differ between kernels.
+    """
+    return tl.sum(tl.fma(weights, 1073741824.0, 0.5).to(tl.int32).to(tl.int64)).to(tl.float32)
+
+
+@jit()
+def chunk_sum(x, scale):
+    """Return the largest of x and the fixed_sum of exp((x - largest) / temperature). A NaN counts as infinite."""
+    top = tl.max(tl.where(x == x, x, float("inf")))
+    return top, fixed_sum(weigh(x, tl.where(top > float("-inf"), top, 0.0), scale))
+
+
+@jit()
+def log_sum(tops, sums, scale):
+    """Return the largest logit of a row, and the logarithm of its sum of exp((logit - largest) / temperature), given
+    the chunk_sum of each chunk."""
+    top = tl.max(tops)
+    shares = tl.where(sums > 0, sums * weigh(tops, top, scale), 0.0)
+    total = tl.sum((shares + 0.5).to(tl.int64)).to(tl.float32) * 9.313225746154785e-10  # 2**-30
+    return top, tl.log(total)
+
+
+@jit()
+def as_mass(weights):
+    """Return int64(weights * 2**44) of weights from 0 to 1, by shifts: many GPUs convert to 64-bit integers slowly."""
+    bits = weights.to(tl.int32, bitcast=True)
+    mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << 21
+    return mantissa >> tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
+
+
+@jit()
+def rank_keys(x, ids):
+    """Return distinct int64 of 51 bits: the larger logit has the larger key; among equals, the lower id."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is the equal of 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats run backwards
+    return (ordered.to(tl.int64) << 18) | (0x3FFFF - ids)
+
+
+@jit()
+def key_logits(keys):
+    """Return the logits of rank keys."""
+    ordered = (keys >> 18).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit()
+def key_ids(keys):
+    """Return the token ids of rank keys."""
+    return 0x3FFFF - (keys & 0x3FFFF)
+
+
+@jit()
+def read(logits_ptr, edited_ptr, edited, row, ids, V: tl.constexpr):
+    """Return a row's logits at `ids` after the edits: float32, -inf beyond V."""
+    here = ids < V
+    at = row * V + ids
+    untouched = tl.load(logits_ptr + at, mask=here & (edited == 0), other=float("-inf")).to(tl.float32)
+    return tl.where(edited, tl.load(edited_ptr + at, mask=here & edited, other=float("-inf")), untouched)
+
+
+@jit()
+def last_of_row(done, C: tl.constexpr):
+    """Count this program's chunk as done; return whether it is the row's last, which then reads what the others wrote.
+
+    done: a counter that is 0 before the first chunk and after the last.
+    """
+    tl.debug_barrier()  # all threads of this program have written
+    last = tl.atomic_add(done, 1) == C - 1
+    if last:
+        tl.store(done, 0)
+    return last
+
+
+ROUNDS = constant(7)
+LARGEST = constant(1 - 2**-24)  # below 1, to which the largest words round
+IN_SOFTWARE = constant(INTERPRETED)
+WORD = 0xFFFFFFFF
+BLOCK = 8192  # counters that torch computes at a time, so that they stay in the processor's cache
+
+
+@jit()
+def log2(x):
+    """Return log2(x) with an error below 2**-22, near 1 absolute, else relative. tl.log2 takes twenty instructions."""
+    if IN_SOFTWARE:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@jit()
+def noise(entry, position, first, COUNT: tl.constexpr):
+    """Return the Gumbel noise of `COUNT` tokens from `first` on, a multiple of 4, for a lane and a position.
+
+    The noise is divided by log(2) and lacks a constant that does not change which token is the largest.
+    """
+    groups = first // 4 + tl.arange(0, COUNT // 4)
+    words = tl.philox(
+        tl.load(entry + SEED), position.to(tl.uint32), groups.to(tl.uint32),
+        tl.load(entry + SAMPLE_INDEX).to(tl.uint32), (position >> 32).to(tl.uint32), ROUNDS,
+    )  # fmt: skip
+    word = tl.interleave(tl.interleave(words[0], words[2]), tl.interleave(words[1], words[3]))
+    u = tl.minimum(tl.fma(word.to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10), LARGEST)
+    # The logarithm of a number near 1 has few correct bits; the first terms of its series have them all.
+    series = u * LOG2E * tl.fma(u, tl.fma(u, tl.fma(u, 0.25, 0.3333333333), 0.5), 1.0)
+    return -log2(tl.where(u < 0.03125, series, -log2(1.0 - u)))
+
+
+def gumbel(seed: Tensor, index: Tensor, position: Tensor, vocab: int) -> Tensor:
+    """Return the Gumbel noise [R, vocab] float32 of rows with these seeds (bits), sample indices and positions, int64
+    [R, 1]."""
+    rows, count = len(seed), -(-vocab // 4)
+    u = torch.empty(rows, count, 4, device=seed.device)
+    width = max(BLOCK // rows, 1)
+    for first in range(0, count, width):
+        groups = torch.arange(first, min(first + width, count), device=seed.device)[None]
+        counter = (position & WORD, groups, index & WORD, (position >> 32) & WORD)
+        for place, word in enumerate(philox(counter, (seed & WORD, (seed >> 32) & WORD))):
+            u[:, first : first + width, place] = word
+    u = u.flatten(1)[:, :vocab].mul_(2**-32).add_(2**-33).clamp_(max=1 - 2**-24)
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int = 7) -> tuple[Tensor, ...]:
+    """Return the four random words of Philox4x32 for counters of four words and keys of two.
+
+    Words are int64 from 0 to 2**32 - 1. Their shapes need only match as in arithmetic, which saves work: a word of the
+    counter that all tokens of a row share stays one number until it meets one that differs.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wrap around as int64, with the bits of the unsigned product
+        c0 = ((odd >> 32) ^ (c1 ^ k0)).bitwise_and_(WORD)
+        c2 = ((even >> 32) ^ (c3 ^ k1)).bitwise_and_(WORD)
+        c1, c3 = odd, even  # only their low words count
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return c0, c1 & WORD, c2, c3 & WORD

@@ -1,0 +1,192 @@
+"""Softmax over keys in blocks, and partial results of attention: how programs exchange and combine them.
+
+A partial result covers some of the keys that a query sees: acc [rows, D], the weighted sum of the values, and the
+weight of these keys beside others. D head size; DIMS: D, up to a power of two; H query heads; G query heads a KV head.
+
+In deterministic mode the result is the same to the bit, whichever programs compute its blocks. Each block of keys is a
+softmax of its own, and these are combined in the order of their positions. The few rows of a decode are the right side
+of its products (swapped); the many rows of a prefill are the left side, for which Hopper's instruction wants 64. Either
+way a product sums each number over the same dimension in the same order. Therefore a product also sums the weights of a
+block, after they are rounded as they weigh the values.
+"""
+
+from __future__ import annotations
+
+from fastgen.kernels.launch import constant, jit, tl
+
+LEAST = constant(64)  # rows of a product's left side, at least
+FEWEST = constant(16)  # columns of its right side, at least
+
+
+@jit()
+def softmax_block(q, k, v, seen, SCALE: tl.constexpr):
+    """Compute the softmax of q [ROWS, DIMS] over the keys k [KEYS, DIMS] that are `seen` [ROWS, KEYS] (None: all).
+
+    Returns acc [ROWS, DIMS], the sum of values v [KEYS, DIMS] before division by total; peak [ROWS]; and total [ROWS],
+    in units of 2**peak. All weights of a row that sees no key are 0, because its peak is higher than its scores.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if seen is not None:
+        scores = tl.where(seen, scores, -1e30)
+    peak = tl.maximum(tl.max(scores, 1) * SCALE, -1e20)
+    weights = tl.exp2(tl.fma(scores, SCALE, -peak[:, None])).to(v.dtype)
+    ones = tl.full([k.shape[0], FEWEST], 1.0, tl.float32).to(v.dtype)
+    total = tl.max(tl.dot(weights, ones, input_precision="ieee"), 1)  # of equal numbers
+    return tl.dot(weights, v, input_precision="ieee"), peak, total
+
+
+@jit()
+def softmax_block_swapped(q, k, v, seen, SCALE: tl.constexpr):
+    """Compute `softmax_block` with swapped sides, for seen [KEYS, ROWS]. Returns acc [DIMS, ROWS], peak [ROWS], and
+    total [LEAST, ROWS], whose rows are equal."""
+    scores = tl.dot(k, tl.trans(q), input_precision="ieee")
+    if seen is not None:
+        scores = tl.where(seen, scores, -1e30)
+    peak = tl.maximum(tl.max(scores, 0) * SCALE, -1e20)
+    weights = tl.exp2(tl.fma(scores, SCALE, -peak[None, :])).to(v.dtype)
+    ones = tl.full([LEAST, k.shape[0]], 1.0, tl.float32).to(v.dtype)
+    total = tl.dot(ones, weights, input_precision="ieee")
+    return tl.dot(tl.trans(v), weights, input_precision="ieee"), peak, total
+
+
+@jit()
+def no_keys(ROWS: tl.constexpr, DIMS: tl.constexpr, SWAP: tl.constexpr):
+    """Return the softmax over no keys, in the form of `softmax_block`."""
+    acc = tl.zeros([DIMS, ROWS] if SWAP else [ROWS, DIMS], tl.float32)
+    peak = tl.full([ROWS], -1e30, tl.float32)  # finite, so that a row that sees no key gives no NaN
+    total = tl.zeros([LEAST, ROWS] if SWAP else [ROWS], tl.float32)
+    return acc, peak, total
+
+
+@jit()
+def load_partial(parts_ptr, peak_ptr, totals_ptr, slot, here, dim, D: tl.constexpr, SWAP: tl.constexpr):
+    """Return the partial results that other programs stored at `slot` [ROWS], for the rows that are `here` [ROWS]; for
+    others, `no_keys`. dim: 0 to DIMS."""
+    peak = tl.load(peak_ptr + slot, mask=here, other=-1e30, cache_modifier=".cg")
+    total = tl.load(totals_ptr + slot, mask=here, other=0.0, cache_modifier=".cg")
+    if SWAP:
+        at = slot[None, :] * D + dim[:, None]
+        inside = here[None, :] & (dim < D)[:, None]
+        total = tl.broadcast_to(total[None, :], [LEAST, slot.shape[0]])
+    else:
+        at = slot[:, None] * D + dim[None, :]
+        inside = here[:, None] & (dim < D)[None, :]
+    return tl.load(parts_ptr + at, mask=inside, other=0.0, cache_modifier=".cg"), peak, total
+
+
+@jit()
+def combine(acc, peak, total, next_acc, next_peak, next_total, SWAP: tl.constexpr):
+    """Combine the softmax over some keys with that over the next ones, both in the form of `softmax_block`."""
+    higher = tl.maximum(peak, next_peak)
+    weight = tl.exp2(peak - higher)
+    next_weight = tl.exp2(next_peak - higher)
+    if SWAP:
+        acc = tl.fma(next_acc, next_weight[None, :], acc * weight[None, :])
+        total = tl.fma(next_total, next_weight[None, :], total * weight[None, :])
+    else:
+        acc = tl.fma(next_acc, next_weight[:, None], acc * weight[:, None])
+        total = tl.fma(next_total, next_weight, total * weight)
+    return acc, higher, total
+
+
+@jit()
+def store_partial(
+    acc, peak, total, parts_ptr, lse_ptr, totals_ptr, slot, here,
+    D: tl.constexpr, DIMS: tl.constexpr, INVARIANT: tl.constexpr,
+):  # fmt: skip
+    """Store partial results at `slot` [ROWS]: the softmax and the log2 of its sum, or if INVARIANT acc [ROWS, DIMS],
+    peak and total [ROWS] as they are."""
+    if INVARIANT:
+        tl.store(totals_ptr + slot, total, mask=here)
+        lse = peak
+    else:
+        acc = acc / total[:, None]
+        lse = peak + tl.log2(total)
+    dim = tl.arange(0, DIMS)[None, :]
+    tl.store(parts_ptr + slot[:, None] * D + dim, acc, mask=here[:, None] & (dim < D))
+    tl.store(lse_ptr + slot, lse, mask=here)
+
+
+@jit()
+def combine_partials(
+    acc, peak, total, parts_ptr, lse_ptr, part, partials, q_head, here,
+    H: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Combine a row's softmax with its `partials` partial results, which another launch wrote: loads bypass L1, as in
+    `combine_splits`."""
+    dim = tl.arange(0, DIMS)[None, :]
+    for partial in range(0, partials):
+        slot = (part + partial) * H + q_head
+        lse = tl.load(lse_ptr + slot, cache_modifier=".cg")
+        value = tl.load(parts_ptr + slot[:, None] * D + dim, mask=here, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(peak, lse)
+        weight = tl.exp2(lse - higher)
+        shrink = tl.exp2(peak - higher)
+        acc = acc * shrink[:, None] + value * weight[:, None]
+        total = total * shrink + weight
+        peak = higher
+    return acc, peak, total
+
+
+@jit()
+def combine_splits_in_order(
+    nothing, number, dim, out_ptr, parts_ptr, peak_ptr, totals_ptr, first, tokens, part, splits, head,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Combine the splits of a tile one after the other, in the order in which one program would combine their keys, and
+    write the result. nothing: zeros [ROWS, DIMS]; number, dim: 0 to ROWS and to DIMS. (Gluon calls this as well, so the
+    caller makes all tensors, in its layout.)"""
+    for first_row in range(0, tokens * G, ROWS):
+        row = first_row + number
+        token = row // G
+        q_head = head * G + row % G
+        here = token < tokens
+        acc = nothing
+        peak = row * 0.0 - 1e30
+        total = row * 0.0
+        for first_split in range(0, splits, SPLITS):
+            for next_split in tl.static_range(SPLITS):  # unrolled, so that their loads are on their way together
+                split = first_split + next_split
+                slot = (part + split * tokens + token) * H + q_head
+                next_acc, next_peak, next_total = load_partial(
+                    parts_ptr, peak_ptr, totals_ptr, slot, here & (split < splits), dim, D, False
+                )
+                acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, False)
+        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        at = ((first + token) * H + q_head)[:, None] * D + dim[None, :]
+        tl.store(out_ptr + at, out, mask=here[:, None] & (dim < D)[None, :])
+
+
+@jit()
+def combine_splits(
+    out_ptr, parts_ptr, lse_ptr, first, tokens, part, splits, head,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Combine the splits of a tile and write the result. Other programs wrote the partial results, so loads bypass L1
+    (.cg), which may be stale."""
+    dim = tl.arange(0, DIMS)[None, :]
+    for first_row in range(0, tokens * G, ROWS):
+        row = first_row + tl.arange(0, ROWS)
+        token = row // G
+        q_head = head * G + row % G
+        here = token < tokens
+        acc = tl.zeros([ROWS, DIMS], tl.float32)
+        peak = tl.full([ROWS], -1e30, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for first_split in range(0, splits, SPLITS):
+            split = first_split + tl.arange(0, SPLITS)
+            slot = (part + split[:, None] * tokens + token[None, :]) * H + q_head[None, :]
+            there = (split < splits)[:, None] & here[None, :]
+            lse = tl.load(lse_ptr + slot, mask=there, other=-1e30, cache_modifier=".cg")
+            at = slot[:, :, None] * D + dim[None, :, :]
+            inside = there[:, :, None] & (dim < D)[None, :, :]
+            parts = tl.load(parts_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
+            higher = tl.maximum(peak, tl.max(lse, 0))
+            weights = tl.exp2(lse - higher[None, :])
+            shrink = tl.exp2(peak - higher)
+            acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
+            total = total * shrink + tl.sum(weights, 0)
+            peak = higher
+        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        at = ((first + token) * H + q_head)[:, None] * D + dim
+        tl.store(out_ptr + at, out, mask=here[:, None] & (dim < D))
