@@ -1,26 +1,27 @@
 """fgchat: a conversation with a model, in the terminal or through a pipe.
 
-A round is a message and its answer; each sends the whole conversation again. What takes long to import is imported
-where it is needed, so that --help answers at once and Ctrl-C works from the start.
+A round is a message and its answer; each round sends the whole conversation again. Slow imports (torch, prompt_toolkit)
+come where they are needed, so that --help answers at once and Ctrl-C works from the start.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fastgen import __version__
-from fastgen.cli.options import MODEL, SAMPLING, add_flag, flag
-from fastgen.cli.remote import Remote
-from fastgen.cli.signals import leave
-from fastgen.cli.speakers import Interrupt, Local, RefusedError, Reply, Speaker
+from fastgen.cli.chat_backends import Backend, LocalBackend, RefusedError, Reply, ServerBackend
+from fastgen.cli.command import exiting_on_ctrl_c, one_line, run_tool
+from fastgen.cli.options import MODEL, SAMPLING, add_flag, flag, variable
+from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,17 +38,17 @@ Ready to chat!
 ---
 """
 
-LOCAL = ("model", "dtype", "device", "tensor_parallel")  # options that need a model in this process
-SERVED = ("api_key", "name")  # options that need --url
+LOCAL = ("model", "dtype", "device", "tensor_parallel")  # options of a model in this process
+SERVED = ("api_key", "name")  # options of a model behind --url
 COMMANDS = "there are /r <N>, /m and /q (for a message, put a space before the /)"
 
-# What a terminal would obey rather than show: an answer must not move the cursor, retitle the window or hide text.
+# A terminal would obey these characters: an answer must not move the cursor, retitle the window or hide text.
 _PRINTABLE: dict[int, int | None] = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
 _PRINTABLE |= {ord("\r"): None, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
 
 class Console:
-    """Where lines come from, and what goes where.
+    """The standard streams of a chat.
 
     stdin     stdout         banner, prompt, notes    answers
     terminal  terminal       stdout                   stdout, control characters made visible
@@ -64,10 +65,10 @@ class Console:
             self._lines, self._blocks = _editors(self.screen)
 
     def read(self, prompt: str) -> str:
-        """The next line. Raises EOFError at the end of input (Ctrl-D), KeyboardInterrupt for Ctrl-C."""
+        """Return the next line. Raises EOFError at the end of input (Ctrl-D), KeyboardInterrupt for Ctrl-C."""
         if self._lines is not None:
             # Only text that has a style keeps its trailing space, which a script that drives the terminal waits for.
-            return _encodable(self._lines.prompt([("fg:default", prompt)]))
+            return self._lines.prompt([("fg:default", prompt)])
         if self.interactive:
             _write(self.screen, prompt)
         line = ""
@@ -78,25 +79,21 @@ class Console:
                 self.note("")  # Ctrl-D and Ctrl-C leave the cursor behind the prompt
         if not line:
             raise EOFError
-        return _encodable(line.removesuffix("\n"))
+        return line.removesuffix("\n")
 
     def read_block(self) -> str:
-        """Lines up to a single '.' or the end of input."""
+        """Return the lines up to a single '.' or the end of input."""
         if self._blocks is not None:
-            return _encodable(self._blocks.prompt(""))
-        lines: list[str] = []
-        for line in iter(sys.stdin.readline, ""):
-            if line.rstrip("\n") == ".":
-                break
-            lines.append(line)
-        return _encodable("".join(lines))
+            return self._blocks.prompt("")
+        lines = iter(sys.stdin.readline, "")
+        return "".join(takewhile(lambda line: line.removesuffix("\n") != ".", lines))
 
     def say(self, text: str) -> None:
         """Show a piece of an answer."""
         _write(sys.stdout, text.translate(_PRINTABLE) if sys.stdout.isatty() else text)
 
     def note(self, line: str) -> None:
-        """Show what is not part of an answer."""
+        """Show a line that is not part of an answer."""
         _write(self.screen, line.translate(_PRINTABLE) + "\n")
 
 
@@ -105,33 +102,24 @@ def _write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def _encodable(text: str) -> str:
-    """Bytes that are not UTF-8 arrive as lone surrogates, which no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
 def _editors(screen: TextIO) -> tuple[PromptSession[str], PromptSession[str]]:
-    """Line editing with a history that both share: one for single lines, one for blocks that a '.' ends."""
+    """Return line editors that share a history: one for single lines, one for blocks that a '.' ends."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
     from prompt_toolkit.output import create_output
 
     class History(FileHistory):
-        """A history is a convenience: where its file can not be read or written, the chat goes on without it."""
+        """A history in a file; if the file can not be read or written, the chat goes on without it."""
 
-        def load_history_strings(self) -> list[str]:
-            try:
-                return list(super().load_history_strings())
-            except OSError:
-                return []
+        def load_history_strings(self) -> Iterator[str]:
+            with suppress(OSError):
+                yield from super().load_history_strings()
 
         def store_string(self, string: str) -> None:
-            try:
+            with suppress(OSError, UnicodeError):
                 os.makedirs(os.path.dirname(self.filename), mode=0o700, exist_ok=True)
                 super().store_string(string)
-            except OSError:
-                pass
 
     keys = KeyBindings()
 
@@ -144,17 +132,14 @@ def _editors(screen: TextIO) -> tuple[PromptSession[str], PromptSession[str]]:
         else:
             buffer.newline(copy_margin=False)
 
-    history = History(_history_file())
-    output = create_output(screen)
-    lines: PromptSession[str] = PromptSession(history=history, output=output, enable_suspend=True)
-    blocks: PromptSession[str] = PromptSession(
-        history=history, output=output, enable_suspend=True, multiline=True, key_bindings=keys
+    editor: Any = partial(
+        PromptSession, history=History(_history_file()), output=create_output(screen), enable_suspend=True
     )
-    return lines, blocks
+    return editor(), editor(multiline=True, key_bindings=keys)
 
 
 def _history_file() -> str:
-    """In the XDG state folder; os.devnull where there is no home."""
+    """Return the path of the history, in the XDG state folder; os.devnull for a user without a home."""
     state = os.environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(state):
         state = os.path.expanduser("~/.local/state")
@@ -163,14 +148,16 @@ def _history_file() -> str:
 
 @dataclass
 class Chat:
-    speaker: Speaker
+    """A conversation. rounds: (message, answer) of each. refused: a command or message could not be obeyed."""
+
+    backend: Backend
     console: Console
     system: str | None = None
-    rounds: list[tuple[str, str]] = field(default_factory=list)  # (message, answer)
-    refused: bool = False  # something was, at some time
+    rounds: list[tuple[str, str]] = field(default_factory=list)
+    refused: bool = False
 
     def loop(self) -> None:
-        """Round after round, until /q or the end of input."""
+        """Obey line after line, until /q or the end of input."""
         interrupts = 0
         while True:
             try:
@@ -188,7 +175,7 @@ class Chat:
                     self.console.note("(/q or Ctrl-D quits)")
 
     def obey(self, line: str) -> bool:
-        """Do what a line says: a command, or else a message. False: quit."""
+        """Obey a command, or answer a message. Return False to quit."""
         if not line.startswith("/") or "\n" in line:  # several lines can only be a pasted message
             self.ask(line.strip())
             return True
@@ -207,6 +194,7 @@ class Chat:
         return True
 
     def reset(self, number: str) -> None:
+        """Drop the rounds from this number on."""
         current = len(self.rounds) + 1
         if number in map(str, range(1, current + 1)):
             del self.rounds[int(number) - 1 :]
@@ -214,45 +202,54 @@ class Chat:
             self.refuse(f"/r {number[:20]}: no such round; N goes from 1 to {current}, which is this round")
 
     def ask(self, message: str) -> None:
-        """One round. It joins the conversation if an answer was begun."""
+        """Run one round, which joins the conversation if an answer was begun.
+
+        The first Ctrl-C ends the answer, and further ones do nothing; without a terminal, it is raised at the end.
+        """
         if not message:
             return
-        with Interrupt() as interrupt:
-            started = time.perf_counter()
-            try:
-                reply = self.speaker.answer(self.messages(message), self.console.say, interrupt)
-            except RefusedError as error:
-                wrong = _one_line(error).rstrip(".")
-                self.refuse(wrong + ("; /r N goes back before round N, /r to the start" if self.rounds else ""))
-                return
-            if reply.text:
-                self.rounds.append((message, reply.text))
-            self.report(reply, time.perf_counter() - started)
-        if interrupt.asked and not self.console.interactive:
-            raise KeyboardInterrupt  # nobody is there to go on with the conversation
+        interrupt, stopped = DeferredInterrupt(), False
+        try:
+            with interrupt:
+                started = time.perf_counter()
+                reply = self.backend.answer(self.messages(message), self.console.say, interrupt)
+                stopped = reply.finish_reason == "abort"
+                if reply.text:
+                    self.rounds.append((message, reply.text))
+                self.report(reply, time.perf_counter() - started)
+        except RefusedError as error:
+            wrong = one_line(error).rstrip(".")
+            self.refuse(wrong + ("; /r N goes back before round N, /r to the start" if self.rounds else ""))
+        except KeyboardInterrupt:
+            stopped = True
+        if stopped and not self.console.interactive:
+            raise KeyboardInterrupt
 
     def messages(self, message: str) -> list[dict[str, str]]:
-        """The conversation with one more message."""
+        """Return the conversation with one more message."""
         turns = [("system", self.system)] if self.system else []
         for asked, answered in self.rounds:
             turns += [("user", asked), ("assistant", answered)]
-        return [{"role": role, "content": content} for role, content in [*turns, ("user", message)]]
+        turns.append(("user", message))
+        # Bytes that are not UTF-8 arrive as lone surrogates, which no tokenizer takes.
+        return [{"role": role, "content": text.encode("utf-8", "replace").decode()} for role, text in turns]
 
     def report(self, reply: Reply, seconds: float) -> None:
+        """Show the end of an answer: its error, its speed, and the limit that cut it."""
         if (reply.text or reply.error is None) and not reply.text.endswith("\n"):
             self.console.say("\n")
         if reply.error is not None:
-            self.refuse(f"error: {_one_line(reply.error)}")
+            self.refuse(f"error: {one_line(reply.error)}")
             if not reply.text:
                 return
         rate = reply.num_tokens / max(seconds, 1e-9)
         if not sys.stdout.isatty():
             self.console.note("")  # `| tee` may show this before the end of the answer
         self.console.note(f"--- [{reply.num_tokens} tokens, {rate:.3f}toks/s]")
-        if reply.finish_reason == "length" and reply.num_tokens == self.speaker.max_tokens:
-            self.console.note(f"(cut at --max-tokens {self.speaker.max_tokens})")
+        if reply.finish_reason == "length" and reply.num_tokens == self.backend.max_tokens:
+            self.console.note(f"(cut at --max-tokens {self.backend.max_tokens})")
         elif reply.finish_reason == "length":
-            context = self.speaker.max_model_len
+            context = self.backend.max_model_len
             full = "the server's limit" if context is None else f"the context of {context} tokens is full"
             self.console.note(f"(cut: {full}; /r N goes back)")
 
@@ -261,15 +258,15 @@ class Chat:
         self.console.note(why)
 
 
-def run(speaker: Speaker, system: str | None = None) -> int:
-    """Chat on stdin, stdout and stderr. Returns the exit status: in a pipe, 1 if anything was refused.
+def run(backend: Backend, system: str | None = None) -> int:
+    """Chat on stdin, stdout and stderr. Return the exit status: in a pipe, 1 if anything was refused.
 
     Raises ValueError or OSError if no message can be answered: there is no chat template, or it takes no system prompt,
     or there is no server.
     """
     console = Console()
-    chat = Chat(speaker, console, system)
-    speaker.check(chat.messages("hello"))  # better told now than after the first message
+    chat = Chat(backend, console, system)
+    backend.check(chat.messages("hello"))  # an error now is better than one after the first message
     if console.interactive:
         _write(console.screen, BANNER)
     chat.loop()
@@ -277,73 +274,64 @@ def run(speaker: Speaker, system: str | None = None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: done; 1: an error, told in one line; 2: bad options; 130: Ctrl-C; 141: the reader has gone."""
+    """Run the command. Return 0: done; 1: an error; 130: Ctrl-C; 141: the reader of stdout has gone. Bad options: 2."""
     parser = _parser()
     args = parser.parse_args(argv)
-    options = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {
+        name: value for name in ("temperature", "top_p", "max_tokens") if (value := getattr(args, name)) is not None
+    }
     try:
         _check_place(args)
         SamplingParams(**given, seed=args.seed).validate(vocab_size=1)
     except ValueError as error:
         parser.error(str(error))
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("fastgen").setLevel(logging.INFO if args.verbose else logging.WARNING)
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a stray byte or a narrow locale must not end a chat
+    return run_tool("fgchat", args.verbose, lambda: _chat(args, given))
+
+
+def _chat(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
+    """Run the chat. given: the sampling parameters among the options."""
     try:
         return _load_and_run(args, given) if args.url is None else _connect_and_run(args, given)
     except KeyboardInterrupt:
         _write(sys.stderr, "\n")
         return 130
-    except BrokenPipeError:  # whoever read our output has gone, as `head` does
+    except BrokenPipeError:  # the reader of the output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
         return 141
-    except Exception as error:
-        if args.verbose:
-            logging.getLogger(__name__).exception("where it happened:")
-        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-        _write(sys.stderr, f"fgchat: error: {kind}{_one_line(error)}\n")
-        return 1
 
 
 def _load_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
-    interruptible = signal.signal(signal.SIGINT, leave)
-    try:
-        from fastgen import Generator  # seconds of importing torch: only when there is something to run
+    with exiting_on_ctrl_c():
+        from fastgen import Generator  # importing torch takes seconds
         from fastgen.model.config import sampling_defaults
 
         options = {name: value for name in (*LOCAL, "seed") if (value := getattr(args, name)) is not None}
         # One lane: there is one conversation, and each size of decode step would take time to prepare.
         gen = Generator(max_seqs=1, **options)
         params = SamplingParams(**{**sampling_defaults(gen.folder), **given})
-    finally:
-        signal.signal(signal.SIGINT, interruptible)
     with gen:
-        status = run(Local(gen, params), args.system and _encodable(args.system))
+        status = run(LocalBackend(gen, params), args.system)
         if args.verbose:
             print(gen.stats, file=sys.stderr)
     return status
 
 
 def _connect_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
-    key = args.api_key or os.environ.get("FASTGEN_API_KEY") or None
+    key = args.api_key or os.environ.get(variable("api_key")) or None
     fields = given if args.seed is None else {**given, "seed": args.seed}
-    return run(Remote(args.url, key, args.name, fields), args.system and _encodable(args.system))
+    return run(ServerBackend(args.url, key, args.name, fields), args.system)
 
 
 def _check_place(args: argparse.Namespace) -> None:
-    """Raises ValueError for an option of a local model where there is a server, and the other way round."""
+    """Raise ValueError for an option of a local model with --url, and for an option of a server without --url."""
     for name in SERVED if args.url is None else LOCAL:
         if getattr(args, name) is not None:
             option = {"model": "MODEL", "name": "--model"}.get(name, flag(name))
             needed = "a server; give its --url" if args.url is None else "a local model; leave it or --url out"
             raise ValueError(f"{option} needs {needed}")
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -357,12 +345,12 @@ def _parser() -> argparse.ArgumentParser:
     option("model", nargs="?", metavar="MODEL", help="a hub id or a folder (default: fastgen's own small model)")
     for name in ("temperature", "top_p", "max_tokens"):
         add_flag(parser, SAMPLING[name])
-    option("--system", metavar="TEXT", help="the system prompt (default: none)")
+    option("--system", metavar="TEXT", help="system prompt (default: none)")
     for name in ("seed", "dtype", "device", "tensor_parallel"):
         add_flag(parser, MODEL[name])
-    option("--url", help="of an OpenAI-style server that has the model, such as fgserve (default: a model loaded here)")
-    option("--api-key", metavar="KEY", help="for the server (default: FASTGEN_API_KEY of the environment)")
-    option("--model", dest="name", metavar="NAME", help="of the server's models (default: the one that there is)")
+    option("--url", help="OpenAI-style server that has the model, such as fgserve (default: a model loaded here)")
+    option("--api-key", metavar="KEY", help="key for the server (default: FASTGEN_API_KEY of the environment)")
+    option("--model", dest="name", metavar="NAME", help="name of the model on the server (default: its only model)")
     verbose_help = "log what happens, show tracebacks, and the engine's statistics at the end (default: no)"
     option("-v", "--verbose", action="store_true", help=verbose_help)
     option("--version", action="version", version=f"fgchat {__version__}")

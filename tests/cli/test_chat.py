@@ -20,7 +20,7 @@ from terminal import BANNER, ROOT, STATS, ask, at_prompt, leave, said, spawn
 
 import fastgen
 from fastgen.cli import chat
-from fastgen.cli.speakers import Local, Reply
+from fastgen.cli.chat_backends import LocalBackend, Reply
 from fastgen.request import SamplingParams
 
 PROGRAM = str(ROOT / "tests" / "chat_program.py")
@@ -176,7 +176,7 @@ def pipe(monkeypatch, capsys):
     def run(lines: str, system: str | None = None, **params: int) -> tuple[int, str, str, FakeGenerator]:
         gen = FakeGenerator()
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        status = chat.run(Local(gen, SamplingParams(**params)), system)
+        status = chat.run(LocalBackend(gen, SamplingParams(**params)), system)
         return status, *capsys.readouterr(), gen
 
     return run
@@ -207,7 +207,7 @@ def test_a_cut_answer_says_what_cut_it(pipe, capsys):
     _, out, err, _ = pipe("count", max_tokens=3)
     assert out == "1 2 3 \n"
     assert err.endswith("\n(cut at --max-tokens 3)\n")
-    chat.Chat(Local(FakeGenerator(), SamplingParams()), chat.Console()).report(Reply("text", 3, "length"), 1.0)
+    chat.Chat(LocalBackend(FakeGenerator(), SamplingParams()), chat.Console()).report(Reply("text", 3, "length"), 1.0)
     assert capsys.readouterr().err.endswith("\n(cut: the context of 200 tokens is full; /r N goes back)\n")
 
 
@@ -233,7 +233,7 @@ def test_ctrl_c_in_a_pipe_ends_it_after_the_step(monkeypatch, capsys):
     gen = interrupting(at=3)
     monkeypatch.setattr(sys, "stdin", io.StringIO("count\nnever\n"))
     with pytest.raises(KeyboardInterrupt):
-        chat.run(Local(gen, SamplingParams()))
+        chat.run(LocalBackend(gen, SamplingParams()))
     assert capsys.readouterr().out == "1 2 3 4 held\n"
     assert len(gen.prompts) == 1
     assert signal.getsignal(signal.SIGINT) is before
@@ -250,7 +250,7 @@ def test_further_ctrl_cs_do_nothing(monkeypatch, capsys):
     gen = interrupting(at=3, times=2)
     abort = gen.abort
     monkeypatch.setattr(gen, "abort", lambda ids: signal.raise_signal(signal.SIGINT) or abort(ids))
-    conversation = chat.Chat(Local(gen, SamplingParams()), Typist())
+    conversation = chat.Chat(LocalBackend(gen, SamplingParams()), Typist())
     conversation.ask("count")
     assert conversation.rounds == [("count", "1 2 3 4 held")]
     assert capsys.readouterr().out == "1 2 3 4 held\n"
@@ -263,7 +263,7 @@ def test_ctrl_c_before_the_first_word_takes_the_round_back(monkeypatch, capsys):
     gen = FakeGenerator()
     add = gen.add
     monkeypatch.setattr(gen, "add", lambda *given: signal.raise_signal(signal.SIGINT) or add(*given))
-    conversation = chat.Chat(Local(gen, SamplingParams()), Typist())
+    conversation = chat.Chat(LocalBackend(gen, SamplingParams()), Typist())
     conversation.ask("count")
     assert conversation.rounds == []
     assert re.search(STATS, capsys.readouterr().err)[1] == "0"
@@ -277,7 +277,7 @@ def test_a_closed_pipe_and_an_engine_error_are_quiet_ends():
     assert head.stdout == "1 2 "
     broken = subprocess.run(f"echo break | {command}", **shell)
     assert (broken.returncode, broken.stdout) == (1, "")
-    assert broken.stderr == "fgchat: error: RuntimeError: the engine broke\n"
+    assert broken.stderr == "fgchat: error: the engine broke\n"
 
 
 # The command line, and the bundled model
@@ -414,7 +414,7 @@ def test_two_ranks_in_a_terminal(start):
     child.sendline("hello")
     child.expect(pexpect.EOF)
     child.wait()
-    assert re.search(r"\nfgchat: error: RuntimeError: rank 1 was killed by SIGKILL [^\n]*\n$", said(child))
+    assert re.search(r"\nfgchat: error: rank 1 was killed by SIGKILL [^\n]*\n$", said(child))
     assert child.exitstatus == 1
     wait_until_gone(ranks)
 

@@ -21,8 +21,8 @@ from serving import FGSERVE, Server
 from terminal import BANNER, STATS, ask, at_prompt, leave, said, spawn
 
 from fastgen.cli import chat
-from fastgen.cli.remote import Remote, ServerError
-from fastgen.cli.speakers import Interrupt, RefusedError
+from fastgen.cli.chat_backends import RefusedError, ServerBackend, ServerError
+from fastgen.engine.interrupts import DeferredInterrupt
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -263,24 +263,25 @@ def test_an_error_of_the_terminal_is_none_of_the_server(fake: Fake) -> None:
 
     fake.answer = stream("text")
     with pytest.raises(BrokenPipeError):
-        Remote(fake.url + "/v1/", None, "some-model", {}).answer(HELLO, say, Interrupt())
+        ServerBackend(fake.url + "/v1/", None, "some-model", {}).answer(HELLO, say, DeferredInterrupt())
     fake.answer = reply(422, ERROR)
     with pytest.raises(RefusedError, match="the engine died"):
-        Remote(fake.url, None, "some-model", {}).answer(HELLO, print, Interrupt())
+        ServerBackend(fake.url, None, "some-model", {}).answer(HELLO, print, DeferredInterrupt())
     fake.models = (429, b"")
     with pytest.raises(ValueError, match="the server says 429: ''"):
-        Remote(fake.url, None, None, {}).check(HELLO)
+        ServerBackend(fake.url, None, None, {}).check(HELLO)
     with pytest.raises(ServerError):
-        Remote("http://127.0.0.1:9", None, None, {}).check(HELLO)
+        ServerBackend("http://127.0.0.1:9", None, None, {}).check(HELLO)
 
 
 def test_one_ctrl_c_is_enough_while_nothing_has_come(fake: Fake) -> None:
     fake.answer = fake.wait_until_left
     said: list[str] = []
-    with Interrupt() as interrupt:
+    interrupt = DeferredInterrupt()
+    with interrupt:
         press = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
         press.start()
-        answer = Remote(fake.url, None, "some-model", {}).answer(HELLO, said.append, interrupt)
+        answer = ServerBackend(fake.url, None, "some-model", {}).answer(HELLO, said.append, interrupt)
         press.join()
     assert (answer.text, answer.finish_reason, answer.error, said) == ("", "abort", None, [])
     assert fake.closed.wait(5)

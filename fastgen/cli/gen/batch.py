@@ -1,4 +1,4 @@
-"""OpenAI's batch files: rows that are requests to its API, and records that are their answers."""
+"""OpenAI's batch files: the rows are requests to its API, and the records are the responses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.gen.rows import Row
-from fastgen.cli.gen.work import Asked, Record, seed_of
+from fastgen.cli.gen.work import Record, RowRequests, seed_of
 from fastgen.cli.serve.answers import GenerationReply, GenerationRequest, grammar_field, prepare
 from fastgen.cli.serve.grammar import Compiler
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_request, refused
@@ -25,9 +25,9 @@ KINDS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
 
 
 class BatchJob:
-    """Rows with a custom_id and a body, each of which comes back as OpenAI's batches answer it.
+    """A job on rows with a custom_id and a body, whose records are those of OpenAI's batches.
 
-    name: of the model; defaults: of sampling, where a body does not say; seed: as RowJob has it.
+    name: of the model. defaults: sampling parameters that a body does not set. seed: as in RowJob.
     """
 
     def __init__(self, gen: Generator, name: str, defaults: SamplingParams, seed: int) -> None:
@@ -41,7 +41,7 @@ class BatchJob:
     def _compiler(self) -> Compiler:
         return Compiler.of(self._gen)
 
-    def ask(self, row: Row) -> Asked:
+    def ask(self, row: Row) -> RowRequests:
         try:
             request = self._request(row)
             reply, params, grammar = prepare(self._model, request)
@@ -49,10 +49,11 @@ class BatchJob:
                 params = replace(params, mask=self._mask(request, grammar))
         except ApiError as error:
             refusal = error
-            return Asked([], lambda _: _failed(row, refusal))
+            return RowRequests([], lambda _: _failed(row, refusal))
         if params.seed is None:
             params = replace(params, seed=seed_of(self._seed, row.index))
-        return Asked([(prompt.ids, params) for prompt in reply.prompts], lambda outputs: _answer(row, reply, outputs))
+        requests = [(prompt.ids, params) for prompt in reply.prompts]
+        return RowRequests(requests, lambda outputs: _answer(row, reply, outputs))
 
     def _request(self, row: Row) -> GenerationRequest:
         if row.error is not None:
@@ -72,7 +73,7 @@ class BatchJob:
         return check_request(KINDS[url], body)
 
     def _mask(self, request: GenerationRequest, grammar: str) -> TokenMask:
-        """Compile the grammar of a request. Raises ApiError where it can not be compiled."""
+        """Return the compiled grammar of a request. Raises ApiError."""
         try:
             return self._compiler.compile(grammar)
         except ValueError as error:
@@ -91,7 +92,7 @@ def _answer(row: Row, reply: GenerationReply, outputs: list[RequestOutput]) -> t
 
 
 def _events(prompt: int, output: RequestOutput) -> list[Event]:
-    """What the engine would have told of a request in a server, all at its end."""
+    """Return the events of a request's end, as fgserve would get them from the engine."""
     events = [
         Event(
             id=prompt,
@@ -114,7 +115,7 @@ def _failed(row: Row, error: ApiError) -> tuple[Record, str | None]:
 
 
 def _record(row: Row, status: int, body: Mapping[str, Any]) -> Record:
-    """The id tells the row's index, which a batch's records have no other place for."""
+    """Return the record of a batch. Its id has the row's index, for which there is no other place."""
     response = {"status_code": status, "request_id": f"req_{row.index}", "body": body}
-    return {"id": f"batch_req_{row.index}", "custom_id": row.columns.get("custom_id"), "response": response,
-            "error": None}  # fmt: skip
+    custom_id = row.columns.get("custom_id")
+    return {"id": f"batch_req_{row.index}", "custom_id": custom_id, "response": response, "error": None}

@@ -1,12 +1,11 @@
-"""Records in files, so that a job which was killed goes on: each row has one record in the end.
+"""Records in files, so that a job can be killed and continued: in the end each row has one record.
 
-What has been done is what the output holds, and is read from it: there is no second book that could say otherwise.
+The output itself tells which rows are done; no second file could contradict it.
 
-A line of JSONL goes to the system as soon as its row is done, so that the end of this process, of any kind, loses none
-that is whole; a torn one is cut off when the job goes on. Parquet is written in parts, which are there as a whole or
-not at all; the rows of a part that is not written yet are done again. The disk has it all for certain (fsync) when the
-job ends, by itself, an error or Ctrl-C, and each part of Parquet when it is there: a power cut may cost what the system
-had not yet written of JSONL, and these rows are done again.
+A line of JSONL is handed to the system as soon as its row is done, so that no end of this process loses a whole line. A
+torn line is cut off when the job continues. Parquet is written in parts; a part is there as a whole or not at all, and
+the rows of an unwritten part are done again. Data is forced to the disk (fsync) when the job ends, by itself, an error
+or Ctrl-C, and with each part of Parquet: a power cut may cost lines of JSONL, and their rows are done again.
 """
 
 from __future__ import annotations
@@ -24,25 +23,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from fastgen.cli.extras import pyarrow
-from fastgen.cli.gen.rows import PARQUET, read_rows
+from fastgen.cli.gen.rows import PARQUET, pyarrow, read_rows
 from fastgen.cli.gen.work import Record, check_added
 
-PART_BYTES = 64 << 20  # of a part in memory
-PART_SECONDS = 300.0  # that a row may wait for its part to be written
-CHUNK_ROWS = 64  # that wait as objects of Python
-SCHEMA_ROWS = 1024  # of JSON, that types are found of at a time
+PART_BYTES = 64 << 20  # size of a part in memory
+PART_SECONDS = 300.0  # time that a row may wait for its part to be written
+CHUNK_ROWS = 64  # rows that wait as Python objects
+SCHEMA_ROWS = 1024  # rows of JSON whose types are found at a time
 
 
 class Indices:
-    """A set of indices that come nearly in order: all below `start`, and some others. It holds these alone."""
+    """A set of indices that come nearly in order: all below `start`, and some others. Only the others take memory."""
 
     def __init__(self) -> None:
         self.start = 0
         self._others: set[int] = set()
 
     def add(self, index: int) -> None:
-        """Raises ValueError for one that it has."""
+        """Add an index. Raises ValueError for one that is there."""
         if index in self:
             raise ValueError(f"row {index} is there twice")
         self._others.add(index)
@@ -58,22 +56,28 @@ class Indices:
 
 
 class Output(Protocol):
-    """Where records go. `open` finds what is there and keeps others from writing; `close` saves what has come."""
+    """A destination of records. about: the file that describes the job."""
 
     path: Path
-    about: Path  # what job it is the output of
+    about: Path
 
-    def open(self) -> bool: ...  # whether it has records, of whatever job
-    def recover(self) -> Indices: ...
+    def open(self) -> bool:
+        """Lock the output against other processes; return whether it has records, of whatever job."""
+
+    def recover(self) -> Indices:
+        """Remove what was not written to its end; return the rows that are there."""
+
     def write(self, index: int, record: Record) -> None: ...
-    def close(self) -> None: ...
+
+    def close(self) -> None:
+        """Write what is left, and unlock."""
 
 
 def begin(output: Output, begun: bool, identity: Mapping[str, Any], seed: int | None) -> tuple[Indices, int]:
-    """Begin a job, or go on with it; (the rows that are done, the job's seed). begun: what opening the output has said.
+    """Begin a job, or continue it; return the rows that are done, and the seed of the job.
 
-    identity: what makes it the same job: a fingerprint of the input, None of stdin, and the options that matter.
-    seed: where it is None, the job has one from when it began. Raises ValueError where the output is of another job.
+    begun: the result of output.open(). identity: "input", a fingerprint (None for stdin), and "options", those that
+    define the job. seed: None for the seed that the job began with. Raises ValueError if the output is of another job.
     """
     name = output.path.name
     if not begun:
@@ -81,9 +85,9 @@ def begin(output: Output, begun: bool, identity: Mapping[str, Any], seed: int | 
         _save(output.about, json.dumps({"job": identity, "seed": seed}, indent=1).encode())
         return output.recover(), seed
     if identity["input"] is None:
-        raise ValueError(f"{name} has records, and what comes by stdin can not be gone on with; give another -o")
+        raise ValueError(f"{name} has records, and a job on stdin can not be continued; give another -o")
     if not output.about.exists():
-        raise ValueError(f"{name} has records, and there is no {output.about.name} that says of what; give another -o")
+        raise ValueError(f"{name} has records, and no {output.about.name} describes their job; give another -o")
     found = json.loads(output.about.read_bytes())
     was, now = found["job"], identity
     if was["input"] != now["input"]:
@@ -92,17 +96,17 @@ def begin(output: Output, begun: bool, identity: Mapping[str, Any], seed: int | 
         before, after = was["options"].get(option), now["options"].get(option)
         if before != after:
             flag = f"--{option.replace('_', '-')}"
-            change = f"{flag} {_said(before)}, and now it is {_said(after)}"
-            raise ValueError(f"{name} was begun with {change}; give another -o, or go on as it began")
+            change = f"{flag} {_shown(before)}, and now it is {_shown(after)}"
+            raise ValueError(f"{name} was begun with {change}; give another -o, or the options that it began with")
     return output.recover(), found["seed"]
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "not given" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _save(path: Path, data: bytes) -> None:
-    """Write a file so that it is there as a whole, for certain, or not at all."""
+    """Write a file, and force it to the disk, so that it is there as a whole or not at all."""
     beside = path.with_name(f"{path.name}.tmp")
     with beside.open("wb") as file:
         file.write(data)
@@ -123,7 +127,7 @@ def _lock(number: int, path: Path, close: Callable[[], None]) -> None:
 
 
 class Lines:
-    """JSONL. head: how a line begins, as an expression whose group is the row's index."""
+    """A file of JSONL. head: a regular expression for the beginning of a line, whose group is the row's index."""
 
     def __init__(self, path: Path, head: str) -> None:
         self.path, self.about = path, path.with_name(f"{path.name}.fggen.json")
@@ -135,7 +139,7 @@ class Lines:
         return self.path.stat().st_size > 0
 
     def recover(self) -> Indices:
-        """The rows that are there; a line that was not finished is cut off. Raises ValueError for one of no row."""
+        """Cut off a torn last line, and return the rows. Raises ValueError for a line that is not of the job."""
         done, whole = Indices(), 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -163,10 +167,10 @@ class Lines:
 
 
 def to_line(record: Record) -> bytes:
-    """A record as a line of JSON. What JSON does not have becomes null (NaN), text, or base64 (bytes)."""
+    """Return a record as a line of JSON. Values that JSON does not have become null (NaN), text, or base64 (bytes)."""
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False, default=_as_text).encode() + b"\n"
-    except ValueError:  # of a number, or a surrogate that stands alone, which is no UTF-8
+    except ValueError:  # NaN, an infinity, or a lone surrogate, which is no UTF-8
         return json.dumps(_finite(record), allow_nan=False, default=_as_text).encode() + b"\n"
 
 
@@ -186,7 +190,7 @@ def _finite(value: Any) -> Any:
 
 
 class Parts:
-    """Numbered files of Parquet in a folder, all of one schema. index: the column with the row's index."""
+    """A folder of numbered Parquet files with one schema. index: the name of the column with the row's index."""
 
     def __init__(self, path: Path, schema: Any, index: str) -> None:
         self.path, self.about = path, path / "_fggen.json"
@@ -194,7 +198,7 @@ class Parts:
         self._rows: list[Record] = []
         self._batches: list[Any] = []
         self._bytes = 0  # of the batches
-        self._since = 0.0
+        self._since = 0.0  # when the oldest row came
 
     def open(self) -> bool:
         if self.path.exists() and not self.path.is_dir():
@@ -225,7 +229,7 @@ class Parts:
             self._write_part()
 
     def _pack(self) -> None:
-        """Rows as Arrow has them, which is small."""
+        """Turn the waiting rows into an Arrow batch, which takes less memory."""
         if self._rows:
             batch = pyarrow().RecordBatch.from_pylist(self._rows, schema=self._schema)
             self._batches.append(batch)
@@ -251,9 +255,9 @@ class Parts:
 
 
 def parquet_schema(files: Sequence[Path], added: Sequence[str]) -> Any:
-    """The types of the input's columns and of those that are added. JSON is read for it, all of it.
+    """Return the schema of the input's columns and of the added ones. All rows of JSON are read for it.
 
-    Raises ValueError where a column has values of types that do not go together, or that Parquet does not have.
+    Raises ValueError for a column whose values have types that do not go together, or that Parquet does not have.
     """
     pa, parquet = pyarrow(), pyarrow("parquet")
     lists, ints = pa.list_, pa.int64()
@@ -270,7 +274,7 @@ def parquet_schema(files: Sequence[Path], added: Sequence[str]) -> Any:
         whole = pa.schema([*own[:2], *found, *own[2:]])
         parquet.write_table(whole.empty_table(), pa.BufferOutputStream())
     except (pa.ArrowException, OverflowError, UnicodeError) as error:
-        raise ValueError(f"the columns can not be Parquet's: {error}; write .jsonl instead") from None
+        raise ValueError(f"the columns can not be written as Parquet: {error}; write .jsonl instead") from None
     return whole
 
 
@@ -291,9 +295,9 @@ def _schemas(files: Sequence[Path]) -> Iterator[Any]:
 
 
 class InOrder:
-    """Writes records in the order of their rows, holding those that come early.
+    """An output that gets records in the order of their rows; early records are held.
 
-    These are at most those that the engine can do while it does one: the oldest row is never the one that is preempted.
+    Few are held: the scheduler never preempts the oldest sequence, so only rows that finish while it runs are early.
     """
 
     def __init__(self, output: Output, done: Indices) -> None:

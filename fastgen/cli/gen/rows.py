@@ -1,4 +1,4 @@
-"""Rows of prompt files, JSONL and Parquet, as they are read: one after another, none of them kept."""
+"""Rows of prompt files, JSONL and Parquet, read one after another; none of them is kept."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
-from fastgen.cli.extras import pyarrow
+from fastgen.cli.command import needed
 
 STDIN = "-"
 PARQUET = ".parquet"
 SUFFIXES = (".jsonl", ".ndjson", PARQUET)
-FIRST_ROWS = 100  # that are looked at to see of which kind they are, if the first ones can not be read
-PARQUET_ROWS = 256  # that are objects of Python at a time
+FIRST_ROWS = 100  # rows to look at for columns, if the first ones can not be read
+PARQUET_ROWS = 256  # rows that are Python objects at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row; index: among those of all files, from 0. error: why it could not be read, and has no columns."""
+    """A row. index: its number among those of all files, from 0. error: why it can not be read and has no columns."""
 
     index: int
     columns: dict[str, Any]
@@ -31,10 +31,10 @@ class Row:
 
 
 class Source:
-    """What is read: files, folders and globs, or stdin where the only name is "-".
+    """The input of a job: files, folders and globs, or stdin for the single name "-".
 
-    fingerprint: of all that is in the files; total: rows; both None of stdin, which can be read once. columns: of the
-    first row that has some; batch: whether it is of an OpenAI batch file.
+    fingerprint: of the files' content; total: rows; both are None for stdin, which can be read once. columns: of the
+    first readable row; batch: it is a row of an OpenAI batch file.
     """
 
     def __init__(self, inputs: Sequence[str], output: Path) -> None:
@@ -56,21 +56,21 @@ class Source:
         self.batch = {"custom_id", "body"} <= self.columns.keys()
 
     def rows(self, done: Container[int]) -> Iterator[Row]:
-        """All that are not done."""
-        if self.fingerprint is not None:
-            return read_rows(self.files, done)
-        return chain(self._seen, self._rows)
+        """Return the rows that are not done."""
+        return chain(self._seen, self._rows) if self.fingerprint is None else read_rows(self.files, done)
 
 
 def find_files(inputs: Sequence[str], output: Path) -> list[Path]:
-    """The files that names stand for: files, folders with all that is in them, and globs. Those of a folder or glob are
-    sorted; what lies at `output` is none of them. Raises ValueError where there is none for a name."""
+    """Return the files that names stand for: files, folders (at any depth) and globs, the latter two sorted.
+
+    Files at `output` are left out. Raises ValueError for a name without files.
+    """
     found: list[Path] = []
     for name in inputs:
         path = Path(name)
         if path.is_file():
             if path.suffix not in SUFFIXES:
-                raise ValueError(f"{name} is of no known kind; the suffixes are {', '.join(SUFFIXES)}")
+                raise ValueError(f"the suffix of {name} names no format; it must be one of {', '.join(SUFFIXES)}")
             files = [path]
         else:
             inside = path.rglob("*") if path.is_dir() else map(Path, glob.glob(name, recursive=True))
@@ -85,7 +85,7 @@ def find_files(inputs: Sequence[str], output: Path) -> list[Path]:
 
 
 def survey(files: Sequence[Path]) -> tuple[int, str]:
-    """(rows, fingerprint of all that is in the files), which takes reading them once."""
+    """Read the files once; return the number of rows and a fingerprint of the content."""
     rows, digest = 0, hashlib.sha256()
     for path in files:
         with path.open("rb") as file:
@@ -96,12 +96,12 @@ def survey(files: Sequence[Path]) -> tuple[int, str]:
                 for line in file:
                     digest.update(line)
                     rows += not line.isspace()
-                digest.update(b"\n\n")  # so that a row may not move from one file to the next
+                digest.update(b"\n\n")  # a row that moves to the next file changes the fingerprint
     return rows, digest.hexdigest()
 
 
 def read_rows(files: Sequence[Path], done: Container[int] = ()) -> Iterator[Row]:
-    """The rows of files, in order, but for those with the indices `done`."""
+    """Yield the rows of files in order, without those of the indices `done`."""
     indices = count()
     for path in files:
         if path.suffix == PARQUET:
@@ -112,7 +112,7 @@ def read_rows(files: Sequence[Path], done: Container[int] = ()) -> Iterator[Row]
 
 
 def read_lines(lines: Iterable[bytes], name: str, indices: Iterator[int], done: Container[int] = ()) -> Iterator[Row]:
-    """The rows of lines of JSON, of which blank ones are none. name: of where they are from."""
+    """Yield the rows of lines of JSON; blank lines are no rows. name: of the file, for errors."""
     for number, line in enumerate(lines, 1):
         if line.isspace():
             continue
@@ -129,8 +129,12 @@ def read_lines(lines: Iterable[bytes], name: str, indices: Iterator[int], done: 
         yield row
 
 
+def pyarrow(part: str = "") -> Any:
+    """Return pyarrow, or a module of it. Raises ValueError if it is not installed."""
+    return needed(f"pyarrow.{part}".rstrip("."), "parquet", "Parquet files")
+
+
 def _parquet_file(path: Path) -> Any:
-    """Raises ValueError where it is none."""
     opened = pyarrow("parquet").ParquetFile
     try:
         return opened(path)
@@ -141,13 +145,13 @@ def _parquet_file(path: Path) -> Any:
 def _parquet_rows(path: Path, indices: Iterator[int], done: Container[int]) -> Iterator[Row]:
     with _parquet_file(path) as file:
         for batch in file.iter_batches(batch_size=PARQUET_ROWS):
-            numbers = [next(indices) for _ in range(batch.num_rows)]
+            numbers = list(islice(indices, batch.num_rows))
             if not all(index in done for index in numbers):
                 yield from (row for row in _batch_rows(batch, numbers) if row.index not in done)
 
 
 def _batch_rows(batch: Any, indices: list[int]) -> list[Row]:
-    """The rows of a batch, one by one if there is one among them that has no values in Python."""
+    """Return the rows of an Arrow batch; a row with values that Python does not have is a row with an error."""
     try:
         return [Row(index, columns) for index, columns in zip(indices, batch.to_pylist(), strict=True)]
     except (ValueError, OverflowError) as error:

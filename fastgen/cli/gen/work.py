@@ -1,41 +1,38 @@
-"""The work on rows: requests for an engine, and records of what it answered. Nothing here knows files."""
+"""The work on rows: requests for an engine, and records of its outputs. Nothing here knows files."""
 
 from __future__ import annotations
 
 import hashlib
 import string
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from typing import Any, Protocol
 
 from fastgen.cli.gen.rows import Row
+from fastgen.cli.options import SAMPLING
 from fastgen.request import Prompt, Request, RequestOutput, SamplingParams
 
 Record = dict[str, Any]
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
-# The columns that are sampling parameters, where a row has them.
-PARAMS = ("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-          "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids",
-          "ignore_eos")  # fmt: skip
+PARAMS = (*SAMPLING, "logit_bias", "seed", "stop", "stop_token_ids")  # columns that are parameters of their row
 LOGPROBS = ("token_ids", "logprobs", "raw_logprobs")
-MAX_SAMPLES = 10_000  # of a row, all of which are in memory together
+MAX_SAMPLES = 10_000  # of a row, which are in memory together
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A row as requests to an engine, and what makes of their outputs a record, and the reason where it is an error.
-    There are no requests where a row can not be asked."""
+class RowRequests:
+    """The requests of a row: none, if the row has an error. finish: returns the record, and the error, for outputs."""
 
-    requests: list[tuple[Prompt, SamplingParams]]
+    requests: Sequence[tuple[Prompt, SamplingParams]]
     finish: Callable[[list[RequestOutput]], tuple[Record, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A row's record. error: why it is one of an error; prompt_tokens, tokens: in and out."""
+    """The record of a row. error: the one that it has; prompt_tokens, tokens: of the prompts and the answers."""
 
     index: int
     record: Record
@@ -48,21 +45,20 @@ Work = Generator[Done, None, None]
 
 
 class Job(Protocol):
-    """What is done with each row."""
+    """A way to turn rows into requests."""
 
-    def ask(self, row: Row) -> Asked: ...
+    def ask(self, row: Row) -> RowRequests: ...
 
 
 def work(
     job: Job, rows: Iterable[Row | None], stream: Callable[[Iterable[Request | None]], Iterable[RequestOutput]]
 ) -> Work:
-    """Do a job on rows, which are read as the engine takes them; in the order in which they are done.
+    """Do a job on rows, which are read as the engine takes them; yield them in the order of completion.
 
-    stream: of a Generator; None among rows is, as there, a step to be done first. As many rows are held as are in the
-    engine.
+    stream: of a Generator; None among the rows is passed on to it. Only rows whose requests are in the engine are held.
     """
     ids = count()
-    owners: dict[str | int, tuple[Row, Asked, int]] = {}  # by the ids of requests
+    owners: dict[str | int, tuple[Row, RowRequests, int]] = {}  # by the ids of requests
     outputs: dict[int, list[RequestOutput | None]] = {}  # by the indices of rows
 
     def requests() -> Iterator[Request | None]:
@@ -71,7 +67,7 @@ def work(
                 yield None
                 continue
             asked = job.ask(row)
-            # An empty prompt comes back at once, so that any number of rows that can not be asked pass one by one.
+            # An empty prompt comes back at once, so that any number of rows with errors pass one by one.
             wanted = asked.requests or [([], SamplingParams())]
             outputs[row.index] = [None] * len(wanted)
             for place, (prompt, params) in enumerate(wanted):
@@ -86,55 +82,51 @@ def work(
         if len(found) == len(outputs[row.index]):
             del outputs[row.index]
             record, error = asked.finish(found)
-            completions = [completion for each in found for completion in each.completions]
-            yield Done(
-                index=row.index,
-                record=record,
-                error=error,
-                prompt_tokens=sum(len(each.prompt_token_ids) for each in found),
-                tokens=sum(len(completion.token_ids) for completion in completions),
-            )
+            prompt_tokens = sum(len(each.prompt_token_ids) for each in found)
+            tokens = sum(len(completion.token_ids) for each in found for completion in each.completions)
+            yield Done(row.index, record, error, prompt_tokens, tokens)
 
 
 def seed_of(seed: int, index: int) -> int:
-    """The seed of a row, from that of its job."""
+    """Return the seed of a row, derived from that of its job."""
     return int.from_bytes(hashlib.blake2b(b"%d:%d" % (seed, index), digest_size=8).digest(), "little")
 
 
 def added_columns(prefix: str, logprobs: bool) -> tuple[str, ...]:
-    """The columns that a record has beside the row's, of which the first is the row's index."""
+    """Return the columns that a record has beside those of its row; the first one is the row's index."""
     names = ("row", "error", "completions", "finish_reasons", "prompt_tokens", "completion_tokens")
     return tuple(prefix + name for name in names + LOGPROBS * logprobs)
 
 
 def check_added(added: Iterable[str], columns: Container[str]) -> None:
-    """Raises ValueError where a row has columns that are to be added."""
+    """Raise ValueError if a row has a column that is to be added."""
     for name in added:
         if name in columns:
             raise ValueError(f"there is a column {name} already; rename it, or give those of fggen a --prefix")
 
 
 def check_samples(n: int) -> None:
-    """Raise ValueError for more samples of a row than memory is meant for."""
+    """Raise ValueError for too many samples of one row."""
     if n > MAX_SAMPLES:
         raise ValueError(f"n is {n}; it may be at most {MAX_SAMPLES}: repeat the row for more")
 
 
 class Template:
-    """Text with the names of columns in braces. Raises ValueError for what is no such text."""
+    """A text with names of columns in braces. Raises ValueError for a malformed one."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         try:
             fields = [(name, form) for _, name, form, _ in string.Formatter().parse(text) if name is not None]
         except ValueError as error:
-            raise ValueError(f"the template can not be read: {error}; a brace as such is written twice") from None
+            raise ValueError(f"the template can not be read: {error}; write a literal brace twice") from None
         for name, form in fields:
             if not name or name.isdigit() or any(char in name for char in ".[]") or "{" in (form or ""):
-                raise ValueError(f"the template has {{{name}}}; between braces stands the name of a column")
+                raise ValueError(f"the template has {{{name}}}; braces must hold the name of a column")
         self.names = sorted({name for name, _ in fields})
 
     def fill(self, columns: Mapping[str, Any]) -> str:
+        """Return the text of a row. Raises ValueError if a column is missing."""
         for name in self.names:
             if columns.get(name) is None:
                 raise ValueError(f"the row has no {name}, which the template needs")
@@ -143,11 +135,11 @@ class Template:
 
 @dataclass(frozen=True)
 class RowJob:
-    """Rows with a prompt, each of which comes back with its completions.
+    """A job on rows with a prompt each, whose records have the completions.
 
-    params: those that a row does not set; seed: where the seeds of rows come from that have none. template: makes the
-    prompt. chat: a prompt that is text is a user's message. logprobs: the record has tokens and their logprobs.
-    prefix: of the names of columns that are added.
+    params: those that a row does not set. seed: rows without a seed derive theirs from it. template: makes the prompt.
+    chat: a prompt that is text is the message of a user. logprobs: records have token ids and logprobs. prefix: of the
+    names of the added columns.
     """
 
     params: SamplingParams
@@ -161,23 +153,24 @@ class RowJob:
     def _added(self) -> tuple[str, ...]:
         return added_columns(self.prefix, self.logprobs)
 
-    def ask(self, row: Row) -> Asked:
+    def ask(self, row: Row) -> RowRequests:
         try:
             if row.error is not None:
                 raise ValueError(row.error)
             check_added(self._added, row.columns)
-            return Asked([(self._prompt(row.columns), self._params(row))], lambda outputs: self._finish(row, outputs))
+            requests = [(self._prompt(row.columns), self._params(row))]
+            return RowRequests(requests, lambda outputs: self._finish(row, outputs))
         except (ValueError, TypeError) as error:
             reason = str(error)
-            return Asked([], lambda _: (self._record(row, reason), reason))
+            return RowRequests([], lambda _: (self._record(row, reason), reason))
 
     def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
         if self.template is not None:
             return self._text(self.template.fill(columns))
         given = [name for name in PROMPTS if columns.get(name) is not None]
         if len(given) != 1:
-            said = f"has {' and '.join(given)}" if given else "has none"
-            raise ValueError(f"a row needs one of {', '.join(PROMPTS)}, and this one {said}")
+            found = f"has {' and '.join(given)}" if given else "has none"
+            raise ValueError(f"a row needs one of {', '.join(PROMPTS)}, and this one {found}")
         value = columns[given[0]]
         if given[0] == "prompt":
             if not isinstance(value, str):
@@ -195,7 +188,7 @@ class RowJob:
         return value
 
     def _text(self, text: str) -> Prompt:
-        text.encode()  # a surrogate that stands alone is no text to a tokenizer, whose error does not say so
+        text.encode()  # raises for a lone surrogate, with a clearer message than the tokenizer's
         return [{"role": "user", "content": text}] if self.chat else text
 
     def _params(self, row: Row) -> SamplingParams:
@@ -214,17 +207,15 @@ class RowJob:
         if output.error is not None:
             return self._record(row, output.error), output.error
         made = output.completions
-        values: list[Any] = [
-            [completion.text for completion in made],
-            [completion.finish_reason for completion in made],
-        ]
-        values += [len(output.prompt_token_ids), [len(completion.token_ids) for completion in made]]
+        texts = [completion.text for completion in made]
+        reasons = [completion.finish_reason for completion in made]
+        values = [texts, reasons, len(output.prompt_token_ids), [len(completion.token_ids) for completion in made]]
         if self.logprobs:
             values += [[getattr(completion, name) for completion in made] for name in LOGPROBS]
         return self._record(row, None, values), None
 
     def _record(self, row: Row, error: str | None, values: list[Any] | None = None) -> Record:
         index, reason, *names = self._added
-        found = values or [None] * len(names)
         own = {index: row.index, reason: error}
-        return {**own, **row.columns, **own, **dict(zip(names, found, strict=True))}
+        # Index and error come first in the line, and override columns of the same names.
+        return {**own, **row.columns, **own, **dict(zip(names, values or [None] * len(names), strict=True))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fastgen.cli.extras import needed
+from fastgen.cli.command import needed
 
 
 def command() -> int:

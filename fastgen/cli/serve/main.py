@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import resource
 import signal
@@ -16,6 +15,7 @@ import uvicorn
 from pydantic_core import to_json
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from fastgen.cli.command import run_tool
 from fastgen.cli.serve.answers import FAREWELL_SECONDS
 from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.lean import import_tokenizers
@@ -24,15 +24,17 @@ from fastgen.cli.serve.options import Options, read_options
 from fastgen.cli.serve.protocol import ApiError
 
 MAX_HEAD = 65536  # bytes of a request's first line and headers
-UNREAD_SECONDS = 120  # after which a client that takes nothing of what is sent to it is gone
-KEEP_ALIVE_SECONDS = 120  # longer than clients keep a connection that they do not use, so that it is theirs to close
+UNREAD_SECONDS = 120  # a connection ends if the client has read nothing for so long
+KEEP_ALIVE_SECONDS = 120  # longer than clients keep an idle connection, so that they close it
 
 
-class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # which one depends on what is installed
-    """One whose own errors have the shape of all others, and that limits the head of a request, which httptools does
-    not (h11 does, and calls none of these)."""
+class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # the class depends on the installed packages
+    """The HTTP protocol of uvicorn, with errors of the parser in OpenAI's form, and a limit on the head of a request.
 
-    _head = 0.0  # bytes of one, those that it began with aside; -inf behind it
+    httptools has no such limit; h11 has one, and calls none of the methods here.
+    """
+
+    _head = 0.0  # bytes of the head so far, without its first chunk; -inf behind the head
 
     def data_received(self, data: bytes) -> None:
         self._head += len(data)
@@ -58,7 +60,7 @@ class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # which on
 
 
 class _Server(uvicorn.Server):
-    """One that leaves signals to us: its own way ends the process by them."""
+    """A uvicorn server without its signal handlers, which would raise the signal again at the end."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -66,25 +68,27 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises OSError where that is not possible."""
+    """Return a listening socket. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=2048)
-    # Connections inherit it. asyncio would set it, but not where the listener's protocol is 0, which means TCP as well;
-    # without it each small write waits for the acknowledgement of the one before, often 40 ms.
+    # Connections inherit TCP_NODELAY. asyncio does not set it if the listener's protocol is 0, which means TCP as well.
+    # Without it, each small write waits for the acknowledgement of the one before, often 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; its answer would be kept as long as the connection is
+    if hasattr(
+        socket, "TCP_USER_TIMEOUT"
+    ):  # on Linux; without it, a client that reads nothing keeps its answer in memory
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
     return listener
 
 
 def _allow_connections() -> None:
-    """As many as the system lets this process have: each is a file, of which 1024 is a common soft limit."""
+    """Raise the soft limit of open files, often 1024, to the hard one: each connection is a file."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def serve(options: Options) -> None:
-    """Serve until a SIGINT or SIGTERM. Raises what keeps it from that, such as OSError, ValueError, RuntimeError."""
+    """Serve until a SIGINT or SIGTERM. Raises OSError, ValueError or RuntimeError if that is not possible."""
     server_options = options.server
     listener = listen(server_options.host, server_options.port)
     _allow_connections()
@@ -103,7 +107,7 @@ async def serve(options: Options) -> None:
     server, stopping, loop = _Server(config), asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
-        if stopping.is_set():  # somebody is in a hurry
+        if stopping.is_set():  # the second signal: running requests end now
             service.expire()
         stopping.set()
 
@@ -144,23 +148,18 @@ def _say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: ended by a signal; 1: an error, told in one line; 2: bad options."""
+    """Run the command. Return 0: ended by a signal; 1: an error. Bad options: 2."""
     options = read_options(argv)
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("fastgen").setLevel(logging.INFO if options.server.verbose else logging.WARNING)
-    try:
-        if options.server.replicas or options.server.max_replicas:
-            from fastgen.cli.serve.ray import serve_replicas
+    return run_tool("fgserve", options.server.verbose, lambda: _run(options))
 
-            serve_replicas(options, _say)
-        else:
-            asyncio.run(serve(options))
-    except Exception as error:
-        if options.server.verbose:
-            logging.getLogger(__name__).exception("where it happened:")
-        kind = "" if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: "
-        _say(f"error: {kind}{' '.join(str(error).split())}")
-        return 1
+
+def _run(options: Options) -> int:
+    if options.server.replicas or options.server.max_replicas:
+        from fastgen.cli.serve.ray import serve_replicas
+
+        serve_replicas(options, _say)
+    else:
+        asyncio.run(serve(options))
     return 0
 
 

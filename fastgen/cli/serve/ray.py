@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
-from fastgen.cli.extras import needed
+from fastgen.cli.command import needed
 from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.lean import import_tokenizers
 from fastgen.cli.serve.models import Service

@@ -43,16 +43,16 @@ def test_files_folders_globs_and_stdin(fggen: Fggen, monkeypatch: pytest.MonkeyP
     [
         (["nothing.jsonl", "-o", "out.jsonl"], "nothing.jsonl: there is no such file"),
         (["empty", "-o", "out.jsonl"], "empty: there is no such file, and no .jsonl"),
-        (["in.txt", "-o", "out.jsonl"], "in.txt is of no known kind"),
-        (["in.jsonl", "-o", "out.csv"], "the suffix of out.csv says no format"),
+        (["in.txt", "-o", "out.jsonl"], "the suffix of in.txt names no format"),
+        (["in.jsonl", "-o", "out.csv"], "the suffix of out.csv names no format"),
         (["in.jsonl", "-o", "in.jsonl"], "in.jsonl is where the output goes, and nothing else"),
         (["torn.parquet", "-o", "out.jsonl"], "torn.parquet can not be read as Parquet: "),
-        (["in.jsonl", "-o", "spark.parquet"], "there is no _fggen.json that says of what"),
-        (["half.jsonl", "-o", "out.parquet"], "the columns can not be Parquet's"),
+        (["in.jsonl", "-o", "spark.parquet"], "no _fggen.json describes their job"),
+        (["half.jsonl", "-o", "out.parquet"], "the columns can not be written as Parquet"),
         (["in.jsonl", "-o", "nowhere/out.jsonl"], "No such file or directory"),
         (["in.jsonl", "-o", "file.parquet"], "is a file, and Parquet is written in parts in a folder"),
-        (["mixed.jsonl", "-o", "out.parquet"], "the columns can not be Parquet's"),
-        (["hollow.jsonl", "-o", "out.parquet"], "the columns can not be Parquet's"),
+        (["mixed.jsonl", "-o", "out.parquet"], "the columns can not be written as Parquet"),
+        (["hollow.jsonl", "-o", "out.parquet"], "the columns can not be written as Parquet"),
         (["late.jsonl", "-o", "out.parquet"], "there is a column completions already"),
     ],
 )
@@ -254,10 +254,10 @@ def test_an_output_of_unknown_origin_is_refused(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "x"}\n')))
     assert fggen("-", "-o", "out.jsonl", *SHORT) == 1
-    assert "what comes by stdin can not be gone on with; give another -o" in capsys.readouterr().err
+    assert "a job on stdin can not be continued; give another -o" in capsys.readouterr().err
     Path("out.jsonl.fggen.json").unlink()
     assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 1
-    assert "there is no out.jsonl.fggen.json that says of what" in capsys.readouterr().err
+    assert "no out.jsonl.fggen.json describes their job" in capsys.readouterr().err
     assert Path("out.jsonl").read_bytes() == begun
 
 

@@ -25,7 +25,7 @@ from serving import ROOT, is_called, until
 
 from fastgen import Generator, SamplingParams
 from fastgen.cli.gen import main, outputs
-from fastgen.cli.gen.rays import Worker
+from fastgen.cli.gen.ray_backend import Worker
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.gen.work import RowJob
 
@@ -198,6 +198,6 @@ def test_options_that_do_not_go_together_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    for options, reason in ((["--replicas", "2"], "give --ray too"), (["--ray"], "what comes by stdin can not")):
+    for options, reason in ((["--replicas", "2"], "give --ray too"), (["--ray"], "Ray can not read stdin")):
         assert main.main(["fastgen-tiny", "-", "-o", "out.jsonl", *options]) == 1
         assert reason in capsys.readouterr().err

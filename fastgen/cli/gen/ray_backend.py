@@ -1,7 +1,7 @@
-"""The work on rows by Ray Data: a task reads them in bundles, and actors with a Generator each make their records.
+"""Work on rows by Ray Data: a task reads bundles of rows, and actors with a Generator each make the records.
 
-A bundle's records come together, when all are there: Ray does a task again whose actor or block is lost, and what it
-yielded before must then be the same. Rows have seeds of their own, so that records are.
+The records of a bundle come together, when all are there: if an actor or a block is lost, Ray repeats its tasks, whose
+results must be the same again. They are, as each row has a seed of its own.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from fastgen.cli.gen.work import Done, Job, Work, work
 from fastgen.cli.serve.ray import check_room, connect
 
 ROWS = 16  # of a bundle
-LANES = 512  # that an engine is taken to have, where --max-seqs does not say
+LANES = 512  # assumed for an engine without --max-seqs
 
-Engine = Any  # a fastgen.Generator: its import takes seconds, and the driver has no use for it
+Engine = Any  # a fastgen.Generator, whose import takes seconds and which the driver does not need
 
 
 class Worker:
-    """What Ray Data runs, in an actor: bundles in, their records out, several at a time so that the engine is full."""
+    """An actor's function for Ray Data: it takes bundles of rows, several at a time, and returns their records."""
 
     def __init__(self, make: Callable[[], tuple[Engine, Job]], folder: str, log_level: int) -> None:
         _enter(folder)
         logging.getLogger("fastgen").setLevel(log_level)
         self._rows: SimpleQueue[Row] = SimpleQueue()
-        self._under_way: dict[int, Future[Done]] = {}  # by the indices of rows, those in the queue too
+        self._under_way: dict[int, Future[Done]] = {}  # by the indices of rows, waiting ones too
         self._ended: Future[None] = Future()
         Thread(target=self._run, args=(make,), daemon=True).start()
 
@@ -61,7 +61,7 @@ class Worker:
     async def __call__(self, bundle: dict[str, Any]) -> dict[str, Any]:
         waiting = []
         for row in pickle.loads(bundle["rows"]):
-            found = self._under_way.get(row.index)  # if Ray asks again, while the first time goes on
+            found = self._under_way.get(row.index)  # there if Ray repeats a task while the first one runs
             if found is None:
                 found = self._under_way[row.index] = Future()
                 self._rows.put(row)
@@ -71,7 +71,7 @@ class Worker:
         if records.done():
             return {"done": pickle.dumps(await records)}
         error = self._ended.exception()
-        if isinstance(error, ValueError | OSError):  # Ray would show it with pages of its own, and try again
+        if isinstance(error, ValueError | OSError):  # raised here, Ray would show pages of traces, and try again
             return {"done": pickle.dumps(error)}
         raise RuntimeError("the engine has failed") from error
 
@@ -84,7 +84,7 @@ def _read(_: Any, files: list[Path], done: Container[int], folder: str) -> Itera
 
 
 def _enter(folder: str) -> None:
-    """Go where names are meant to be looked up, if that is here."""
+    """Change to the driver's folder, to which relative paths refer, if this machine has it."""
     if os.path.isdir(folder):
         os.chdir(folder)
 
@@ -92,10 +92,10 @@ def _enter(folder: str) -> None:
 def work_on_ray(
     args: argparse.Namespace, make: Callable[[], tuple[Engine, Job]], source: Source, done: Indices
 ) -> Work:
-    """Do a job on rows of files that are not done, in the order of completion, or of the files with args.ordered.
+    """Do a job on the rows that are not done, in the order of completion, or with args.ordered in that of the files.
 
-    make: what a worker loads. The files are read on this machine. Raises ValueError, or RuntimeError for what fails in
-    an actor.
+    make: loads the model and makes the job, in an actor. The files are read on this machine. Raises ValueError, or
+    RuntimeError for a failure in an actor.
     """
     if args.ray_address is not None:
         os.environ["RAY_ADDRESS"] = args.ray_address
@@ -113,25 +113,25 @@ def work_on_ray(
 
 
 def _pipeline(args: argparse.Namespace, make: Callable[[], tuple[Engine, Job]], source: Source, done: Indices) -> Any:
-    """A ray.data.Dataset of bundles of records."""
+    """Return a ray.data.Dataset of bundles of records."""
     import ray.data
 
-    assert source.total is not None  # stdin is refused
+    assert source.total is not None  # Ray does not get stdin
     gpus = 0 if (args.device or "").startswith("cpu") else ray.cluster_resources().get("GPU", 0)
     num_gpus = (args.tensor_parallel or 1) if gpus else 0
     num_cpus = 1.0 if args.replica_cpus is None else args.replica_cpus
     replicas = args.replicas or max(int(gpus // num_gpus) if gpus else 1, 1)
-    replicas = min(replicas, math.ceil((source.total - len(done)) / ROWS))  # each has a bundle
+    replicas = min(replicas, math.ceil((source.total - len(done)) / ROWS))  # each gets a bundle
     check_room(replicas, CPU=num_cpus, GPU=num_gpus)
 
     level = logging.INFO if args.verbose else logging.WARNING
     logging.getLogger("ray.data").setLevel(logging.INFO if args.verbose else logging.ERROR)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
-    context.target_max_block_size = 1  # a bundle is a block, and goes on at once
+    context.target_max_block_size = 1  # a bundle is a block, and is passed on at once
     context.execution_options.preserve_order = args.ordered
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-    tasks = 2 * (args.max_seqs or LANES) // ROWS + 2  # so that some wait
+    tasks = 2 * (args.max_seqs or LANES) // ROWS + 2  # with some that wait
     pool = ray.data.ActorPoolStrategy(
         size=replicas, max_tasks_in_flight_per_actor=tasks, max_concurrent_calls_per_actor=tasks
     )

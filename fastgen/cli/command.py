@@ -1,0 +1,64 @@
+"""Parts that the command-line tools share: optional packages, exit statuses, and Ctrl-C while a model loads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import FrameType
+from typing import Any
+
+
+def needed(module: str, extra: str, what: str) -> Any:
+    """Return a module that imports packages of an extra. Raises ValueError if one of them is not installed.
+
+    what: the feature, for the message.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "fastgen":
+            raise
+        raise ValueError(
+            f"{what} can not be used: the package {error.name} is not installed; run: pip install 'fastgen[{extra}]'"
+        ) from None
+
+
+def run_tool(name: str, verbose: bool, run: Callable[[], int]) -> int:
+    """Run a tool and return its exit status. An exception is one line on stderr and the status 1."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("fastgen").setLevel(logging.INFO if verbose else logging.WARNING)
+    try:
+        return run()
+    except Exception as error:
+        if verbose:
+            logging.getLogger(__name__).exception("traceback:")
+        kind = "" if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: "
+        print(f"{name}: error: {kind}{one_line(error)}", file=sys.stderr, flush=True)
+        return 1
+
+
+def one_line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+@contextmanager
+def exiting_on_ctrl_c() -> Iterator[None]:
+    """End the process at a Ctrl-C within, where a model loads and there is nothing to keep.
+
+    A KeyboardInterrupt may be lost in some __del__ of an import, or wait for the threads of a download.
+    """
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        os.write(2, b"\n")
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
