@@ -95,7 +95,7 @@ class Ragged:
         return answer, unit * self._reference(positive, layout, window) + 1e-5
 
     def _reference(self, pool: KVPool, layout: StepLayout, window: int) -> Tensor:
-        attention = ReferenceAttention(pool)
+        attention = ReferenceAttention(pool, self.q.shape[1])
         return attention.attend(attention.plan(layout), LAYER, self.q.float(), window)
 
 

@@ -20,7 +20,7 @@ from fastgen.model.attention import Attention, StepLayout
 from fastgen.model.host_tier import Arrivals, HostTier
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.sampler import LARGE, LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
-from fastgen.model.transformer import ROW_TILE, Ends, StepInput, Transformer
+from fastgen.model.transformer import Ends, StepInput, Transformer
 from fastgen.model.weights import Update, write
 from fastgen.parallel.errors import DepartedError
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
@@ -338,14 +338,16 @@ class Runner:
         total = int(step.query_lens.sum())
         graphs = self.prefill_graphs
         pieces = graphs if graphs and total <= graphs.sizes[-1] and len(parts) == 1 else None
-        padding = -total % ROW_TILE if self.device.type == "cpu" else 0
+        padding = -total % self.model.row_tile
         if pieces:
             padding = pieces.size_of(total) - total
         few = len(step.rows) < total and not any(chunk.score for chunk in batch.prefills)
-        ids, positions, owners, lanes, kv_lens, rows, drawn_from, drawing, drawn_at = upload_together([
+        owners, at, page_size = np.repeat(step.lanes, step.query_lens), step.positions(), self.config.page_size
+        slots = self._tables[owners, at // page_size].astype(np.int64) * page_size + at % page_size
+        ids, positions, slots, lanes, kv_lens, rows, drawn_from, drawing, drawn_at = upload_together([
             step.token_ids(batch, padding),
-            step.positions(padding),
-            np.repeat(step.lanes, step.query_lens),
+            np.pad(at, (0, padding)),
+            np.pad(slots, (0, padding), constant_values=-1),
             np.concatenate([step.lanes, step.forks]),
             np.concatenate([step.kv_lens, self._kv_lens[step.forks]]),
             step.rows,
@@ -355,10 +357,6 @@ class Runner:
         ], self.device)  # fmt: skip
         ids[:decodes] = self.state.last_token[lanes[:decodes]]
         self.kv_lens.index_put_((lanes,), kv_lens.int())
-        page_size = self.pool.page_size
-        at = positions[:total]
-        slots = self.page_table[owners, at // page_size].long() * page_size + at % page_size
-        slots = torch.nn.functional.pad(slots, (0, padding), value=-1)
         inputs, start, row = [], 0, 0
         for part in parts:
             count = int(part.query_lens.sum())
@@ -468,11 +466,11 @@ class _Lengths:
         drawing: np.ndarray = last[self.draws > 0]
         return drawing
 
-    def positions(self, padding: int) -> np.ndarray:
-        first = np.repeat(self.kv_lens - self.query_lens, self.query_lens)
-        before = np.repeat(self.query_lens.cumsum() - self.query_lens, self.query_lens)
-        real: np.ndarray = first + np.arange(len(first)) - before
-        return np.concatenate([real, np.zeros(padding, dtype=np.int64)])
+    def positions(self) -> np.ndarray:
+        """Return the positions of the query tokens in their sequences."""
+        first = self.kv_lens - self.query_lens.cumsum()  # the position that token 0 of the step would have in each
+        positions: np.ndarray = np.repeat(first, self.query_lens) + np.arange(self.query_lens.sum())
+        return positions
 
     def token_ids(self, batch: Batch, padding: int) -> np.ndarray:
         """0 for the decodes, whose tokens are on the device."""

@@ -45,16 +45,17 @@ class SlotMapping:
 
     @cached_property
     def turns(self) -> tuple[Tensor, Tensor]:
-        """The tokens' own cos and sin, [T, 1, D / 2]; for the twin."""
-        return self.cos[self.positions, None], self.sin[self.positions, None]
+        """The tokens' own cos and sin, [T, 1, D], for both halves of a head, -sin in the first; for the twin."""
+        cos, sin = self.cos[self.positions, None], self.sin[self.positions, None]
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     @cached_property
     def rows(self) -> Tensor:
-        """Rows of a layer's keys.view(-1, D) that the real tokens' heads go to: int64 [real * K]; for the twin. (In a
+        """Rows of a layer's keys.view(-1, D) that the real tokens' heads go to: int64 [real, K]; for the twin. (In a
         graph padding counts as real: its slots, -1, are then the last of the last page, which is spare.)"""
         slots = self.slots[: self.real]
         row = (slots // self.page_size * (self.num_kv * self.page_size) + slots % self.page_size)[:, None]
-        return (row + torch.arange(self.num_kv, device=row.device) * self.page_size).flatten()
+        return row + torch.arange(self.num_kv, device=row.device) * self.page_size
 
 
 @jit()
@@ -159,21 +160,20 @@ def _twin(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, norm:
     num_kv, head_size = keys.shape[1], keys.shape[3]
     heads = qkv.view(len(qkv), -1, head_size)
     num_q = heads.shape[1] - 2 * num_kv
-    qk, v = torch.split(heads, [num_q + num_kv, num_kv], dim=1)
+    qk = heads[:, :-num_kv]
     if norm is not None:
         normed_q = _normed(qk[:, :num_q], norm.q, norm.eps)
         qk = torch.cat([normed_q, _normed(qk[:, num_q:], norm.k, norm.eps)], dim=1)
-    q, k = torch.split(rotate(qk, *mapping.turns), [num_q, num_kv], dim=1)
-    keys.view(-1, head_size)[mapping.rows] = k[: mapping.real].reshape(-1, head_size)
-    values.view(-1, head_size)[mapping.rows] = v[: mapping.real].reshape(-1, head_size)
-    return q
+    turned, cells = rotate(qk, *mapping.turns), (mapping.rows,)
+    keys.view(-1, head_size).index_put_(cells, turned[: mapping.real, num_q:])
+    values.view(-1, head_size).index_put_(cells, heads[: mapping.real, -num_kv:])
+    return turned[:, :num_q]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] turned by cos, sin float32 [T, 1, D / 2]."""
+    """x [T, heads, D] turned by cos, sin float32 [T, 1, D], as `SlotMapping.turns` has them."""
     a, b = x.chunk(2, dim=-1)
-    turned = (a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)
-    return torch.cat(turned, dim=-1).to(x.dtype)
+    return (x * cos).addcmul_(torch.cat((b, a), dim=-1), sin).to(x.dtype)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

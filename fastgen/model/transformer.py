@@ -36,41 +36,51 @@ from fastgen.parallel.overlap import HALVES
 from fastgen.parallel.residual import ReplicatedResidual, Residual, ShardedResidual
 
 ROW_TILE = 16
-"""Steps and logits are padded to a multiple of so many rows: BLAS sums a row alike for all of them (promise 1)."""
+"""On the CPU, steps and logits are padded to a multiple of so many rows, which BLAS all sums alike (promise 1)."""
 
-ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-"""Whether torch has the float32 product that torch.compile uses on the CPU: up to twice as fast as F.linear's BLAS."""
+PACKED_ROW_TILE = 4
+"""The same for packed weights: with AVX2 MKL sums the last rows behind a multiple of 4 in another order."""
+
+PACKS = hasattr(torch.ops.mkl, "_mkl_linear") and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
+"""Whether torch has MKL's float32 product with a packed weight: up to twice as fast as F.linear, and the same to the
+bit on any number of threads."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x weight^T + bias; weight [out, in], in oneDNN's own order after `packed`, bias [out] or None.
+    """y = x weight^T + bias; weight [out, in], bias [out] or None.
 
-    batch_invariant: on a GPU, a row of y is the same to the bit however many there are.
+    batch_invariant: on a GPU, a row of y is the same to the bit however many there are. pack: on the CPU, the weight in
+    MKL's own order; `weight` then has only its shape, and no memory.
     """
 
     weight: Tensor
     bias: Tensor | None
     batch_invariant: bool = False
+    pack: Tensor | None = None
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         if out_dtype not in (None, x.dtype):
             assert self.bias is None
             return torch.mm(x, self.weight.t(), out_dtype=out_dtype)
-        if ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        if self.pack is not None:
+            product: Tensor = torch.ops.mkl._mkl_linear(x, self.pack, self.weight, self.bias, len(x))
             return product
         return F.linear(x, self.weight, self.bias)
 
     def packed(self) -> Linear:
-        """The same with its weight laid out for the CPU's product, which otherwise lays it out anew in each call."""
-        if self.weight.is_mkldnn:
+        """Return the same with its weight in the order of MKL's product, which otherwise orders it in each call."""
+        if self.pack is not None:
             return self
-        return Linear(torch.ops.mkldnn._reorder_linear_weight(self.weight, None), self.bias)
+        pack = torch.ops.mkl._mkl_reorder_linear_weight(self.weight, ROW_TILE)
+        return Linear(self.weight.new_empty(()).expand(self.weight.shape), self.bias, pack=pack)
 
     def unpacked(self) -> Linear:
-        """The same with a plain weight."""
-        return Linear(self.weight.to_dense(), self.bias) if self.weight.is_mkldnn else self
+        """Return the same with a plain weight, from its product with the identity matrix, which rounds nothing."""
+        if self.pack is None:
+            return self
+        transposed = replace(self, bias=None)(torch.eye(self.weight.shape[1]))
+        return Linear(transposed.t().contiguous(), self.bias)
 
 
 def apply(
@@ -188,14 +198,15 @@ class Transformer:
         self.config, self._whole = config.split(self.group.size), config
         self._dtype, self._device = dtype, device
         self.memory = Memory.on(device)
-        self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU rows are padded for it (ROW_TILE)
+        self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU rows are padded for it
+        self._packs = PACKS and device.type == "cpu" and dtype == torch.float32
+        self.row_tile = 1 if device.type != "cpu" else PACKED_ROW_TILE if self._packs else ROW_TILE
         self.group.prepare(config.hidden_size, dtype, half)
         self._vocab = config.vocab_size // self.group.size  # rows of embedding and head that are here
         self.embedding = self._new(self._vocab, config.hidden_size)
         self.layers = [self._layer(window) for window in config.windows]
         self.norm = self._norm(config.hidden_size)
-        head = self.embedding if config.tied else self._new(self._vocab, config.hidden_size)
-        self.lm_head = Linear(head, None, self._batch_invariant)
+        self.lm_head = self._tied() if config.tied else self._linear(config.hidden_size, self._vocab, bias=False)
         self.cos, self.sin = (table.to(device) for table in rope_tables(config, context))
 
     def _new(self, *shape: int) -> Tensor:
@@ -208,6 +219,9 @@ class Transformer:
 
     def _linear(self, size_in: int, size_out: int, bias: bool) -> Linear:
         return Linear(self._new(size_out, size_in), self._new(size_out) if bias else None, self._batch_invariant)
+
+    def _tied(self) -> Linear:
+        return Linear(self.embedding, None, self._batch_invariant)
 
     def _layer(self, window: int) -> Layer:
         c, first = self.config, self.group.rank == 0  # who adds the biases of what is summed over the ranks
@@ -251,11 +265,11 @@ class Transformer:
         return found
 
     def pack(self) -> None:
-        """Lay the layers' weights out for the CPU, where it pays; `targets` must have been filled before, and ends.
+        """Lay the weights of products out for the CPU, where it pays; `targets` must have been filled before, and ends.
 
-        One at a time, so that no more than one weight is there twice. The head stays, as the embedding may share it.
+        One at a time, so that no more than one weight is there twice, but for the head that is the embedding too.
         """
-        if ONEDNN and self._device.type == "cpu" and self._dtype == torch.float32:
+        if self._packs:
             self._lay_out(Linear.packed)
 
     def unpack(self) -> None:
@@ -271,9 +285,10 @@ class Transformer:
 
     def _blank(self, linear: Linear) -> Linear:
         """The same with a plain weight, of zeros where it was packed."""
-        return Linear(self._new(*linear.weight.shape), linear.bias) if linear.weight.is_mkldnn else linear
+        return Linear(self._new(*linear.weight.shape), linear.bias) if linear.pack is not None else linear
 
     def _lay_out(self, anew: Callable[[Linear], Linear]) -> None:
+        self.lm_head = anew(self._tied() if self.config.tied else self.lm_head)
         for number in range(len(self.layers)):
             for name in ("qkv", "o", "gate_up", "down"):
                 layer = self.layers[number]
@@ -326,7 +341,7 @@ class Transformer:
         step, plan = stream.step, stream.step.plan
         if step.ends is not None and number == len(self.layers) - 1:
             wanted = step.ends.rows
-            stream.residual = ReplicatedResidual(self.group, _padded(stream.residual.rows(wanted)))
+            stream.residual = ReplicatedResidual(self.group, self._padded(stream.residual.rows(wanted)))
             q = q[wanted]
             if not len(q):
                 return q.flatten(1)
@@ -395,20 +410,20 @@ class Transformer:
         """float32 [R, V] of rows x [R, hidden] of what `forward` gives, in `out` where it is given; None on all ranks
         but 0."""
         if x.device.type == "cpu":
-            own = self.lm_head(rms_norm(_padded(x), self.norm.weight, self.norm.eps))[: len(x)].float()
+            own = self.lm_head(rms_norm(self._padded(x), self.norm.weight, self.norm.eps))[: len(x)].float()
         else:
             own = apply(self.lm_head, x, norm=self.norm, out_dtype=torch.float32)
         return self.group.gather(own, out)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """With rows of zeros behind x [T, hidden], up to a multiple of `row_tile`."""
+        padding = -len(x) % self.row_tile
+        return F.pad(x, (0, 0, 0, padding)) if padding else x
 
 
 def checkpoint_shards(config: ModelConfig) -> dict[str, Shard]:
     """Hugging Face parameter name -> the whole tensor that a checkpoint of this model has, without any memory."""
     return Transformer(config, torch.float32, torch.device("meta"), context=1).targets()
-
-
-def _padded(x: Tensor) -> Tensor:
-    """With rows of zeros behind it on the CPU, up to a multiple of ROW_TILE."""
-    return F.pad(x, (0, 0, 0, -len(x) % ROW_TILE)) if x.device.type == "cpu" else x
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Case:
 
     def expected(self, window: int) -> Tensor:
         """The reference's, in float32."""
-        attention = ReferenceAttention(self.clean)
+        attention = ReferenceAttention(self.clean, KV_HEADS * self.group)
         return attention.attend(attention.plan(self.layout), 1, self.q.float(), window)
 
 

@@ -62,7 +62,7 @@ class Shared:
         clean = KVPool(2, self.pool.spare, KV_HEADS, *self.pool.keys.shape[3:], torch.float32, DEVICE)
         clean.keys.copy_(self.pool.keys.nan_to_num())
         clean.values.copy_(self.pool.values.nan_to_num())
-        attention = ReferenceAttention(clean)
+        attention = ReferenceAttention(clean, self.q.shape[1])
         ones, lens = torch.ones(len(self.lanes), dtype=torch.int64), torch.from_numpy(self.kv_lens)
         plan = attention.plan(StepLayout(ones, lens, len(ones), torch.from_numpy(self.lanes), self.table))
         return attention.attend(plan, 1, self.q.float(), window)

@@ -22,11 +22,20 @@ class Case:
     query_lens, kv_lens: one a sequence; q, k, v: lists of tensors [tokens, heads, D].
     """
 
-    def __init__(self, head_size: int, group: int, page_size: int, seed: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        head_size: int,
+        group: int,
+        page_size: int,
+        seed: int,
+        dtype: torch.dtype,
+        query_lens: list[int] | None = None,
+    ) -> None:
         rng = np.random.default_rng(seed)
         random = torch.Generator().manual_seed(seed)
-        count = int(rng.integers(4, 9))
-        self.query_lens = [int(rng.choice([1, 1, 2, 31, 32, 33, 70])) for _ in range(count)]
+        lens = [int(rng.choice([1, 1, 2, 31, 32, 33, 70])) for _ in range(int(rng.integers(4, 9)))]
+        self.query_lens = lens if query_lens is None else query_lens
+        count = len(self.query_lens)
         self.kv_lens = [length + int(rng.choice([0, 1, 63, 64, 65, 130])) for length in self.query_lens]
         self.q = [torch.randn(n, KV_HEADS * group, head_size, generator=random).to(dtype) for n in self.query_lens]
         self.k, self.v = (
@@ -47,7 +56,7 @@ class Case:
 
     def attend(self, members: list[int], window: int) -> list[Tensor]:
         """One step with these sequences only."""
-        attention = ReferenceAttention(self.pool)
+        attention = ReferenceAttention(self.pool, self.q[0].shape[1])
         lens = [torch.tensor([lens[member] for member in members]) for lens in (self.query_lens, self.kv_lens)]
         plan = attention.plan(StepLayout(*lens, 0, torch.tensor(members), self.table.int()))
         out = attention.attend(plan, 0, torch.cat([self.q[member] for member in members]), window)
@@ -103,3 +112,19 @@ def test_a_token_gets_the_same_bits_in_a_chunk_of_any_size() -> None:
             case.query_lens[member] = len(case.q[member])
             case.kv_lens[member] = known + start + len(case.q[member])
             assert torch.equal(case.attend([member], 0)[0], whole[start : start + size])
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("head_size", [32, 64, 96, 128])
+def test_a_decode_gets_the_bits_of_a_prefill_in_batches_of_any_size(head_size: int, group: int) -> None:
+    """Keys are read in place where pages are blocks and lie close together, else copied."""
+    lens = [70, 33, 2, 64, 1, 31, 1, 65, 47, 1, 3, 50]
+    for page_size in (64, 16):
+        case = Case(head_size, group, page_size, 0, torch.float32, lens)
+        everyone = list(range(len(lens)))
+        chunks = case.attend(everyone, 0)
+        case.q = [q[-1:] for q in case.q]
+        case.query_lens = [1] * len(lens)
+        for members in (everyone, everyone[::3], everyone[:2], everyone[3:8], *([member] for member in everyone)):
+            for member, out in zip(members, case.attend(members, 0), strict=True):
+                assert torch.equal(out[0], chunks[member][-1])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastgen import Generator, SamplingParams
 from fastgen.model.attention import StepLayout
-from fastgen.model.transformer import ROW_TILE, StepInput
+from fastgen.model.transformer import PACKED_ROW_TILE, PACKS, ROW_TILE, Linear, StepInput
 
 PROMPTS = [random_ids(length) for length in (1, 130, 16, 37)]
 
@@ -107,3 +107,21 @@ def test_dummy_weights_generate(llama: Path) -> None:
         ids = gen.generate([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))[0].completions[0].token_ids
     assert len(ids) == 8
     assert all(0 <= token < VOCAB for token in ids)
+
+
+@pytest.mark.skipif(not PACKS, reason="this torch has no MKL")
+@pytest.mark.parametrize(("outputs", "inputs"), [(512, 256), (256, 704), (4096, 256), (1024, 2048)])
+def test_a_packed_product_has_the_same_bits_for_any_number_of_rows_and_threads(outputs: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    plain = Linear(torch.randn(outputs, inputs), torch.randn(outputs))
+    packed, x = plain.packed(), torch.randn(64 * PACKED_ROW_TILE, inputs)
+    assert torch.equal(packed.unpacked().weight, plain.weight)
+    expected = packed(x)
+    torch.testing.assert_close(expected, plain(x), atol=1e-3, rtol=1e-5)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for rows in (1, 2, 3, 4, 5, 8, 16, 33, 64):
+                assert torch.equal(packed(x[: rows * PACKED_ROW_TILE]), expected[: rows * PACKED_ROW_TILE])
+    finally:
+        torch.set_num_threads(1)

@@ -25,7 +25,7 @@ def make_attention(
     if name == "reference":
         from fastgen.model.attention.reference import ReferenceAttention
 
-        return ReferenceAttention(pool)
+        return ReferenceAttention(pool, num_heads)
     sizes = num_heads, windows, max_seqs, max_step_tokens, context, deterministic
     if name == "flash":
         from fastgen.model.attention.flash import FlashAttention
