@@ -7,6 +7,7 @@
     python scripts/bench/bench.py gpu --turns                          # conversations, with and without the host tier
     python scripts/bench/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
     python scripts/bench/bench.py gpu --model qwen14 --scaling         # on 1, 2 and 4 GPUs: bench_parallel.py
+    python scripts/bench/bench.py gpu --tensor-parallel 2 --telling    # messages from rank 0 to the other ranks
     python scripts/bench/bench.py gpu --smoke                          # tiny, on the CPU; writes nothing
 
 Shapes are the true ones, weights and prompts random, temperature 1; every sequence runs to its length. Random weights
@@ -87,6 +88,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     kinds.add_argument("--sleep", action="store_true", help="instead: update_weights, sleep and wake")
     kinds.add_argument("--logprobs", action="store_true", help="instead: the part of a decode step that they take")
     kinds.add_argument("--scaling", action="store_true", help="instead: headline and chat1 on 1, 2 and 4 GPUs")
+    kinds.add_argument("--telling", action="store_true", help="instead: messages to the ranks, of --tensor-parallel")
     parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="of --perf (default: 16 to 2048)")
     options = parser.add_argument_group("options of Generator")
     for name in ("--max-seqs", "--max-step-tokens", "--page-size", "--max-model-len"):
@@ -103,6 +105,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--alone is a part of --turns; add that")
     if arguments.tensor_parallel > 1 and (arguments.busy or arguments.load):
         parser.error("--busy and --load look into one process; leave --tensor-parallel out")
+    if arguments.telling and arguments.tensor_parallel == 1:
+        parser.error("--telling measures messages between ranks; add --tensor-parallel 2")
     if arguments.tensor_parallel > 1 and arguments.deterministic:
         parser.error("--deterministic is of one GPU; leave --tensor-parallel out")
     if arguments.deterministic and arguments.no_deterministic:
@@ -126,6 +130,7 @@ def main(argv: list[str]) -> None:
         "sleep": bench_sleep.bench_sleep,
         "logprobs": bench_logprobs.bench_logprobs,
         "scaling": bench_parallel.bench_scaling,
+        "telling": bench_parallel.bench_telling,
     }
     wanted = [bench for name, bench in instead.items() if getattr(arguments, name)]
     (wanted or [bench_workloads])[0](arguments)

@@ -275,6 +275,14 @@ def test_two_ranks_run_small(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "vLLM" not in capsys.readouterr().out, "its figures are of one GPU"
 
 
+def test_telling_the_ranks_runs_small(tmp_path: Path) -> None:
+    report = smoke(tmp_path, "--tensor-parallel", "2", "--telling")["mistral7-cpu-tp2-telling.json"]
+    for step in bench_parallel.STEPS:
+        assert 0 < report[step]["send_us"]["median"] < report[step]["reply_us"]["median"]
+    with pytest.raises(SystemExit):
+        bench_gpu.parse(["--telling"])
+
+
 def test_scaling_runs_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one process for each engine, of which it is noted how many ranks it was to have."""
     asked: list[int] = []
