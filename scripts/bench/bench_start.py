@@ -54,6 +54,7 @@ def note(*, src, metadata, metadata_group, times, cache_hit):
 from fastgen.engine import startup
 from fastgen import Generator, SamplingParams
 from fastgen.cli import chat
+from fastgen.cli.chat_backends import LocalBackend
 from fastgen.kernels.launch import triton
 from fastgen.engine.runner import Runner
 
@@ -74,7 +75,7 @@ marks["first_token"] = time.time()
 """
 
 FIRST_WORD = """
-def check(self, messages, check=chat.Local.check):
+def check(self, messages, check=LocalBackend.check):
     marks["generator"] = time.time()
     check(self, messages)
 
@@ -85,7 +86,7 @@ def say(self, text, say=chat.Console.say):
     say(self, text)
 
 
-chat.Local.check, chat.Console.say = check, say
+LocalBackend.check, chat.Console.say = check, say
 status = chat.main(json.loads(sys.argv[1]))
 assert status == 0, status
 """
