@@ -1,4 +1,4 @@
-"""The openai client in all its ways, and models that know how to call: what tests of fgserve's answers share."""
+"""Helpers for tests of fgserve's answers: the openai client in four ways, and tokenizers for tool calls."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ OURS = (
     "min_tokens",
     "ignore_eos",
     "stop_token_ids",
-)  # fields that OpenAI's lack
+)  # fields that OpenAI's API does not have
 
-# By syntax: tokens that the models have for calls (the ones of Mistral and Llama are special), and what their chat
-# templates write of tools and calls.
+# By syntax: the tokens for calls (Mistral's and Llama's are special), and the parts of the chat template for tools and
+# for calls.
 CALLS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "hermes": (
         ("<tool_call>", "</tool_call>"),
@@ -61,7 +61,7 @@ TEMPLATE = (
 
 
 def save_caller(syntax: str, folder: Path) -> Path:
-    """The bundled model's tokenizer, whose last words are marks of calls instead, and a template that knows tools."""
+    """Save the bundled model's tokenizer with marks of calls as its last entries, and a template with tools."""
     folder.mkdir()
     marks, tools, calls = CALLS[syntax]
     shutil.copy(TINY / "tokenizer_config.json", folder)
@@ -88,7 +88,7 @@ class Choice:
 
 @dataclass
 class Answer:
-    """What an answer comes to, whole or streamed. usage: of prompt and answer, and both."""
+    """A complete or streamed answer. usage: tokens of the prompt, of the answer, and of both."""
 
     choices: list[Choice]
     usage: tuple[int, int, int]
@@ -96,7 +96,7 @@ class Answer:
 
 
 def add_up(replies: Sequence[BaseModel]) -> Answer:
-    """One whole answer, or all chunks of a stream."""
+    """Merge one complete answer, or all chunks of a stream."""
     choices: dict[int, Choice] = {}
     usage, prompts = None, []
     for reply in (reply.model_dump() for reply in replies):
@@ -137,19 +137,19 @@ def is_chat(prompt: Any) -> bool:
 
 
 def endpoint_of(client: OpenAI | AsyncOpenAI, prompt: Any) -> Any:
-    """Where a prompt is sent to."""
+    """Return the endpoint for a prompt."""
     return client.chat.completions if is_chat(prompt) else client.completions
 
 
 def sent(fields: dict[str, Any]) -> dict[str, Any]:
-    """As arguments of the client, which knows OpenAI's own fields alone; asks for ids."""
+    """Return arguments of the client, which takes only OpenAI's fields by name; request ids too."""
     extra = {name: value for name, value in fields.items() if name in OURS}
     theirs = {name: value for name, value in fields.items() if name not in OURS}
     return {**theirs, "extra_body": {**extra, "return_token_ids": True}}
 
 
 class Asker:
-    """The clients of a server."""
+    """Clients of one server, which send each request in four ways."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -163,22 +163,22 @@ class Asker:
         self._runner.close()
 
     def ask(self, **fields: Any) -> Answer:
-        """What the clients get to hear in each of four ways, which has to be one thing."""
+        """Send a request in four ways; return the answer, which must be the same."""
         return self.ask_all([fields])[0]
 
     def ask_all(self, requests: Sequence[dict[str, Any]]) -> list[Answer]:
-        """The same of several requests at once."""
+        """Send several requests at once, each in four ways."""
         return [_agreed(said) for said in self._send(requests)]
 
     def error(self, **fields: Any) -> openai.APIStatusError:
-        """What is raised in each of the four ways."""
+        """Send a wrong request in four ways; return the error, which must be the same."""
         (errors,) = self._send([fields])
         assert len({(type(error), error.status_code, error.param, error.code, error.message) for error in errors}) == 1
         found: openai.APIStatusError = errors[0]
         return found
 
     def _send(self, requests: Sequence[dict[str, Any]]) -> list[list[Any]]:
-        """Of each request what each way brings: replies, or an error."""
+        """Return, for each request and way, the replies or an error."""
 
         async def send() -> list[list[Any]]:
             return await asyncio.gather(*(self._in_all_ways({"model": "hermes", **fields}) for fields in requests))
@@ -211,23 +211,23 @@ def _agreed(said: Sequence[Any]) -> Answer:
         raise error
     answers = [add_up(replies) for replies in said]
     for answer in answers[1:]:
-        answer.prompts = answer.prompts[: len(answers[0].prompts)]  # a stream of a chat tells it with each choice
+        answer.prompts = answer.prompts[: len(answers[0].prompts)]  # a stream of a chat has it in each choice
         assert answer == answers[0]
     return answers[0]
 
 
 def expected(gen: Generator, prompt: Any, **params: Any) -> RequestOutput:
-    """What the Generator says to it."""
+    """Return the Generator's output."""
     return gen.generate([prompt], params_of(**params))[0]
 
 
 def params_of(**given: Any) -> SamplingParams:
-    """With the defaults that the model brings."""
+    """Return parameters with the defaults of the model."""
     return SamplingParams(**{**sampling_defaults(TINY), **given})
 
 
 def check(answer: Answer, outputs: Sequence[RequestOutput]) -> None:
-    """Texts, ids, reasons and counts are those of the Generator, prompt after prompt."""
+    """Check that texts, ids, reasons and counts are those of the Generator."""
     completions = [completion for output in outputs for completion in output.completions]
     said = [(completion.text, completion.token_ids, completion.finish_reason) for completion in completions]
     assert [(choice.text, choice.ids, choice.reason) for choice in answer.choices] == said

@@ -1,4 +1,4 @@
-"""What the tests of grammars and of tools share: tokenizers with every kind of vocabulary, and walks through a mask."""
+"""Helpers for tests of grammars and tools: tokenizers with every kind of vocabulary, and walks through a mask."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 
 
 def byte_level(folder: Path, marks: Sequence[str], template: str | None = None) -> Tokenizer:
-    """A byte-level BPE: two ends of sequence (ids 0 and 1), marks that are tokens (Qwen's are not special, the others
+    """Save a byte-level BPE: two ends of sequence (ids 0 and 1), marks as tokens (Qwen's are not special, the others
     are), the 256 bytes, and merges of some JSON, with tokens that span its structure."""
     import tokenizers
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -46,7 +46,7 @@ def byte_level(folder: Path, marks: Sequence[str], template: str | None = None) 
 
 
 def allowed(mask: TokenMask, vocab_size: int) -> list[int]:
-    """The tokens that a mask allows."""
+    """Return the tokens that a mask allows."""
     row = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
     mask.fill(row)
     found: list[int] = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
@@ -54,7 +54,7 @@ def allowed(mask: TokenMask, vocab_size: int) -> list[int]:
 
 
 def accepts(mask: TokenMask, ids: Sequence[int], vocab_size: int) -> bool:
-    """Whether a mask allows these tokens one after another, which uses it up."""
+    """Return whether a mask allows these tokens one after another; changes the mask."""
     for token in ids:
         if token not in allowed(mask, vocab_size):
             return False
@@ -63,7 +63,7 @@ def accepts(mask: TokenMask, ids: Sequence[int], vocab_size: int) -> bool:
 
 
 def walk(mask: TokenMask, vocab_size: int, ends: Sequence[int], rng: random.Random, steps: int = 3000) -> list[int]:
-    """Tokens drawn from what a mask allows, up to an end, which is left out."""
+    """Draw tokens that a mask allows, up to an end token, which is left out."""
     ids: list[int] = []
     for _ in range(steps):
         token = rng.choice(allowed(mask, vocab_size))
@@ -75,7 +75,7 @@ def walk(mask: TokenMask, vocab_size: int, ends: Sequence[int], rng: random.Rand
 
 
 def add(deltas: Sequence[Any]) -> tuple[str, list[tuple[str, str, str]]]:
-    """What deltas come to: content, and (id, name, arguments) of the calls."""
+    """Return the content of deltas, and (id, name, arguments) of the calls."""
     content, calls = "", dict[int, tuple[str, str, str]]()
     for delta in deltas:
         content += delta.get("content", "")
@@ -90,5 +90,5 @@ def add(deltas: Sequence[Any]) -> tuple[str, list[tuple[str, str, str]]]:
 
 
 def rule_of(wanted: dict[str, Any]) -> str | None:
-    """Of a response_format as clients send it."""
+    """Return the rule of a response_format as clients send it."""
     return answer_rule(FORMAT.validate_python(wanted))

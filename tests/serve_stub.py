@@ -1,8 +1,8 @@
-"""fgserve whose engines are real processes around a Generator that computes nothing, so that they start in no time.
+"""fgserve with stub engines: real processes around a Generator that computes nothing and starts at once.
 
-As a program: `serve_stub.py [arguments of fgserve]`. What a model does is in its name: one with "slow" in it takes 0.3
-seconds to load, and longer as long as a file of its name is missing, if it is that of a file; one with "broken" can not
-be loaded. A prompt that begins with BAD makes the step fail that runs it.
+Run it as `serve_stub.py [arguments of fgserve]`. The name of a model selects its behavior: "slow" in it means 0.3 s to
+load, and, if the name is an absolute path, until that file exists; "broken" means that loading fails. A prompt that
+begins with BAD makes the step fail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BAD = 13
 
 
 class StubGenerator:
-    """Says an "x" a step to each of the first max_seqs requests, which hold a page each."""
+    """Generates an "x" per step for each of the first max_seqs requests, which hold a page each."""
 
     tokenizer = None
     max_model_len = 4096
@@ -98,12 +98,11 @@ def be_an_engine() -> None:
     stub = ModuleType("fastgen.generator")
     stub.Generator = StubGenerator  # type: ignore[attr-defined]
     sys.modules["fastgen.generator"] = stub
-    process.import_tokenizers = lambda: None
     process.main()
 
 
 def spawn(program: Sequence[str], started: list[subprocess.Popen[bytes]]) -> socket.socket:
-    """Stands for `processes.spawn`: starts a stub, whatever the program is."""
+    """Replace `processes.spawn`: start a stub instead of the program."""
     return _spawn((__file__, "engine"), started)
 
 

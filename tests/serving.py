@@ -1,4 +1,4 @@
-"""A process of fgserve, as the tests of it start, ask and end it."""
+"""Helpers for tests of fgserve: processes of servers, and requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STUB = (str(Path(__file__).parent / "serve_stub.py"),)
 
 
 class Server:
-    """fgserve, the stub, or another program that says where it is `listening`, at a port of its own, within seconds."""
+    """A process of fgserve, of the stub, or of another program that prints `listening` within `seconds`."""
 
     def __init__(
         self, program: Sequence[str], *arguments: str, listening: str = r"listening at (\S+)", seconds: float = 30
@@ -61,7 +61,7 @@ class Server:
         return httpx.post(self.url + path, json=data, timeout=30, **options)
 
     def send(self, data: bytes) -> socket.socket:
-        """A connection on which these bytes have been sent."""
+        """Open a connection and send these bytes."""
         connection = socket.create_connection(self.address, timeout=10)
         connection.sendall(data)
         return connection
@@ -72,7 +72,7 @@ class Server:
     def await_said(self, text: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while text not in self.said:
-            assert time.monotonic() < deadline, f"it does not say {text!r}, but: {self.said}"
+            assert time.monotonic() < deadline, f"no {text!r} in its output: {self.said}"
             time.sleep(0.02)
 
     def await_ready(self) -> Server:
@@ -80,7 +80,7 @@ class Server:
         return self
 
     def stats(self, model: str = '[^"]*') -> dict[str, float]:
-        """The numbers of /metrics, of one model or the first."""
+        """Return the numbers of /metrics, for one model or the first."""
         found: dict[str, float] = {}
         lines = re.findall(rf'^fastgen_(\w+)\{{model="{model}"\}} (\S+)$', self.get("/metrics").text, re.M)
         for name, value in lines:
@@ -88,12 +88,12 @@ class Server:
         return found
 
     def idle(self) -> bool:
-        """Whether the engine holds nothing."""
+        """Return whether the engine has no request and no page."""
         stats = self.stats()
         return stats["requests_total"] == stats["finished_total"] + stats["aborted_total"] and not stats["pages_used"]
 
     def engines(self) -> list[int]:
-        """The processes of its engines, as they were started."""
+        """Return the processes of the engines, in the order of their starts."""
         return children(self.process.pid)
 
     def signal_engines(self, number: signal.Signals) -> None:
@@ -101,7 +101,7 @@ class Server:
             os.kill(engine, number)
 
     def end(self) -> tuple[int, str]:
-        """Wait for its end: its status, and what it has said."""
+        """Wait for the end of the process; return its status and its output."""
         status = self.process.wait(30)
         self._reader.join(10)
         return status, self.said
@@ -119,7 +119,7 @@ class Server:
 
 
 def children(process: int) -> list[int]:
-    """Those that any of its threads has started."""
+    """Return the child processes of all threads of a process."""
     found: list[int] = []
     for path in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
@@ -128,7 +128,7 @@ def children(process: int) -> list[int]:
 
 
 def descendants(process: int) -> list[int]:
-    """Its children, theirs, and so on."""
+    """Return the children of a process, their children, and so on."""
     return [found for child in children(process) for found in (child, *descendants(child))]
 
 
@@ -141,7 +141,7 @@ def alive(process: int) -> bool:
 
 
 def is_called(process: int, name: bytes) -> bool:
-    """Whether a process runs whose command line begins so."""
+    """Return whether a process runs and its command line begins with `name`."""
     try:
         return Path(f"/proc/{process}/cmdline").read_bytes().startswith(name)
     except (FileNotFoundError, ProcessLookupError):  # it has ended
@@ -151,11 +151,11 @@ def is_called(process: int, name: bytes) -> bool:
 def until(condition: Callable[[], Any], seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it does not come to that"
+        assert time.monotonic() < deadline, "the condition stays false"
         time.sleep(0.02)
 
 
 def request_bytes(path: str, data: Any) -> bytes:
-    """A POST as it goes over a socket."""
+    """Return the bytes of a POST request."""
     body = json.dumps(data).encode()
     return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), len(body), body)

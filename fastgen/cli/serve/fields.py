@@ -1,4 +1,4 @@
-"""The parts that requests are made of: messages, tools, formats. All are checked strictly."""
+"""Parts of requests: messages, tools and formats, with strict checks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pydantic_core import PydanticCustomError
 
 
 def wrong(field: str, message: str, code: LiteralString = "invalid_value") -> PydanticCustomError:
-    """What is wrong of a field; the message goes on where its name ends."""
+    """Return the error of a field. message: the rest of a sentence that begins with the field's name."""
     return PydanticCustomError(code, "{field} {message}", {"field": field, "message": message})
 
 
 class Strict(BaseModel):
-    """A part of a request: no other fields, no conversion of types, and null for what is left out."""
+    """A part of a request: unknown fields are errors, types are not converted, and a null field counts as left out."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -30,14 +30,14 @@ class Strict(BaseModel):
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None}
-        for name in given:  # the first that is unknown ends it: there may be very many
+        for name in given:  # stop at the first unknown field: there may be very many
             if name not in cls.model_fields and all(field.alias != name for field in cls.model_fields.values()):
                 raise wrong(name, "is not supported; leave it out", "unsupported_parameter")
         return given
 
 
 class StreamOptions(Strict):
-    """include_usage: a last chunk with the usage; continuous_usage_stats: the usage so far in every chunk."""
+    """include_usage: add a last chunk with the usage. continuous_usage_stats: add the usage so far to every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -49,7 +49,7 @@ class TextPart(Strict):
 
 
 class CalledFunction(Strict):
-    """arguments: a JSON object as text. parsed_arguments: what a client has read in it, and sends along."""
+    """arguments: a JSON object as text. parsed_arguments: added by clients that have parsed it; ignored."""
 
     name: str
     arguments: str
@@ -57,7 +57,7 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    """index: its place among the calls, which a client that has put it together of chunks sends along."""
+    """index: added by clients that have assembled the call from chunks; ignored."""
 
     id: str
     type: Literal["function"]
@@ -75,7 +75,7 @@ class _Message(Strict):
 
     @property
     def text(self) -> str | None:
-        """The content; several parts are joined by newlines."""
+        """The content as one text; parts are joined by newlines."""
         return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
 
 
@@ -85,7 +85,7 @@ class GivenMessage(_Message):
 
 
 class AssistantMessage(_Message):
-    """parsed: what a client has read in the content, and sends along."""
+    """parsed: added by clients that have parsed the content; ignored."""
 
     role: Literal["assistant"]
     parsed: Any = None
@@ -117,7 +117,7 @@ class ToolFunction(Strict):
 
     @property
     def takes(self) -> dict[str, Any]:
-        """The schema of its arguments, which are none where that is left out."""
+        """The schema of the arguments; a function without `parameters` has none."""
         nothing = {"type": "object", "properties": {}, "additionalProperties": False}
         return nothing if self.parameters is None else self.parameters
 
@@ -127,7 +127,7 @@ class Tool(Strict):
     function: ToolFunction
 
     def for_template(self) -> dict[str, Any]:
-        """With all that templates may read, in the order that models have been trained on."""
+        """Return the tool for a chat template: with every field, in the order that models were trained on."""
         given = self.function
         function = {"name": given.name, "description": given.description or "", "parameters": given.takes}
         return {"type": "function", "function": function}

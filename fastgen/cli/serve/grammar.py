@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from copy import deepcopy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ class Compiler:
 
     def compile(self, grammar: str) -> GrammarMask:
         """Return a new mask. Raises ValueError with the reason where the grammar or a schema in it is wrong."""
-        return self._compiled(grammar).copy()
+        return deepcopy(self._compiled(grammar))
 
     def _compile(self, grammar: str) -> GrammarMask:
         from llguidance import LLMatcher
@@ -99,11 +100,8 @@ class GrammarMask:
         self._matcher.consume_token(token)
         self._check()
 
-    def copy(self) -> GrammarMask:
-        return GrammarMask(self._matcher.deep_copy(), self.words)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> GrammarMask:
-        return self.copy()
+        return GrammarMask(self._matcher.deep_copy(), self.words)
 
     def _check(self) -> None:
         if self._matcher.is_error():

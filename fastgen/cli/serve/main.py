@@ -1,4 +1,4 @@
-"""fgserve: the command."""
+"""The command fgserve: one server in this process, or replicas on Ray."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from fastgen.cli.command import run_tool
 from fastgen.cli.serve.answers import FAREWELL_SECONDS
 from fastgen.cli.serve.app import make_app
-from fastgen.cli.serve.lean import import_tokenizers
-from fastgen.cli.serve.models import Service
+from fastgen.cli.serve.models import Service, import_tokenizers
 from fastgen.cli.serve.options import Options, read_options
 from fastgen.cli.serve.protocol import ApiError
 
@@ -117,7 +116,7 @@ async def serve(options: Options) -> None:
     _say(f"listening at {_url(listener)}")
     serving = asyncio.create_task(server.serve([listener]))
     keeping = asyncio.create_task(service.run())
-    loaded = asyncio.create_task(_tell_loaded(service))
+    loaded = asyncio.create_task(_report_loaded(service))
     stopped = asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait((serving, keeping, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -133,7 +132,7 @@ async def serve(options: Options) -> None:
         await service.close()
 
 
-async def _tell_loaded(service: Service) -> None:
+async def _report_loaded(service: Service) -> None:
     await service.loaded.wait()
     _say(f"ready: {', '.join(service.models)}")
 

@@ -77,6 +77,9 @@ def decode(data: bytes) -> list[Event]:
 
 def joined(events: Iterable[Event]) -> list[Event]:
     """Merge the events of each sample into one; return them in the order of prompts (`id`) and samples."""
+    events = list(events)
+    if len(events) == 1:
+        return events
     samples: dict[tuple[Any, int], list[Event]] = {}
     for event in events:
         samples.setdefault((event.id, event.index), []).append(event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,3 +172,24 @@ def expire(deadline: asyncio.Timeout) -> None:
     """Let a timeout expire now, unless it has."""
     if not deadline.expired():
         deadline.reschedule(0)
+
+
+def import_tokenizers() -> None:
+    """Import transformers' tokenizers while torch is hidden, which transformers would import: 3 s and 300 MB less.
+
+    For a process that does not import torch; the other parts of transformers do not work in it.
+    """
+    if {"torch", "transformers"} & sys.modules.keys():
+        return
+    logger = logging.getLogger("transformers")
+    logger.addFilter(_drop)  # it reports that torch is missing
+    sys.modules["torch"] = None  # type: ignore[assignment]  # makes its import fail
+    try:
+        from transformers import AutoTokenizer  # noqa: F401
+    finally:
+        del sys.modules["torch"]
+        logger.removeFilter(_drop)
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    return False

@@ -1,6 +1,6 @@
-"""What clients send: the requests of OpenAI's API, checked strictly, and what they mean to the engine.
+"""Requests of OpenAI's API: strict checks of their fields, and their sampling parameters.
 
-A field that is not supported is an error that names it. null means the default, wherever it stands.
+A field that is not supported is an error that names it. null is the default of every field.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import (
     ConfigDict,
@@ -26,21 +26,21 @@ from fastgen.cli.serve.fields import ChatMessage, NamedTool, ResponseFormat, Str
 from fastgen.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams
 from fastgen.tokenizer import CLEARLY_MORE
 
-COMPLETION_TOKENS = 16  # of /completions without max_tokens, as OpenAI has it
+COMPLETION_TOKENS = 16  # max_tokens of /completions where it is left out, as OpenAI has it
 MAX_CHOICES = 128
 MAX_STOPS = 64
-MAX_ECHOED = 4_000_000  # tokens of prompts, their logprobs and alternatives in a reply: 1 GB while it is made
+MAX_ECHOED = 4_000_000  # prompt tokens, logprobs and alternatives in a response, which needs 1 GB to be made
 INT32 = 2**31 - 1
-BIASED = "^[0-9]{1,10}$"  # the keys of logit_bias
+BIASED = "^[0-9]{1,10}$"  # keys of logit_bias
 
 _StopId = Annotated[int, Field(ge=0, le=INT32)]
-_Stop = Annotated[str, Field(min_length=1)]  # an empty one would end every answer at once
+_Stop = Annotated[str, Field(min_length=1)]  # an empty one would end every answer at its beginning
 
 
 class ApiError(Exception):
-    """An answer that is an error: an HTTP status, and the body of OpenAI's errors.
+    """An error response: an HTTP status and a body in the form of OpenAI's errors.
 
-    param: the field that is wrong, such as "messages[0].content"; code: a word for programs.
+    param: the wrong field, such as "messages[0].content". code: an identifier for programs.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -57,7 +57,7 @@ class ApiError(Exception):
 
 
 class Sampled(Strict):
-    """What the two endpoints that generate have in common; SamplingParams says what the fields mean."""
+    """The common fields of both generating endpoints; SamplingParams documents most of them."""
 
     model: str | None = None
     temperature: FiniteFloat | None = Field(None, ge=0)
@@ -81,15 +81,10 @@ class Sampled(Strict):
     return_token_ids: bool | None = None
     user: str | None = None
 
-    COPIED: ClassVar = (
-        "temperature", "top_k", "min_p", "n", "stop", "stop_token_ids", "seed", "presence_penalty",
-        "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos",
-    )  # fmt: skip
-
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _check_size(cls, bias: Any) -> Any:
-        if isinstance(bias, dict) and len(bias) > MAX_BIASES:  # before each of them is looked at
+        if isinstance(bias, dict) and len(bias) > MAX_BIASES:  # before each is checked
             raise wrong("logit_bias", f"has {len(bias)} tokens; it may have {MAX_BIASES}")
         return bias
 
@@ -109,7 +104,7 @@ class Sampled(Strict):
 
     @property
     def choices(self) -> int:
-        """Answers to one prompt."""
+        """Number of answers to each prompt."""
         return self.n or 1
 
     @property
@@ -121,7 +116,7 @@ class Sampled(Strict):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def _sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
-        given = {name: value for name in self.COPIED if (value := getattr(self, name)) is not None}
+        given = {name: value for name in COPIED if (value := getattr(self, name)) is not None}
         if self.top_p is not None:
             given["top_p"] = float(self.top_p) or 1.0
         if self.logit_bias is not None:
@@ -129,8 +124,12 @@ class Sampled(Strict):
         return replace(defaults, **given, **others)
 
 
+# Fields that SamplingParams has under the same name and with the same meaning.
+COPIED = (Sampled.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {"top_p", "logit_bias"}
+
+
 class ChatRequest(Sampled):
-    """Of /chat/completions."""
+    """A request to /chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1)
@@ -149,10 +148,10 @@ class ChatRequest(Sampled):
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "is only allowed when logprobs is true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise wrong("max_tokens", "and max_completion_tokens are one thing and differ; give one of them")
+            raise wrong("max_tokens", "and max_completion_tokens mean the same and differ; give one of them")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
-            raise wrong("tools", "has two functions of one name")
+            raise wrong("tools", "has two functions with the same name")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise wrong("tool_choice", f"names {self.tool_choice.function.name!r}, which is not among the tools")
         if self.tool_choice == "required" and not names:
@@ -161,28 +160,28 @@ class ChatRequest(Sampled):
 
     @property
     def limit(self) -> int | None:
-        """How many tokens the client allows an answer; None where it does not say."""
+        """Maximum tokens of an answer; None if the request has no limit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def alternatives(self) -> int | None:
-        """Raw alternatives a token; None: no logprobs at all."""
+        """Number of alternatives for each token; None without logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """defaults: what the fields that are left out mean."""
+        """Return the parameters of the engine. defaults: for fields that are left out."""
         limit = defaults.max_tokens if self.limit is None else self.limit
         return self._sampling_params(defaults, max_tokens=limit, logprobs=self.alternatives)
 
 
 def _kind_of_prompt(prompt: Any) -> str:
-    """Which of the four it is to be checked as, by what it begins with."""
+    """Return the tag of the type that a prompt is checked as, which its first item decides."""
     if not isinstance(prompt, list) or not prompt:
         return "texts" if isinstance(prompt, list) else "text"
     return "texts" if isinstance(prompt[0], str) else "many ids" if isinstance(prompt[0], list) else "ids"
 
 
-# A prompt may hold very many ids: what they may be is checked at once, where the vocabulary is known.
+# A prompt may have very many ids; check_prompt checks their range at once.
 _Id = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": INT32})]
 _Ids = Annotated[list[_Id], Field(min_length=1, fail_fast=True)]
 _Prompts = Annotated[
@@ -195,7 +194,7 @@ _Prompts = Annotated[
 
 
 class CompletionRequest(Sampled):
-    """Of /completions. logprobs: so many raw alternatives a token; echo: the answer begins with the prompt."""
+    """A request to /completions. logprobs: number of alternatives for a token; echo: answers begin with the prompt."""
 
     prompt: _Prompts
     max_tokens: int | None = Field(None, ge=0)
@@ -205,14 +204,14 @@ class CompletionRequest(Sampled):
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise wrong("max_tokens", "is 0, so there would be no answer; ask for at least 1, or set echo")
+            raise wrong("max_tokens", "is 0, so the answer would be empty; give at least 1, or set echo")
         if self.max_tokens == 0 and self.choices > 1:
-            raise wrong("n", "is only allowed with at least 1 of max_tokens")
+            raise wrong("n", "must be 1 when max_tokens is 0")
         return self
 
     @property
     def limit(self) -> int | None:
-        """How many tokens an answer may have."""
+        """Maximum tokens of an answer."""
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
@@ -224,15 +223,15 @@ class CompletionRequest(Sampled):
         return cast(list[str | list[int]], self.prompt)
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """defaults: what the fields that are left out mean."""
+        """Return the parameters of the engine. defaults: for fields that are left out."""
         scores = self.logprobs if self.echo else None
         if self.limit == 0 and scores is None:
-            scores = 0  # the engine takes a request for no tokens only where the prompt's are scored
+            scores = 0  # without tokens to generate, the engine requires prompt_logprobs
         return self._sampling_params(defaults, max_tokens=self.limit, logprobs=self.logprobs, prompt_logprobs=scores)
 
 
 class TokenizeRequest(Strict):
-    """Of /tokenize: a prompt, or messages as the chat template writes them. return_token_strs: the tokens as text."""
+    """A request to /tokenize: a prompt, or messages for the chat template. return_token_strs: return names too."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -255,17 +254,17 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _check_kind(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise wrong("prompt", "or messages is required, one of them")
+            raise wrong("prompt", "or messages is required, and not both")
         if self.messages is not None and self.add_special_tokens is not None:
-            raise wrong("add_special_tokens", "belongs with a prompt: the chat template brings its own special tokens")
+            raise wrong("add_special_tokens", "is only allowed with prompt: a chat template has its own special tokens")
         for field in ("add_generation_prompt", "chat_template_kwargs"):
             if self.prompt is not None and getattr(self, field) is not None:
-                raise wrong(field, "belongs with messages")
+                raise wrong(field, "is only allowed with messages")
         return self
 
 
 class DetokenizeRequest(Strict):
-    """Of /detokenize."""
+    """A request to /detokenize."""
 
     model: str | None = None
     tokens: Annotated[list[_Id], Field(fail_fast=True)]
@@ -278,7 +277,7 @@ RequestT = TypeVar("RequestT", bound=Strict)
 
 
 def read_request(kind: type[RequestT], body: bytes) -> RequestT:
-    """The request in a body. Raises ApiError, which names the field that is wrong."""
+    """Parse and check a body. Raises ApiError, which names the wrong field."""
     try:
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -287,7 +286,7 @@ def read_request(kind: type[RequestT], body: bytes) -> RequestT:
 
 
 def check_request(kind: type[RequestT], data: Any) -> RequestT:
-    """The same of a body's value."""
+    """Check the value of a body. Raises ApiError, which names the wrong field."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -295,7 +294,7 @@ def check_request(kind: type[RequestT], data: Any) -> RequestT:
 
 
 def _api_error(error: ValidationError, data: Any) -> ApiError:
-    """About the deepest field that is wrong: of the types that a field may have, the one that came closest."""
+    """Describe the deepest wrong field: among the types of a union, it belongs to the closest one."""
     found = [(_path(details, data), details) for details in error.errors(include_url=False)]
     path, details = max(found, key=lambda pair: len(pair[0]))  # the first of them
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
@@ -315,13 +314,13 @@ def _api_error(error: ValidationError, data: Any) -> ApiError:
 
 
 def _plain(message: str) -> str:
-    """What pydantic says of a value, without its words for values and types of Python."""
+    """Return a message of pydantic without its terms for Python's values and types."""
     message = re.sub(r"dictionary or (instance of \w+|object to extract fields from)|dictionary", "object", message)
     return re.sub(r"^(Input|String|List|Dictionary|Value) ", "", message)
 
 
 def _path(details: ErrorDetails, data: Any) -> tuple[str | int, ...]:
-    """Where in the body an error is: its place without the names that pydantic gives to the types of a union."""
+    """Return the path of an error in the body, without the names that pydantic adds for the types of a union."""
     path: list[str | int] = []
     for step in details["loc"]:
         if isinstance(data, dict) and (step in data or (details["type"] == "missing" and step is details["loc"][-1])):
@@ -330,27 +329,29 @@ def _path(details: ErrorDetails, data: Any) -> tuple[str | int, ...]:
         elif isinstance(data, list) and isinstance(step, int):
             path.append(step)
             data = data[step] if step < len(data) else None
-    if details["type"].startswith("union_tag"):  # the field that tells the type
+    if details["type"].startswith("union_tag"):  # the field that selects the type
         path.append(details["ctx"]["discriminator"].strip("'"))
     return tuple(path)
 
 
 def choose_model(wanted: str | None, served: Sequence[str]) -> str:
-    """The model that a request is for. Where one is served, any name is its name."""
+    """Return the name of the model for a request. A single model answers to any name. Raises ApiError."""
     if len(served) == 1:
         return served[0]
     if wanted is None:
         raise ApiError(
-            400, f"model is required; it is one of {', '.join(served)}", "model", "missing_required_parameter"
+            400, f"model is required; give one of {', '.join(served)}", "model", "missing_required_parameter"
         )
     if wanted not in served:
         known = ", ".join(served)
-        raise ApiError(404, f"the model {wanted[:100]!r} is not served; there is {known}", "model", "model_not_found")
+        raise ApiError(
+            404, f"the model {wanted[:100]!r} is not served; give one of {known}", "model", "model_not_found"
+        )
     return wanted
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """What needs the vocabulary to be checked. Raises ApiError."""
+    """Check parameters against the vocabulary. Raises ApiError."""
     try:
         params.validate(vocab_size)
     except (ValueError, TypeError) as error:
@@ -358,22 +359,21 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_prompt(ids: Sequence[int], request: ChatRequest | CompletionRequest, context: int, vocab_size: int) -> None:
-    """Whether a prompt and its answer have room. Raises ApiError.
+    """Check the ids of a prompt, and that prompt and answer fit in the context. Raises ApiError.
 
-    context: tokens of prompt and answer together, at most. Where the client does not say how many tokens it wants, the
-    answer may be cut short by the context, and one token has to have room.
+    context: maximum tokens of prompt and answer together. A request without a limit needs room for one token.
     """
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     if not ids:
         raise ApiError(400, f"{param} is empty; give at least one token", param, "invalid_value")
     if not 0 <= min(ids) <= max(ids) < vocab_size:
-        wrong = next(id for id in ids if not 0 <= id < vocab_size)
-        message = f"{param} holds the id {wrong}, outside the vocabulary of {vocab_size} tokens"
+        bad = next(id for id in ids if not 0 <= id < vocab_size)
+        message = f"{param} holds the id {bad}, outside the vocabulary of {vocab_size} tokens"
         raise ApiError(400, message, param, "invalid_value")
     limit = request.limit if isinstance(request, ChatRequest) else request.max_tokens
     answer = 1 if limit is None else limit
     if len(ids) + answer > context:
-        least = "at least " if len(ids) > context + CLEARLY_MORE else ""  # only so many of them were made
+        least = "at least " if len(ids) > context + CLEARLY_MORE else ""  # encoding has stopped there
         wanted = f"{least}{len(ids)} in the prompt, {answer} for the answer"
         message = (
             f"This model's maximum context length is {context} tokens. However, you requested {least}"
@@ -383,7 +383,8 @@ def check_prompt(ids: Sequence[int], request: ChatRequest | CompletionRequest, c
 
 
 def check_echo(request: CompletionRequest, lengths: Sequence[int]) -> None:
-    """Whether a reply can hold all prompts, of so many tokens, once a choice, and their logprobs. Raises ApiError."""
+    """Check the size of a response that repeats a prompt for each choice. lengths: of prompts, in tokens. Raises
+    ApiError."""
     if not request.echo and not request.return_token_ids:
         return
     count = sum(lengths) * request.choices * (1 + (request.logprobs or 0 if request.echo else 0))
@@ -391,7 +392,7 @@ def check_echo(request: CompletionRequest, lengths: Sequence[int]) -> None:
         param = "echo" if request.echo else "return_token_ids"
         raise ApiError(
             400,
-            f"{param} repeats the prompt for each choice: {count} tokens and logprobs, of which a reply may have "
+            f"{param} repeats the prompt for each choice: {count} tokens and logprobs, above the maximum of "
             f"{MAX_ECHOED}. Send fewer prompts, or lower n or logprobs.",
             param,
             "invalid_value",
@@ -399,7 +400,7 @@ def check_echo(request: CompletionRequest, lengths: Sequence[int]) -> None:
 
 
 def refused(error: ValueError | TypeError, param: str | None = None) -> ApiError:
-    """What the engine, a template or a grammar does not take; the message may begin with a field's name."""
+    """Return the response for an error of the engine, a template or a grammar, whose message may begin with a field."""
     named = re.match(r"[a-z]+(_[a-z]+)*", str(error))
     if param is None and named and named[0] in ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys():
         param = named[0]

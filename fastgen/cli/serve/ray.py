@@ -1,6 +1,6 @@
-"""Generators on Ray: each replica of Ray Serve is the application of fgserve with engines of its own.
+"""Replicas of fgserve on Ray Serve: each is the application with engines of its own.
 
-Needs the extra `ray`, which is imported where it is used: Ray reads its environment when it is imported.
+Needs the extra `ray`. Functions import it, since Ray reads the environment when it is imported.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from fastapi import FastAPI
 
 from fastgen.cli.command import needed
 from fastgen.cli.serve.app import make_app
-from fastgen.cli.serve.lean import import_tokenizers
-from fastgen.cli.serve.models import Service
+from fastgen.cli.serve.models import Service, import_tokenizers
 from fastgen.cli.serve.options import Options, gpus, make_options
 
 if TYPE_CHECKING:
@@ -31,14 +30,14 @@ if TYPE_CHECKING:
 
 NAME = "fgserve"
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
-UNLIMITED = 1_000_000  # requests of a replica, for Ray: fgserve sheds, and says so as OpenAI does
-HEALTH_SECONDS = 1.0  # between two looks; the third bad one in a row is a replica's end
+UNLIMITED = 1_000_000  # requests of a replica in Ray's view; fgserve has its own limit, with OpenAI's errors
+HEALTH_SECONDS = 1.0  # interval of health checks; three failures in a row end a replica
 
 
 class Replica:
-    """What Ray Serve runs, in an actor: the application of fgserve, over engines in processes of their own.
+    """The actor of Ray Serve: the application of fgserve, with engines in processes of their own.
 
-    An engine that dies is not started again here: the replica is unhealthy then, and Ray puts another in its place.
+    A dead engine is not restarted: its replica becomes unhealthy, and Ray replaces the replica.
     """
 
     def __init__(self, options: Options) -> None:
@@ -46,9 +45,9 @@ class Replica:
         self._service = Service(replace(options, server=replace(options.server, restart=False)))
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        """The application; Ray calls this once, after the constructor, and sends requests when it has returned.
+        """Return the application. Ray calls this once, after the constructor, and sends requests after its return.
 
-        Raises what keeps a model from being loaded.
+        Raises the error of a model that can not be loaded.
         """
         self._keeping = asyncio.create_task(self._service.run())
         loaded = asyncio.create_task(self._service.loaded.wait())
@@ -58,7 +57,7 @@ class Replica:
         return make_app(self._service)
 
     async def check_health(self) -> None:
-        """Ray calls this again and again. Raises what ails an engine."""
+        """Raise the trouble of an engine, if there is any. Ray calls this periodically."""
         if self._keeping.done():
             await self._keeping
         if self._service.trouble is not None:
@@ -66,10 +65,10 @@ class Replica:
 
 
 def application(options: Options, tries: int = 20) -> Application:
-    """The replicas of these options, for `serve.run`; host, port and restart have no meaning here. Raises ValueError.
-    tries: how often they may fail to start before Ray gives up.
+    """Return the replicas for `serve.run`. host, port and restart have no effect. Raises ValueError.
+    tries: failed starts before Ray gives up.
 
-    Requests with equal X-Session-Id headers come to one replica, so that a conversation meets its cached prefix.
+    Requests with equal X-Session-Id headers go to one replica, so that a conversation finds its cached prefix.
     """
     import ray
     from ray import serve
@@ -103,34 +102,34 @@ def application(options: Options, tries: int = 20) -> Application:
 
 
 def build(args: dict[str, Any]) -> Application:
-    """For the `import_path` of `serve deploy`: the replicas of `args`, which are what a YAML file of fgserve holds.
-    Environment variables go before them. Raises ValueError."""
+    """Return the replicas for the `import_path` of `serve deploy`. args: the content of a YAML file of fgserve;
+    environment variables have precedence. Raises ValueError."""
     return application(make_options(args, os.environ))
 
 
 def connect() -> None:
-    """Join the cluster at RAY_ADDRESS, or start one in this machine, which ends with this process.
+    """Join the cluster at RAY_ADDRESS, or start a local one, which ends with this process.
 
-    That one listens at 127.0.0.1 alone, takes only who has its token, which is new and nowhere but in the environment
-    of its processes, and reports to nobody. Sets environment variables, which Ray reads when it is imported; raises
-    ValueError where it is not installed. For the main thread, whose signal handlers stay.
+    A local cluster listens at 127.0.0.1 alone, accepts only clients with its random token, which only the environment
+    of its processes has, and sends no usage reports. Sets environment variables, which Ray reads at its import. Raises
+    ValueError where Ray is not installed. Call it in the main thread; signal handlers are kept.
     """
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
         if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on any system: without it, Ray listens everywhere
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 leaves engines what nobody else wants
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # without it, Ray listens at all addresses
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 starves engines
     ray = needed("ray", "ray", "replicas on Ray")
     terminated = signal.getsignal(signal.SIGTERM)
     ray.init(address=address or "local", include_dashboard=False, logging_level="WARNING")
-    signal.signal(signal.SIGTERM, terminated)  # Ray has a handler of its own
+    signal.signal(signal.SIGTERM, terminated)  # Ray has replaced it
 
 
 def serve_replicas(options: Options, say: Callable[[str], None]) -> None:
-    """Serve until a SIGINT or SIGTERM. say: tells somebody how it goes. Raises what keeps it from that, such as
-    OSError, ValueError, RuntimeError. For the main thread."""
+    """Serve until a SIGINT or SIGTERM. say: prints a line. Raises OSError, ValueError or RuntimeError where it can not
+    serve. Call it in the main thread."""
     server = options.server
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -152,7 +151,7 @@ def serve_replicas(options: Options, say: Callable[[str], None]) -> None:
                 say(f"ready: {', '.join(model.name for model in options.models)}")
                 threading.Event().wait()
             finally:
-                with suppress(KeyboardInterrupt):  # the second one: somebody is in a hurry
+                with suppress(KeyboardInterrupt):  # the second signal
                     serve.delete(NAME, _blocking=False)
                     while NAME in serve.status().applications:
                         time.sleep(0.1)
@@ -163,28 +162,28 @@ def serve_replicas(options: Options, say: Callable[[str], None]) -> None:
 
 
 def _deploy(options: Options) -> None:
-    """Returns when all replicas are ready. Raises RuntimeError, saying why, where one can not start."""
+    """Deploy the replicas and wait until all are ready. Raises RuntimeError with the reason where one can not start."""
     from ray import serve
 
     try:
         serve.run(application(options, tries=1), name=NAME)
     except RuntimeError as error:
         (deployment,) = serve.status().applications[NAME].deployments.values()
-        raise RuntimeError(deployment.message.strip().splitlines()[-1]) from error  # that of what the replica raised
+        raise RuntimeError(deployment.message.strip().splitlines()[-1]) from error  # the error of the replica
 
 
 def check_room(replicas: int, **each: float) -> None:
-    """each: what a replica takes of Ray's resources. Raises ValueError where it would wait for them for ever; on a
-    cluster, others may come."""
+    """Raise ValueError where a local cluster is too small; an existing cluster may grow. each: Ray's resources for a
+    replica."""
     import ray
 
     for kind, amount in each.items():
         there = ray.cluster_resources().get(kind, 0)
         if "RAY_ADDRESS" not in os.environ and replicas * amount > there:
-            raise ValueError(f"{replicas} replicas of {amount:g} {kind}s each are more than the {there:g} there are")
+            raise ValueError(f"{replicas} replicas of {amount:g} {kind}s each need more than the {there:g} available")
 
 
 def _free_port(host: str, port: int) -> int:
-    """The port, or a free one where it is 0, which Ray would not tell. Raises OSError where it is taken."""
+    """Return the port, or a free one for 0, since Ray does not report its choice. Raises OSError if it is in use."""
     with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         return int(listener.getsockname()[1])

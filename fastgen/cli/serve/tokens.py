@@ -88,7 +88,7 @@ _BYTES = _byte_letters()
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What requests need to know of a model. defaults: of sampling. max_model_len: maximum tokens of prompt and answer
+    """Facts of a model that requests need. defaults: of sampling. max_model_len: maximum tokens of prompt and answer
     together."""
 
     name: str

@@ -1,10 +1,10 @@
-"""Tool calling: what a chat template is given, which grammar makes a model call, and calls read from its text.
+"""Tool calling: variables for chat templates, grammars that make a model call, and parsers for its calls.
 
-A model calls by writing JSON in the way that its chat template has taught it:
+A model writes a call as JSON, in the form of its chat template:
 
     hermes    <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>, one or more (Hermes, Qwen 2.5, Qwen 3)
     mistral   [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]                    (Mistral v3)
-    llama     {"name": "f", "parameters": {...}}, or that behind <|python_tag|>        (Llama 3.1 to 3.3)
+    llama     {"name": "f", "parameters": {...}}, perhaps after <|python_tag|>         (Llama 3.1 to 3.3)
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LLAMA = Syntax(opens="<|python_tag|>", closes="", arguments="parameters", bare="
 
 
 def find_syntax(tokenizer: Tokenizer) -> Syntax | None:
-    """How the model of this tokenizer calls tools, as its chat template tells; None: in no way that is known here."""
+    """Return the syntax of calls in a tokenizer's chat template; None for an unknown one."""
     if tokenizer.hf.chat_template is None:
         return None
-    template = tokenizer.hf.get_chat_template(tools=[{}])  # some tokenizers have a template of its own for tools
+    template = tokenizer.hf.get_chat_template(tools=[{}])  # some tokenizers have a separate template for tools
     if "<tool_call>" in template and "<function=" not in template:
         return HERMES
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
@@ -42,9 +42,8 @@ def find_syntax(tokenizer: Tokenizer) -> Syntax | None:
 class Calling:
     """The tool calling of one request.
 
-    tools: the request's. choice: the request's; a tool is the only one to be called, and is required. parallel: whether
-    one answer may hold several calls.
-    Raises ValueError where the model has no known way to call tools, or a function's parameters are no object.
+    tools, choice: the request's; a named tool must be called, and no other. parallel: an answer may have several calls.
+    Raises ValueError where the model has no known syntax of calls, or a function's parameters are not an object.
     """
 
     def __init__(
@@ -62,20 +61,20 @@ class Calling:
             if takes.get("type", "object") != "object":
                 raise ValueError(f"the parameters of the function {name} must be a JSON schema of an object")
         if self._tools and self._syntax is None:
-            raise ValueError("tools are not supported: this model's chat template has no known format for them")
+            raise ValueError("tools are not supported: this model's chat template has no known format for tools")
         named = choice.function.name if isinstance(choice, NamedTool) else None
         self._required, self._parallel = choice == "required" or named is not None, parallel
         self._callable = [tool.function for tool in self._tools if named in (None, tool.function.name)]
-        assert self._callable or not self._required, "a call is required, and there is no function to call"
+        assert self._callable or not self._required, "a required call has no function"
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """The `tools` of the chat template; none where the model is not to call any."""
+        """The variable `tools` of the chat template; None if the model must not call any."""
         return [tool.for_template() for tool in self._tools] or None
 
     def template_messages(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-        """Messages as chat templates take them: the content is one string, a developer speaks as the system, and
-        arguments of earlier calls are objects, not text."""
+        """Return messages for the chat template: content is one string, the role developer becomes system, and the
+        arguments of earlier calls become objects."""
         calls = [call for message in messages if message.role == "assistant" for call in message.tool_calls or ()]
         if self._syntax is None and (calls or any(message.role == "tool" for message in messages)):
             raise ValueError("messages of tools are not supported: this model's chat template has no format for them")
@@ -83,7 +82,7 @@ class Calling:
         return [self._template_message(message, names) for message in messages]
 
     def _template_message(self, message: ChatMessage, names: Mapping[str, str]) -> dict[str, Any]:
-        """names: the functions' by the calls' ids, which Hermes' own template wants of their results."""
+        """names: functions by the ids of calls; the template of Hermes requires the name in a result."""
         role = "system" if message.role == "developer" else message.role
         told: dict[str, Any] = {"role": role, "content": message.text or ""}
         if message.name is not None:
@@ -108,23 +107,23 @@ class Calling:
         return {"type": "function", "id": self._template_id(call.id), "function": function}
 
     def _template_id(self, id: str) -> str:
-        """Mistral's templates refuse ids of other forms than theirs, which other servers have made."""
+        """Return an id that Mistral's templates accept, also for a call that another server made."""
         if self._syntax is not MISTRAL or re.fullmatch("[a-zA-Z0-9]{9}", id):
             return id
         return hashlib.sha256(id.encode()).hexdigest()[:9]
 
     def parser(self) -> ToolParser | None:
-        """What reads the calls of one answer; None where its text is all there is."""
+        """Return a parser for the calls of one answer; None if it can have none."""
         if not self._tools or self._syntax is None:
             return None
         return ToolParser(self._syntax, {tool.name for tool in self._callable})
 
     def grammar(self, answer: str | None = None) -> str | None:
-        """What the answer must be, where that is not left to the model.
+        """Return the grammar of an answer; None if the model is free.
 
-        Where a call is required, calls and nothing else. Else text or calls, and a grammar where something is promised
-        of them: a tool is strict, calls are not to be parallel, or text has a grammar (`answer`, a rule such as
-        answer_rule gives). A tool that is not strict has the schema of its parameters as far as it can be kept.
+        A required call allows calls alone. Otherwise the answer is text or calls; it has a grammar if a tool is strict,
+        calls may not be parallel, or the text has a rule (`answer`, see answer_rule). The schema of a tool that is not
+        strict is enforced as far as possible.
         """
         syntax = self._syntax
         if not self._tools or syntax is None:
@@ -132,7 +131,7 @@ class Calling:
         mark = self._mark(syntax.opens)
         if self._required:
             rules = [f"start: {self._calls('' if syntax is LLAMA else mark)}"]
-        elif answer is not None:  # which may be JSON itself, so that the mark has to tell a call
+        elif answer is not None:  # it may be JSON too, so only a mark begins a call
             rules = [f"start: {self._calls(mark)} | answer", f"answer: {answer}"]
         elif any(tool.strict for tool in self._callable) or not self._parallel:
             rules = self._text_or_calls()
@@ -141,7 +140,7 @@ class Calling:
         return "\n".join([*rules, *self._call_rules()])
 
     def _call_rules(self) -> list[str]:
-        """`call`: one function's name and arguments, spelled as the templates spell them."""
+        """Return the rule `call`: the name and arguments of one function, spelled as in the templates."""
         assert self._syntax is not None
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(self._callable)))]
         for i, tool in enumerate(self._callable):
@@ -150,7 +149,7 @@ class Calling:
         return rules
 
     def _calls(self, mark: str) -> str:
-        """All calls of an answer, of which the first has this mark."""
+        """Return the right side of a rule for all calls of an answer. mark: of the first call."""
         syntax = self._syntax
         if syntax is HERMES:
             more = f'("\\n" {self._one(self._mark(syntax.opens))})*' if self._parallel else ""
@@ -164,14 +163,14 @@ class Calling:
         return f'{mark} "\\n" call "\\n" {self._mark(HERMES.closes)}'
 
     def _text_or_calls(self) -> list[str]:
-        """Text, in which calls may begin at any time; for Llama, either of the two."""
+        """Return rules for text in which calls may begin anywhere; for Llama, text or a call."""
         assert self._syntax is not None
         if self._syntax is LLAMA:
             return [f"start: TEXT? | {self._mark(LLAMA.opens)}? call", r"TEXT: /[^{](.|\n)*/"]
         token = self._token(self._syntax.opens)
         if token is not None:
             rules = [f"text: <[^{token}]>*", f"before: text <[{token}]>"]
-        else:  # a lazy rule ends where its last characters have come
+        else:  # a lazy rule ends at the first occurrence of its end
             rules = ["text: TEXT", f"before[lazy]: TEXT {_quoted(self._syntax.opens)}", r"TEXT: /(.|\n)*/"]
         if self._syntax is HERMES and self._parallel:
             return [f"start: ({self._one('before')})* text", *rules]
@@ -182,7 +181,7 @@ class Calling:
         return token
 
     def _mark(self, mark: str) -> str:
-        """A mark that is a token stands in a grammar by its id: it is no text there."""
+        """Return a mark for a grammar: by its id if it is a token, since llguidance does not match tokens as text."""
         token = self._token(mark)
         return _quoted(mark) if token is None else f"<[{token}]>"
 

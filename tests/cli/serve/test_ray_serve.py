@@ -1,4 +1,4 @@
-"""fgserve --replicas: two replicas of the bundled model on Ray Serve, one of them lost; and what deploys them."""
+"""fgserve --replicas: two replicas of the bundled model on Ray Serve, the loss of one, and the files for clusters."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ CHAT: dict[str, Any] = {
 TEXT: dict[str, Any] = {"model": "any", "prompt": ["tell me", "once"], "n": 2, "seed": 3, "max_tokens": 24}
 SHORT: dict[str, Any] = {"model": "any", "prompt": [5, 6, 7], "max_tokens": 16, "extra_body": {"ignore_eos": True}}
 ASKING = httpx.Client(timeout=30)  # one for all, as each takes 30 ms to make
-OWN = {"id", "created", "system_fingerprint", "cached_tokens"}  # what two answers to one request differ in
+OWN = {"id", "created", "system_fingerprint", "cached_tokens"}  # fields that differ between two answers to one request
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Two replicas, on less than the two cores of a small machine."""
+    """A server with two replicas, on less than two cores."""
     pytest.importorskip("ray", reason="needs the extra ray")
     with Server(FGSERVE, "--replicas=2", "--replica-cpus=0.4", seconds=240) as server:
         server.await_said("fgserve: ready", 240)  # until then, requests wait
@@ -57,13 +57,13 @@ def server() -> Iterator[Server]:
 
 
 def replicas(server: Server) -> list[int]:
-    """Their processes."""
+    """Return the processes of the replicas."""
     found = descendants(server.process.pid)
     return [one for one in found if is_called(one, b"ray::ServeReplica")]
 
 
 def requests_of(server: Server, session: str) -> float:
-    """How many requests the engine has had that a session goes to."""
+    """Return the number of requests of the engine that a session goes to."""
     return count_of(server, session, "requests_total")
 
 
@@ -73,14 +73,14 @@ def count_of(server: Server, session: str, name: str) -> float:
 
 
 def plain(value: Any) -> Any:
-    """An answer, or a part of one, without what is its own."""
+    """Return an answer, or a part of it, without ids and times."""
     if isinstance(value, dict):
         return {name: plain(inner) for name, inner in value.items() if name not in OWN}
     return [plain(inner) for inner in value] if isinstance(value, list) else value
 
 
 def answers(server: Server) -> list[Any]:
-    """What a server says to the same requests: whole answers, one that is streamed, and an error."""
+    """Return complete answers, a streamed one and an error for the same requests."""
     client = server.client()
     chat = {name: value for name, value in CHAT.items() if name != "stream_options"}
     whole = [client.chat.completions.create(**chat), client.completions.create(**TEXT)]
@@ -124,13 +124,13 @@ def test_a_client_that_goes_away_ends_its_request(server: Server) -> None:
 
 
 def fewest(server: Server) -> float:
-    """The requests of the replica that has had fewest; too often asked, it would be a load as well."""
+    """Return the number of requests of the replica with the fewest. The pause keeps the queries from being a load."""
     time.sleep(0.3)
     return min(requests_of(server, str(session)) for session in range(8))
 
 
 class Load:
-    """Clients that ask again and again, each in a session of its own."""
+    """Clients that send requests repeatedly, each in its own session."""
 
     def __init__(self, server: Server, clients: int) -> None:
         self.answered: list[tuple[int, float]] = []  # the session, and when the request began
@@ -227,9 +227,9 @@ def test_replicas_that_have_no_room_are_refused(monkeypatch: pytest.MonkeyPatch)
     ray = pytest.importorskip("ray", reason="needs the extra ray")
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     ray_backend.check_room(4, CPU=0.5, GPU=0)
-    with pytest.raises(ValueError, match="4 replicas of 1 CPUs each are more than the 2 there are"):
+    with pytest.raises(ValueError, match="4 replicas of 1 CPUs each need more than the 2 available"):
         ray_backend.check_room(4, CPU=1)
-    with pytest.raises(ValueError, match="2 replicas of 1 GPUs each are more than the 0 there are"):
+    with pytest.raises(ValueError, match="2 replicas of 1 GPUs each need more than the 0 available"):
         ray_backend.check_room(2, CPU=0.5, GPU=1)
 
 

@@ -1,4 +1,4 @@
-"""fgserve as its clients see it: the openai client, and plain HTTP, over a real socket."""
+"""fgserve with the bundled model: the openai client and plain HTTP over a real socket."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUM: list[Any] = [{"role": "user", "content": "what is 12 + 30?"}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """It serves the bundled model."""
+    """A server of the bundled model."""
     server = Server(FGSERVE, "--seed", "1")
     assert server.get("/ready").status_code == 503, "the port opens before the model is there"
     server.await_ready()
@@ -133,6 +133,6 @@ def test_a_client_that_goes_away_gives_its_pages_back(server: Server, stream: bo
 
 
 def test_the_http_process_does_without_torch(server: Server) -> None:
-    """It has a tokenizer from transformers by now."""
+    """Its tokenizer comes from transformers."""
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
     assert "PyTorch" not in server.said

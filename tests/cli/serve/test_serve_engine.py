@@ -1,4 +1,4 @@
-"""The engine of fgserve: a Generator in a process of its own, as an asyncio program uses it."""
+"""engine.py: a Generator in a process of its own, used by an asyncio program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 class Client:
-    """An engine, the event loop that it is used from, and a Generator of this process that says the same."""
+    """An engine, its event loop, and an equal Generator in this process."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
@@ -58,14 +58,14 @@ def shared() -> Iterator[Client]:
 
 @pytest.fixture
 def client(shared: Client) -> Iterator[Client]:
-    """A client whose engine runs; a test has to leave it idle, with nothing kept."""
+    """A client with a running engine, which a test must leave idle."""
     assert shared.engine.ready
     yield shared
     shared.run(until_idle(shared.engine))
 
 
 async def until_idle(engine: Engine, seconds: float = 10.0) -> None:
-    """Wait until the engine says that it holds nothing."""
+    """Wait until the engine reports no request and no page."""
     deadline = time.monotonic() + seconds
     while (stats := engine.stats).requests != stats.finished + stats.aborted or engine._streams or stats.pages_used:
         assert time.monotonic() < deadline, stats
@@ -94,7 +94,7 @@ def joined(first: Event, then: Event) -> Event:
 
 
 def expected(gen: Generator, prompt: list[int], params: SamplingParams) -> list[Event]:
-    """What a Generator in this process says, as `collect` gives it."""
+    """Return the events of a Generator in this process, as `collect` does."""
     found: dict[int, Event] = {}
     gen.add(prompt, params, "expected")
     while gen.unfinished:
@@ -153,7 +153,7 @@ async def consume(stream: EventStream, way: str) -> list[Event]:
 
 
 def test_many_requests_at_once(client: Client) -> None:
-    """Each gets its own events, in order, whatever runs beside it and whoever goes; the counts at the end are right."""
+    """Each gets its own events, in order, while others run and leave; the counts at the end are right."""
 
     async def main() -> list[list[Event]]:
         streams = [client.engine.submit([prompt], params) for prompt, params in requests]
@@ -322,7 +322,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
 async def stall(engine: Engine) -> None:
     with engine.submit([[5]], LONG) as stream:
         await anext(stream)
-        os.kill(pid(engine), signal.SIGINT)  # is none of its business
+        os.kill(pid(engine), signal.SIGINT)  # ignored
         os.kill(pid(engine), signal.SIGSTOP)
         await asyncio.sleep(0.4)
         assert engine.stalled > 0.2

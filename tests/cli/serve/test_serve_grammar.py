@@ -1,4 +1,4 @@
-"""Masks of response formats, over vocabularies of every kind; the grammars of tools are in test_serve_tools.py."""
+"""grammar.py: masks of response formats, over every kind of vocabulary; test_serve_tools.py has those of tools."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def compiler(vocabulary: Vocabulary) -> Compiler:
 
 
 def grammar(schema: dict[str, Any] | None, strict: bool | None = True) -> str:
-    """schema: None for any object."""
+    """Return the grammar of a schema; None: any object."""
     described = {"name": "x", "schema": schema, "strict": strict}
     wanted = {"type": "json_object"} if schema is None else {"type": "json_schema", "json_schema": described}
     return f"start: {rule_of(wanted)}"
@@ -71,7 +71,7 @@ def check(value: Any) -> None:
 
 
 def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text behind others, without special tokens or a space that the tokenizer puts first."""
+    """Return the ids of a text that follows another, without special tokens and without a leading space."""
     before, ids = (list(tokenizer.hf(said, add_special_tokens=False)["input_ids"]) for said in (",", "," + text))
     assert ids[: len(before)] == before
     return ids[len(before) :]
@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_not_allowed(vocabulary: Vocabulary, compiler: Comp
 
 
 def test_a_model_that_is_lost_in_blanks_comes_to_an_end(vocabulary: Vocabulary, compiler: Compiler) -> None:
-    """It says blanks wherever they are allowed."""
+    """The walk prefers blanks wherever they are allowed."""
     tokenizer, size, ends = vocabulary
     words = Words(tokenizer)
     blanks = {token for token in range(size) if words.raw(token).isspace()}

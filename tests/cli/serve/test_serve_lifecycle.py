@@ -1,4 +1,4 @@
-"""fgserve under load and at its ends: limits, clients that go, engines that hang or die, signals. Engines are stubs."""
+"""fgserve with stub engines: limits, disconnects, engines that hang or die, and signals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Start = Callable[..., Server]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts servers, which end with the test and leave nothing behind."""
+    """Return a function that starts servers; they end with the test, and their engines too."""
     servers: list[Server] = []
     engines: set[int] = set()
 
@@ -59,7 +59,7 @@ def shared() -> Iterator[Server]:
 
 @pytest.fixture
 def server(shared: Server) -> Iterator[Server]:
-    """One lane and small limits; a test has to leave it idle and unmoved."""
+    """A server with one lane and small limits, which a test must leave idle and healthy."""
     said = shared.said
     yield shared
     until(shared.idle, 5)
@@ -69,7 +69,7 @@ def server(shared: Server) -> Iterator[Server]:
 
 
 def reply(connection: socket.socket) -> bytes:
-    """All that comes until the other end closes."""
+    """Read until the other end closes."""
     with connection:
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
@@ -98,7 +98,7 @@ def test_where_there_is_no_room_a_client_is_told_to_come_again(server: Server) -
 
 
 def test_requests_have_an_end(server: Server) -> None:
-    """One that runs, one that waits (and has no time to end, should it begin), and one whose body does not come."""
+    """A running request, a waiting one, and one with an incomplete body reach the time limit."""
     late: list[httpx.Response] = []
     stream = server.client().completions.create(stream=True, **LONG)
     next(iter(stream))
@@ -115,7 +115,7 @@ def test_requests_have_an_end(server: Server) -> None:
 
 
 def test_the_key_and_the_model_are_checked() -> None:
-    """Before any model is loaded."""
+    """The checks work before any model is loaded."""
 
     async def main() -> None:
         service = Service(read_options(["one", "two", "--api-key", "secret"], {}))
@@ -206,7 +206,7 @@ def test_a_client_that_goes_while_it_waits_or_sends_leaves_nothing(server: Serve
 
 
 def test_the_time_in_the_queue_is_measured(server: Server) -> None:
-    """Of the second until the first has ended, and not until its own first token."""
+    """The second request waits until the first one has ended; its time in the queue ends before its first token."""
     before = server.stats()
     with server.client().completions.create(stream=True, **{**LONG, "max_tokens": 40}) as first:
         next(iter(first))

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness as a client of fgserve: its tasks come to what transformers makes of them.
+"""lm-evaluation-harness as a client of fgserve: its results are those of transformers.
 
 It needs `pip install 'lm_eval[api]==0.4.13'`, which brings some forty packages and is in no extra for that reason.
 """
@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 pytestmark = pytest.mark.long
 
 TINY = ROOT / "fastgen" / "tiny"
-CONTEXT = 40  # that the harness believes in, so that a rolling task takes several windows
+CONTEXT = 40  # as the harness assumes, so that a rolling task takes several windows
 
 TASKS = """
 task: choose
@@ -54,7 +54,7 @@ metric_list:
 
 
 class Harness:
-    """lm_eval, and its tasks over a file of its own; offline."""
+    """lm_eval with tasks over a local file, offline."""
 
     def __init__(self, folder: Path) -> None:
         import lm_eval
@@ -72,7 +72,7 @@ class Harness:
         self._evaluate = lm_eval.simple_evaluate
 
     def run(self, *tasks: str, model: Any, **options: Any) -> tuple[dict[str, dict[str, float]], dict[str, list[Any]]]:
-        """The metrics of tasks, and of each what the model has answered to its requests, in their order."""
+        """Return the metrics of tasks, and the model's answers to their requests, in order."""
         seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
         out = self._evaluate(
             model=model, tasks=list(tasks), task_manager=self._tasks, bootstrap_iters=0, log_samples=True, **seeds,
@@ -105,7 +105,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def expected(harness: Harness) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What transformers makes of the tasks."""
+    """The results of transformers."""
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
 
@@ -177,7 +177,7 @@ def test_completions_come_to_what_transformers_computes(
 
 
 def numbers(answers: Any) -> list[float]:
-    """All numbers of nested lists and tuples; true and false are numbers."""
+    """Return all numbers of nested lists and tuples; booleans are numbers."""
     if isinstance(answers, list | tuple):
         return [number for part in answers for number in numbers(part)]
     return [float(answers)]

@@ -1,4 +1,4 @@
-"""Every field that fgserve takes, as the openai client sends it: sync, async and streaming, over a real socket."""
+"""Every field of requests, sent by the openai client: sync, async and streaming, over a real socket."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def starting(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def gen(starting: Server, folders: dict[str, Path]) -> Iterator[Generator]:
-    """What the server's first model is, in this process."""
+    """The server's first model in this process."""
     with Generator(tokenizer=folders["hermes"], page_size=16, num_pages=300) as gen:
         yield gen
 
 
 @pytest.fixture(scope="module")
 def asker(starting: Server, gen: Generator) -> Iterator[Asker]:
-    """Of a server whose first model is ready; the others follow."""
+    """Clients of a server whose first model is ready; the others follow."""
     until(lambda: starting.get("/models").json()["data"], 60)
     asker = Asker(starting)
     yield asker
@@ -75,7 +75,7 @@ CHAT: list[Any] = [{"role": "user", "content": "tell me a joke"}]
 TEXT = "<|user|>tell me a joke<|end|><|assistant|>"
 ENDPOINTS = pytest.mark.parametrize("endpoint", ["chat", "text"])
 
-# By name: fields of OpenAI's or of ours, and what they mean to the Generator. The temperature is one that varies.
+# By name: fields of a request, and the parameters of the Generator that they stand for.
 HOT = {"temperature": 1.5}
 SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing": ({}, {}),
@@ -111,7 +111,7 @@ Sampled = dict[tuple[str, str], tuple[Answer, RequestOutput]]
 
 @pytest.fixture(scope="module")
 def sampled(asker: Asker, gen: Generator) -> Sampled:
-    """By case and endpoint: what was answered, and what it should be. All are asked at once."""
+    """Answers and expected outputs by case and endpoint. All requests run at once."""
     cases = [(case, endpoint) for case in SAMPLING for endpoint in PROMPTS]
     requests = [{**to(PROMPTS[endpoint]), **sent({**BASE, **SAMPLING[case][0]})} for case, endpoint in cases]
     prompts = [PROMPTS[endpoint] for _, endpoint in cases]
@@ -222,7 +222,7 @@ def test_logprobs_of_chats(asker: Asker, gen: Generator, top: int | None, temper
 @pytest.mark.parametrize("top", [0, 3])
 @pytest.mark.parametrize("tokens", [0, 1, 30])
 def test_echo_and_logprobs_of_completions(asker: Asker, gen: Generator, tokens: int, top: int) -> None:
-    """With 30 tokens the answer ends before; its end of text has an entry as well."""
+    """With 30 tokens the answer ends earlier; its end-of-text token has an entry too."""
     prompt = "<|user|>what is 12 + 30?<|end|><|assistant|>"
     params: dict[str, Any] = {"max_tokens": tokens, "temperature": 0}
     answer = asker.ask(prompt=prompt, echo=True, logprobs=top, **sent(params))
@@ -289,7 +289,7 @@ def test_usage_in_streams(asker: Asker, endpoint: str) -> None:
 
 @ENDPOINTS
 def test_cached_tokens_are_those_of_a_generator(asker: Asker, gen: Generator, endpoint: str) -> None:
-    """Of a prompt of more than two pages, which nobody has sent before."""
+    """The prompt is new and longer than two pages."""
     words = f"{endpoint} " + "one two three four five six seven eight nine ten " * 6
     prompt: Any = [{"role": "user", "content": words}] if endpoint == "chat" else words
     told = [expected(gen, prompt, max_tokens=1).cached_tokens for _ in range(2)]
@@ -318,8 +318,7 @@ class Sum(BaseModel):
 
 
 def brief(gen: Generator, favored: str = '}]"') -> dict[str, float]:
-    """A logit_bias for letters that end things, and against white space, in which a model that has not learned JSON
-    gets lost."""
+    """Return a logit_bias for closing characters and against white space, in which a model without JSON gets lost."""
     assert gen.tokenizer is not None
     entries = gen.tokenizer.hf.get_vocab()
     return {entries[char]: -100 for char in " \n\t\r" if char in entries} | {entries[char]: 50 for char in favored}
@@ -365,7 +364,7 @@ def tools(strict: bool | None = None) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def callers(asker: Asker) -> Asker:
-    """With all models ready."""
+    """Clients of a server with all models ready."""
     until(lambda: asker.server.get("/ready").status_code == 200, 60)
     return asker
 
@@ -394,7 +393,7 @@ def test_calls_that_are_required(callers: Asker, gen: Generator, syntax: str) ->
 
 @SYNTAXES
 def test_several_calls_of_one_answer(callers: Asker, gen: Generator, syntax: str) -> None:
-    """A model that can make several and does not like to end makes them until its tokens are spent."""
+    """Biased against its end, a model writes calls until its tokens are spent, if its syntax allows several."""
     assert gen.tokenizer is not None
     newline, *ends = gen.tokenizer.hf.convert_tokens_to_ids(["\n", "]", "</s>", "<|end|>"])
     bias = {**brief(gen, '}"'), newline: -50, **dict.fromkeys(ends, -100)}
@@ -406,7 +405,7 @@ def test_several_calls_of_one_answer(callers: Asker, gen: Generator, syntax: str
 
 @SYNTAXES
 def test_calls_that_are_left_to_the_model(callers: Asker, gen: Generator, syntax: str) -> None:
-    """It begins one where it likes the mark; the grammar that a strict tool brings does the rest."""
+    """Biased toward the mark, a model begins a call; the grammar of a strict tool enforces the rest."""
     assert gen.tokenizer is not None
     params: dict[str, Any] = {"max_tokens": 150, "temperature": 0, "n": 1}
     asked = {"model": syntax, "messages": CHAT, "tools": tools(strict=True), "parallel_tool_calls": False}
@@ -426,7 +425,7 @@ def test_calls_that_are_left_to_the_model(callers: Asker, gen: Generator, syntax
 
 @SYNTAXES
 def test_a_call_and_its_result_go_on(callers: Asker, gen: Generator, syntax: str) -> None:
-    """With the client's own helpers: a function of a pydantic model, and messages as they came."""
+    """The client's helpers make the tool from a pydantic model, and send messages back unchanged."""
 
     class Paint(BaseModel):
         color: Literal["red", "blue"]

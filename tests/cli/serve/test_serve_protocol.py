@@ -1,4 +1,4 @@
-"""protocol.py and fields.py: what is taken, what it means to the engine, and that what is not taken is named."""
+"""protocol.py and fields.py: accepted fields, their sampling parameters, and errors that name a field."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def error_of(kind: Any, **fields: Any) -> ApiError:
 
 
 def refusal(check: Callable[[], Any]) -> ApiError | None:
-    """Why something is not taken; None where it is."""
+    """Return the error of a check, or None."""
     try:
         check()
     except ApiError as error:

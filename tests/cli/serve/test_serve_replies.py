@@ -1,4 +1,4 @@
-"""replies.py: what a real engine's events become, as the openai package reads it, whole and in chunks."""
+"""replies.py: complete and chunked responses of real events, as the openai package reads them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Generator]:
-    """The bundled model, which speaks; that of `gen` says random bytes, most of them parts of characters."""
+    """The bundled model, which writes text; `gen` has random weights and writes parts of characters."""
     with Generator(seed=0, max_seqs=8, page_size=16, max_model_len=256) as tiny:
         yield tiny
 
 
 def run(gen: Generator, prompts: list[PromptTokens], params: SamplingParams) -> list[list[Event]]:
-    """The events of each step; their ids are the indices of the prompts."""
+    """Return the events of each step, with the indices of prompts as ids."""
     for number, prompt in enumerate(prompts):
         gen.add(prompt.ids, params, id=number)
     said = []
@@ -46,7 +46,7 @@ def run(gen: Generator, prompts: list[PromptTokens], params: SamplingParams) -> 
 
 
 class Chat:
-    """A chat request, and what the engine said to it."""
+    """A chat request and its events."""
 
     def __init__(self, gen: Generator, **fields: Any) -> None:
         body = {"messages": MESSAGES, "seed": 5, "max_tokens": 12, **fields}
@@ -70,7 +70,7 @@ class Chat:
 
 
 class Letters:
-    """A mask that leaves no bytes and no end, so that all that is said is well-formed text."""
+    """A mask without bytes and end tokens, so that the text is well-formed."""
 
     def fill(self, row: np.ndarray) -> None:
         allow(row, np.arange(3 + 256, VOCAB))
@@ -80,7 +80,7 @@ class Letters:
 
 
 class Text:
-    """A request of /completions, and what the engine said to it."""
+    """A request to /completions and its events."""
 
     def __init__(self, gen: Generator, letters: bool = False, **fields: Any) -> None:
         self.request = read_request(CompletionRequest, json.dumps({"seed": 5, **fields}).encode())
@@ -105,9 +105,9 @@ class Text:
 
 
 def as_openai(kind: type[BaseModel], shape: Any, reply: Any) -> dict[str, Any]:
-    """The reply after JSON, which the client's type takes without converting and without fields that it does not know.
+    """Return the reply after JSON. The client's type must accept it without conversion and unknown fields.
 
-    That says less than OpenAI's servers: None for the first token of an echoed prompt and before the end of a choice.
+    Two nulls are patched first: for the first token of an echoed prompt, and the finish_reason before a choice's end.
     """
     TypeAdapter(shape).validate_python(reply, strict=True)
     sent: dict[str, Any] = json.loads(json.dumps(reply, allow_nan=False))
@@ -122,7 +122,7 @@ def as_openai(kind: type[BaseModel], shape: Any, reply: Any) -> dict[str, Any]:
 
 
 def extras(value: Any) -> set[str]:
-    """The fields inside that the client's types do not have."""
+    """Return the fields that the client's types do not have."""
     if isinstance(value, list | tuple):
         return set().union(*map(extras, value))
     if isinstance(value, BaseModel):
@@ -131,7 +131,7 @@ def extras(value: Any) -> set[str]:
 
 
 def add_up(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """By choice: the text, the lists of logprobs, the ids and the reason that chunks of either endpoint add up to."""
+    """Merge chunks of either endpoint: text, lists of logprobs, ids and reason, by choice."""
     total: dict[int, dict[str, Any]] = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         own = total.setdefault(choice["index"], {"text": "", "logprobs": {}, "ids": [], "reason": None})
@@ -271,7 +271,7 @@ def test_a_seed_and_its_null_sampling_fields_give_one_answer(gen: Generator) -> 
 
 
 class Calls:
-    """Makes a call of each letter a in a text, and keeps the rest of it until the end."""
+    """A parser that reports each letter a as a call, and the other text at the end."""
 
     def __init__(self) -> None:
         self.kept, self.calls = "", 0
@@ -396,7 +396,7 @@ def test_completions_in_chunks_add_up_to_the_whole(gen: Generator, case: dict[st
 
 
 def check_logprobs(vocabulary: Vocabulary, choice: dict[str, Any], ids: list[int], most: int, echo: bool) -> None:
-    """An entry for each of ids; the token is among its alternatives; and the text has it where its offset says."""
+    """Check that each id has an entry, is among its alternatives, and is in the text at its offset."""
     logprobs, text = choice["logprobs"], choice["text"]
     names = [vocabulary.name(token) for token in ids]
     assert logprobs["tokens"] == names
@@ -416,7 +416,7 @@ def check_logprobs(vocabulary: Vocabulary, choice: dict[str, Any], ids: list[int
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_a_prompt_is_scored_as_the_engine_scores_it(tiny: Generator, tokens: int, stream: bool) -> None:
-    """As evaluation harnesses ask: echo, and at most one token, whose entry is the last."""
+    """Evaluation harnesses request an echo and at most one token, whose entry is the last."""
     prompt = "The capital of France is Paris."
     text = Text(tiny, prompt=prompt, echo=True, logprobs=1, max_tokens=tokens, temperature=0, stream=stream)
     ids = text.prompts[0].ids
@@ -465,7 +465,7 @@ def test_chunks_of_completions_carry_usage_as_asked(gen: Generator) -> None:
 
 
 def test_what_json_can_not_hold_is_not_said(tiny: Generator) -> None:
-    """A logprob of minus infinity, and two tokens of one name, of which the best counts."""
+    """A logprob may be minus infinity; of tokens with equal names, the best counts."""
     request = CompletionRequest(prompt="a", logprobs=3)
     assert tiny.tokenizer is not None
     vocabulary = Vocabulary(tiny.tokenizer)

@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes of what /openapi.json says: no failure of the server, and answers as it promises."""
+"""schemathesis makes requests of /openapi.json: the server does not fail, and responses follow the schema."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLES = 5  # random requests a route, beside those that try each field's limi
 
 @pytest.fixture(scope="module")
 def server(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Of a small model that knows tools, and whose answers are a few tokens."""
+    """A server of a small model with tools, whose answers have a few tokens."""
     folder = shutil.copytree(talker, tmp_path_factory.mktemp("schema") / "caller")
     template = "{{ bos_token }}{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
@@ -32,7 +32,7 @@ def server(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def test_answers_are_what_the_schema_says(server: Server, tmp_path: Path) -> None:
-    """Of valid requests some are refused all the same: not all that is checked can be said in a schema."""
+    """Some valid requests are refused, since a schema can not express every check."""
     command = [
         *(sys.executable, "-m", "schemathesis.cli", "--no-color", "run", f"{server.url}/openapi.json"),
         *("--phases", "coverage,fuzzing", "--max-examples", str(EXAMPLES), "--generation-deterministic"),

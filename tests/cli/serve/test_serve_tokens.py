@@ -1,4 +1,4 @@
-"""tokens.py: the bytes of tokens in each kind of vocabulary, chats with variables, and what is said of tokenizers."""
+"""tokens.py: bytes of tokens in every kind of vocabulary, chats with variables, and the routes about tokenizers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def byte_level(folder: Path) -> Path:
-    """A vocabulary like GPT-2's, Llama 3's and Qwen's."""
+    """Save a tokenizer with a vocabulary like GPT-2's, Llama 3's and Qwen's."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

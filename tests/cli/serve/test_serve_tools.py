@@ -1,4 +1,4 @@
-"""Tool calls: read from text in any pieces, forced by grammars, and put into chat templates."""
+"""tools.py and toolcalls.py: calls parsed from pieces of text, forced by grammars, written by chat templates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastgen.tokenizer import Tokenizer
 SYNTAXES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
 NAMES = ("get_weather", "get", "add")
 
-# What the models' own templates do, in short.
+# Short forms of the models' own templates.
 TEMPLATES = {
     "hermes": """{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{{ ': ' + tool.function.description }}
 {%- for name, value in tool.function.parameters.properties | items %} {{ name }}{% endfor %}{% endfor %}</tools>
@@ -85,13 +85,13 @@ def cut(text: str, rng: random.Random) -> list[str]:
 
 
 def splits(text: str, rng: random.Random) -> list[list[str]]:
-    """Characters, two pieces at every place or at some of them, and random pieces."""
+    """Return single characters, two pieces cut at every index or at some, and random pieces."""
     places = range(len(text) + 1) if len(text) < 60 else rng.sample(range(len(text) + 1), 30)
     return [list(text), *([text[:at], text[at:]] for at in places), *(cut(text, rng) for _ in range(20))]
 
 
 def same(syntax: Syntax, text: str, rng: random.Random) -> tuple[str, list[tuple[str, str, str]]]:
-    """What a text is read as, however it comes."""
+    """Parse a text; check that all ways to cut it give the same result."""
     whole = parse(syntax, [text])
     for pieces in splits(text, rng):
         assert parse(syntax, pieces) == whole, pieces
@@ -118,7 +118,7 @@ def written(name: str, arguments: str, syntax: Syntax, rng: random.Random) -> st
 
 
 def random_answer(name: str, rng: random.Random) -> tuple[str, str, list[tuple[str, str]]]:
-    """(text, its content, its calls)"""
+    """Return a random text, its content and its calls."""
     syntax = SYNTAXES[name]
     text = rng.choice(["", "", "Let me see: {x} [1] <b> <tool", " Well.\n\n* [a](b)"])
     calls = [(rng.choice(NAMES), random_arguments(rng)) for _ in range(rng.randrange(1, 4))]
@@ -245,7 +245,7 @@ def test_ids_are_what_mistral_takes() -> None:
 
 
 def test_no_more_is_held_back_than_may_become_a_call() -> None:
-    """So the work a piece does not grow with the answer."""
+    """The work for a piece of text must not grow with the answer."""
     parser = ToolParser(LLAMA, NAMES)
     parser.push('{"name": "get", "parameters": {"a": "')
     for _ in range(20_000):
@@ -265,7 +265,7 @@ Model = tuple[str, Tokenizer, Compiler, int]
 
 @pytest.fixture(scope="module", params=[(name, marks) for name in SYNTAXES for marks in (MARKS, ())], ids=str)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Of each syntax, once with marks that are tokens, and once where they are text."""
+    """Each syntax, with marks as tokens and with marks as text."""
     name, marks = request.param
     tokenizer = byte_level(tmp_path_factory.mktemp(name), marks, TEMPLATES[name])
     size = len(tokenizer.hf)
@@ -277,7 +277,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def forced(model: Model, rng: random.Random, **asked: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The calls of an answer that a grammar has made, which is nothing but calls."""
+    """Return the calls of a random answer that a grammar allows, which has no other content."""
     _, tokenizer, compiler, size = model
     calling = calling_of(tokenizer, TOOLS, **asked)
     grammar, parser = calling.grammar(), calling.parser()
