@@ -1,6 +1,4 @@
-"""fgchat over FakeGenerator: a terminal test then starts in half a second, and an answer lasts as long as the test
-wants.
-"""
+"""fgchat over a fake Generator: it starts in half a second, and the test decides how long an answer takes."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from fastgen.request import Completion, Event, RequestOutput, SamplingParams
 
 
 class FakeGenerator:
-    """Answers with the roles and contents of all messages, a word a step. Some messages are special:
+    """A Generator whose answer has the roles and contents of all messages, a word per step. Some messages are special:
 
     "count": 1 2 3 ... without an end; "escape": control characters; "break": the engine fails. The context holds
     200 characters. Like the real one, it holds a little text back.

@@ -1,7 +1,7 @@
-"""fggen as processes that tests can kill: this one imports what takes seconds, and forks one for each line of stdin.
+"""fggen as processes that tests can kill: this program imports the slow modules once, and forks for each line of stdin.
 
-A line is JSON: [arguments of fggen, the file for its stderr]. It answers with the process, and when that has ended with
-its status.
+A line is JSON: [arguments of fggen, the file for its stderr]. The program prints the process id, and at the end of the
+process its status.
 """
 
 from __future__ import annotations

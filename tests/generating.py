@@ -1,4 +1,4 @@
-"""What the tests of fggen give it, and read of it."""
+"""Helpers of fggen's tests: input files, and records of outputs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Fggen = Callable[..., int]
 
 
 def write(name: str, *rows: Any) -> str:
-    """A file with these rows, of which a string is a line as it is."""
+    """Write a file with these rows, and return its name. A string is written as it is."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     Path(name).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return name
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    """The records of a file, as they stand in it."""
+    """Return the records of a file in its order."""
     return [json.loads(line) for line in Path(name).read_text(encoding="utf-8").splitlines()]
 
 

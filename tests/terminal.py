@@ -1,4 +1,4 @@
-"""fgchat in a pseudo-terminal, and what it shows there."""
+"""Helpers of tests that run fgchat in a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATS = r"--- \[(\d+) tokens, (\d+\.\d{3})toks/s\]"
 
 
 def spawn(state: Path, *command: str, **environment: str) -> pexpect.spawn:
-    """Run a Python command in a terminal; state: where it keeps its history."""
+    """Run a Python command in a terminal. state: the folder of the history."""
     env = os.environ | {"XDG_STATE_HOME": str(state), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
     env |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | environment
     child = pexpect.spawn(sys.executable, [*command], env=env, encoding="utf-8", timeout=60, dimensions=(50, 200))
@@ -33,24 +33,24 @@ def spawn(state: Path, *command: str, **environment: str) -> pexpect.spawn:
 
 
 def said(child: pexpect.spawn) -> str:
-    """What came before the match, as text: without the escape sequences of line editing."""
+    """Return the text before the match, without the escape sequences of line editing."""
     return re.sub(r"\x1b(\[[0-9;?]*[a-zA-Z]|[=>])", "", child.before).replace("\r", "")
 
 
 def at_prompt(child: pexpect.spawn, number: int) -> str:
-    """Wait until the editor takes input for this round; what was shown before."""
+    """Wait until the editor takes input for this round; return the text before."""
     child.expect(rf"\x1b\[\?2004h[^\n]*?{number}> ")  # each prompt is drawn more than once: this begins a new one
     return said(child)
 
 
 def ask(child: pexpect.spawn, line: str, number: int) -> str:
-    """Type a line; what is shown until the prompt of this round."""
+    """Type a line; return the text until the prompt of this round."""
     child.sendline(line)
     return at_prompt(child, number)
 
 
 def leave(child: pexpect.spawn, line: str | None = None) -> int:
-    """Type /q or such, or else Ctrl-D; the exit status."""
+    """Type a line (None: Ctrl-D) that ends fgchat; return the exit status."""
     child.sendline(line) if line else child.sendeof()
     child.expect(pexpect.EOF)
     child.wait()

@@ -40,8 +40,10 @@ class Reply:
 
 
 class Backend(Protocol):
-    """A model that answers messages. max_tokens: of an answer, None for no limit; max_model_len: tokens of the context,
-    None if it is unknown."""
+    """A model that answers messages.
+
+    max_tokens: of an answer, None for no limit. max_model_len: tokens of the context, None if unknown.
+    """
 
     max_tokens: int | None
     max_model_len: int | None

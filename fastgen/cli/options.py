@@ -76,7 +76,7 @@ def read_yaml(option: Option, value: Any) -> Value:
 
 def add_flag(group: argparse._ActionsContainer, option: Option, help: str = "") -> None:
     """Add the flag of an option to a parser; its value is None if it is not given."""
-    help = (help or f"{option.text} (default: {option.default_text})").replace("%", "%%")
+    help = (help or f"{option.help} (default: {option.default_text})").replace("%", "%%")
     if option.kind is bool:
         action = argparse.BooleanOptionalAction
         group.add_argument(flag(option.name), action=action, default=None, help=help)
@@ -89,4 +89,5 @@ def add_flag(group: argparse._ActionsContainer, option: Option, help: str = "") 
             raise argparse.ArgumentTypeError(str(error)) from None
 
     metavar = option.kind.__name__.upper() if option.kind in (int, float) else "TEXT"
+    metavar = f"{{{','.join(option.choices)}}}" if option.choices else metavar
     group.add_argument(flag(option.name), type=reader, help=help, metavar=metavar)

@@ -100,7 +100,7 @@ class EngineConfig:
 
 
 def _deterministic(model: ModelConfig, options: GeneratorOptions, dtype: str, gpu: bool, kernels: str) -> bool:
-    """Return whether deterministic mode is on. Raise ValueError where it is asked for and can not be."""
+    """Return whether deterministic mode is on. Raises ValueError if it is asked for and impossible."""
     if options.deterministic is None:
         return options.tensor_parallel == 1 and (not gpu or _is_fast(model, options, dtype, kernels))
     if options.deterministic and options.tensor_parallel > 1:

@@ -48,12 +48,14 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        return self.unset or str(self.default)
+        """Return the default in words."""
+        return self.unset or (f"{self.default:g}" if isinstance(self.default, float) else str(self.default))
 
     @property
-    def text(self) -> str:
-        """The help line, with the choices."""
-        return f"{', '.join(self.choices)}; {self.help}" if self.choices else self.help
+    def line(self) -> str:
+        """Return the description for a docstring."""
+        choices = f" Choices: {', '.join(self.choices)}." if self.choices else ""
+        return f"{self.name}: {self.help}.{choices} Default: {self.default_text}."
 
     def check(self, value: Any) -> None:
         """Raise TypeError or ValueError for a value that the option can not have."""
@@ -99,17 +101,17 @@ class GeneratorOptions:
 
     model: str | Path | None = option(None, "a folder in Hugging Face format or a hub id", unset="the bundled model")
     _: KW_ONLY
-    revision: str | None = option(None, "revision of the hub id", unset="the newest")
+    revision: str | None = option(None, "revision of the hub id", unset="the newest one")
     tokenizer: str | Path | None = option(None, "folder or hub id of another tokenizer", unset="the model's own")
     dtype: str = option(
-        "auto", "auto: the checkpoint's on a GPU, float32 on the CPU",
+        "auto", "dtype of weights and KV cache; auto is the checkpoint's on a GPU, float32 on the CPU",
         choices=("auto", *DTYPE_BYTES),
     )  # fmt: skip
     device: str | None = option(
         None, "cpu, cuda or cuda:1, for example", unset="a GPU if torch can use one, else the CPU"
     )
     max_model_len: int | None = option(
-        None, "context: tokens of prompt and answer together", low=1,
+        None, "the context: tokens of prompt and answer together", low=1,
         unset="the model's, or what the KV cache holds if that is less",
     )  # fmt: skip
     max_seqs: int | None = option(
@@ -119,10 +121,10 @@ class GeneratorOptions:
         None, "tokens that one step computes at most", unset="as many as suit the device", low=1
     )
     page_size: int = option(64, "tokens of a page of the KV cache", low=1)
-    num_pages: int | None = option(None, "pages of the KV cache", unset="what the memory holds", low=2)
+    num_pages: int | None = option(None, "pages of the KV cache", unset="what kv_cache_gb holds", low=2)
     kv_cache_gb: float | None = option(
-        None, "size of the KV cache on all GPUs together, in 10^9 bytes", unset="what the memory holds", low=0,
-        above=True, high=MOST_GB,
+        None, "size of the KV cache on all GPUs together, in 10^9 bytes",
+        unset="what memory_fraction leaves on a GPU, at most 4 on the CPU", low=0, above=True, high=MOST_GB,
     )  # fmt: skip
     memory_fraction: float = option(
         0.9, "share of the GPU's free memory for weights, steps and KV cache together, if the KV cache is given no "
@@ -135,7 +137,8 @@ class GeneratorOptions:
         0, "pinned memory of the host for pages that the KV cache evicts, in 10^9 bytes", low=0, high=MOST_GB
     )
     attention: str = option(
-        "auto", "auto: paged on a GPU, reference on the CPU; flash: paged, with flash-attn for prefills",
+        "auto", "attention kernels; auto is paged on a GPU and reference on the CPU, flash is paged with flash-attn "
+        "for prefills",
         choices=("auto", *ATTENTION),
     )  # fmt: skip
     tensor_parallel: int = option(
@@ -151,9 +154,13 @@ class GeneratorOptions:
         None, "tokens and logprobs do not depend on the schedule, to the bit", unset="on the CPU, and on one H100 "
         "or H200 in bfloat16 or float16 with heads of 64 to 128",
     )  # fmt: skip
-    load: str = option("auto", "dummy: random weights", choices=("auto", "dummy"))
+    load: str = option(
+        "auto", "source of the weights: the checkpoint, or random numbers (dummy)", choices=("auto", "dummy")
+    )
     seed: int | None = option(
-        None, "requests without a seed derive theirs from it", unset="a seed from the operating system"
+        None,
+        "requests without a seed derive theirs from it, so that a run can be repeated",
+        unset="a seed from the operating system",
     )
 
     def check(self) -> None:
@@ -178,7 +185,7 @@ def takes_fields_of(
     """
     assert isinstance(cls, type)
     options = options_of(cls)
-    listed = "\n".join(f"{each.name}: {each.text} (default: {each.default_text})" for each in options.values())
+    listed = "\n".join(each.line for each in options.values())
 
     def decorate(init: Callable[[Owner, Options], None]) -> Callable[Concatenate[Owner, Arguments], None]:
         @wraps(init)

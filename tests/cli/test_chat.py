@@ -1,4 +1,4 @@
-"""fgchat: what each line does, in a pseudo-terminal and through a pipe."""
+"""fgchat in a pseudo-terminal and through a pipe: commands, answers, Ctrl-C and errors."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_invalid_bytes_do_not_reach_the_tokenizer(pipe):
 
 
 def interrupting(at: int, times: int = 1) -> FakeGenerator:
-    """A generator in whose step after so many words Ctrl-C is pressed."""
+    """Return a generator that sends SIGINT to this process, `times` times, in the step after `at` words."""
     gen = FakeGenerator()
 
     def on_step() -> None:
@@ -240,7 +240,7 @@ def test_ctrl_c_in_a_pipe_ends_it_after_the_step(monkeypatch, capsys):
 
 
 class Typist(chat.Console):
-    """A console at which somebody sits."""
+    """An interactive console without a terminal."""
 
     def __init__(self) -> None:
         self.interactive, self.screen = True, sys.stderr
@@ -377,7 +377,7 @@ RANKS = ("-m", "fastgen.cli.chat", "--tensor-parallel", "2", "--device", "cpu", 
 
 
 def ranks_of(child: pexpect.spawn) -> list[int]:
-    """The processes that fgchat has started."""
+    """Return the processes that fgchat has started."""
     return [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
 
 
@@ -389,8 +389,8 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 def test_two_ranks_in_a_terminal(start):
-    """Nothing is shown that one process would not show, an answer that is stopped leaves the conversation whole, and
-    where a rank dies the chat ends with a line."""
+    """The terminal shows the same as with one process, a stopped answer leaves the conversation whole, and
+    the death of a rank ends the chat with one line."""
     child = start(*RANKS)
     shown = at_prompt(child, 1)
     assert re.fullmatch(rf"(loading weights: [^\n]*\n*)+{re.escape(BANNER)}", shown)

@@ -1,4 +1,4 @@
-"""EngineConfig: what is left open is filled in from the model, and what can not work is one clear error."""
+"""Generator's options and EngineConfig: values for options left open, and one clear error for impossible ones."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_pool_has_the_size_that_was_asked_for() -> None:
 
 
 def test_a_pool_that_was_asked_for_may_hold_more_than_the_lanes() -> None:
-    """The prefix cache can use it."""
+    """The prefix cache can use more pages than the lanes."""
     page_bytes = 64 * TOKEN_BYTES
     options = {"max_seqs": 1, "max_step_tokens": 64, "max_model_len": 64}
     assert make(kv_cache_gb=9.5 * page_bytes / 1e9, **options).num_pages == 9

@@ -51,6 +51,7 @@ RAY = (
     Option("replica_cpus", float, help="CPUs of a replica; less than 1 shares one", unset="1", low=0),
 )
 
+SEED = Option("seed", int, help="rows without a seed derive theirs from it", unset="a new one")
 LOG_SECONDS = 30.0  # between two updates of the bar outside of a terminal
 
 
@@ -177,22 +178,19 @@ def _working(args: argparse.Namespace, source: Source, done: Indices, seed: int)
         make = partial(_make, args, source.batch, seed)
         yield needed("fastgen.cli.gen.ray_backend", "ray", "actors of Ray").work_on_ray(args, make, source, done)
         return
-    with _load(args) as gen:
+    with exiting_on_ctrl_c():
+        loaded = _load(args)
+    with loaded as gen:
         yield work(_job(args, gen, source.batch, seed), source.rows(done), gen.stream)
 
 
 def _make(args: argparse.Namespace, batch: bool, seed: int) -> tuple[Generator, Job]:
     """Load the model and make the job, in an actor of Ray."""
-    gen = _generator(args)
+    gen = _load(args)
     return gen, _job(args, gen, batch, seed)
 
 
 def _load(args: argparse.Namespace) -> Generator:
-    with exiting_on_ctrl_c():
-        return _generator(args)
-
-
-def _generator(args: argparse.Namespace) -> Generator:
     from fastgen.generator import Generator  # importing torch takes seconds
 
     options = {name: value for name in GENERATOR if (value := getattr(args, name)) is not None}
@@ -272,8 +270,7 @@ def make_parser() -> argparse.ArgumentParser:
     for each in SAMPLING.values():
         add_flag(group, each)
     group.add_argument("--stop", metavar="TEXT", action="append", help="ends an answer; may be given several times")
-    seed_help = "rows derive theirs from it: the same command then gives the same answers (default: a new one)"
-    group.add_argument("--seed", type=int, help=seed_help)
+    add_flag(group, SEED)
     group = parser.add_argument_group("model")
     for each in GENERATOR.values():
         add_flag(group, each)

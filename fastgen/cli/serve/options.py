@@ -33,7 +33,7 @@ class ServerOptions:
     stall_timeout: float = option(
         60.0, "seconds without a step, with work to do, after which /health is 503", low=0, above=True
     )
-    restart: bool = option(True, "start an engine that has died again, once")
+    restart: bool = option(True, "restart an engine that has died, once")
     verbose: bool = option(False, "log requests, engines and tracebacks")
     replicas: int | None = option(
         None, "servers like this one behind one address, by Ray Serve", unset="this one, without Ray", low=1
@@ -113,7 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
     for title, options in (("server", SERVER), ("models", MODEL)):
         group = parser.add_argument_group(title)
         for each in options.values():
-            add_flag(group, each, f"{each.text} [{variable(each.name)}, {each.name}: {each.default_text}]")
+            add_flag(group, each, f"{each.help} [{variable(each.name)}, {each.name}: {each.default_text}]")
     parser.add_argument("--version", action="version", version=f"fgserve {__version__}")
     return parser
 

@@ -1,4 +1,4 @@
-"""fggen over a Generator of random weights: what each row comes to, and what is refused."""
+"""fggen over a Generator of random weights: records, errors, memory and options."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_columns_of_fggens_own_names_need_a_prefix(fggen: Fggen, capsys: pytest.
 
 
 class Echo:
-    """A Generator that says nothing to `lanes` requests at a time, and then to the youngest of them first."""
+    """A fake Generator: it reads `lanes` requests, and completes the youngest one first."""
 
     lanes = 16
 
@@ -204,7 +204,7 @@ class Echo:
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, bad: int) -> None:
-    """bad: every so many rows can not be asked."""
+    """bad: one row of so many has an error; 0: none."""
     peaks = []
     job = RowJob(SamplingParams(), seed=0)
     for count in (200, 2000):

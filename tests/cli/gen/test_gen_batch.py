@@ -1,4 +1,4 @@
-"""OpenAI's batch files through fggen: requests that fgserve would answer, and answers that OpenAI's client reads."""
+"""OpenAI's batch files through fggen: the answers are those of fgserve, and OpenAI's client reads them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def answer(fggen: Fggen) -> Answer:
-    """answer(*rows) runs a batch file of these rows; the answers, in the order of the rows."""
+    """answer(*rows) runs a batch file of these rows, and returns the answers in their order."""
 
     def run(*rows: Any, options: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)

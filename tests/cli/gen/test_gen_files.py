@@ -1,4 +1,4 @@
-"""fggen's files: what it reads and writes, and how it goes on with what is there."""
+"""fggen's files: input, output, and jobs that are continued."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_ordered_is_the_order_of_the_input(fggen: Fggen) -> None:
 
 @pytest.fixture
 def begun(fggen: Fggen) -> bytes:
-    """A job that has ended: its output, out.jsonl, of in.jsonl, with SHORT."""
+    """Return the output (out.jsonl) of a finished job on in.jsonl with SHORT."""
     assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.jsonl", *SHORT) == 0
     return Path("out.jsonl").read_bytes()
 

@@ -1,4 +1,4 @@
-"""fggen is killed at random moments, and in the end each row is there once, and says what it would have said."""
+"""fggen is killed at random moments; in the end each row is there once, as in an undisturbed run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Forks:
         return self._read("process")
 
     def end(self) -> int:
-        """Wait for it; its status."""
+        """Wait for the process, and return its status."""
         return self._read("status")
 
     def _read(self, what: str) -> int:
@@ -97,7 +97,7 @@ def records(output: Path) -> list[dict]:
 
 
 def written(output: Path) -> int:
-    """Rows that are there, or nearly so."""
+    """Return the number of rows in the output; the last one may be torn."""
     if output.is_dir():
         return sum(pq.read_metadata(part).num_rows for part in output.glob("part-*.parquet"))
     return output.read_bytes().count(b"\n") if output.exists() else 0
@@ -111,7 +111,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def killed(forks: Forks, folder: Path, output: Path, times: int, seed: int, rows: int = ROWS) -> int:
-    """Kill it so often, between its start and the last row, and let it end; how often it had written rows."""
+    """Kill a job `times` times at random moments, then let it end; return how many of them had written rows."""
     draw = random.Random(seed)
     hits = 0
     for part in range(times):

@@ -39,7 +39,7 @@ ROWS = 120
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a job that was done without Ray."""
+    """Return the folder of a job that ran without Ray."""
     folder = tmp_path_factory.mktemp("gen")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -51,7 +51,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def on_ray(source: str, output: str, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """fggen on Ray, in this folder and a session of its own, of which nothing is left in the end."""
+    """Run fggen on Ray in this folder, as a session of its own; kill what is left of the session in the end."""
     command = [sys.executable, "-m", "fastgen.cli.gen.main", "fastgen-tiny", source, "-o", output, *JOB, *ON_RAY]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -65,7 +65,7 @@ def on_ray(source: str, output: str, *options: str) -> Iterator[subprocess.Popen
 
 
 def session(process: subprocess.Popen[str]) -> list[int]:
-    """All that runs in its session, which Ray's processes do not leave."""
+    """Return the processes of the session, among them all of Ray's."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
@@ -90,13 +90,13 @@ def written(output: str) -> int:
 
 
 def more(output: str, than: int) -> int:
-    """Wait for so many lines and one; how many there are."""
+    """Wait until the output has more lines than `than`; return their number."""
     until(lambda: Path(output).exists() and written(output) > than, 240)
     return written(output)
 
 
 def ended(process: subprocess.Popen[str], status: int) -> str:
-    """What it has said; it must leave nothing."""
+    """Wait for the end; return stderr. No process of the session may be left."""
     _, said = process.communicate(timeout=240)
     assert process.returncode == status, said
     until(lambda: not session(process))

@@ -1,4 +1,4 @@
-"""The options of fgserve: where they come from, and which goes first."""
+"""The options of fgserve: flags, environment variables and the file, and their precedence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fgchat with a server: a real one in a pseudo-terminal, and one that does whatever the test wants."""
+"""fgchat with a server: fgserve in a pseudo-terminal, and a fake server whose responses the test writes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wait_for_abort(url: str) -> None:
 
 
 def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
-    """It streams; Ctrl-C ends the answer and the server's request; what it refuses is a line, and its end too."""
+    """Answers stream; Ctrl-C ends the answer and the server's request; refusals and the server's end are one line."""
     program = ("-m", "fastgen.cli.chat", "--temperature", "0", "--url")
     with Server(FGSERVE, "--api-key", "secret").await_ready() as server:
         url = server.url
@@ -67,12 +67,15 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
             child.expect(r"fgchat: error: no connection to [^\n]*refused\r\n$")
 
 
-# A server that does as it is told
+# A fake server
 
 
 class Fake:
-    """An OpenAI-style server. models: of /models, or a body; answer: writes the response to a chat request; asked: the
-    requests, and closed: set when the client of one has left it."""
+    """A fake OpenAI-style server.
+
+    models: the list of /models, or (status, body). answer: writes the response to a chat request. asked: the requests.
+    closed: set when a client has closed its connection.
+    """
 
     def __init__(self) -> None:
         self.models: Any = [{"id": "some-model", "owned_by": "somebody"}]
@@ -103,7 +106,7 @@ class Fake:
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def wait_until_left(self, request: BaseHTTPRequestHandler) -> None:
-        """Answer nothing until the client has gone."""
+        """Send nothing until the client closes the connection."""
         if request.connection.recv(1) == b"":
             self.closed.set()
 
@@ -120,7 +123,7 @@ def reply(status: int, body: Any) -> Callable[[BaseHTTPRequestHandler], None]:
 def stream(
     *texts: str, end: str = "stop", tail: bytes = b"data: [DONE]\n\n"
 ) -> Callable[[BaseHTTPRequestHandler], None]:
-    """An answer in such pieces, a byte at a time."""
+    """Stream an answer of these pieces, a byte at a time."""
     chunks: list[dict[str, Any]] = [{"choices": [{"delta": {"role": "assistant"}, "finish_reason": None}]}]
     chunks += [{"choices": [{"delta": {"content": text}}], "usage": None} for text in texts]
     chunks += [{"choices": [{"delta": {}, "finish_reason": end}]}] if end else []
