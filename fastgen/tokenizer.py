@@ -1,4 +1,4 @@
-"""Text to ids and back: the model's tokenizer and chat template, and text that grows token by token."""
+"""Conversion of text to ids and back: tokenizer, chat template, incremental detokenization, stop strings."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from fastgen.request import Prompt
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-CONTEXT_IDS = 6  # prompt ids that are decoded along with an answer, so that its first token keeps its leading space
-USUAL_CHARS = 8  # of a token, or fewer
-CLEARLY_MORE = 1000  # tokens; those that a cut adds to a text are far fewer
+CONTEXT_IDS = 6  # prompt ids that are decoded before an output, so that its first token keeps its leading space
+USUAL_CHARS = 8  # most tokens have at most so many characters
+CLEARLY_MORE = 1000  # tokens; cutting a text changes far fewer
 BROKEN = "\ufffd"
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, reduced to what generation needs. Raises ValueError for files that can not be read."""
+    """A Hugging Face tokenizer, as far as generation needs it. Raises ValueError for files that can not be read."""
 
     def __init__(self, folder: Path) -> None:
-        # Slow to import, and a model used by ids alone does without.
+        # transformers is slow to import, and a model without a tokenizer does not need it.
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         try:
@@ -33,21 +33,22 @@ class Tokenizer:
                 "or give another one"
             ) from error
         kind, plain = type(self.hf), PreTrainedTokenizerFast
-        # What a tokenizer without a decode of its own comes to, at a fifth of the time: text is decoded at each token.
+        # If the class does not override decode, its backend gives the same text in a fifth of the time; text is decoded
+        # at each token.
         self._backend: Any = None
         if issubclass(kind, plain) and kind.decode is plain.decode and kind._decode is plain._decode:
             self._backend = self.hf.backend_tokenizer
 
     @classmethod
     def find(cls, folder: Path) -> Tokenizer | None:
-        """The tokenizer of a folder, or None where the folder has none."""
+        """Return the tokenizer of a folder, or None if the folder has none."""
         return cls(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
 
     def encode(self, text: str, special: bool = True, most: int | None = None) -> list[int]:
-        """Ids of a text; special: with the special tokens that this tokenizer adds (such as BOS).
+        """Return the ids of a text. special: with the special tokens that this tokenizer adds (such as BOS).
 
-        most: where there are more, some that are more as well will do, as megabytes of text take seconds, and gigabytes
-        of memory. Then there are more by CLEARLY_MORE.
+        most: if the text has more ids, return only the ids of a beginning of it, at least CLEARLY_MORE more than
+        `most`: a text of megabytes would take seconds to encode, and gigabytes of memory.
         """
         if most is not None:
             size = USUAL_CHARS * (most + CLEARLY_MORE)
@@ -56,7 +57,7 @@ class Tokenizer:
                 if len(ids) > most + CLEARLY_MORE:  # a cut changes the last few
                     return ids
                 size *= USUAL_CHARS
-        # verbose: it would warn of a long text, which may be meant to be refused
+        # verbose=False: no warning of a text longer than the context, which the caller refuses
         return list(self.hf(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def encode_chat(
@@ -66,16 +67,17 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         most: int | None = None,
     ) -> list[int]:
-        """Ids of a conversation. The template brings its own special tokens.
+        """Return the ids of a conversation. The template adds its own special tokens.
 
-        prompting: up to where an answer begins; variables: for the template, such as tools; most: as of `encode`.
+        prompting: end with the beginning of an assistant's message. variables: of the template, such as tools. most:
+        see `encode`.
         """
         if self.hf.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; give the prompt as text or ids")
         variables = variables or {}
         for name in inspect.signature(self.hf.apply_chat_template).parameters:
             if name in variables and name not in ("tools", "documents"):
-                raise ValueError(f"{name} is no variable of a chat template; leave it out")
+                raise ValueError(f"{name} is not a variable of a chat template; leave it out")
         try:
             text = self.hf.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=prompting, **variables
@@ -85,15 +87,15 @@ class Tokenizer:
         return self.encode(text, special=False, most=most)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """Text of ids; special: with special tokens."""
+        """Return the text of ids. special: with special tokens."""
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=not special))
         return str(self.hf.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
 
 def _light_config(folder: Path) -> Any:
-    """What AutoTokenizer wants to know of a model, or None where it has to find out itself. Then it imports what checks
-    configurations, and with that torch's compiler: 2 s."""
+    """Return the model config that AutoTokenizer needs, or None if it must read the config itself. That takes 2 s, as
+    it imports the validation of configs, and with it torch's compiler."""
     from transformers import PretrainedConfig
 
     try:
@@ -109,7 +111,7 @@ def _light_config(folder: Path) -> Any:
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
-    """Ids of a prompt of any kind. Raises ValueError, or TypeError for what is no prompt."""
+    """Return the ids of a prompt of any kind. Raises ValueError or TypeError for other values."""
     if isinstance(prompt, str):
         return _needed(tokenizer).encode(prompt)
     if isinstance(prompt, bytes | bytearray):
@@ -120,7 +122,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
         raise TypeError(f"a prompt is a string, a list of ids or a list of messages, not {type(prompt).__name__}")
     if prompt and isinstance(prompt[0], Mapping):
         return _needed(tokenizer).encode_chat(prompt)  # type: ignore[arg-type]
-    if set(map(type, prompt)) == {int}:  # as nearly all are, and an `isinstance` a token takes many times longer
+    if set(map(type, prompt)) == {int}:  # the usual case; a check of each token takes many times longer
         return list(prompt)  # type: ignore[arg-type]
     for token in prompt:
         if not isinstance(token, Integral) or isinstance(token, bool):
@@ -129,29 +131,31 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer. Raises ValueError if there is none."""
     if tokenizer is None:
         raise ValueError("this model has no tokenizer files, so a prompt must be a list of token ids")
     return tokenizer
 
 
 class Detokenizer:
-    """The text of one answer while it grows.
+    """Incremental detokenization of one output.
 
-    New ids are decoded behind the ids that gave text last, and what they add is their text. While it ends in the
-    middle of a character it waits for the ids that complete it. One call with many ids says what a call an id says.
+    New ids are decoded together with the ids that gave text last, and the text that they add is returned. While the
+    text ends in the middle of a character, it is held back. One call with many ids gives the same text as a call with
+    each id.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        # A decoder with byte fallback breaks a whole run of bytes that does not begin with a character.
+        # A decoder with byte fallback breaks a whole run of bytes if the run does not begin with a character.
         starts = [list(prompt_ids[-count:]) for count in range(CONTEXT_IDS, CONTEXT_IDS + 4)]
         whole = (ids for ids in starts if not tokenizer.decode(ids).startswith(BROKEN))
         self._context = next(whole, [])
         self._seen = tokenizer.decode(self._context)
-        self._fresh: list[int] = []  # ids that have given no text yet
+        self._fresh: list[int] = []  # ids without text so far
 
     def push(self, ids: Sequence[int], last: bool = False) -> str:
-        """The text that new ids add; with `last`, broken characters come out as they are."""
+        """Return the text that new ids add. last: return broken characters as they are."""
         fresh = [*self._fresh, *ids]
         text = self._tokenizer.decode(self._context + fresh)
         if BROKEN in text and len(ids) > 1:
@@ -167,14 +171,15 @@ class Detokenizer:
 
 
 class StopFinder:
-    """Looks for stop strings in a growing text, and holds back the end of it that may become one."""
+    """A search for stop strings in a growing text, which holds back the end that may become a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(the text that is safe to show, the stop string that was found): the text ends before a stop string."""
+        """Return (the text that is safe to show, the stop string that was found or None). The text ends before the stop
+        string."""
         text = self._held + text
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -186,18 +191,18 @@ class StopFinder:
         return text[: len(text) - held], None
 
     def flush(self) -> str:
-        """What was held back, when nothing more will come."""
+        """Return the text that was held back, at the end of the output."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text that begins stop."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class AnswerText:
-    """The text of one answer while it grows, cut before the first stop string."""
+class OutputText:
+    """The growing text of one output, cut before the first stop string."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
@@ -205,7 +210,8 @@ class AnswerText:
         self.text = ""
 
     def push(self, ids: Sequence[int], *, may_stop: bool = True, last: bool = False) -> str | None:
-        """Add ids; returns the stop string that they complete, if any. `last`: nothing more will come."""
+        """Add ids, and return the stop string that they complete, if any. may_stop: look for stop strings. last: these
+        are the last ids."""
         new = self._detokenizer.push(ids, last)
         if not may_stop:
             self.text += self._finder.flush() + new

@@ -15,7 +15,7 @@ from conftest import check_idle, random_ids
 from fastgen import Event, Generator, Request, SamplingParams
 from fastgen.engine.inputs import InputProcessor
 from fastgen.request import MAX_BIASES
-from fastgen.tokenizer import AnswerText, Tokenizer
+from fastgen.tokenizer import OutputText, Tokenizer
 
 pytestmark = pytest.mark.timeout(60)
 SHORT = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -121,14 +121,14 @@ def test_an_exception_while_text_is_made_loses_nothing(
 ) -> None:
     params = SamplingParams(max_tokens=8, temperature=0)
     expected = gen.generate([[5, 6, 7]], params)[0].completions[0]
-    push, count = AnswerText.push, itertools.count()
+    push, count = OutputText.push, itertools.count()
 
-    def interrupted(self: AnswerText, *args: Any, **options: Any) -> str | None:
+    def interrupted(self: OutputText, *args: Any, **options: Any) -> str | None:
         if next(count) == after:
             raise KeyboardInterrupt
         return push(self, *args, **options)
 
-    monkeypatch.setattr(AnswerText, "push", interrupted)
+    monkeypatch.setattr(OutputText, "push", interrupted)
     gen.add([5, 6, 7], params)
     events: list[Event] = []
     while gen.unfinished:

@@ -15,7 +15,7 @@ import torch
 from conftest import VOCAB
 from transformers import AutoTokenizer
 
-from fastgen.tokenizer import BROKEN, CLEARLY_MORE, AnswerText, Detokenizer, StopFinder, Tokenizer, encode_prompt
+from fastgen.tokenizer import BROKEN, CLEARLY_MORE, Detokenizer, OutputText, StopFinder, Tokenizer, encode_prompt
 
 TEXTS = [
     "hello world, the quick brown fox",
@@ -145,7 +145,7 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
 
 def test_no_stop_before_min_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("hello hello")[1:]
-    text = AnswerText(tokenizer, [1], ["hello"])
+    text = OutputText(tokenizer, [1], ["hello"])
     half = len(ids) // 2
     assert text.push(ids[:half], may_stop=False) is None
     assert "hello" in text.text
@@ -217,7 +217,7 @@ def test_a_chat_template_has_variables_of_its_own_alone(tokenizer: Tokenizer) ->
     short = tokenizer.encode_chat(messages, prompting=False)
     assert short == ids[: len(short)] != ids
     for name in ("tokenize", "chat_template", "add_generation_prompt", "conversation", "return_tensors"):
-        with pytest.raises(ValueError, match=f"{name} is no variable"):
+        with pytest.raises(ValueError, match=f"{name} is not a variable"):
             tokenizer.encode_chat(messages, variables={name: "x"})
     with pytest.raises(ValueError, match="does not take these messages"):
         tokenizer.encode_chat(messages, variables={"messages": []})

@@ -24,7 +24,7 @@ from fastgen.request import (
     Sequence,
     TokenMask,
 )
-from fastgen.tokenizer import AnswerText, Tokenizer, encode_prompt
+from fastgen.tokenizer import OutputText, Tokenizer, encode_prompt
 
 
 class InputProcessor:
@@ -143,12 +143,12 @@ class InputProcessor:
             raise ValueError("this model has no tokenizer files, so stop strings can not be found; use stop_token_ids")
         return ids
 
-    def _text(self, sequence: Sequence, queue: OutputQueue | None) -> AnswerText | None:
+    def _text(self, sequence: Sequence, queue: OutputQueue | None) -> OutputText | None:
         """Return the text to update at each token; None if it is needed only at the end, or never."""
         stops = sequence.params.stop_strings
         if self.tokenizer is None or (queue is not None and not stops):
             return None
-        return AnswerText(self.tokenizer, sequence.token_ids, stops)
+        return OutputText(self.tokenizer, sequence.token_ids, stops)
 
     def _next_seed(self) -> int:
         digest = hashlib.blake2b(self._seed + b":%d" % next(self._seeds), digest_size=8).digest()

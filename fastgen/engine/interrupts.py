@@ -1,4 +1,4 @@
-"""Ctrl-C at a time when it breaks nothing."""
+"""Deferral of Ctrl-C (SIGINT) to a moment at which the engine's state is consistent."""
 
 from __future__ import annotations
 
@@ -12,67 +12,70 @@ T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], None]
 
 IMPATIENT = 3
-"""SIGINTs within one `with` block: the last of them is raised at once, since the call may hang."""
+"""The SIGINT of this number within one block is raised at once, since the call may hang."""
 
 
 class DeferredInterrupt:
     """Context manager that defers Ctrl-C: `check`, or the end of the outermost block, raises KeyboardInterrupt.
 
-    It replaces the handler of SIGINT within the block, and puts it back behind. It does nothing outside of the main
-    thread, in which alone Python handles signals, and nothing where the handler is not Python's default one: a program
-    that has its own decides itself. Blocks may be nested, also those of several objects: the outermost one counts.
+    It replaces the handler of SIGINT within the block. It does nothing outside of the main thread, since Python handles
+    signals in the main thread alone, and nothing if the handler is not Python's default: a program with a handler of
+    its own decides itself. Blocks may be nested, also those of several objects.
     """
 
     def __init__(self) -> None:
-        self._handler = self._note  # one object, which `is` finds again
-        self._installed = False  # whether SIGINT has it now
-        self._outermost: list[bool] = []  # of each block that has been entered
-        self._count = 0  # SIGINTs that wait
+        self._handler = self._note  # one object, for comparisons with `is`
+        self._installed = False
+        self._depth = 0  # of nested blocks
+        self._count = 0  # deferred SIGINTs
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            outermost = not self._installed and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            if outermost:
+            self._depth += 1
+            if self._depth == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 self._replace(signal.default_int_handler, self._handler)
-            self._outermost.append(outermost)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if threading.current_thread() is not threading.main_thread() or not self._outermost.pop():
+        if threading.current_thread() is not threading.main_thread():
             return
-        self._replace(self._handler, signal.default_int_handler)
+        self._depth -= 1
+        if self._depth:
+            return
+        if self._installed:
+            self._replace(self._handler, signal.default_int_handler)
         count, self._count = self._count, 0
         if count and not isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a SIGINT waits."""
+        """Raise KeyboardInterrupt if a SIGINT was deferred."""
         if self._count:
             self._count = 0
             raise KeyboardInterrupt
 
     def reading(self, items: Iterable[T]) -> Iterator[T]:
-        """Return the items of an iterable of the user's. Ctrl-C is not deferred while it makes the next one."""
+        """Yield the items of a user's iterable. Ctrl-C is not deferred while the iterable makes its next item."""
         iterator = iter(items)
         while found := self._next(iterator):
-            yield found.pop()  # not held while the next is made
+            yield found.pop()  # so that no reference is held while the next item is made
 
     def _next(self, iterator: Iterator[T]) -> list[T]:
         """Return the next item in a list, or an empty list at the end."""
-        lifted = self._installed
+        installed = self._installed
         self.check()
         try:
-            if lifted:
+            if installed:
                 self._replace(self._handler, signal.default_int_handler)
             return [next(iterator)]
         except StopIteration:
             return []
         finally:
-            if lifted:
+            if installed:
                 self._replace(signal.default_int_handler, self._handler)
 
     def _replace(self, old: Handler, new: Handler) -> None:
-        """Install a handler in another's place. One that code within the block has installed stays."""
-        self._installed = False  # first: where `new` is Python's, a SIGINT may raise right behind the next call
+        """Install `new` if the current handler is `old`. A handler that code in the block has installed stays."""
+        self._installed = False  # before the call: once Python's handler is installed, a SIGINT may raise at once
         found = signal.signal(signal.SIGINT, new)
         if found is not old:
             signal.signal(signal.SIGINT, found)

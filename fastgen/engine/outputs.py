@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from tqdm import tqdm
 
 from fastgen.request import Completion, Event, RequestOutput, Sequence, Status, Timings
-from fastgen.tokenizer import AnswerText, Tokenizer
+from fastgen.tokenizer import OutputText, Tokenizer
 
 
 @dataclass
@@ -90,7 +90,7 @@ class ActiveSample:
     """One sample of a request in the engine, with its text and the position up to which events were emitted."""
 
     sequence: Sequence
-    text: AnswerText | None  # updated at each token if events show it or stop strings may end it; else made at the end
+    text: OutputText | None  # updated at each token if events show it or stop strings may end it; else made at the end
     ids_read: int = 0  # ids that are in the text
     emitted: tuple[int, int] = (0, 0)  # ids and characters in events so far
 
@@ -100,7 +100,7 @@ class ActiveSample:
         if tokenizer is None:
             return None
         if self.text is None:
-            self.text = AnswerText(tokenizer, sequence.token_ids[: sequence.prompt_len], params.stop_strings)
+            self.text = OutputText(tokenizer, sequence.token_ids[: sequence.prompt_len], params.stop_strings)
         end = sequence.output_len - isinstance(sequence.stop_reason, int)  # a stop id is not part of the text
         finished = sequence.status is Status.FINISHED
         while self.ids_read < end or finished:
@@ -119,7 +119,7 @@ class ActiveSample:
         if self.text is not None and tokenizer is not None:
             sequence = self.sequence
             prompt = sequence.token_ids[: sequence.prompt_len]
-            self.text, self.ids_read = AnswerText(tokenizer, prompt, sequence.params.stop_strings), 0
+            self.text, self.ids_read = OutputText(tokenizer, prompt, sequence.params.stop_strings), 0
 
     def resume(self, completion: Completion, tokenizer: Tokenizer | None) -> str | None:
         """Begin with the tokens of a completion of the same prompt, which count as emitted; return the stop string that

@@ -1,9 +1,10 @@
-"""Steps of few tokens in pieces: all of a forward but its attention, as CUDA graphs.
+"""CUDA graphs of steps with prefills of few tokens: everything but the attention of a forward pass.
 
 Launched kernel by kernel, such a step takes as long as the host needs for its launches, which is longer than the GPU
-needs. No graph can hold the attention of chunks, whose grids and lists differ from step to step. So a graph, a piece,
-goes from one layer's attention to the next one's: the one's o and MLP, then the other's qkv. What is behind the last
-layer's keys and values is launched kernel by kernel too, since it is computed for the rows alone that are wanted.
+needs. A CUDA graph can not hold the attention of prefill chunks, whose grids and work lists differ from step to step.
+So each graph goes from one layer's attention to the next one's: the o projection and MLP of a layer, then the queries,
+keys and values of the next. The last layer's attention and MLP are launched kernel by kernel too, since they are
+computed for the wanted rows alone.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from fastgen.model.transformer import StepInput, Stream, Transformer
 from fastgen.parallel.residual import ReplicatedResidual
 
 SIZES = (16, 32, 64, 96, 128, 192, 256)
-"""Tokens that pieces are captured for; few, since each takes a graph a layer. Multiples of ROW_TILE."""
+"""Step sizes, in tokens, that are captured; few, since each takes a graph for each layer. Multiples of ROW_TILE."""
 
 
 def prefill_sizes(most: int) -> list[int]:
-    """Those of SIZES up to `most`, the tokens of the largest step."""
+    """Return the SIZES up to `most`, the tokens of the largest step."""
     return [size for size in SIZES if size <= most]
 
 
 class PrefillGraphs:
-    """Captures the pieces of steps of `sizes` tokens (ascending), and runs steps through them.
+    """Captures graphs for steps of `sizes` tokens (ascending), and runs steps through them.
 
-    beside: graphs that they share their memory pool with. A graph's number is its size times the number of layers, plus
-    the layer whose qkv it ends with.
+    beside: graphs to share a memory pool with. The number of a graph is its size times the number of layers, plus the
+    layer whose queries it ends with.
     """
 
     def __init__(self, model: Transformer, pool: KVPool, sizes: list[int], beside: Graphs) -> None:
@@ -42,7 +43,7 @@ class PrefillGraphs:
         self._layers = len(model.layers)
         heads, head_size, like = model.config.num_heads, model.config.head_size, model.embedding
         most = sizes[-1]
-        # What a step gives to its pieces, and they to each other and to attention: at fixed addresses.
+        # The inputs of the graphs, and what they hand to each other and to attention, at fixed addresses.
         self._ids, self._positions, self._slots = torch.zeros(3, most, dtype=torch.int64, device=like.device)
         self._slots.fill_(-1)
         self._x = like.new_zeros(most, model.config.hidden_size)
@@ -50,14 +51,15 @@ class PrefillGraphs:
         self._attended = like.new_zeros(most, heads * head_size)
         numbers = [size * self._layers + layer for size in sizes for layer in range(self._layers)]
         self.graphs = Graphs(numbers, like.device, beside)
-        self.graphs.capture(self._piece)
+        self.graphs.capture(self._launch)
 
     def size_of(self, tokens: int) -> int:
-        """The size that a step of so many tokens, up to the largest, is padded to."""
+        """Return the size that a step of `tokens` tokens, at most sizes[-1], is padded to."""
         return self.sizes[bisect.bisect_left(self.sizes, tokens)]
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
-        """`Transformer.forward` of a step that is padded to one of `sizes`. The next one may overwrite the result."""
+        """Do what `Transformer.forward` does for a step that is padded to one of `sizes`. The next call may overwrite
+        the result."""
         size, model = len(step.token_ids), self._model
         self._ids[:size] = step.token_ids
         self._positions[:size] = step.mapping.positions
@@ -68,15 +70,15 @@ class PrefillGraphs:
                 attended = model.attend(stream, number - 1, q, attention)
                 self._attended[: len(attended)] = attended
             step.wait(number)
-            with span("piece"):
+            with span("graph"):
                 self.graphs.run(size * self._layers + number)
         last = self._layers - 1
         model.add_attended(stream, last, model.attend(stream, last, q, attention))
         model.add_mlp(stream, last)
         return stream.residual.whole()[: step.wanted]
 
-    def _piece(self, number: int) -> None:
-        """The launches of a piece."""
+    def _launch(self, number: int) -> None:
+        """Launch the kernels of a graph."""
         size, layer = divmod(number, self._layers)
         model, x, ids = self._model, self._x[:size], self._ids[:size]
         mapping = model.slot_mapping(self._pool, self._positions[:size], self._slots[:size], size)

@@ -1,9 +1,10 @@
-"""Batch -> tensors -> logits -> tokens: launch now, collect later."""
+"""The runner: turns a Batch into launches on the device, and reads their results later."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,23 +27,23 @@ from fastgen.parallel.errors import DepartedError
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
 
 CUT_TOKENS = 2048
-"""From so many tokens on, ranks cut a step in two, so that one part's sums are made while the other computes."""
+"""Ranks cut a step of at least so many tokens in two: one part is summed over the ranks while the other computes."""
 
 CUT_MULTIPLE = 128
+"""The number of tokens in the first part is a multiple of this."""
 
 SCORE_ROWS = 512
-"""Rows whose logits over the whole vocabulary are held at a time when prompts are scored."""
+"""Prompts are scored in pieces of so many rows, whose logits over the whole vocabulary are in memory at a time."""
 
 
 def largest_half(tokens: int) -> int:
-    """Tokens of the larger part, with padding, of a step of up to so many tokens that is cut in two, unless it is of
-    decodes for the most part; 0: none is cut."""
+    """Return the most tokens, with padding, in a part of a step of up to `tokens` tokens that is cut in two, if less
+    than half of its tokens are decodes; 0 if no step is cut."""
     return 0 if tokens < CUT_TOKENS else -(-tokens // (2 * CUT_MULTIPLE)) * CUT_MULTIPLE
 
 
-@dataclass
-class _Scores:
-    """Of the prompt tokens of a lane at positions start, start + 1, ...; on their way to the host."""
+class _Scores(NamedTuple):
+    """The logprobs of the prompt tokens of a lane at positions start, start + 1, ..., in a copy to the host."""
 
     lane: int
     start: int
@@ -50,15 +51,22 @@ class _Scores:
     top_ids: Tensor | None  # int64 [n, top]
     top_logprobs: Tensor | None  # float32 [n, top]
 
+    def read(self) -> Scored:
+        top = None
+        if self.top_ids is not None and self.top_logprobs is not None:
+            pairs = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
+            top = [dict(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
+        return Scored(self.lane, self.start, self.logprobs.tolist(), top)
+
 
 @dataclass
 class Launched:
-    """A step on its way. What it comes to is on its way to the host, and there when `arrived` (None: at once)."""
+    """A step in flight. Its results are on the host when the event `arrived` has passed (None: now)."""
 
     batch: Batch
-    lanes: Tensor  # int64 [R], those that draw
-    positions: Tensor  # int32 [R], of the tokens to be drawn
-    logits: Tensor | None  # float32 [R, V], until sampled
+    lanes: Tensor  # int64 [R], the lanes that draw
+    positions: Tensor  # int32 [R], of the tokens to draw
+    logits: Tensor | None  # float32 [R, V], until the tokens are drawn
     scored: list[_Scores] = field(default_factory=list)
     sampled: SampleOutput | None = None
     expired: Tensor | None = None  # see Group
@@ -66,13 +74,13 @@ class Launched:
 
 
 class Runner:
-    """Keeps what the device knows of the lanes: page tables, KV lengths, sampling state; and the model, its pool and
-    the host tier, if there is one.
+    """The model with its KV pool and host tier, and the state of the lanes on the device: page tables, KV lengths and
+    sampling state.
 
-    The last lane of all is padding: the rows that a CUDA graph has too many run there, on a page of its own. A step of
-    decodes alone replays a graph, which takes tokens, positions and pages from the lanes, so that the host sends
-    nothing but what changed. A step with prefills is sent whole, and launched kernel by kernel; if it has few tokens,
-    all but its attention is graphs too.
+    The last lane is for padding: rows that a CUDA graph has beyond those of a step run there, on a page of its own. A
+    step of decodes alone replays a graph, which takes tokens, positions and pages from the lanes, so that the host
+    sends only what changed. A step with prefills is uploaded as a whole and launched kernel by kernel; if it has few
+    tokens, all but its attention runs in CUDA graphs too (PrefillGraphs).
     """
 
     def __init__(
@@ -94,25 +102,26 @@ class Runner:
         self.page_table = torch.full((lanes, slots), pool.spare, dtype=torch.int32, device=self.device)
         self.kv_lens = torch.zeros(lanes, dtype=torch.int32, device=self.device)
         self.state = LaneState(lanes, model.config.vocab_size, self.device, draws=self.group.rank == 0)
-        self._kv_lens = np.zeros(lanes, dtype=np.int64)  # the host's mirrors
-        self._flags = np.zeros(lanes, dtype=np.int64)  # plan_flags of each lane's parameters
+        self._kv_lens = np.zeros(lanes, dtype=np.int64)  # copies of kv_lens, and of page_table below, on the host
+        self._flags = np.zeros(lanes, dtype=np.int64)  # by lane: plan_flags of its parameters
         self._params = [SamplingParams()] * lanes
-        self.graphs: dict[bool, Graphs] = {}  # of decodes, by whether rows share keys
-        self.prefill_graphs: PrefillGraphs | None = None  # of steps with prefills
-        self.share_prefixes = attention.shares and config.max_seqs > 1  # whether decodes read shared keys once
+        self.graphs: dict[bool, Graphs] = {}  # of decodes, by whether shared keys are read once
+        self.prefill_graphs: PrefillGraphs | None = None
+        self.share_prefixes = attention.shares and config.max_seqs > 1  # decodes may read shared keys once
         self._tables = np.full((lanes, slots), pool.spare, dtype=np.int32)
-        self._looked_at: tuple[int, ...] = ()  # the decodes that `_sharing` holds for
+        self._sharing_of: tuple[int, ...] = ()  # the decodes for which `_sharing` was found
         self._sharing = False
-        self._decodes: tuple[int, ...] = ()  # the lanes that `_step` holds
+        self._decodes: tuple[int, ...] = ()  # the lanes in `_step`
         self._decode_lanes = np.zeros(0, dtype=np.int64)
 
     @torch.inference_mode()
-    def capture(self, sizes: list[int] | None = None, pieces: list[int] | None = None) -> None:
-        """Capture decode steps of `sizes` lanes, and pieces of steps of `pieces` tokens (None: all), as CUDA graphs."""
+    def capture(self, sizes: list[int] | None = None, prefills: list[int] | None = None) -> None:
+        """Capture CUDA graphs of decode steps of `sizes` lanes, and PrefillGraphs of `prefills` tokens (None: of all
+        sizes)."""
         sizes = sizes or batch_sizes(self.config.max_seqs)
-        pieces = prefill_sizes(self.config.max_step_tokens) if pieces is None else pieces
+        prefills = prefill_sizes(self.config.max_step_tokens) if prefills is None else prefills
         with current(self.device):
-            self.decode_all(sizes)  # all kernels compile now, or are known not to
+            self.decode_all(sizes)  # compiles all kernels; those that do not compile clear attention.shares
             self.share_prefixes = self.share_prefixes and self.attention.shares
             if self.attention.capturable:
                 plain = Graphs(sizes, self.device)
@@ -123,17 +132,17 @@ class Runner:
                     self.graphs[True].capture(lambda size: self.decode(size, shared=True), compiled=True)
                 for graphs in self.graphs.values():
                     self.group.hold(graphs)
-                if pieces:
-                    self.prefill_graphs = PrefillGraphs(self.model, self.pool, pieces, beside=plain)
+                if prefills:
+                    self.prefill_graphs = PrefillGraphs(self.model, self.pool, prefills, beside=plain)
                     self.group.hold(self.prefill_graphs.graphs)
 
     @torch.inference_mode()
     def decode_all(self, sizes: list[int]) -> None:
-        """Run decode steps of padding, of these many lanes, as they will be captured."""
+        """Run decode steps of these sizes on padding, as they will be captured."""
         most = self.config.max_seqs
         self._step = DecodeInput.empty(most, self.device)
-        self._step.lanes.fill_(most)  # the lane of padding
-        rows = most if self.group.rank == 0 else 0  # elsewhere there are no logits
+        self._step.lanes.fill_(most)  # the padding lane
+        rows = most if self.group.rank == 0 else 0  # the other ranks have no logits
         self._logits = torch.empty(rows, self.model.config.vocab_size, device=self.device)
         for size in sizes:
             self.decode(size)
@@ -141,23 +150,23 @@ class Runner:
             self.decode(size, shared=True)
 
     def forget(self) -> None:
-        """All lanes are empty again."""
+        """Empty all lanes."""
         self.kv_lens.zero_()
         self._kv_lens[:] = 0
         self.page_table.fill_(self.pool.spare)
         self._tables.fill(self.pool.spare)
-        nobody = np.zeros(0, dtype=np.int64)
-        self._looked_at, self._sharing = (), self.attention.share(nobody, nobody, self._tables)
+        none = np.zeros(0, dtype=np.int64)
+        self._sharing_of, self._sharing = (), self.attention.share(none, none, self._tables)
 
     def update_weights(self, update: Update, begin: Callable[[], None]) -> None:
-        """Check an update as far as can be, call `begin`, and write it; raises what `Update` does. Nothing may be on
-        its way."""
+        """Check an update as far as possible, call `begin`, and write it. No step may be in flight. Raises ValueError
+        as `Update.tensors` does."""
         update.check()
         begin()
         self.write_weights(update.tensors())
 
     def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy whole tensors, by Hugging Face name, over the model's, in place, so that graphs read the new ones."""
+        """Copy whole tensors, by Hugging Face name, over the model's in place, where CUDA graphs read them."""
         self.model.unpack()
         try:
             write(self.model.targets(), tensors)
@@ -166,10 +175,10 @@ class Runner:
         self.settle()
 
     def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
-        """Give the memory of "weights", "kv_cache" or both back; returns the bytes that are free now, and were not.
+        """Release the memory of "weights", "kv_cache" or both; return the number of bytes that this freed.
 
-        keep_weights: `wake` brings them back; else they are to be written. What the KV pool held is lost. Raises
-        ValueError, and the weights stay, where the host has no memory for their copies.
+        keep_weights: `wake` restores the weights; else they must be written again. The contents of the KV pool are
+        lost. Raises ValueError, and the weights stay, if the host has too little memory for their copies.
         """
         with current(self.device):
             self.settle()
@@ -182,7 +191,7 @@ class Runner:
             return max(before - taken(self.config.device), 0)
 
     def wake(self, tags: Collection[str]) -> None:
-        """Take the memory again; raises torch.OutOfMemoryError, and can be called again, where there is too little."""
+        """Take the memory back. Raises torch.OutOfMemoryError if there is too little; it may then be called again."""
         with current(self.device):
             if "weights" in tags:
                 self.model.memory.restore()
@@ -191,19 +200,19 @@ class Runner:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until nothing is on its way: needed before the next launch where steps will not be collected, or an
-        exception has cut one short."""
-        self._looked_at, self._sharing, self._decodes = (), False, ()
+        """Wait for the device. Call it before the next launch if a step in flight will not be collected, or if an
+        exception has interrupted one."""
+        self._sharing_of, self._sharing, self._decodes = (), False, ()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Wait for what is on its way, so that its memory may go."""
+        """Wait for the device, so that memory can be released."""
         self.settle()
 
     def decode(self, size: int, shared: bool = False) -> None:
-        """The launches of one decode step of the first `size` lanes of `_step`; at fixed addresses throughout. shared:
-        what they share is read once."""
+        """Launch a decode step of the first `size` lanes of `_step`, with all tensors at fixed addresses. shared: read
+        keys that rows share once."""
         step = self._step.first(size)
         advance(self.state.last_token, self.kv_lens, self.page_table, step, self.pool.page_size)
         plan = self.attention.plan_decode(step.lanes, step.kv_lens, self.page_table, shared, alone=True)
@@ -213,25 +222,25 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
-        """Run the forward pass, and the sampler too unless the batch is masked; does not wait for the device."""
+        """Launch the forward pass, and the sampler unless the batch is masked. Does not wait for the device."""
         with current(self.device):
             arrivals = self._move_pages(batch)
             self._apply_changes(batch)
-            shared = self._look(batch.decodes)
-            replayed = self.graphs and not batch.prefills
-            launched = self._replay(batch, shared) if replayed else self._launch(batch, shared, arrivals)
+            shared = self._detect_sharing(batch.decodes)
+            replay = self.graphs and not batch.prefills
+            launched = self._replay(batch, shared) if replay else self._launch(batch, shared, arrivals)
             if not batch.masked:
                 self._sample(launched, None)
         return launched
 
     @torch.inference_mode()
     def sample(self, launched: Launched, masks: np.ndarray | None) -> None:
-        """Draw the tokens of a launched step whose batch is masked; masks: int32 [R, ceil(V / 32)], on rank 0."""
+        """Draw the tokens of a launched step whose batch is masked. masks: int32 [R, ceil(V / 32)], on rank 0."""
         with current(self.device):
             self._sample(launched, masks)
 
     def _sample(self, launched: Launched, masks: np.ndarray | None) -> None:
-        """Draw tokens, and send what the step came to to the host."""
+        """Draw tokens, and start copying the step's results to the host."""
         if launched.logits is not None:
             plan = SamplePlan.of(self._flags[list(launched.batch.sampling)])
             mask = None if masks is None else upload(masks, self.device)
@@ -244,19 +253,19 @@ class Runner:
             tokens = torch.empty(len(launched.lanes), dtype=torch.int32, device=self.device)
             self.group.broadcast(tokens)
             self.state.drew(launched.lanes, tokens.long(), None)
-        if self.group.rank == 0:  # the others collect nothing
+        if self.group.rank == 0:  # the other ranks do not collect
             launched.expired = self._to_host(self.group.expired)
         if self.device.type == "cuda":
             launched.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             launched.arrived.record()
 
     def collect(self, launched: Launched) -> StepResult:
-        """Wait for a step, and read it."""
+        """Wait for a step, and return its result."""
         if launched.arrived is not None:
             launched.arrived.synchronize()
         if launched.expired is not None and int(launched.expired):
             raise DepartedError("a rank has not taken part in a step for too long; make a new Generator")
-        result = StepResult(scored=[_read(scores) for scores in launched.scored])
+        result = StepResult(scored=[scores.read() for scores in launched.scored])
         output = launched.sampled
         if output is None:
             return result
@@ -268,7 +277,7 @@ class Runner:
             rows = zip(params, output.top_ids.tolist(), output.top_logprobs.tolist(), strict=True)
             result.top_logprobs = [dict(zip(ids[: p.logprobs or 0], values, strict=False)) for p, ids, values in rows]
         if output.kept is not None:
-            kept = output.kept.numpy()  # torch would wake all of its threads for each row
+            kept = output.kept.numpy()  # torch would start all of its threads for each row
             result.sampling_mask = [
                 np.flatnonzero(row).tolist() if p.return_sampling_mask else []
                 for p, row in zip(params, kept, strict=True)
@@ -276,7 +285,8 @@ class Runner:
         return result
 
     def _apply_changes(self, batch: Batch) -> None:
-        if batch.starts and self.group.rank == 0:  # which draws for all
+        """Start new lanes and update page tables."""
+        if batch.starts and self.group.rank == 0:  # rank 0 draws for all ranks
             self.state.start(batch.starts)
             for start in batch.starts:
                 self._params[start.lane] = start.params
@@ -289,7 +299,7 @@ class Runner:
             self.page_table.index_put_((lanes, slots), pages.int())
 
     def _move_pages(self, batch: Batch) -> Arrivals | None:
-        """What is done to pages before the step computes anything; loads are only begun."""
+        """Save, wipe, load and copy pages. Loads are only started; the result lets layers wait for them."""
         arrivals = None
         if batch.saves:
             assert self.host is not None
@@ -298,7 +308,7 @@ class Runner:
             self.pool.wipe(upload(np.array(batch.fresh, dtype=np.int64), self.device))
         if batch.loads:
             assert self.host is not None
-            assert batch.prefills, "a graph can not wait for loads"
+            assert batch.prefills, "a CUDA graph can not wait for loads"
             arrivals = self.host.load(batch.loads)
         if batch.copies:
             sources, targets = zip(*batch.copies, strict=True)
@@ -306,17 +316,17 @@ class Runner:
             self.pool.copy(*upload_together([np.array(sources), np.array(targets)], self.device))
         return arrivals
 
-    def _look(self, decodes: tuple[int, ...]) -> bool:
-        """Whether to read once what these lanes share, which is looked into when they change."""
-        if decodes is not self._looked_at and decodes != self._looked_at:
+    def _detect_sharing(self, decodes: tuple[int, ...]) -> bool:
+        """Return True if keys that these lanes share are to be read once. Found anew only if the lanes change."""
+        if decodes is not self._sharing_of and decodes != self._sharing_of:
             lanes = np.array(decodes, dtype=np.int64)
             full = self._kv_lens[lanes] // self.pool.page_size
             self._sharing = self.share_prefixes and self.attention.share(lanes, full, self._tables)
-        self._looked_at = decodes
+        self._sharing_of = decodes
         return self._sharing
 
     def _replay(self, batch: Batch, shared: bool) -> Launched:
-        """A step of decodes, as a graph."""
+        """Launch a step of decodes as a CUDA graph."""
         graphs = self.graphs[shared]
         count = len(batch.decodes)
         size = graphs.size_of(count)
@@ -332,16 +342,16 @@ class Runner:
         return Launched(batch, self._step.lanes[:count], self._step.kv_lens[:count], logits)
 
     def _launch(self, batch: Batch, shared: bool, arrivals: Arrivals | None) -> Launched:
-        """Any step, kernel by kernel, or in pieces."""
+        """Launch any step kernel by kernel, or through the PrefillGraphs."""
         step, decodes = _Lengths.of(batch, self._kv_lens), len(batch.decodes)
         parts = [step] if self.group.exchange is None else step.parts(decodes)
-        total = int(step.query_lens.sum())
-        graphs = self.prefill_graphs
-        pieces = graphs if graphs and total <= graphs.sizes[-1] and len(parts) == 1 else None
+        total, graphs = int(step.query_lens.sum()), self.prefill_graphs
         padding = -total % self.model.row_tile
-        if pieces:
-            padding = pieces.size_of(total) - total
-        few = len(step.rows) < total and not any(chunk.score for chunk in batch.prefills)
+        if graphs and (total > graphs.sizes[-1] or len(parts) > 1):
+            graphs = None
+        if graphs:
+            padding = graphs.size_of(total) - total
+        few = len(step.rows) < total and not any(chunk.score for chunk in batch.prefills)  # rows behind the last layer
         owners, at, page_size = np.repeat(step.lanes, step.query_lens), step.positions(), self.config.page_size
         slots = self._tables[owners, at // page_size].astype(np.int64) * page_size + at % page_size
         ids, positions, slots, lanes, kv_lens, rows, drawn_from, drawing, drawn_at = upload_together([
@@ -361,17 +371,17 @@ class Runner:
         for part in parts:
             count = int(part.query_lens.sum())
             here = slice(start, total + padding if start + count == total else start + count)
-            lone = start > 0  # the decodes, which may share keys, are all in the first part
-            plan = self.attention.plan(part.layout(self.page_table, 0 if lone else decodes, shared and not lone))
+            own_decodes, own_shared = (0, False) if start else (decodes, shared)  # all decodes are in the first part
+            plan = self.attention.plan(part.layout(self.page_table, own_decodes, own_shared))
             ends = None
             if few:
-                layout = part.ends.layout(self.page_table, len(part.rows), shared and not lone)
+                layout = part.ends.layout(self.page_table, len(part.rows), own_shared)
                 ends = Ends(rows[row : row + len(part.rows)] - start, layout)
             mapping = self.model.slot_mapping(self.pool, positions[here], slots[here], count)
             inputs.append(StepInput(ids[here], mapping, plan, ends, arrivals))
             start, row = start + count, row + len(part.rows)
-        if pieces:
-            x = pieces.forward(inputs[0], self.attention)
+        if graphs:
+            x = graphs.forward(inputs[0], self.attention)
         else:
             x = self.model.forward(inputs, self.pool, self.attention)
         # A fork draws from a copy of the row: copies of logits would take more memory than the largest step.
@@ -380,6 +390,7 @@ class Runner:
         return Launched(batch, drawing, drawn_at.int(), logits, self._launch_scores(batch, x))
 
     def _launch_scores(self, batch: Batch, x: Tensor) -> list[_Scores]:
+        """Compute the prompt logprobs that prefill chunks ask for. x: [T, hidden size], behind the last layer."""
         found = []
         first = len(batch.decodes)
         for chunk in batch.prefills:
@@ -401,7 +412,7 @@ class Runner:
         return found
 
     def _to_host(self, tensor: Tensor | None) -> Tensor | None:
-        """A copy that is there when what was launched so far has run."""
+        """Start a copy to the host. It is complete when all launches so far have run."""
         if tensor is None or self.device.type == "cpu":
             return tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -409,17 +420,18 @@ class Runner:
 
 @dataclass(frozen=True)
 class _Lengths:
-    """The sequences of a step, decodes first. All int64 numpy arrays."""
+    """The sequences of a step, decodes first, as int64 numpy arrays."""
 
     lanes: np.ndarray  # [S]
     query_lens: np.ndarray  # [S]
     kv_lens: np.ndarray  # [S], with the query tokens
-    draws: np.ndarray  # [S], how many lanes draw from its last query token
-    forks: np.ndarray  # [F], lanes that draw from another's
+    draws: np.ndarray  # [S], number of lanes that draw from its last query token
+    forks: np.ndarray  # [F], lanes that draw from another's last token
 
     @classmethod
     def of(cls, batch: Batch, known: np.ndarray) -> _Lengths:
-        """Also counts the step's tokens in `known`, the KV lengths of all lanes; a fork's is then its chunk's end."""
+        """Return the lengths of a batch, and add its tokens to `known`, the KV lengths of all lanes. A fork's length
+        becomes the end of its chunk."""
         decodes = len(batch.decodes)
         lanes = np.array([*batch.decodes, *(chunk.lane for chunk in batch.prefills)], dtype=np.int64)
         query_lens = np.array([1] * decodes + [len(chunk.tokens) for chunk in batch.prefills], dtype=np.int64)
@@ -433,8 +445,8 @@ class _Lengths:
         return cls(lanes, query_lens, kv_lens, draws, forks)
 
     def parts(self, decodes: int) -> list[_Lengths]:
-        """In two of about as many tokens, where that pays: all decodes in the first; a sequence with tokens in both
-        goes on in the second. Forks are in neither."""
+        """Cut the step in two parts of about as many tokens, if it is large enough. All decodes are in the first part;
+        a sequence may have tokens in both. Forks are in neither."""
         total = int(self.query_lens.sum())
         at = max(-(-total // (2 * CUT_MULTIPLE)), -(-decodes // CUT_MULTIPLE)) * CUT_MULTIPLE
         if total < CUT_TOKENS or total - at < CUT_TOKENS // 4:
@@ -450,7 +462,7 @@ class _Lengths:
 
     @property
     def ends(self) -> _Lengths:
-        """The last query tokens of the sequences that draw."""
+        """The sequences that draw, with their last query tokens alone."""
         drawing = self.draws > 0
         ones = np.ones_like(self.lanes[drawing])
         return _Lengths(self.lanes[drawing], ones, self.kv_lens[drawing], ones, self.forks[:0])
@@ -461,27 +473,19 @@ class _Lengths:
 
     @property
     def rows(self) -> np.ndarray:
-        """The rows that are drawn from: the last of those sequences."""
+        """The last rows of the sequences that draw: int64 [R]."""
         last: np.ndarray = self.query_lens.cumsum() - 1
         drawing: np.ndarray = last[self.draws > 0]
         return drawing
 
     def positions(self) -> np.ndarray:
-        """Return the positions of the query tokens in their sequences."""
+        """Return the positions of the query tokens in their sequences: int64 [T]."""
         first = self.kv_lens - self.query_lens.cumsum()  # the position that token 0 of the step would have in each
         positions: np.ndarray = np.repeat(first, self.query_lens) + np.arange(self.query_lens.sum())
         return positions
 
     def token_ids(self, batch: Batch, padding: int) -> np.ndarray:
-        """0 for the decodes, whose tokens are on the device."""
+        """Return the tokens of the step: int64 [T]; 0 for decodes, whose tokens are on the device, and for padding."""
         zeros = np.zeros(len(batch.decodes) + padding, dtype=np.int64)
         known = [chunk.tokens for chunk in batch.prefills]
         return np.concatenate([zeros[padding:], *known, zeros[:padding]])
-
-
-def _read(scores: _Scores) -> Scored:
-    top = None
-    if scores.top_ids is not None and scores.top_logprobs is not None:
-        pairs = zip(scores.top_ids.tolist(), scores.top_logprobs.tolist(), strict=True)
-        top = [dict(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
-    return Scored(scores.lane, scores.start, scores.logprobs.tolist(), top)

@@ -1,8 +1,8 @@
-"""From a configuration to a Runner: weights, the KV pool, and what a GPU is made ready with.
+"""The start of an engine: find the device, load the weights, size the KV pool, compile kernels and capture CUDA graphs.
 
-On a GPU the pool takes what is left, within `memory_fraction`, when the weights are there and the largest step has
-been run over a pool of one page: its peak is measured, not guessed. The largest step runs again with the pool in place,
-and torch keeps what it took; then the graphs are captured. So memory runs out now or never.
+On a GPU the peak memory of a step is measured: after the weights are loaded, the largest step runs over a pool of one
+page, and the pool then takes the rest of `memory_fraction`. The largest step runs again with the pool in place, and
+torch keeps its memory; then the graphs are captured. So if memory is too small, the start fails, and not a later step.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingPar
 
 log = logging.getLogger(__name__)
 
-GRAPH_BYTES = 4e6  # that a captured step, or the pieces of one, take beside their tensors
+GRAPH_BYTES = 4e6  # memory of the graphs of one step size, beside their tensors
 LEAST_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
 
 
 def find_device(name: str | None) -> str:
-    """Return the device to run on; for None, the GPU where torch can use one, else the CPU.
+    """Return the device to run on; for None, the GPU if torch can use one, else the CPU.
 
     Raises ValueError for a device that torch can not use, for a GPU whose memory is full, and for a GPU that is too old
-    for fastgen. The last two are errors for None too, as the rest of the program may use that GPU.
+    for fastgen. The last two are errors for None too, since the rest of the program may use that GPU.
     """
     if name is None:
         with warnings.catch_warnings():  # torch warns once in a process, and does not say that the CPU is used
@@ -80,7 +80,7 @@ def find_device(name: str | None) -> str:
 
 
 def _check_capability(device: torch.device) -> None:
-    """Raise ValueError for a GPU that is too old."""
+    """Raise ValueError if a GPU is too old."""
     chip = torch.cuda.get_device_properties(device)
     if (chip.major, chip.minor) < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
@@ -93,7 +93,7 @@ def _check_capability(device: torch.device) -> None:
 def find_devices(name: str | None, ranks: int) -> str:
     """Return the kind of device, "cuda" or "cpu", of ranks that each have a process and, if "cuda", a GPU of their own.
 
-    No GPU is initialized here; each rank calls `find_device`. Raises ValueError where there are too few GPUs.
+    No GPU is initialized here; each rank calls `find_device`. Raises ValueError if there are too few GPUs.
     """
     found = torch.cuda.device_count()
     if name is None:
@@ -111,7 +111,7 @@ def find_devices(name: str | None, ranks: int) -> str:
 
 
 def _cpu_instead() -> str:
-    """Return "cpu", and log a warning where the machine has a GPU that torch can not use."""
+    """Return "cpu", and log a warning if the machine has a GPU that torch can not use."""
     why = None
     if torch.version.cuda is None:
         why = "this torch is built without CUDA" if any(Path("/dev").glob("nvidia[0-9]*")) else None
@@ -135,9 +135,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether a GPU's memory did not suffice: for torch's allocator, the CUDA runtime, Triton or cuBLAS."""
+    """Return True for an out-of-memory error of a GPU, from torch's allocator, the CUDA runtime, Triton or cuBLAS."""
     return isinstance(error, torch.OutOfMemoryError) or any(
-        told in str(error) for told in ("out of memory", "STATUS_ALLOC_FAILED")
+        phrase in str(error) for phrase in ("out of memory", "STATUS_ALLOC_FAILED")
     )
 
 
@@ -170,19 +170,19 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
 
 
 def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Runner:
-    """The model with its weights, the KV pool and the runner over them; its `config` says how large the pool is."""
+    """Load the model and its weights, size the KV pool, and return the runner; its `config` has the pool's size."""
     device = torch.device(config.device)
     free = device_memory(config.device)
-    with _explained(config, free), current(device):
-        with group.agreeing():  # where one rank can not have its weights, the others are not to wait for it
+    with _explain_out_of_memory(config, free), current(device):
+        with group.agreeing():  # if one rank can not load its weights, the others must not wait for it
             model = _build_model(model_config, config, folder, load, group)
         if device.type == "cpu":
-            return _assemble(model, config)
+            return _make_runner(model, config)
         measured = not config.num_pages
         if measured:
             config = config.settle(_measure_pages(model, config, free))
-        runner = _assemble(model, config)
-        if not measured:  # first, so that a kernel which does not compile is known by now
+        runner = _make_runner(model, config)
+        if not measured:  # _measure_pages has not compiled the kernels
             _compile(runner)
             _run_largest_steps(runner)
         if runner.attention.capturable:
@@ -209,7 +209,7 @@ def _build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, 
     return model
 
 
-def _assemble(model: Transformer, config: EngineConfig) -> Runner:
+def _make_runner(model: Transformer, config: EngineConfig) -> Runner:
     c = model.config
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     try:
@@ -225,19 +225,20 @@ def _assemble(model: Transformer, config: EngineConfig) -> Runner:
 
 
 def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
-    """How many pages fit beside the weights and the largest step. free: bytes before the weights came."""
+    """Return the number of pages that fit beside the weights and the largest step. free: bytes free before the weights
+    were loaded."""
     weights = free - device_memory(config.device)
-    # One slot of the host tier takes as much of the GPU's memory as all of them.
-    probe = _assemble(model, replace(config, num_pages=1, host_pages=min(config.host_pages, 1)))
+    # A host tier of one slot takes as much of the GPU's memory as the whole tier.
+    probe = _make_runner(model, replace(config, num_pages=1, host_pages=min(config.host_pages, 1)))
     _compile(probe)
     _run_largest_steps(probe)
-    pieces = prefill_sizes(config.max_step_tokens)
+    prefills = prefill_sizes(config.max_step_tokens)
     if probe.attention.capturable:
-        probe.capture([config.max_seqs], pieces[-1:])
-        _run_largest_steps(probe)  # whose memory the graph may have taken
-    left = device_memory(config.device)  # torch keeps what the largest step took
+        probe.capture([config.max_seqs], prefills[-1:])
+        _run_largest_steps(probe)  # again, since the graphs may have taken its memory
+    left = device_memory(config.device)  # torch keeps the memory of the largest step
     sizes = batch_sizes(config.max_seqs)
-    graphs = len(sizes) + len(shared_sizes(sizes)) * probe.share_prefixes + len(pieces)
+    graphs = len(sizes) + len(shared_sizes(sizes)) * probe.share_prefixes + len(prefills)
     del probe
     gc.collect()
     release_memory(config.device)
@@ -262,8 +263,8 @@ def _compile(runner: Runner) -> None:
 
 
 def _launch_all(runner: Runner) -> None:
-    """Launch each kernel that a step may need: run the largest steps, decodes of all sizes, and products of the sizes
-    that they are compiled for."""
+    """Launch each kernel that a step may need: the largest steps, decodes of all sizes, and products of all sizes that
+    kernels are compiled for."""
     config, model = runner.config, runner.model
     _run_largest_steps(runner)
     if runner.attention.capturable:
@@ -282,7 +283,7 @@ def _launch_all(runner: Runner) -> None:
 
 @torch.inference_mode()
 def _launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None:
-    """Launch the products of deterministic mode, which are cut up by the number of tokens, as for these sizes."""
+    """Launch the products of deterministic mode as for steps of these sizes, on which their tiles depend."""
     device = pool.keys.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     for linear, fused in model.products(model.slot_mapping(pool, zero, zero - 1, 1), pool):
@@ -294,7 +295,7 @@ def _launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None
 
 
 def _run_largest_steps(runner: Runner) -> None:
-    """Run the largest steps there can be, on made-up tokens: with all that a request can ask for, and with nothing."""
+    """Run the largest possible steps on made-up tokens, with all options of sampling, with some, and with none."""
     plain = SamplingParams()
     everything = SamplingParams(
         temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, min_tokens=1,
@@ -308,13 +309,13 @@ def _run_largest_steps(runner: Runner) -> None:
 
 
 def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[Batch]:
-    """A step of prefills that fill the token budget, on all lanes, and a step of decodes on all lanes after it.
+    """Yield a step of prefills on all lanes that fill the token budget, and a step of decodes on all lanes.
 
-    The spare page is moved about in all the ways there are. A fork takes no more than a lane that prefills.
+    They also save, load, wipe and copy the spare page. Forks are left out: they take no more memory than prefills.
     """
     lanes, most = config.max_seqs, config.max_model_len - 1
     lengths, spare = [1] * lanes, config.max_step_tokens - lanes
-    for lane in range(lanes):  # the first are the longest, so that there are many rows to be scored
+    for lane in range(lanes):  # the first lanes are the longest, so that many rows are scored
         more = min(spare, most - 1)
         lengths[lane], spare = 1 + more, spare - more
     scored = min(lengths[0] - 1, SCORE_ROWS) if params.logprobs else 0
@@ -336,8 +337,8 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
 
 
 @contextmanager
-def _explained(config: EngineConfig, free: int) -> Iterator[None]:
-    """Turn an error for want of memory into a ValueError that says what to lower. free: bytes, before the weights."""
+def _explain_out_of_memory(config: EngineConfig, free: int) -> Iterator[None]:
+    """Turn an out-of-memory error into a ValueError that says what to lower. free: bytes before the weights."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -270,7 +270,7 @@ def test_of_a_step_in_two_parts_the_first_alone_has_the_decodes_that_share(
     )  # a model's alone, but steps are cut
     runner.group.exchange = cast(Any, object())
     monkeypatch.setattr(runner.group, "broadcast", lambda x: None)
-    monkeypatch.setattr(runner, "_look", lambda decodes: True)
+    monkeypatch.setattr(runner, "_detect_sharing", lambda decodes: True)
     plan, seen = runner.attention.plan, []
     monkeypatch.setattr(
         runner.attention, "plan", lambda layout: seen.append((layout.lanes.tolist(), layout.shared)) or plan(layout)

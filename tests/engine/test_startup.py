@@ -18,10 +18,10 @@ from fastgen.engine.config import EngineConfig
 from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.runner import Runner
 from fastgen.engine.startup import (
-    _assemble,
     _build_model,
     _largest_batches,
     _launch_products,
+    _make_runner,
     _measure_pages,
     _run_largest_steps,
     device_memory,
@@ -202,7 +202,9 @@ def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
     assert decode.copies == ((0, 9),)
     config = make(llama, max_seqs=4, num_pages=9)
     assert not any(batch.saves or batch.loads for batch in _largest_batches(config, SamplingParams()))
-    runner = _assemble(_build_model(read_config(llama), config, llama, "dummy", Group()), replace(config, host_pages=3))
+    runner = _make_runner(
+        _build_model(read_config(llama), config, llama, "dummy", Group()), replace(config, host_pages=3)
+    )
     runner.pool.whole.normal_()
     before = runner.pool.whole.clone()
     _run_largest_steps(runner)
@@ -307,7 +309,7 @@ def test_staging_memory_is_measured_and_the_host_tier_is_not_made_twice(
     config = measured(llama, monkeypatch, [10 * GB, 9 * GB, 8 * GB], host_cache_gb=0.01)
     assert config.host_pages > 1
     assert slots == [1]
-    _assemble(_build_model(read_config(llama), config, llama, "dummy", Group()), config)
+    _make_runner(_build_model(read_config(llama), config, llama, "dummy", Group()), config)
     assert slots == [1, config.host_pages]
 
 

@@ -95,7 +95,7 @@ def test_a_replayed_step_is_the_launched_one() -> None:
         gen._settle()
         runner = gen._runner
         assert runner._sharing
-        assert len(runner._looked_at) == len(tree_prompts(4)) * PARAMS.n
+        assert len(runner._sharing_of) == len(tree_prompts(4)) * PARAMS.n
         with torch.inference_mode():
             check_replay(runner)
 
@@ -103,7 +103,7 @@ def test_a_replayed_step_is_the_launched_one() -> None:
 def check_replay(runner: Runner) -> None:
     held = [runner.kv_lens, runner.pool.keys, runner.pool.values]
     before = [tensor.clone() for tensor in held]
-    size, real = runner.graphs[True].size_of(len(runner._looked_at)), len(runner._looked_at)
+    size, real = runner.graphs[True].size_of(len(runner._sharing_of)), len(runner._sharing_of)
     results = []
     for run in (runner.graphs[True].run, lambda size: runner.decode(size, True), runner.decode):
         for tensor, saved in zip(held, before, strict=True):
