@@ -32,7 +32,8 @@ RESULTS = Path(__file__).parent.parent / "results"
 
 @dataclass(frozen=True)
 class Workload:
-    """`sequences` ragged prompts and answers; the lengths of both are drawn evenly from `shortest` to `longest`."""
+    """Ragged prompts and answers of `sequences` sequences; the lengths of both are drawn evenly from `shortest` to
+    `longest`."""
 
     sequences: int = 64
     shortest: int = 16
@@ -40,7 +41,7 @@ class Workload:
     seed: int = 0
 
     def lengths(self) -> list[tuple[int, int]]:
-        """(prompt length, tokens to generate) of each sequence."""
+        """Return (prompt length, tokens to generate) of each sequence."""
         draw = random.Random(self.seed)
         span = (self.shortest, self.longest)
         return [(draw.randint(*span), draw.randint(*span)) for _ in range(self.sequences)]
@@ -51,7 +52,7 @@ class Workload:
 
 
 def run_fastgen(model: str | None, workload: Workload, dtype: str, repeats: int) -> list[float]:
-    """Seconds of each repeat."""
+    """Return the seconds of each repeat."""
     from fastgen import Generator, SamplingParams
 
     generator = Generator(model, dtype=dtype, device="cpu", seed=0)
@@ -66,7 +67,7 @@ def run_fastgen(model: str | None, workload: Workload, dtype: str, repeats: int)
 
 
 def run_transformers(model: str | None, workload: Workload, dtype: str, repeats: int) -> list[float]:
-    """Seconds of each repeat: one batch, padded on the left, until the longest answer is done."""
+    """Return the seconds of each repeat: one batch, padded on the left, until the longest answer is done."""
     from transformers import AutoModelForCausalLM
 
     from fastgen.model.loader import resolve
@@ -106,7 +107,7 @@ ENGINES = {"fastgen": run_fastgen, "transformers": run_transformers}
 
 
 def measure(engine: str, model: str | None, workload: Workload, dtype: str, repeats: int) -> dict[str, Any]:
-    """What this process measures of one engine; tokens/s counts the tokens that were asked for."""
+    """Measure one engine in this process. tokens/s counts the tokens that were requested."""
     seconds = ENGINES[engine](model, workload, dtype, repeats)
     tokens = sum(generated for _, generated in workload.lengths())
     rates = [tokens / each for each in seconds]
@@ -120,7 +121,7 @@ def measure(engine: str, model: str | None, workload: Workload, dtype: str, repe
 
 
 def processor() -> str:
-    """The processor's name, as far as the system tells."""
+    """Return the processor's name, as far as the system tells."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

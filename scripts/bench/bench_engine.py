@@ -1,4 +1,4 @@
-"""What the benchmarks of `bench.py gpu` share: a Generator of a model's true shapes, the time that a workload takes,
+"""The common parts of the benchmarks of `bench.py gpu`: a Generator of a model's true shapes, the time of a workload,
 the ceilings of the GPU, and the reports."""
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ COPY_BYTES = 8 * 10**9
 
 
 def measure_rates(model: ModelConfig, device: str, smoke: bool) -> dict[str, float]:
-    """The ceilings of this machine: a device copy, and the matrix products of the model's layers, random data."""
+    """Measure the ceilings of this machine: a device copy, and the matrix products of the model's layers on random
+    data."""
     seconds, rows, size = (0.01, 16, 10**5) if smoke else (2.0, PRODUCT_ROWS, COPY_BYTES)
     dtype = torch.float32 if smoke else torch.bfloat16
     generator = torch.Generator(device).manual_seed(0)
@@ -81,7 +82,7 @@ def measure_rates(model: ModelConfig, device: str, smoke: bool) -> dict[str, flo
 
 
 def sustained(once: Callable[[], object], seconds: float, device: str) -> float:
-    """Seconds that one call takes, of as many as fill the time given."""
+    """Return the seconds of one call, measured over as many calls as fill the given time."""
     calls, taken = 0, 0.0
     for _ in range(3):
         once()
@@ -116,7 +117,7 @@ class Run:
 
 
 class Watch:
-    """Looks at a Generator's counts a few times a second, from a thread, while it works."""
+    """A thread that reads a Generator's counts a few times a second while it works."""
 
     def __init__(self, generator: Generator) -> None:
         self.samples: list[tuple[float, int]] = []  # (time, tokens generated)
@@ -145,14 +146,15 @@ class Watch:
         self.look()
 
     def thirds(self) -> list[float]:
-        """Tokens per second in each third of the time."""
+        """Return the tokens per second in each third of the time."""
         times, tokens = zip(*self.samples, strict=True)
         cuts = np.linspace(times[0], times[-1], 4)
         return [float(rate) for rate in np.diff(np.interp(cuts, times, tokens)) / np.diff(cuts)]
 
 
 def random_prompts(workload: Workload, vocab_size: int, seed: int) -> list[list[int]]:
-    """Others for each workload and seed, so that no cache of prefixes knows them from another run."""
+    """Return random prompts, which differ for each workload and seed, so that no prefix cache has them from another
+    run."""
     draw = np.random.default_rng([seed, *astuple(workload)])
     common: list[int] = draw.integers(0, vocab_size, workload.common).tolist()
     own: list[list[int]] = draw.integers(0, vocab_size, (workload.prompts, workload.prompt - workload.common)).tolist()
@@ -178,7 +180,7 @@ def run(generator: Generator, workload: Workload, seed: int) -> Run:
 
 
 def measure(generator: Generator, workload: Workload, repeats: int = 3) -> dict[str, Any]:
-    """A workload's figures, without its limit."""
+    """Return a workload's figures, without its limit."""
     runs: list[Run] = []
     while len(runs) < repeats and not (runs and runs[0].seconds > LONG_RUN):
         runs.append(run(generator, workload, seed=len(runs) + 1))
@@ -186,8 +188,8 @@ def measure(generator: Generator, workload: Workload, repeats: int = 3) -> dict[
 
 
 def measure_shared(generator: Generator, workload: Workload, repeats: int = 3) -> dict[str, Any]:
-    """The figures of a workload with prefixes in common; `unshared`: of one run in between, where each lane reads its
-    prefix by itself."""
+    """Return the figures of a workload with common prefixes; `unshared`: those of one run in between, in which each
+    lane reads its prefix by itself."""
     together, apart = [run(generator, workload, seed=1)], []
     with unshared(generator):
         apart.append(run(generator, workload, seed=2))
@@ -200,7 +202,7 @@ def measure_shared(generator: Generator, workload: Workload, repeats: int = 3) -
 
 @contextmanager
 def unshared(generator: Generator) -> Iterator[None]:
-    """Attention reads a shared prefix once a lane, instead of once a step."""
+    """Let attention read a shared prefix once a lane, instead of once a step."""
     runner = generator._runner
     before, runner.share_prefixes = runner.share_prefixes, False
     try:
@@ -232,7 +234,7 @@ def compare(
     vllm: int | None,
     gpus: int = 1,
 ) -> dict[str, Any]:
-    """A workload's figures beside its limits on so many GPUs, and vLLM's figure. rates: of one GPU."""
+    """Return a workload's figures beside its limits on so many GPUs, and vLLM's figure. rates: of one GPU."""
     limits = {"h200": limit(costs, workload, H200.times(gpus), found["lanes"])}
     if rates is not None:
         here = Rates(rates["copy_tb_per_second"] * 1e12, rates["products_tflop_per_second"] * 1e12)
@@ -244,14 +246,14 @@ def compare(
 
 @contextmanager
 def dummy_folder(model: str, smoke: bool) -> Iterator[Path]:
-    """A folder that holds the model's config.json and nothing else."""
+    """Make a folder that holds the model's config.json and nothing else."""
     with tempfile.TemporaryDirectory(prefix="fastgen-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(settings(model, smoke)))
         yield Path(folder)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of Generator: what the command line gives, and the rest as a user would have it."""
+    """Return options of Generator: those of the command line, and defaults for the rest."""
     names = ("max_seqs", "max_step_tokens", "attention", "page_size", "memory_fraction", "max_model_len")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     device, dtype = ("cpu", "float32") if arguments.smoke else ("cuda", "bfloat16")
@@ -265,7 +267,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine(device: str, gpus: int = 1) -> dict[str, Any]:
-    """What was measured on, and with which versions; memory and processors are those of one GPU."""
+    """Return the machine's GPUs and the versions of packages; memory and processors are those of one GPU."""
     versions: dict[str, str | None] = {}
     for package in ("torch", "triton", "flash-attn-4"):
         try:
@@ -282,13 +284,13 @@ def machine(device: str, gpus: int = 1) -> dict[str, Any]:
 
 
 def slug(gpu: str) -> str:
-    """NVIDIA H200, or several: 4 x NVIDIA H200 -> h200."""
+    """Return a GPU's name for file names: NVIDIA H200, or several, 4 x NVIDIA H200 -> h200."""
     name = re.sub(r"^\d+ x ", "", gpu.lower()).removeprefix("nvidia")
     return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 def report_path(arguments: argparse.Namespace, gpu: str, part: str = "") -> Path:
-    """MODEL-GPU-tpN-PART-nocache-nondeterministic.json, as far as there are several GPUs, a part and these options."""
+    """Return MODEL-GPU-tpN-PART-nocache-nondeterministic.json; each part is there only where it applies."""
     several = f"tp{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
     without = {"nocache": arguments.no_prefix_cache, "nondeterministic": arguments.no_deterministic}
     parts = (arguments.model, slug(gpu), several, part, *(name for name, so in without.items() if so))
@@ -297,7 +299,7 @@ def report_path(arguments: argparse.Namespace, gpu: str, part: str = "") -> Path
 
 
 def warm_up(generator: Generator, smoke: bool) -> None:
-    """A few short requests, and what one run leaves to be set up."""
+    """Run a few short requests, so that everything is set up."""
     run(generator, Workload(4, 24, 4) if smoke else Workload(8, 128, 16), seed=0)
 
 
@@ -316,7 +318,8 @@ def merge(path: Path, report: dict[str, Any]) -> None:
 
 
 def ceilings(arguments: argparse.Namespace) -> dict[str, float] | None:
-    """What one GPU can do, where it is wanted. While an engine runs there is neither memory nor time for it."""
+    """Measure the ceilings of one GPU, where they are wanted. While an engine runs there is neither memory nor time for
+    it."""
     if arguments.skip_ceilings:
         return None
     config = parse_config(settings(arguments.model, arguments.smoke))
@@ -327,8 +330,8 @@ def ceilings(arguments: argparse.Namespace) -> dict[str, float] | None:
 
 @contextmanager
 def ready_generator(arguments: argparse.Namespace, **options: Any) -> Iterator[tuple[Generator, float]]:
-    """A Generator that has run something, and the seconds that its start took. options: instead of the command
-    line's."""
+    """Make a Generator that has run something; yield it and the seconds of its start. options: override those of the
+    command line."""
     with dummy_folder(arguments.model, arguments.smoke) as folder:
         start = time.perf_counter()
         generator = Generator(folder, **engine_options(arguments) | options)
@@ -342,7 +345,7 @@ def ready_generator(arguments: argparse.Namespace, **options: Any) -> Iterator[t
 def measure_workload(
     arguments: argparse.Namespace, generator: Generator, name: str, rates: dict[str, float] | None, gpus: int
 ) -> dict[str, Any]:
-    """All that is reported of a workload."""
+    """Measure all that is reported of a workload."""
     workload = WORKLOADS[name].small() if arguments.smoke else WORKLOADS[name]
     vllm = VLLM.get((arguments.model, gpus), {}).get(name)
     figures_of = measure_shared if name in SHARED and gpus == 1 else measure
@@ -369,7 +372,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 
 
 def write_report(arguments: argparse.Namespace, name: str, report: dict[str, Any]) -> None:
-    """JSON beside the workloads' file: MODEL-GPU-name.json."""
+    """Write JSON beside the workloads' file: MODEL-GPU-name.json."""
     about = machine("cpu" if arguments.smoke else "cuda", arguments.tensor_parallel)
     print(json.dumps(report, indent=2))
     if arguments.out or not arguments.smoke:

@@ -1,4 +1,5 @@
-"""What files cost: fggen's work on a prompt file beside Generator.generate on the same prompts, held in memory.
+"""Measures the cost of files: fggen's work on a prompt file beside Generator.generate on the same prompts, held in
+memory.
 
     OMP_NUM_THREADS=1 python scripts/bench/bench_gen.py            # writes scripts/results/gen-cost.json
     python scripts/bench/bench_gen.py --smoke                      # a few prompts, to see that it runs; writes nothing
@@ -41,7 +42,7 @@ def prompts(count: int) -> list[str]:
 
 
 def in_memory(gen: Generator, asked: list[str], params: SamplingParams) -> int:
-    """Tokens that `generate` makes."""
+    """Return the number of tokens that `generate` makes."""
     chats = [[{"role": "user", "content": prompt}] for prompt in asked]
     seeded = [SamplingParams(n=params.n, max_tokens=params.max_tokens, ignore_eos=True, seed=seed_of(SEED, row))
               for row in range(len(asked))]  # fmt: skip
@@ -49,7 +50,7 @@ def in_memory(gen: Generator, asked: list[str], params: SamplingParams) -> int:
 
 
 def from_file(gen: Generator, file: Path, params: SamplingParams) -> int:
-    """Tokens that fggen makes of a file, all of which it writes."""
+    """Return the number of tokens that fggen makes of a file; it writes all of them."""
     output = Lines(file.with_name("out.jsonl"), r'\{"row": (\d+),')
     output.open()
     with tqdm(disable=True) as bar:
@@ -61,7 +62,8 @@ def from_file(gen: Generator, file: Path, params: SamplingParams) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """tokens: made; seconds: of the clock, cpu: of the processor, outside: of the clock, with no step running."""
+    """Figures of one run. tokens: generated; seconds: elapsed; cpu: seconds of the processor; outside: elapsed seconds
+    in which no step ran."""
 
     tokens: int
     seconds: float
@@ -78,7 +80,7 @@ def timed(gen: Generator, once: Callable[[], int]) -> Run:
 
 
 def measure(count: int, params: SamplingParams, rounds: int) -> dict[str, Any]:
-    """Rates of both, and fggen's speed as a share of generate's: medians over the rounds."""
+    """Return the rates of both, and fggen's speed as a share of generate's: medians over the rounds."""
     asked = prompts(count)
     runs: dict[str, list[Run]] = {"generate": [], "fggen": []}
     with Generator(seed=SEED) as gen, tempfile.TemporaryDirectory() as folder:

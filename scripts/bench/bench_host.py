@@ -43,14 +43,14 @@ class Launched:
 
 
 class StubRunner:
-    """Draws the token 7 for everybody, at no cost."""
+    """A runner that draws the token 7 for each sequence, at no cost."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._columns: dict[int, tuple[list[int], list[float]]] = {}
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing, as there is nothing to close."""
 
     def launch(self, batch: Batch) -> Launched:
         return Launched(batch)
@@ -67,7 +67,8 @@ class StubRunner:
 
 
 def stub_generator(lanes: int, context: int, model: Path | None = None) -> Generator:
-    """A Generator of the bundled model's settings (or another's) over a StubRunner, with pages for all its lanes."""
+    """Make a Generator with the bundled model's settings (or another's) over a StubRunner, with pages for all its
+    lanes."""
 
     def build(model_config: ModelConfig, options: GeneratorOptions, *where: object) -> StubRunner:
         pages = lanes * -(-context // PAGE_SIZE) + 1
@@ -78,7 +79,7 @@ def stub_generator(lanes: int, context: int, model: Path | None = None) -> Gener
 
 
 def decoding(lanes: int, prompt: int, answer: int, read: bool = False, model: Path | None = None) -> Generator:
-    """A Generator whose lanes all decode. read: somebody reads the events, and so the text, of each step."""
+    """Make a Generator whose lanes all decode. read: the events, and so the text, of each step are read."""
     gen = stub_generator(lanes, prompt + answer + 1, model)
     params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0)
     ids, queue = [5] * prompt, None if read else OutputQueue()
@@ -93,7 +94,7 @@ def decoding(lanes: int, prompt: int, answer: int, read: bool = False, model: Pa
 
 
 def seconds(gen: Generator, steps: int, windows: int) -> float:
-    """Seconds a step, the median over windows of so many steps each."""
+    """Return the seconds of a step: the median over windows of so many steps each."""
     read = any(active.queue is None for active in gen._active.values())
     turn: Callable[[], object] = gen.step if read else gen._advance
     found = []
@@ -106,7 +107,7 @@ def seconds(gen: Generator, steps: int, windows: int) -> float:
 
 
 def measure(lanes: int, prompt: int, steps: int, windows: int, read: bool = False, model: Path | None = None) -> float:
-    """Microseconds a step."""
+    """Return the microseconds of a step."""
     with decoding(lanes, prompt, windows * steps + PAGE_SIZE, read, model) as gen:  # nobody ends before
         return round(seconds(gen, steps, windows) * 1e6, 1)
 

@@ -1,4 +1,4 @@
-"""What `bench.py gpu --logprobs` measures: the part of a decode step that computing logprobs takes.
+"""Measures, as `bench.py gpu --logprobs`, the share of a decode step that computing logprobs takes.
 
 A draw needs no sum over the vocabulary, only a maximum. Logprobs need the sum of exp(logit / temperature), and raw
 logprobs that of exp(logit), which at temperature 1 without edits is the same. Steady decode steps are traced as they
@@ -32,7 +32,7 @@ def _top_alone(x, scale):
 
 
 def bench_logprobs(arguments: argparse.Namespace) -> None:
-    """share: of a step's time, what the sampler takes more with raw logprobs than without."""
+    """Measure the sampler with raw logprobs and without. share: the difference, as a share of a step's time."""
     if arguments.smoke:
         raise SystemExit("--logprobs is about kernels; it needs a GPU")
     with_them = sampler_times(arguments)
@@ -47,7 +47,7 @@ def bench_logprobs(arguments: argparse.Namespace) -> None:
 
 
 def sampler_times(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds of a steady decode step, and of its sampling kernels."""
+    """Return the microseconds of a steady decode step, and of its sampling kernels."""
     with bench_engine.dummy_folder(arguments.model, smoke=False) as folder:
         generator = Generator(folder, **bench_engine.engine_options(arguments))
     with generator:

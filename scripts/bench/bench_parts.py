@@ -1,5 +1,5 @@
-"""What `bench.py gpu` measures beside its workloads: loading, how busy the GPU is, rates over lengths, and what
-deterministic mode costs."""
+"""The other measurements of `bench.py gpu`: loading, the busy share of the GPU, rates over lengths, and the cost of
+deterministic mode."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ PERF_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 def bench_deterministic(arguments: argparse.Namespace) -> None:
-    """The workloads without and with deterministic mode, one engine after the other. cost_percent: how much longer the
-    latter takes."""
+    """Measure workloads without and with deterministic mode, one engine after the other. cost_percent: how much longer
+    the latter takes."""
     found: dict[str, dict[str, Any]] = {}
     for deterministic in (False, True):
         with bench_engine.ready_generator(arguments, deterministic=deterministic) as (generator, ready):
@@ -57,7 +57,7 @@ def bench_deterministic(arguments: argparse.Namespace) -> None:
 
 
 def bench_load(arguments: argparse.Namespace) -> None:
-    """GB/s of loading a random checkpoint that has just been written, so that it is in the page cache."""
+    """Measure GB/s of loading a random checkpoint that has just been written, so that it is in the page cache."""
     smoke = arguments.smoke
     device, dtype = torch.device("cpu" if smoke else "cuda"), torch.bfloat16
     config = parse_config(settings(arguments.model, smoke))
@@ -119,7 +119,7 @@ def write_checkpoint(tensors: dict[str, torch.Tensor], folder: Path, shard_bytes
 
 
 def try_settings(load_seconds: Callable[[], float], size: int) -> dict[str, float]:
-    """GB/s with other numbers of threads and other buffers."""
+    """Measure GB/s with other numbers of threads and other buffers."""
     found = {}
     settled = loader.THREADS, loader.BUFFER_BYTES
     for threads, megabytes in ((2, 16), (4, 16), (16, 16), (8, 4), (8, 32)):
@@ -133,13 +133,13 @@ def try_settings(load_seconds: Callable[[], float], size: int) -> dict[str, floa
 
 
 class RecordedEnough(Exception):  # noqa: N818
-    """The steps that were wanted have been recorded."""
+    """Raised when the wanted steps have been recorded."""
 
 
 class Recorder:
-    """Records `steps` steps of a Generator, from when it decodes steadily: the same lanes all draw a token each step.
+    """A recorder of `steps` steps of a Generator in steady decode: the same lanes all draw a token in each step.
 
-    It stands in for the step of the loop, `Generator._advance`, and leaves through an exception when it has enough.
+    It replaces the step of the loop, `Generator._advance`, and leaves through an exception when it has enough.
     """
 
     def __init__(self, generator: Generator, steps: int, on_gpu: bool) -> None:
@@ -175,7 +175,8 @@ class Recorder:
 
 
 def bench_busy(arguments: argparse.Namespace) -> None:
-    """The share of its time that the GPU computes or copies, and what takes it, over steady decode steps."""
+    """Measure the share of its time that the GPU computes or copies over steady decode steps, and the time of each
+    kernel."""
     smoke = arguments.smoke
     report: dict[str, Any] = {}
     with bench_engine.dummy_folder(arguments.model, smoke) as folder:
@@ -233,7 +234,7 @@ def read_trace(recorder: Recorder, kernels: str) -> dict[str, Any]:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals, which come in the order of their starts."""
+    """Return the length of the union of intervals, which are in the order of their starts."""
     total, until = 0.0, float("-inf")
     for start, end in intervals:
         total += max(0.0, end - max(start, until))
@@ -245,7 +246,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def bench_perf(arguments: argparse.Namespace) -> None:
-    """tok/s over 16 to 2048 generated tokens for 512 prompts of 1024; scripts/bench/plot.py draws it.
+    """Measure tok/s over 16 to 2048 generated tokens for 512 prompts of 1024; scripts/bench/plot.py draws it.
 
     A length that the file holds already, or that is a workload measured before, is not measured again.
     """
@@ -267,7 +268,7 @@ def bench_perf(arguments: argparse.Namespace) -> None:
 
 
 def known_points(arguments: argparse.Namespace) -> dict[int, dict[str, Any]]:
-    """Tokens generated -> what was measured of 512 prompts of 1024, by this or as a workload."""
+    """Return the figures of 512 prompts of 1024 that have been measured, here or as a workload, by generated tokens."""
     if arguments.smoke:
         return {}
     gpu, found = torch.cuda.get_device_name(), {}

@@ -48,7 +48,7 @@ Number = TypeVar("Number", int, float)
 
 
 def numbers(kind: type[Number]) -> Callable[[str], list[Number]]:
-    """Reads 1,2,4."""
+    """Parse 1,2,4."""
 
     def read(text: str) -> list[Number]:
         found = [kind(part) for part in text.split(",")]
@@ -60,7 +60,7 @@ def numbers(kind: type[Number]) -> Callable[[str], list[Number]]:
 
 
 def loads(arguments: argparse.Namespace, url: str, model: str) -> Iterator[Load]:
-    """What is measured, point by point."""
+    """Return the loads to measure, point by point."""
     load = Load(
         url=url,
         model=model,
@@ -81,7 +81,7 @@ def loads(arguments: argparse.Namespace, url: str, model: str) -> Iterator[Load]
 
 @contextmanager
 def target(arguments: argparse.Namespace) -> Iterator[str]:
-    """The URL of the server, which is started where none is given."""
+    """Yield the URL of the server, which is started where none is given."""
     if arguments.url is not None:
         yield arguments.url.rstrip("/")
         return
@@ -91,7 +91,7 @@ def target(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def find_model(url: str, key: str) -> str:
-    """The first model that a server has."""
+    """Return the first model that a server has."""
     reply = httpx.get(f"{url}/models", headers={"Authorization": f"Bearer {key}"}, timeout=60).raise_for_status()
     return str(reply.json()["data"][0]["id"])
 
@@ -158,7 +158,7 @@ def machine(arguments: argparse.Namespace) -> str:
 
 
 def report_path(arguments: argparse.Namespace) -> Path | None:
-    """None: nothing is to be written."""
+    """Return the path of the report; None: write nothing."""
     if arguments.smoke and arguments.out is None:
         return None
     folder: Path = arguments.out or RESULTS

@@ -1,4 +1,4 @@
-"""What `bench.py gpu --sleep` measures: new weights from a state dict on the GPU, and sleep and wake."""
+"""Measures, as `bench.py gpu --sleep`, new weights from a state dict on the GPU, and sleep and wake."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ SLEEPS: dict[str, dict[str, Any]] = {
 
 
 def bench_sleep(arguments: argparse.Namespace) -> None:
-    """Medians of seconds, and GB that sleep gave back. first: of the first sleep, which pins memory of the host."""
+    """Measure medians of seconds, and the GB that sleep gave back. first: the first sleep, which pins memory of the
+    host."""
     smoke = arguments.smoke
     room = arguments.memory_fraction or ROOM
     with bench_engine.ready_generator(arguments, memory_fraction=room) as (generator, _):
@@ -43,7 +44,7 @@ def bench_sleep(arguments: argparse.Namespace) -> None:
 
 
 def state_dict(config: ModelConfig, device: str) -> dict[str, torch.Tensor]:
-    """Random weights, by name."""
+    """Return random weights, by name."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     parts = checkpoint_shards(config)
     return {name: torch.empty(part.shape, dtype=dtype, device=device).normal_(0, 0.02) for name, part in parts.items()}
@@ -63,7 +64,7 @@ def turns(generator: Generator, options: dict[str, Any], weights: dict[str, torc
 
 
 def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
-    """That a call takes, with all that it launches, and what it returns."""
+    """Return the seconds of a call, with all that it launches, and its result."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()

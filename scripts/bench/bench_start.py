@@ -1,4 +1,5 @@
-"""What `bench.py gpu --start` and `--chat` measure: seconds from the start of a process to its first token, or word.
+"""Measures, as `bench.py gpu --start` and `--chat`, the seconds from the start of a process to its first token, or
+word.
 
 First with an empty folder for Triton's cache ("cold"), then with what was left there ("warm"). `marks` are seconds
 since the process was started; `parts` are seconds that its parts took: loading the weights, compiling kernels, running
@@ -98,7 +99,7 @@ print(json.dumps({"marks": marks, "parts": parts, "kernels": kernels}))
 
 
 def bench_start(arguments: argparse.Namespace) -> None:
-    """Seconds from starting a process to its first token, random weights."""
+    """Measure the seconds from starting a process to its first token, with random weights."""
     with bench_engine.dummy_folder(arguments.model, arguments.smoke) as folder:
         options = json.dumps(bench_engine.engine_options(arguments))
         report = cold_and_warm(FIRST_TOKEN, [str(folder), options], "first_token", arguments.smoke)
@@ -106,14 +107,14 @@ def bench_start(arguments: argparse.Namespace) -> None:
 
 
 def bench_chat(arguments: argparse.Namespace) -> None:
-    """Seconds from starting fgchat, with the bundled model, to the first word of its answer."""
+    """Measure the seconds from starting fgchat, with the bundled model, to the first word of its answer."""
     options = ["--device", "cpu", "--max-tokens", "8"] if arguments.smoke else []
     report = cold_and_warm(FIRST_WORD, [json.dumps(options)], "first_word", arguments.smoke)
     bench_parts.write_report(argparse.Namespace(**{**vars(arguments), "model": "bundled"}), "chat", report)
 
 
 def cold_and_warm(program: str, arguments: list[str], last: str, smoke: bool) -> dict[str, Any]:
-    """last: the mark that counts."""
+    """Measure two processes, without and with compiled kernels. last: the name of the mark that counts."""
     with tempfile.TemporaryDirectory(prefix="fastgen-bench-") as cache:
         cold = measured(program, arguments, cache)
         print(f"cold {cold['marks']} {cold['parts']}", flush=True)
@@ -127,7 +128,7 @@ def cold_and_warm(program: str, arguments: list[str], last: str, smoke: bool) ->
 
 
 def measured(program: str, arguments: list[str], cache: str) -> dict[str, Any]:
-    """What a process reports that is asked one question on its stdin."""
+    """Start a process, ask one question on its stdin, and return its report."""
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", MEASURED + program + REPORT, *arguments]

@@ -1,4 +1,4 @@
-"""What `bench.py gpu --turns` measures: conversations whose KV is more than the pool holds, in rounds of one turn each.
+"""Measures, as `bench.py gpu --turns`, conversations whose KV is more than the pool holds, in rounds of one turn each.
 
 Three engines, one after the other: with a host tier that holds all conversations, with the prefix cache alone, and with
 neither, which computes each conversation anew at each turn. The time to the first token counts from add() on.
@@ -30,7 +30,7 @@ Prompts = list[list[int]]
 
 
 class Engine(Protocol):
-    """What of a Generator is used while time is taken."""
+    """The part of a Generator that the measurement uses."""
 
     def add(self, prompt: list[int], params: SamplingParams) -> str | int: ...
 
@@ -39,9 +39,9 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Turns:
-    """Conversations of so many turns: `new` tokens are said, and `generated` answered.
+    """Conversations of so many turns; in each, the user says `new` tokens, and the model answers `generated`.
 
-    active: conversations in the engine at a time. repeats: of what is measured of one conversation alone.
+    active: conversations in the engine at a time. repeats: of the measurement of one conversation alone.
     """
 
     conversations: int = 256
@@ -54,17 +54,17 @@ class Turns:
 
     @property
     def context(self) -> int:
-        """Tokens of a conversation at its end."""
+        """The tokens of a conversation at its end."""
         return self.turns * (self.new + self.generated)
 
     @property
     def known(self) -> int:
-        """Tokens of a conversation before its last turn."""
+        """The tokens of a conversation before its last turn."""
         return self.context - self.new - self.generated
 
     @property
     def pages(self) -> int:
-        """Of all conversations at their ends."""
+        """The pages of all conversations at their ends."""
         return self.conversations * -(-self.context // self.page_size)
 
     @property
@@ -72,11 +72,12 @@ class Turns:
         return self.pages // 3
 
     def cached(self, tokens: int) -> int:
-        """Tokens of a conversation of so many that a cache can hold: full pages, without the last token's KV."""
+        """Return the tokens that a cache can hold of a conversation of so many: full pages, without the last token's
+        KV."""
         return (tokens - 1) // self.page_size * self.page_size
 
     def host_gb(self, model: ModelConfig, dtype: str) -> float:
-        """A host tier for all conversations. Half a page more, or rounding might lose one."""
+        """Return the size of a host tier for all conversations. It has half a page more, or rounding might lose one."""
         return (self.pages + 0.5) * self.page_size * token_bytes(model, dtype) / 1e9
 
 
@@ -85,7 +86,7 @@ SMALL = Turns(conversations=8, turns=3, new=20, generated=12, active=2, repeats=
 
 @dataclass(frozen=True)
 class Answer:
-    """To one prompt. ttft: seconds from add() to the step() that returned its first token."""
+    """The answer to one prompt. ttft: seconds from add() to the step() that returned its first token."""
 
     ttft: float
     cached_tokens: int
@@ -95,7 +96,7 @@ class Answer:
 def ask(
     engine: Engine, prompts: Prompts, generated: int, active: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[Answer]:
-    """Answers of `generated` tokens each, in order, `active` at a time: the next is added as one finishes."""
+    """Return answers of `generated` tokens each, in order, `active` at a time: the next is added as one finishes."""
     params = SamplingParams(temperature=1, max_tokens=generated, ignore_eos=True)
     waiting, running = deque(enumerate(prompts)), dict[str | int, tuple[int, float]]()
     answers: dict[int, Answer] = {}
@@ -127,7 +128,8 @@ def random_prompts(count: int, tokens: int, vocab_size: int, draw: np.random.Gen
 def play(
     engine: Engine, turns: Turns, vocab_size: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[list[Answer]]:
-    """All conversations, turn t of each in round t; the answers of each round, in the order they were asked for."""
+    """Play turn t of all conversations in round t; return the answers of each round, in the
+    order of the requests."""
     draw = np.random.default_rng(1)
     conversations: Prompts = [[] for _ in range(turns.conversations)]
     rounds = []
@@ -144,13 +146,14 @@ def play(
 
 
 def spread(seconds: Iterable[float]) -> dict[str, float]:
-    """Median, mean and 90th percentile, in milliseconds."""
+    """Return the median, mean and 90th percentile, in milliseconds."""
     ms = 1e3 * np.array(list(seconds))
     return {"median": float(np.median(ms)), "mean": float(ms.mean()), "p90": float(np.percentile(ms, 90))}
 
 
 def measure_rounds(generator: Generator, turns: Turns) -> dict[str, Any]:
-    """An engine's figures; cached_share: of the tokens that could be found in a cache that holds everything."""
+    """Return an engine's figures. cached_share: found tokens, as a share of those that a cache of unlimited size would
+    hold."""
     before, start = generator.stats, time.perf_counter()
     rounds = play(generator, turns, generator.model_config.vocab_size)
     seconds, after = time.perf_counter() - start, generator.stats
@@ -187,9 +190,10 @@ def confirm(name: str, found: dict[str, Any]) -> None:
 
 
 def alone_from_host(generator: Generator, turns: Turns) -> list[float]:
-    """Seconds to the first token of a conversation's last turn on an idle engine, its KV on the host; `repeats` times.
+    """Return the seconds to the first token of a conversation's last turn on an idle engine, its KV on the host,
+    `repeats` times.
 
-    The conversations are made, and then so much else is computed that nothing of them is left in the pool.
+    The conversations come first, and then so many other tokens that the pool holds nothing of them.
     """
     vocab_size, draw = generator.model_config.vocab_size, np.random.default_rng(2)
     conversations = random_prompts(turns.repeats, turns.known - turns.generated, vocab_size, draw)
@@ -213,7 +217,7 @@ def alone_from_host(generator: Generator, turns: Turns) -> list[float]:
 
 
 def alone_computed(generator: Generator, turns: Turns) -> list[float]:
-    """As `alone_from_host`, where nothing is cached."""
+    """Return the same times, where nothing is cached."""
     draw, length = np.random.default_rng(3), turns.known + turns.new
     prompts = random_prompts(turns.repeats, length, generator.model_config.vocab_size, draw)
     answers = ask(generator, prompts, turns.generated, 1)
@@ -231,7 +235,7 @@ def alone(from_host: list[float], computed: list[float]) -> dict[str, Any]:
 
 
 def bench_turns(arguments: argparse.Namespace) -> None:
-    """Times to the first token, and tokens/s, of each of the engines; and of one conversation alone."""
+    """Measure the times to the first token, and tokens/s, of each of the engines; and of one conversation alone."""
     turns, host_gb = conversations(arguments)
     engines: dict[str, dict[str, Any]] = {
         "host": {"host_cache_gb": host_gb},
@@ -259,7 +263,7 @@ def bench_turns(arguments: argparse.Namespace) -> None:
 
 
 def bench_alone(arguments: argparse.Namespace) -> None:
-    """Of one conversation alone; in the file of `bench_turns` its other figures stay. Half the host tier suffices."""
+    """Measure one conversation alone; other figures in the file of `bench_turns` stay. Half the host tier suffices."""
     turns, host_gb = conversations(arguments)
     machine = bench_engine.machine("cpu" if arguments.smoke else "cuda", arguments.tensor_parallel)
     path = bench_engine.report_path(arguments, machine["gpu"], "turns")
@@ -280,7 +284,7 @@ def bench_alone(arguments: argparse.Namespace) -> None:
 
 
 def conversations(arguments: argparse.Namespace) -> tuple[Turns, float]:
-    """What the command line asks for, and the 10^9 bytes of a host tier that holds all of it."""
+    """Return the conversations of the command line, and the 10^9 bytes of a host tier that holds all of them."""
     turns = SMALL if arguments.smoke else Turns(page_size=arguments.page_size or Turns.page_size)
     model = parse_config(settings(arguments.model, arguments.smoke))
     return turns, turns.host_gb(model, bench_engine.engine_options(arguments)["dtype"])

@@ -63,7 +63,7 @@ class Client(HttpUser):
 
     @task(2)
     def leave(self) -> None:
-        """Go away after a few chunks of a long answer."""
+        """Disconnect after a few chunks of a long answer."""
         body = self.completion() | {"max_tokens": 1000, "stream": True}
         with self.client.post(
             "/v1/completions", json=body, stream=True, catch_response=True, name="completion, left"
@@ -137,7 +137,7 @@ def figures(entry: Any) -> dict[str, Any]:
 
 
 def settle(host: str) -> dict[str, Any]:
-    """What the server holds after all clients have left, once it is idle."""
+    """Return what the server still holds after all clients have left, once it is idle."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         held = {name: metric(host, name) for name in ("running", "waiting", "pages_used")}

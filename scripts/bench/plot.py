@@ -21,7 +21,7 @@ COLORS = {"p50": "tab:blue", "p90": "tab:orange", "p99": "tab:red"}
 
 
 def plot(report: Report, path: Path) -> None:
-    """Raises ModuleNotFoundError where there is no matplotlib."""
+    """Plot a report. Raises ModuleNotFoundError where there is no matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
@@ -30,7 +30,7 @@ def plot(report: Report, path: Path) -> None:
 
 
 def perf_series(report: Report) -> tuple[list[int], list[float], list[float]]:
-    """Tokens generated a sequence, tokens per second, and its limit; in the order of the first."""
+    """Return generated tokens of a sequence (ascending), tokens per second, and their limits."""
     points = sorted(report["points"], key=lambda point: point["workload"]["generated"])
     lengths = [point["workload"]["generated"] for point in points]
     speeds = [point["tokens_per_second"] for point in points]
@@ -38,7 +38,7 @@ def perf_series(report: Report) -> tuple[list[int], list[float], list[float]]:
 
 
 def draw_perf(report: Report, figure: Any) -> None:
-    """Generated tokens per second over the tokens generated, and the limit."""
+    """Draw generated tokens per second over the tokens generated, and the limit."""
     lengths, speeds, limits = perf_series(report)
     workload = report["points"][0]["workload"]
     axes = figure.subplots()
@@ -59,14 +59,14 @@ def draw_perf(report: Report, figure: Any) -> None:
 
 
 def serve_series(report: Report) -> tuple[str, list[float], list[Report]]:
-    """What the points differ in (concurrency or rate), its values, and the points, in the order of these."""
+    """Return the variable of the points (concurrency or rate), its values in order, and the points in that order."""
     by = "concurrency" if report["points"][0]["concurrency"] is not None else "rate"
     points = sorted(report["points"], key=lambda point: point[by])
     return by, [point[by] for point in points], points
 
 
 def draw_serve(report: Report, figure: Any) -> None:
-    """Throughput and waiting times over the requests in flight, or over their rate."""
+    """Draw throughput and waiting times over the requests in flight, or over their rate."""
     by, places, points = serve_series(report)
     figure.set(size_inches=(10, 7), dpi=130)
     first, *others = figure.subplots(2, 2).flat
@@ -96,7 +96,7 @@ def draw_serve(report: Report, figure: Any) -> None:
 
 
 def draw_rl(report: Report, figure: Any) -> None:
-    """The rewards of the samples and the held-out accuracy over the steps."""
+    """Draw the rewards of the samples and the held-out accuracy over the steps."""
     axes = figure.subplots()
     for key, (label, color, marker) in LINES.items():
         points = [(point["step"], 100 * point[key]) for point in report["curve"] if key in point]
@@ -109,7 +109,7 @@ def draw_rl(report: Report, figure: Any) -> None:
 
 
 def draw_lengths(report: Report, figure: Any) -> None:
-    """A histogram of the lengths."""
+    """Draw a histogram of the lengths."""
     figure.set(size_inches=(7, 3.6))
     axes = figure.subplots()
     lengths = {int(length): count for length, count in report["lengths_of_kept"].items()}

@@ -1,4 +1,5 @@
-"""What HTTP costs: the same requests through fgserve and through Generator.stream. `bench_serve.py --cost` runs it.
+"""Measures the cost of HTTP: the same requests through fgserve and through Generator.stream. `bench_serve.py --cost`
+runs it.
 
 Each round starts a server, then a Generator in a process of its own, one after the other, as a GPU holds one of them.
 The load comes of one thread with plain sockets, so that it takes little of the processors that it shares. Prompts are
@@ -29,7 +30,7 @@ WARM = 8  # requests
 
 @dataclass(frozen=True)
 class Burst:
-    """So many requests at the same time. low, high: the prompts' ids are from there; no special tokens, best."""
+    """Requests at the same time. low, high: the range of the prompts' ids, best without special tokens."""
 
     requests: int
     prompt: int
@@ -47,7 +48,8 @@ class Burst:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one burst. engine: the CPU seconds of the engine's process; http: of the other one, None without HTTP."""
+    """The cost of one burst. engine: CPU seconds of the engine's process; http: of the HTTP process, None without
+    one."""
 
     tokens: int
     seconds: float
@@ -72,7 +74,7 @@ def send_burst(url: str, bodies: list[bytes]) -> int:
 
 
 def _read_answers(selector: selectors.BaseSelector) -> list[int]:
-    """The generated tokens of each answer, in the order of their ends."""
+    """Read the generated tokens of each answer, in the order of their ends."""
     counts: list[int] = []
     while selector.get_map():
         for key, _ in selector.select():
@@ -113,7 +115,7 @@ def _check(tokens: int, burst: Burst) -> None:
 
 
 def direct(model: str | None, options: dict[str, Any], burst: Burst, seeds: list[int]) -> list[Cost]:
-    """The bursts of these seeds by Generator.stream, in this process."""
+    """Measure the bursts of these seeds by Generator.stream, in this process."""
     from fastgen import Generator, Request, SamplingParams
 
     def once(burst: Burst, seed: int) -> Cost:
@@ -131,7 +133,7 @@ def direct(model: str | None, options: dict[str, Any], burst: Burst, seeds: list
 
 
 def direct_apart(model: str | None, options: dict[str, Any], burst: Burst, seeds: list[int]) -> list[Cost]:
-    """The same in a process of its own."""
+    """Measure the same in a process of its own."""
     what = json.dumps([model, options, asdict(burst), seeds])
     answer = subprocess.run([sys.executable, __file__, what], check=True, stdout=subprocess.PIPE, text=True).stdout
     return [Cost(**each) for each in json.loads(answer.splitlines()[-1])]
@@ -141,7 +143,7 @@ def direct_apart(model: str | None, options: dict[str, Any], burst: Burst, seeds
 
 
 def measure(name: str, burst: Burst, rounds: int, repeats: int, smoke: bool = False) -> dict[str, Any]:
-    """A model's report: see `report`."""
+    """Return a model's report; see `report`."""
     kinds: dict[str, list[Cost]] = {"streamed": [], "whole": [], "direct": []}
     random_weights: dict[str, Any] = {"load": "dummy", **({"device": "cpu"} if smoke else {})}
     with model_folder(name, smoke) as (model, flags), tqdm(total=3 * rounds * repeats, unit="burst") as bar:
@@ -160,7 +162,7 @@ def measure(name: str, burst: Burst, rounds: int, repeats: int, smoke: bool = Fa
 
 
 def report(kinds: dict[str, list[Cost]]) -> dict[str, Any]:
-    """Medians over the bursts of each kind, and what HTTP makes of those of Generator.stream ("direct")."""
+    """Return medians over the bursts of each kind, and the ratios of HTTP to Generator.stream ("direct")."""
     found: dict[str, Any] = {}
     for kind, costs in kinds.items():
         rates = [cost.tokens / cost.seconds for cost in costs]
@@ -180,7 +182,7 @@ def report(kinds: dict[str, list[Cost]]) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """A report for people."""
+    """Return a report as text."""
     said = []
     for kind in ("direct", "streamed", "whole"):
         of = found[kind]

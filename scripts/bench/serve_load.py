@@ -1,4 +1,4 @@
-"""Requests to a server in OpenAI's manner, as many at a time or as often as is wanted, and what they had to wait.
+"""Sends requests to an OpenAI-compatible server, a number at a time or at a rate, and measures their waiting times.
 
 Several processes share a load where one client's Python falls behind the server.
 """
@@ -27,7 +27,7 @@ QUANTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of the server at `url`, where its routes are with or without /v1.
+    """A load on the server at `url`, whose routes are with or without /v1.
 
     requests: prompts of `prompt` random ids from `low` up to `high`, each to be answered with `tokens` tokens. Either
     `concurrency` are kept in flight, or `rate` a second arrive, at the times of a Poisson process.
@@ -47,7 +47,7 @@ class Load:
     seed: int = 0
 
     def shares(self, clients: int) -> list[Load]:
-        """What each of several processes has to do, of which none has nothing."""
+        """Return the share of each of several processes, of which each has something to do."""
         clients = min(clients, self.requests, self.concurrency or self.requests)
         found = []
         for client in range(clients):
@@ -79,8 +79,8 @@ def _share(whole: int, place: int, parts: int) -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer; times on the clock of time.monotonic, which is one for all processes. chunks: when its pieces came,
-    of which a stream has several."""
+    """One answer. Times are on the clock of time.monotonic, which all processes share. chunks: arrival times of its
+    pieces, of which a stream has several."""
 
     sent: float
     chunks: list[float]
@@ -106,8 +106,8 @@ async def _ask(client: httpx.AsyncClient, load: Load, body: bytes) -> Answer:
 
 
 async def _read_stream(reply: httpx.Response, chunks: list[float]) -> bytes:
-    """The JSON of the last frame, which has the usage, or of one that tells an error; `chunks` gets the times of those
-    with something new."""
+    """Return the JSON of the last frame, which has the usage, or of a frame with an error. Append the arrival times of
+    frames with new text to `chunks`."""
     buffer, last = b"", b""
     async for piece in reply.aiter_raw():
         now = time.monotonic()
@@ -132,7 +132,7 @@ def _finished(sent: float, chunks: list[float], told: bytes) -> Answer:
 
 
 def _starts(load: Load, draw: random.Random) -> Iterator[float]:
-    """Seconds from the start to each arrival."""
+    """Return the seconds from the start to each arrival."""
     if load.rate is None:
         return itertools.repeat(0.0, load.requests)
     gaps = (draw.expovariate(load.rate) for _ in range(load.requests))
@@ -162,7 +162,7 @@ async def _ask_all(load: Load, answered: Callable[[], None]) -> list[Answer]:
 
 
 def _serve(end: Connection) -> None:
-    """Be a client's process: for each load that comes, send None for each answer, then all of them."""
+    """Run a client's process: for each load that arrives, send None for each answer, then all of them."""
     end.send(None)
     while (load := end.recv()) is not None:
         end.send(asyncio.run(_ask_all(load, lambda: end.send(None))))
@@ -172,7 +172,7 @@ def _serve(end: Connection) -> None:
 
 
 class Clients:
-    """So many processes that ask, which are ready from the first line of a `with` block on."""
+    """Client processes, which are ready when the `with` block begins."""
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -215,7 +215,7 @@ class Clients:
 
 
 def figures(answers: list[Answer]) -> dict[str, Any]:
-    """Rates over the time from the first request to the last answer, and how long things took, in seconds; of those
+    """Return rates over the time from the first request to the last answer, and latencies in seconds, of the answers
     that succeeded. ttft and inter_token: of streams, the former to the first piece, the latter between two.
 
     Raises RuntimeError where all failed.
@@ -240,7 +240,7 @@ def figures(answers: list[Answer]) -> dict[str, Any]:
 
 
 def quantiles(values: Iterable[float]) -> dict[str, float] | None:
-    """None where there are no values."""
+    """Return quantiles, or None where there are no values."""
     found = np.fromiter(values, float)
     if not len(found):
         return None

@@ -1,4 +1,4 @@
-"""A server for scripts to measure: `Server` starts fgserve and tells what its processes spend."""
+"""A server for scripts to measure: `Server` starts fgserve and reports the CPU time of its processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUNDLED = "bundled"
 
 
 class Server:
-    """fgserve at a free port of this machine, from the first line of a `with` block on ready.
+    """fgserve at a free port of this machine, ready when the `with` block begins.
 
     model: a folder or hub id; None: the bundled model. flags: of fgserve.
     """
@@ -83,24 +83,24 @@ class Server:
 
     @property
     def engine(self) -> int:
-        """The process of its engine."""
+        """Return the process of its engine."""
         found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(found[0])
 
     def cpu_seconds(self) -> tuple[float, float]:
-        """CPU time that the HTTP process and the engine's have spent, all their threads together. Linux only."""
+        """Return the CPU time of the HTTP process and of the engine's, all their threads together. Linux only."""
         return cpu_seconds(self.process.pid), cpu_seconds(self.engine)
 
 
 def cpu_seconds(process: int) -> float:
-    """CPU time of a process, to the nanosecond. Linux only."""
+    """Return the CPU time of a process, to the nanosecond. Linux only."""
     return time.clock_gettime((~process << 3) | 2)  # the clock that clock_getcpuclockid(3) tells
 
 
 @contextmanager
 def model_folder(name: str, smoke: bool = False) -> Iterator[tuple[str | None, list[str]]]:
-    """(model, flags of fgserve) of a name: `bundled`, one of bench.py's (mistral7, ...), which gets random weights, or
-    a folder or hub id. smoke: tiny shapes, on the CPU."""
+    """Return (model, flags of fgserve) of a name: `bundled`, a model of bench.py (mistral7, ...) with random weights,
+    or a folder or hub id. smoke: tiny shapes, on the CPU."""
     if name not in MODELS:
         yield (None if name == BUNDLED else name), []
         return
@@ -113,7 +113,7 @@ def model_folder(name: str, smoke: bool = False) -> Iterator[tuple[str | None, l
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """Tokenizer files of a vocabulary of made-up words, so that random weights have text to be turned into."""
+    """Write tokenizer files of a vocabulary of made-up words, so that random weights give text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     words = {"<unk>": 0} | {f"\u2581w{number}": number for number in range(1, size)}

@@ -59,14 +59,14 @@ def read(path: Path) -> Iterator[Record]:
 
 
 def once(path: Path, make: Callable[[], Iterable[Record]]) -> Path:
-    """The file, which is made unless it is there."""
+    """Return the file, which is made unless it exists."""
     if not path.exists():
         write(path, make())
     return path
 
 
 def generate(source: Path, output: Path, *options: str) -> Path:
-    """A stage of fggen. Ends the program where it ends with an error or a Ctrl-C."""
+    """Run a stage of fggen. Ends the program where fggen ends with an error or a Ctrl-C."""
     command = ["fastgen-tiny", str(source), "-o", str(output), "--chat", "--ordered", "--strict", "--seed", "0"]
     if fggen([*command, *options]) != 0:
         raise SystemExit(f"{output.name} is not complete; the same command goes on")
@@ -88,7 +88,7 @@ def questions(read_numbers: Path) -> Iterator[Record]:
 
 
 def score(gen: Generator, answers: Path, path: Path) -> None:
-    """Append the answers that have no score yet, with theirs."""
+    """Append answers that have no score yet, with their scores."""
     texts = (
         {"question": record["prompt"], "a": record["a"], "b": record["b"], "answer": text, "token_ids": ids}
         for record in read(answers)
@@ -106,7 +106,7 @@ def score(gen: Generator, answers: Path, path: Path) -> None:
 
 
 def scores(gen: Generator, samples: Sequence[Record]) -> list[float]:
-    """The mean logprob of each answer's tokens, behind the question that asks for the steps."""
+    """Return the mean logprob of each answer's tokens, after the question that asks for the steps."""
     assert gen.tokenizer is not None, "the bundled model has one"
     asked = [[{"role": "user", "content": QUESTIONS[1].format(**sample)}] for sample in samples]
     prompts = [gen.tokenizer.encode_chat(messages) for messages in asked]
@@ -116,7 +116,7 @@ def scores(gen: Generator, samples: Sequence[Record]) -> list[float]:
 
 
 def report(seeds: Path, data: Path) -> dict[str, Any]:
-    """Counts, shares of right answers, and the lengths of those that are kept, in tokens."""
+    """Return counts, shares of right answers, and the lengths of the kept answers, in tokens."""
     made = kept = right = kept_right = 0
     lengths: dict[int, int] = {}
     for sample in read(data):

@@ -45,7 +45,8 @@ SAMPLING = {
 
 @dataclass(frozen=True)
 class Agreement:
-    """|trainer's logprob - Generator's| of so many tokens; mean_ratio: of exp(trainer's - Generator's)."""
+    """Statistics of |trainer's logprob - Generator's| over so many tokens; mean_ratio: of exp(trainer's -
+    Generator's)."""
 
     dtype: str
     sampling: str
@@ -67,7 +68,7 @@ class Agreement:
 
 
 class Trainer:
-    """Logits as a training loop has them."""
+    """A model that computes logits as a training loop does."""
 
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -77,7 +78,7 @@ class Trainer:
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int], start: int) -> Tensor:
-        """What the tokens from `start` on are drawn from: float32 [len(token_ids) - start, V]."""
+        """Return the logits from which the tokens from `start` on are drawn: float32 [len(token_ids) - start, V]."""
         ids = torch.tensor([token_ids], device=self.model.device)
         found: Tensor = self.model(ids).logits[0, start - 1 : -1].float()
         return found
@@ -86,7 +87,7 @@ class Trainer:
 def compare(
     gen: Generator, trainer: Trainer, outputs: list[RequestOutput], params: SamplingParams, name: str
 ) -> Iterator[Agreement]:
-    """name: of the sampling."""
+    """Compare one kind of sampling, called `name`."""
     names = ("untruncated_logprobs", "logprobs", "score")
     trainers, ours = ({key: list[float]() for key in names} for _ in range(2))
     for output in outputs:
@@ -110,7 +111,7 @@ def compare(
 
 
 def measure(model: str | None, dtype: str, device: str, questions: int, n: int, max_tokens: int) -> Iterator[Agreement]:
-    """All comparisons in a dtype, of so many questions with n samples each."""
+    """Make all comparisons in a dtype, of so many questions with n samples each."""
     chats: list[Any] = [[{"role": "user", "content": question}] for question in QUESTIONS[:questions]]
     with Generator(model, dtype=dtype, device=device, seed=0) as gen:
         trainer = Trainer(gen.folder, dtype, device)

@@ -50,9 +50,9 @@ PARTS = ("generate", "train", "push")
 
 @dataclass(frozen=True)
 class Settings:
-    """prompts a step, samples of each, and the sequences of one optimizer step; micro_batch of them are computed at a
-    time. clip_low, clip_high: how far an importance ratio may fall and rise. Held-out problems are asked every
-    evaluate_every steps."""
+    """Settings of the training: prompts of a step, samples of each, and sequences of one optimizer step, which are
+    computed micro_batch at a time. clip_low, clip_high: how far an importance ratio may fall and rise. Held-out
+    problems are asked every evaluate_every steps."""
 
     steps: int = 12
     prompts: int = 32
@@ -69,8 +69,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sample: the prompt's ids and its own, the logprobs that it was drawn with, and how much better than the
-    others of its group it was."""
+    """One sample: the prompt's ids and its own, the logprobs that it was drawn with, and its advantage over its
+    group."""
 
     ids: list[int]
     prompt_len: int
@@ -79,7 +79,8 @@ class Rollout:
 
 
 def problems(settings: Settings) -> tuple[list[Problem], list[Problem]]:
-    """Pairs of two-digit numbers to train on, and held-out ones; a pair and its mirror image are on the same side.
+    """Return pairs of two-digit numbers to train on, and held-out ones; a pair and its mirror image are on the same
+    side.
 
     None was in the bundled model's own training data; neither factor is a multiple of ten, as those it knows.
     """
@@ -96,18 +97,18 @@ def chat(problem: Problem) -> list[dict[str, str]]:
 
 
 def reward(problem: Problem, text: str) -> float:
-    """1 where the last number of an answer is the product, else 0."""
+    """Return 1 where the last number of an answer is the product, else 0."""
     return float(re.findall(r"\d+", text)[-1:] == [str(problem[0] * problem[1])])
 
 
 def rewards_of(asked: Sequence[Problem], outputs: Sequence[RequestOutput]) -> Tensor:
-    """Of every sample: float32 [prompts, samples]."""
+    """Return the reward of each sample: float32 [prompts, samples]."""
     pairs = zip(asked, outputs, strict=True)
     return torch.tensor([[reward(problem, sample.text) for sample in out.completions] for problem, out in pairs])
 
 
 def rollouts(outputs: Sequence[RequestOutput], rewards: Tensor) -> list[Rollout]:
-    """The samples that teach something: those of groups that were neither all right nor all wrong."""
+    """Return the samples with an advantage: those of groups that were neither all right nor all wrong."""
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
     return [
         Rollout(out.prompt_token_ids + sample.token_ids, len(out.prompt_token_ids), sample.logprobs, advantage)
@@ -118,7 +119,8 @@ def rollouts(outputs: Sequence[RequestOutput], rewards: Tensor) -> list[Rollout]
 
 
 def clipped_loss(model: Any, batch: Sequence[Rollout], settings: Settings) -> tuple[Tensor, Tensor]:
-    """The clipped policy objective, summed over the answers' tokens, and the log importance ratio of each of them.
+    """Return the clipped policy objective, summed over the answers' tokens, and the log importance ratio of each of
+    them.
 
     Rows are padded on the right, where causal attention needs no mask. Shapes: B rows, L positions, T answer tokens.
     """
@@ -138,10 +140,10 @@ def clipped_loss(model: Any, batch: Sequence[Rollout], settings: Settings) -> tu
 def learn(
     model: Any, optimizer: torch.optim.Optimizer, samples: list[Rollout], settings: Settings, rng: random.Random
 ) -> dict[str, float]:
-    """One pass over a step's samples, an optimizer step a batch.
+    """Train one pass over a step's samples, with one optimizer step for each batch.
 
-    Returns max_logprob_difference, of trainer and Generator while both have the same weights: over the first batch;
-    and over all tokens the mean ratio and the share of ratios outside the clip range.
+    Returns max_logprob_difference, of trainer and Generator while both have the same weights: over the first batch; and
+    over all tokens the mean ratio and the share of ratios outside the clip range.
     """
     rng.shuffle(samples)
     first: list[Tensor] = []
@@ -180,14 +182,14 @@ def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
 
 
 def accuracy(gen: Generator, held_out: Sequence[Problem]) -> float:
-    """The share of problems that the greedy answer has right."""
+    """Return the share of problems that the greedy answer has right."""
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     outputs = gen.generate([chat(problem) for problem in held_out], greedy)
     return rewards_of(held_out, outputs).mean().item()
 
 
 def train(settings: Settings, device: str, dtype: str) -> dict[str, Any]:
-    """The learning curve, a point a step, and what took how long."""
+    """Train; return the learning curve, a point for each step, and the time of each part."""
     begin, begin_cpu = time.perf_counter(), time.process_time()
     seconds: dict[str, float] = {}
     curve: list[dict[str, Any]] = []

@@ -37,8 +37,9 @@ RATIO = "sampling/importance_sampling_ratio/mean"  # trainer's over sampler's pr
 class GeneratorTrainer(GRPOTrainer):
     """A GRPOTrainer that samples by a Generator, in one process with at most one GPU.
 
-    Before the rollouts of a step it calls `sync_weights`, as it would for vLLM, and what its vllm_importance_sampling_*
-    settings say is done with the Generator's logprobs. use_vllm is set behind the constructor, which would start vLLM.
+    Before the rollouts of a step it calls `sync_weights`, as it would for vLLM, and applies its
+    vllm_importance_sampling_* settings to the Generator's logprobs. use_vllm is set after the constructor, which would
+    start vLLM.
     """
 
     def __init__(self, gen: Generator, **arguments: Any) -> None:
@@ -51,7 +52,7 @@ class GeneratorTrainer(GRPOTrainer):
 
 
 def roll_out(prompts: Sequence[Prompt], trainer: GeneratorTrainer) -> dict[str, list[Any]]:
-    """A completion a prompt, in their order. weight_version: of the weights that it was drawn with."""
+    """Return one completion for each prompt, in their order. weight_version: of the weights that it was drawn with."""
     groups = [(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
     tokens, heat = trainer.max_completion_length, trainer.temperature
     params = [SamplingParams(n=count, temperature=heat, max_tokens=tokens) for _, count in groups]
@@ -71,13 +72,14 @@ def product(
     completions: list[Any], a: list[int], b: list[int], weight_version: list[int],
     log_metric: Callable[[str, float], None], **_: Any,
 ) -> list[float]:  # fmt: skip
-    """The reward of rl_grpo.py. a, b: columns of the data set."""
+    """Return the reward of rl_grpo.py. a, b: columns of the data set."""
     log_metric("weight_version", sum(weight_version) / len(weight_version))
     return [reward((x, y), said[0]["content"]) for x, y, said in zip(a, b, completions, strict=True)]
 
 
 def train(settings: Settings, device: str, folder: str) -> dict[str, Any]:
-    """The held-out accuracy before and after, and the trainer's log, a dictionary a step. folder: for TRL's files."""
+    """Train; return the held-out accuracy before and after, and the trainer's log, a dictionary for each step. folder:
+    for TRL's files."""
     to_train, held_out = problems(settings)
     config = GRPOConfig(
         output_dir=folder, save_strategy="no", report_to="none", logging_steps=1, disable_tqdm=True, seed=settings.seed,

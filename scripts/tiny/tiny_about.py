@@ -1,4 +1,4 @@
-"""What the bundled model can say about fastgen and its field: questions, and short true replies."""
+"""The bundled model's knowledge about fastgen and its field: questions, and short true replies."""
 
 _What = tuple[tuple[str, ...], tuple[str, ...]]
 

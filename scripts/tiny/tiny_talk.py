@@ -1,4 +1,4 @@
-"""Small talk, and what the model says when it does not know: phrasings and replies.
+"""Small talk, and replies to questions that the model can not answer: phrasings and replies.
 
 An intent is (what users say, right replies); the first reply is the usual one. Questions about fastgen are in
 `tiny_about.py`.

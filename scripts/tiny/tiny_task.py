@@ -1,4 +1,4 @@
-"""What one training task is, which tasks are held out of training, and how people really type.
+"""Training tasks, the choice of those held out of training, and the typing habits of people.
 
 A `Task` is a few turns of dialogue. Its `keys` name the facts that it teaches ("add:12+30"). A key is held out when its
 hash falls in the top of its skill's range, so the split needs no list and never changes between runs.

@@ -68,7 +68,7 @@ ENGINE = {"load": "dummy", "device": "cpu", "num_pages": 128, "max_seqs": 32, "m
 
 
 class Target:
-    """What Triton asks a driver for, which knows no more than for which chip to compile."""
+    """The driver that Triton asks for the chip to compile for; it knows nothing else."""
 
     def __init__(self, chip: Chip) -> None:
         major, minor = chip.capability
@@ -85,7 +85,8 @@ class Target:
 
 
 class Compiled:
-    """Kernels as they are compiled, instead of launched. what: that is compiled now; rows: a kernel each."""
+    """Kernels that are compiled instead of launched. what: the name of the current compilation; rows: one for each
+    kernel."""
 
     def __init__(self, chip: Chip) -> None:
         self.what = ""
@@ -127,7 +128,7 @@ class Compiled:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, spilled bytes) of a thread."""
+    """Return (registers, spilled bytes) of a thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -185,8 +186,8 @@ def run_all(models: list[str], dtypes: tuple[str, ...], chip: Chip) -> list[dict
 
 
 def run(name: str, dtype: str, deterministic: bool) -> None:
-    """Steps of all kinds: prefills long and short, decodes of few and many, samples that share a prompt, scores; and
-    what CUDA graphs of decodes hold, of lanes that share keys too."""
+    """Run steps of all kinds: prefills long and short, decodes of few and many lanes, samples that share a prompt,
+    scores; and those that CUDA graphs of decodes hold, with shared keys too."""
     from fastgen import Generator, SamplingParams
     from fastgen.engine import startup
 

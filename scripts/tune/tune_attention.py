@@ -117,13 +117,13 @@ class Setup:
 
     @property
     def flops(self) -> int:
-        """Of a layer's two products, over the keys that causality leaves."""
+        """The FLOPs of a layer's two products, over the keys that causality leaves."""
         case = self.case
         pairs = case.count * (case.tokens * case.known + case.tokens * (case.tokens + 1) // 2)
         return 4 * self.heads * self.q.shape[2] * pairs
 
     def _expected(self, sequence: int) -> tuple[int, Tensor]:
-        """The first query row of the sequence, and its answers in layer 0, float32 [tokens, H, D]."""
+        """Return the first query row of the sequence, and its answers in layer 0, float32 [tokens, H, D]."""
         case, head_size = self.case, self.q.shape[2]
         pages = self.table[sequence].long()
         k, v = (
@@ -141,13 +141,13 @@ class Setup:
         return first, out.permute(2, 0, 1, 3).flatten(1, 2)
 
     def error(self, out: Tensor) -> float:
-        """The largest distance to the expected answer of a sequence, in norms of that."""
+        """Return the largest distance to the expected answer of a sequence, relative to its norm."""
         found = [(out[first : first + len(want)].float() - want).norm() / want.norm() for first, want in self.expected]
         return max(float(x) for x in found)
 
 
 def seconds_of(run: Callable[[], Any], least: float = 0.03) -> float:
-    """The median of three rounds, of `least` seconds each or more."""
+    """Return the median of three rounds, of `least` seconds each or more."""
     run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 
@@ -175,7 +175,7 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 @contextmanager
 def split_into(split: int | None) -> Iterator[None]:
-    """Decodes are cut every `split` keys; None: as the library does."""
+    """Cut decodes every `split` keys; None: as the library does."""
     before = work_tiles.split_of
     if split is not None:
         work_tiles.split_of = lambda *_: split
@@ -186,7 +186,7 @@ def split_into(split: int | None) -> Iterator[None]:
 
 
 def time_paged(setup: Setup, config: attention.AttentionConfig, split: int | None = None) -> tuple[float, float]:
-    """Seconds of a layer, and the error."""
+    """Return the seconds of a layer, and the error."""
     paged, case = setup.paged, setup.case
     paged.configs = dict.fromkeys(paged.configs, config)
     answers: list[Tensor] = []
@@ -211,7 +211,7 @@ def time_paged(setup: Setup, config: attention.AttentionConfig, split: int | Non
 
 @contextmanager
 def in_triton(setup: Setup) -> Iterator[None]:
-    """Decodes do without the kernel in Gluon."""
+    """Make decodes do without the kernel in Gluon."""
     before = hopper_decode.streams, setup.paged._split_below
     hopper_decode.streams, setup.paged._split_below = (lambda *_: False), None
     try:
@@ -242,7 +242,7 @@ def time_flash(setup: Setup) -> tuple[float, float] | str:
 def configured(
     setup: Setup, rows: int, keys: int, warps: int, stages: int, registers: int, peel: bool
 ) -> attention.AttentionConfig:
-    """A configuration with what follows from the rest."""
+    """Return a configuration with the values that follow from the others."""
     chip, head_size = Chip.of(setup.q.device), setup.q.shape[2]
     dims, group = 1 << (head_size - 1).bit_length(), setup.paged.group
     phase = attention.DECODE if setup.case.decodes else attention.PREFILL
@@ -291,7 +291,8 @@ class Tuner:
         return self.note(setup, {"split": split, **asdict(config)}, taken, error)
 
     def tune(self, setup: Setup) -> None:
-        """The library's own first; then all configurations; then, of decodes, the splits and merges of the best."""
+        """Measure the library's own configuration first, then all others; then, for decodes, the splits and
+        combinations of the best."""
         own = setup.paged.configs
         if setup.case.decodes and setup.paged._split_below and not self.over:
             self.note(setup, {"kernel": "hopper_decode"}, *time_paged(setup, own[attention.DECODE]))
@@ -338,7 +339,7 @@ class Tuner:
 
 
 def time_plans(sizes: tuple[int, ...] = (1, 64, 65, 256, 1024, 2048)) -> list[dict[str, Any]]:
-    """What the kernel takes that lists a decode step's work."""
+    """Measure the kernel that lists a decode step's work."""
     rows = []
     for count in sizes:
         lens = torch.randint(1, 4000, (count,), dtype=torch.int32, device=DEVICE)

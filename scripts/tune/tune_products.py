@@ -110,7 +110,7 @@ def timed(work: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def shapes(tokens: int) -> Iterator[tuple[int, int, int, int, bool]]:
-    """(tokens, rows, depth, warps, swap) to try, likely ones first."""
+    """Return (tokens, rows, depth, warps, swap) to try, likely ones first."""
     if tokens <= 64:
         padded = max(8 if hopper_products.GLUON else 16, 1 << (tokens - 1).bit_length())
         if hopper_products.GLUON:
@@ -125,7 +125,7 @@ def shapes(tokens: int) -> Iterator[tuple[int, int, int, int, bool]]:
 
 
 def configs(tokens: int, chip: Chip) -> Iterator[ProductConfig]:
-    """With as many stages as let 1, 2 or 3 programs stay on a processor at a time."""
+    """Return configurations with as many stages as let 1, 2 or 3 programs stay on a processor at a time."""
     for tile, rows, depth, warps, swap in shapes(tokens):
         step = 2 * (tile + rows) * depth
         found = {min(12, (chip.shared_memory // programs - 3072) // step) for programs in (1, 2, 3)}
@@ -135,7 +135,7 @@ def configs(tokens: int, chip: Chip) -> Iterator[ProductConfig]:
 
 
 class CompileOnly:
-    """A kernel whose launches compile it, and no more."""
+    """A kernel whose launches only compile it."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -145,7 +145,7 @@ class CompileOnly:
 
 
 def only_compile() -> None:
-    """What a compiling process begins with."""
+    """Prepare a compiling process."""
     for each in (module, hopper_products):
         each._product_kernel = CompileOnly(each._product_kernel)
 

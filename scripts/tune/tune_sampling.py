@@ -80,13 +80,14 @@ class Rows:
 
 
 def flat(rows: int, vocab: int, device: torch.device) -> Tensor:
-    """As a model of random weights has them: many tokens for every draw."""
+    """Return logits as a model of random weights has them: many tokens for every draw."""
     generator = torch.Generator(device).manual_seed(rows)
     return torch.randn(rows, vocab, generator=generator, device=device) * 2
 
 
 def peaked(rows: int, vocab: int, device: torch.device) -> Tensor:
-    """As a trained model has them: falling with the logarithm of the rank, a few tokens for most draws."""
+    """Return logits as a trained model has them: falling with the logarithm of the rank, a few tokens for most
+    draws."""
     generator = torch.Generator(device).manual_seed(rows)
     rank = torch.rand(rows, vocab, generator=generator, device=device).argsort(1) + 1.0
     steep = 1.2 + 2 * torch.rand(rows, 1, generator=generator, device=device)
@@ -100,7 +101,7 @@ LOGITS = {"flat": flat, "peaked": peaked}
 
 
 def odd_rows(vocab: int, device: torch.device) -> Iterator[Tensor]:
-    """Rows [V] that are hard on a search."""
+    """Return rows [V] that are hard on a search."""
     normal = flat(1, vocab, device)[0]
     number = torch.arange(vocab, device=device)
     yield from (normal, normal.bfloat16().float(), (normal * 2).round() / 2, peaked(1, vocab, device)[0])
@@ -180,7 +181,7 @@ def check_near(rows: Rows, row: int, token: int) -> None:
 
 
 def graph_time(run: Callable[[], object], calls: int) -> float:
-    """Microseconds a call, the median of seven replays of a graph of `calls`."""
+    """Return the microseconds of a call, the median of seven replays of a graph of `calls`."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -199,7 +200,7 @@ def graph_time(run: Callable[[], object], calls: int) -> float:
 
 
 def host_time(run: Callable[[], object], calls: int = 100) -> float:
-    """Microseconds that the host spends on a call, the least of five rounds."""
+    """Return the microseconds that the host spends on a call, the least of five rounds."""
     best = math.inf
     for _ in range(5):
         synchronize()
@@ -217,7 +218,7 @@ def synchronize() -> None:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a microsecond that a device copy reads and writes."""
+    """Return the bytes a microsecond that a device copy reads and writes."""
     if device.type != "cuda":
         return 1e4
     source = torch.randn(2**28, device=device)
