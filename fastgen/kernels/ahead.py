@@ -1,9 +1,9 @@
 """Compilation of kernels before their first launch, on all cores.
 
-A kernel that is compiled at its first launch is compiled by one core, while the launches behind it wait. So the steps
-that launch kernels run once without any launch: each launch is noted with the types of its arguments, and then threads
-compile what was noted. (Triton's passes, LLVM and ptxas release the interpreter's lock; three quarters of the time is
-theirs.) A kernel that Triton's cache on disk holds is read from there. Each is loaded onto the GPU as well.
+At a first launch one core would compile the kernel while the launches behind it wait. Therefore the steps that launch
+kernels run once without any launch: each launch is noted with the types of its arguments, and then threads compile the
+noted kernels. (Triton's passes, LLVM and ptxas release the interpreter's lock, and take three quarters of the time.)
+Kernels in Triton's cache on disk are read from there. Each kernel is also loaded onto the GPU.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from fastgen.kernels.launch import KNOWN, current, launcher, noting
 log = logging.getLogger(__name__)
 
 MOST_THREADS = 16  # more would wait for the interpreter's lock
-PATIENCE = 1.0  # seconds; kernels that Triton's cache holds take less
+PATIENCE = 1.0  # seconds; kernels from Triton's cache take less
 
 
 def compile_ahead(steps: Callable[[], None], device: torch.device, show: bool = False) -> None:
-    """Compile the kernels that `steps` launches. With the Tritons that we know, nothing is launched, and torch's own
-    operations run on tensors that kernels have not written.
+    """Compile the kernels that `steps` launches. With a known Triton nothing is launched, and torch's own operations
+    run on tensors that no kernel has written.
 
-    show: write a line to the terminal while it lasts. Where a kernel does not compile, `steps` runs once more and
-    launches: a launch knows what to do then.
+    show: write a progress line to the terminal. If a kernel does not compile, `steps` runs again and launches, since a
+    launch handles that.
     """
-    if not (KNOWN and copy_context().run(_compile_noted, steps, device, show)):  # a copy, so that nothing is left set
+    if not (
+        KNOWN and copy_context().run(_compile_noted, steps, device, show)
+    ):  # a copy of the context, so that `noting` is unset afterwards
         steps()
 
 
 def _compile_noted(steps: Callable[[], None], device: torch.device, show: bool) -> bool:
-    """Whether all kernels that `steps` would launch could be compiled."""
+    """Compile the kernels that `steps` would launch; return whether all of them compile."""
     notes = _Notes()
     noting.set(notes)
     steps()
@@ -48,14 +50,14 @@ def _compile_noted(steps: Callable[[], None], device: torch.device, show: bool) 
         try:
             futures = [threads.submit(_load, compile_kernel, device) for compile_kernel in notes.kernels]
             _wait(futures, show)
-        finally:  # the other kernels need not be waited for
+        finally:  # after an error do not wait for the other kernels
             threads.shutdown(cancel_futures=True)
     log.debug("%d kernels in %.1f s", len(futures), time.perf_counter() - start)
     return not any(future.exception() for future in futures)
 
 
 class _Notes:
-    """The kernels that steps would launch."""
+    """The kernels that steps would launch (`launch.Notes`)."""
 
     def __init__(self) -> None:
         self.kernels: list[Callable[[], Any]] = []
@@ -76,7 +78,7 @@ def _load(compile_kernel: Callable[[], Any], device: torch.device) -> None:
 
 
 def _wait(futures: list[Future[None]], show: bool) -> None:
-    """Wait until all are done, and say so where it takes long."""
+    """Wait for all kernels, with a log line and a progress bar if they take long."""
     done, waiting = wait(futures, PATIENCE)
     if waiting:
         log.info("compiling %d kernels, once for this machine", len(futures))

@@ -1,27 +1,27 @@
-"""The sum over tensor-parallel ranks of what each has of a row-split product, added to the residual stream.
+"""All-reduce of tensor-parallel ranks with residual addition: the residual stream += the sum of a row-split product.
 
 Letters: T tokens, H hidden size, N ranks. A word is 4 bytes: a float32, or two elements of 2 bytes. Every rank has an
-inbox, memory that all ranks can write (NVLink), and every call a step number, the same on all ranks; a rank pushes its
-words into the inboxes, and waits at its own until what the others push for this step is there.
+inbox, memory that all ranks can write (NVLink), and every call has a step number, the same on all ranks. A rank pushes
+its words to the inboxes, and waits at its own until the words of all others for this step have arrived.
 
-One trip, for few tokens. Each word is pushed to every rank with the step number beside it: a store of 8 bytes arrives
-whole, so that a word is there when its number is, and nothing else need be waited for. There are two inboxes in turn.
-A rank that begins step s + 2 has ended s + 1, for which it waited for words of every rank; so every rank has begun
-s + 1, and ended s. What step s + 2 overwrites, that of step s, has been read.
+One trip, for few tokens. A rank pushes each word to every rank, with the step number beside it. A store of 8 bytes
+arrives whole, so that the number tells that the word is there, and no other wait is needed. Two inboxes take turns. A
+rank that begins step s + 2 has ended s + 1, for which it waited for words of every rank; so every rank has begun s + 1,
+and ended s. Step s + 2 overwrites the words of step s, which all have read.
 
-Two trips, for more tokens. Words are cut into blocks, a block into one slice a rank. A program pushes each slice of its
-block to the slice's rank, then a flag (a release store behind all threads' stores); as the slice's rank it sums what
-comes, pushes the result to all ranks, and a flag again. A rank sends (N - 1) / N of the words twice, instead of N - 1
-times and with numbers as long as themselves; but there are a second trip and two fences. One inbox a trip is enough.
-Partial sums: a rank that begins step s + 1 has ended s, so has all results of s, which their ranks pushed after they
-had read the partial sums. Results: a rank pushes those of a block of step s + 1 when it has the block's partial sums
-from every rank, each of which has thus begun s + 1, and ended s.
+Two trips, for more tokens. Words are cut into blocks, and a block into one slice a rank. A program pushes each slice of
+its block to the slice's rank, and then a flag (a release store after the stores of all threads). As the slice's rank it
+sums the slices that arrive, pushes the result to all ranks, and again a flag. A rank sends (N - 1) / N of the words
+twice, instead of N - 1 times with step numbers as long as the words, but there are a second trip and two fences. One
+inbox for each trip suffices. Partial sums: a rank that begins step s + 1 has ended s, so it has all results of s, which
+their ranks pushed after they had read the partial sums. Results: a rank pushes those of a block of step s + 1 when it
+has the block's partial sums from every rank, each of which has thus begun s + 1, and ended s.
 
-Both hold with calls of either kind, and of any size, between. They need that a step begins when the one before has
-ended on its rank: stream order. Programs wait for programs of the same number on other ranks, all of which must get to
-run: no more are launched than fit on the chip at a time.
+Both hold between calls of either kind and any size. They need that a step begins after the one before has ended on its
+rank: stream order. Programs wait for programs of the same number on other ranks, all of which must run at the same
+time: no more are launched than fit on the chip.
 
-All ranks add in the order of ranks, in float32, and round once: they get the same bits, the same for one trip and two.
+All ranks add in the order of ranks, in float32, and round once. They get the same bits, for one trip as for two.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.kernels.launch import Chip, jit, tl, triton
+from fastgen.kernels.launch import Chip, jit, power_of_two, tl
 
 ONE_TRIP = 3 << 16
-"""Words that a rank sends to all others together, up to which one trip is chosen."""
+"""The most words that a rank sends to all others together in one trip."""
 
 SMALL = 1 << 17
-"""Words up to which smaller blocks make two trips sooner (on 4 H200s)."""
+"""Words up to which smaller blocks make two trips faster (on 4 H200s)."""
 
 PROGRAMS = 1024
 """The most programs of a call."""
@@ -51,15 +51,16 @@ SLICE = 4096
 """The most words of a slice."""
 
 POLLS = 60_000_000
-"""Times to look for what other ranks push, which takes half a minute or so."""
+"""Polls before a wait is given up, which takes about half a minute."""
 
 
 class InboxLayout(NamedTuple):
-    """Where things lie in an inbox, in words.
+    """The layout of an inbox, in words.
 
-    flagged: words of a call that can go in one trip; at the inbox's start there are 2 N such rows of 8-byte cells.
-    share: the words of all slices of a rank. partials: where the N rows of share words of the partial sums are;
-    results: the N * share results; flags: int32 [2, BLOCKS, N], of either trip; end: the words of all.
+    flagged: the most words of a call in one trip; the inbox begins with 2 N rows of as many 8-byte cells. share: the
+    words of all slices of a rank. partials: the offset of the partial sums, N rows of `share` words. results: the
+    offset of the N * share results. flags: the offset of the flags, int32 [2, BLOCKS, N] for both trips. end: the words
+    of all.
     """
 
     flagged: int
@@ -81,15 +82,15 @@ class InboxLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Inbox:
-    """What the ranks of a group push to each other through; all begins as zeros, before any rank's first call.
+    """A rank's end of the exchange. All memory is zeros before any rank's first call.
 
-    peers: int64 [N], the address of every rank's inbox, own one included: Inbox.bytes_for(words, N) bytes each,
-    aligned to 16. steps: int32 [PROGRAMS], the number of the last step, in every cell. expired: int32 [1], 1 when a
-    call has given up waiting: what it and later calls leave in x is worthless, and later calls do not wait. words: the
-    most a call may have. polls: int32 [1], after how many looks a wait is given up; may be changed at any time.
+    peers: int64 [N], the addresses of all ranks' inboxes, its own included: Inbox.bytes_for(words, N) bytes each,
+    aligned to 16. steps: int32 [PROGRAMS], the number of the last step in every cell. expired: int32 [1], 1 after a
+    call has given up waiting: its result and those of later calls are wrong, and later calls do not wait. words: the
+    most of a call. polls: int32 [1], the polls before a wait is given up; may change at any time.
 
-    Calls of an inbox must be in one order, the same on all ranks, and no two of them at a time. (Step numbers wrap
-    around: one is mistaken for another where a call reads what none has written for 2 ** 32 steps.)
+    Calls of an inbox have one order, the same on all ranks, and do not overlap. (Step numbers wrap around: they are
+    ambiguous only in a cell that no call has written for 2 ** 32 steps.)
     """
 
     peers: Tensor
@@ -102,12 +103,13 @@ class Inbox:
 
     @staticmethod
     def bytes_for(words: int, size: int) -> int:
-        """The bytes of an inbox for calls of up to `words` words among `size` ranks."""
+        """Return the bytes of an inbox for calls of up to `words` words among `size` ranks."""
         return 4 * InboxLayout.of(words, size).end
 
     @staticmethod
     def make(peers: Sequence[int], words: int, rank: int, device: torch.device, polls: int = POLLS) -> Inbox:
-        """The inbox of a rank, when all inboxes are there: zeros, at the addresses `peers` as this rank sees them."""
+        """Return the inbox of a rank, after all inboxes exist as zeros at the addresses `peers`, as this rank sees
+        them."""
         size = len(peers)
         assert size > 1
         assert 0 <= rank < size
@@ -125,7 +127,8 @@ class Inbox:
 
 @dataclass(frozen=True)
 class AllReduceConfig:
-    """How a call is cut up. trips: 1 or 2; block: words of a program, or with two trips of a slice; warps a program."""
+    """The shape of a call. trips: 1 or 2. block: words of a program, or with two trips of a slice. warps: of a
+    program."""
 
     trips: int
     block: int
@@ -133,8 +136,8 @@ class AllReduceConfig:
 
 
 def config(words: int, inbox: Inbox, chip: Chip) -> AllReduceConfig:
-    """For calls of so many words."""
-    block = max(64, triton.next_power_of_2(-(-words // 512)))
+    """Return the configuration for calls of `words` words."""
+    block = max(64, power_of_two(-(-words // 512)))
     warps = block // 64 if block <= 256 else min(block // 128, 8)
     fits = -(-words // block) * warps <= warps_at_a_time(inbox.size, chip)
     if fits and words <= InboxLayout.of(inbox.words, inbox.size).flagged:
@@ -146,27 +149,28 @@ def config(words: int, inbox: Inbox, chip: Chip) -> AllReduceConfig:
 
 
 def warps_at_a_time(size: int, chip: Chip) -> int:
-    """Warps that fit on the chip, with the registers a thread that the kernels take: up to 64, or 80 for 8 ranks."""
+    """Return the warps that fit on the chip with the kernels' registers: up to 64 a thread, or 80 for 8 ranks."""
     return (32 if size <= 4 else 24) * chip.processors
 
 
 def words_of(x: Tensor) -> int:
-    """The words of a tensor [T, H] of float32, or of 2-byte elements of which there is an even number."""
+    """Return the words of a tensor [T, H] of float32, or of an even number of 2-byte elements."""
     count, rest = divmod(x.numel() * x.element_size(), 4)
     assert rest == 0
     return count
 
 
 def add_reduced(x: Tensor, y: Tensor, inbox: Inbox) -> None:
-    """x [T, H] += the sum of y [T, H] over the ranks, in place: float32, bfloat16 or float16, contiguous.
+    """Add the sum of y [T, H] over the ranks to x [T, H] in place. Both are contiguous, in float32, bfloat16 or
+    float16.
 
-    x is to be the same on all ranks, and is so after the call. The host does not wait; see Inbox.expired.
+    x is the same on all ranks, before and after. The host does not wait; see Inbox.expired.
     """
     launch_as(config(words_of(x), inbox, Chip.of(x.device)), x, y, inbox)
 
 
 def launch_as(chosen: AllReduceConfig, x: Tensor, y: Tensor, inbox: Inbox) -> None:
-    """add_reduced, cut up as a AllReduceConfig says."""
+    """Run add_reduced in the shape of an AllReduceConfig."""
     words, size = words_of(x), inbox.size
     assert x.shape == y.shape
     assert x.dtype == y.dtype
@@ -175,8 +179,8 @@ def launch_as(chosen: AllReduceConfig, x: Tensor, y: Tensor, inbox: Inbox) -> No
     assert 0 < words <= inbox.words
     at = InboxLayout.of(inbox.words, size)
     pdl = Chip.of(x.device).dependent_launch
-    options = {"num_warps": chosen.warps, **({"launch_pdl": True} if pdl else {})}
-    ranks = triton.next_power_of_2(size)
+    options = {"num_warps": chosen.warps, "launch_pdl": pdl}
+    ranks = power_of_two(size)
     if chosen.trips == 1:
         programs = -(-words // chosen.block)
         assert words <= at.flagged
@@ -197,7 +201,8 @@ def launch_as(chosen: AllReduceConfig, x: Tensor, y: Tensor, inbox: Inbox) -> No
 
 
 def add_in_order(x: Tensor, parts: Sequence[Tensor]) -> None:
-    """The twin of add_reduced, for when every rank's y is at hand, in the order of ranks: the same bits."""
+    """Add all ranks' y [T, H], in the order of ranks, to x [T, H] in place; the twin of add_reduced, with the same
+    bits."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -211,7 +216,7 @@ def _one_trip_kernel(
     RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, CELLS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program BLOCK words."""
+    """Reduce BLOCK words a program."""
     rank = tl.arange(0, RANKS)
     peer = (RANK + rank) % SIZE  # each rank begins with another
     inboxes = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64), bitcast=True)
@@ -254,7 +259,7 @@ def _two_trips_kernel(
     RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, SLICE: tl.constexpr, CELLS: tl.constexpr,
     BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program a block of SIZE * SLICE words, and then the one as many blocks ahead as there are programs."""
+    """Reduce blocks of SIZE * SLICE words: a program takes a block, and then every num_programs-th after it."""
     rank = tl.arange(0, RANKS)
     real = rank < SIZE
     peer = (RANK + rank) % SIZE  # each rank begins with another
@@ -302,9 +307,9 @@ def _two_trips_kernel(
 
 @jit()
 def _end(steps_ptr, step, CELLS: tl.constexpr):
-    """Writes the step's number to all cells, though a program reads its own alone: the next call may have another grid.
+    """Write the step's number to all cells, since the next call may have another grid.
 
-    A program's cells are its own and those that as many cells ahead as there are programs, which none reads now.
+    A program writes its own cell and every num_programs-th after it, which no program of this call reads.
     """
     first = tl.program_id(0)
     while first < CELLS:
@@ -315,25 +320,26 @@ def _end(steps_ptr, step, CELLS: tl.constexpr):
 
 @jit()
 def _meet(inboxes, own, flag, step, limit, polls_ptr, RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr):
-    """Tells all ranks that this program's stores to them are done, and waits until all have told so: 0, or 1 if some
-    have not after `limit` looks. `flag` is where the N flags of a block and a trip lie in the inboxes, in words."""
+    """Signal to all ranks that this program has stored, and wait for the signals of all ranks. Returns 0, or 1 if a
+    signal is missing after `limit` polls. flag: the offset of the N flags of a block and a trip in an inbox, in
+    words."""
     rank = tl.arange(0, RANKS)
     real = rank < SIZE
-    tl.debug_barrier()  # all threads have stored before one of them tells
-    tells = real & (limit > 0)  # what comes of a wait given up is for nobody
-    tl.atomic_xchg(inboxes + flag + RANK, tl.broadcast_to(step, [RANKS]), mask=tells, sem="release", scope="sys")
+    tl.debug_barrier()  # all threads have stored before one of them signals
+    signals = real & (limit > 0)  # after a wait was given up, results are wrong
+    tl.atomic_xchg(inboxes + flag + RANK, tl.broadcast_to(step, [RANKS]), mask=signals, sem="release", scope="sys")
     missing = 1
     while (missing > 0) & (limit >= 0):
         found = tl.atomic_add(own + flag + rank, tl.full([RANKS], 0, tl.int32), mask=real, sem="acquire", scope="sys")
         missing = tl.max(((found != step) & real).to(tl.int32), 0)
         limit = tl.minimum(limit - 1, tl.load(polls_ptr, volatile=True))
-    tl.debug_barrier()  # one has seen before any thread loads
+    tl.debug_barrier()  # all signals have arrived before any thread loads
     return missing
 
 
 @jit()
 def _total(parts, x, DTYPE: tl.constexpr, SIZE: tl.constexpr):
-    """x plus the sum over ranks of parts: words [BLOCK] and [N, BLOCK] of DTYPE, as int32."""
+    """Return x plus the sum of parts over the ranks, all as int32 words of DTYPE: x [BLOCK], parts [N, BLOCK]."""
     rank = tl.arange(0, parts.shape[0])[:, None]
     halves: tl.constexpr = 32 // DTYPE.primitive_bitwidth
     words = tl.full(x.shape, 0, tl.int32)

@@ -220,10 +220,9 @@ def _attention_kernel(
     KIND: tl.constexpr, DYNAMIC_ROUNDS: tl.constexpr, PLAIN: tl.constexpr, SHARED: tl.constexpr,
     PRIVATE: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Take tasks in order: the first by the program's number, others from the layer's counter in the list's header. If
-    tasks are short (STATIC), all but the last rounds are scheduled statically, so that the program loads a work tile
-    while it computes the one before."""
-    # A PRIVATE launch starts beside the SHARED one and waits for it only where it needs the partial results (if
+    """Take tasks in order: the first by the program's number, others from the layer's counter. If tasks are short, most
+    are scheduled statically (STATIC), so that the next work tile loads while the program computes one."""
+    # A PRIVATE launch starts beside the SHARED one, and waits for it only before it needs the partial results (if
     # INVARIANT, at the start). Therefore a SHARED launch lets it start only after all earlier kernels have ended.
     if PDL and KIND == SHARED:
         tl.extra.cuda.gdc_wait()
@@ -267,9 +266,12 @@ def _attention_kernel(
         )  # fmt: skip
         if KIND == SHARED:
             slot = (tl.load(bases_ptr + query_row) + split) * H + q_head
-            store_partial(
-                acc, peak, total, parts_ptr, lse_ptr, totals_ptr, slot, token < tokens, D, DIMS, INVARIANT
-            )  # fmt: skip
+            if INVARIANT:
+                tl.store(totals_ptr + slot, total, mask=token < tokens)
+                store_partial(acc, peak, parts_ptr, lse_ptr, slot, token < tokens, D, DIMS)
+            else:
+                acc = acc / total[:, None]
+                store_partial(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot, token < tokens, D, DIMS)
         else:
             _finish(
                 acc, peak, total, out_ptr, parts_ptr, lse_ptr, totals_ptr, arrivals_ptr, first, tokens, part, split,
@@ -416,8 +418,13 @@ def _finish(
         at = ((first + token) * H + q_head)[:, None] * D + dim
         tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=here)
     else:
-        slot = (part + partials + split * tokens + token) * H + q_head
-        store_partial(acc, peak, total, parts_ptr, lse_ptr, totals_ptr, slot, token < tokens, D, DIMS, INVARIANT)
+        slot = part + partials + split * tokens + token
+        if INVARIANT:
+            tl.store(totals_ptr + slot * H + q_head, total, mask=token < tokens)
+            store_partial(acc, peak, parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
+        else:
+            acc = acc / total[:, None]
+            store_partial(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
         tl.debug_barrier()  # all threads have stored before the program counts as arrived
         arrived = tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="acq_rel", scope="gpu")
         if arrived == splits - 1:

@@ -1,17 +1,17 @@
-"""Matrix products each of whose rows is the same, to the bit, however many other rows there are.
+"""Batch-invariant matrix products: each row of the result is the same, to the bit, for any number of other rows.
 
-Letters: T tokens, N outputs, K inputs. A number of the result is summed over K in order, by one program and in one
-accumulator, 16 inputs an instruction of the tensor cores, whatever the tile: so the tile may follow the number of
-tokens. It may do so only among those for which a chip takes the same instruction. On Hopper the left side of the
-product has 64 rows or more and, in Triton, the right side 16 (in Gluon 8), and there are 4 warps or 8, or the
-instruction is another (mma.sync and not wgmma), which sums otherwise: of few tokens the weight is the left side.
+Letters: T tokens, N outputs, K inputs. One program sums a number of the result over K in order, in one accumulator, 16
+inputs an instruction of the tensor cores. The size of the tile changes nothing, so that it may depend on T, but only
+among tiles for which the chip has the same instruction. On Hopper that is wgmma: it wants at least 64 rows on the left
+side, 16 columns on the right in Triton (8 in Gluon), and 4 or 8 warps; for other tiles Triton takes mma.sync, which
+sums differently. Therefore the weight is the left side of products of few tokens.
 
-On Hopper the products of few tokens are those of fastgen.kernels.hopper_products, which has to sum in the same order.
+On Hopper fastgen.kernels.hopper_products computes the products of few tokens, and sums in the same order.
 
-What comes behind a product is done here as well, for any number of tokens, from the sums before they are rounded; but
-rope turns rounded numbers, as its own kernel does behind many tokens.
+The epilogue of a product works on the sums before they are rounded. Rope rotates rounded numbers, as its own kernel
+does behind products of many tokens.
 
-Deterministic mode multiplies with these kernels alone. Ordinary mode does so where they beat cuBLAS: see `pays`.
+Deterministic mode multiplies with these kernels alone, ordinary mode where they beat cuBLAS: see `pays`.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.kernels import hopper_products
-from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
+from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows, swiglu
 from fastgen.kernels.launch import Chip, Kernel, jit, tl
 from fastgen.kernels.rope import SlotMapping, rope_write
 
-ALIGN = 8  # inputs of a weight are a multiple, so that its rows begin at multiples of 16 bytes
-GROUP = 2048  # tokens of tiles that share the weight's
+ALIGN = 8  # divides the inputs of a weight, so that its rows begin at multiples of 16 bytes
+GROUP = 2048  # tokens whose tiles share the weight's tiles in the L2 cache
 
 FLOAT32 = (32, 32, 32, 4, 2)  # tokens, rows, depth, warps, stages of ProductConfig at any number of tokens
 FEW = {16: (128, 128), 32: (128, 64), 64: (64, 128)}
-"""Padded tokens -> rows and depth for weights that have many rows; for others these are NARROW."""
+"""Padded tokens -> rows and depth for weights with many rows."""
 
-NARROW = (64, 128)
+NARROW = (64, 128)  # rows and depth for others
 MANY = ((128, 256, 64, 8), (128, 128, 64, 4), (128, 64, 64, 4))
-"""Tokens, rows, depth and warps beyond FEW: the one is taken that keeps the busiest processor for the shortest time."""
+"""Tokens, rows, depth and warps beyond FEW; the choice takes the busiest processor the least time."""
 
-MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 2, 3, 12  # of 2-byte weights: programs a processor
-SIDES, TILE = 16, 4096  # multiplications in the time that a row of a tile's sides takes, and a tile whatever its size
+MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 2, 3, 12  # programs a processor, and stages, of 2-byte weights
+SIDES, TILE = 16, 4096  # the cost in multiplications of a row of a tile's sides, and of any tile
 
 FEW_IN_TRITON = 32
-"""Tokens up to which these products beat cuBLAS in Triton; in Gluon they do for all of FEW."""
+"""Tokens up to which these products beat cuBLAS in Triton. In Gluon they do for all of FEW."""
 
 SIZES = (1, 16, 32, 64, 128, 129, 256, 257, 512, 1024, 2048, 4096)
-"""Tokens whose products are compiled at the start, so that few are later."""
+"""Tokens whose products are compiled at the start."""
 
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """tokens, rows, depth: the tiles of x [tokens, depth] and of the weight [rows, depth] that a step of a program's
-    loop takes, `stages` of them on their way. swap: the weight is the left side of the product."""
+    """The tiles of a product. tokens, rows, depth: of the tiles of x [tokens, depth] and of the weight [rows, depth] in
+    a step of a program's loop, of which `stages` load at once. swap: the weight is the left side of the product."""
 
     tokens: int
     rows: int
@@ -64,11 +64,12 @@ class ProductConfig:
 
     @property
     def group(self) -> int:
-        """Tiles of tokens that share the weight's tiles while these are in the L2 cache."""
+        """Return the tiles of tokens that share the weight's tiles while these are in the L2 cache."""
         return max(GROUP // self.tokens, 1)
 
     def shared_memory(self, item_size: int) -> int:
-        """Bytes that a program needs at most: the stages, or what the results pass through at the end."""
+        """Return the most bytes of a program: its stages, or the results, which change their layout there at the
+        end."""
         return max(self.stages * (self.tokens + self.rows) * self.depth * item_size, self.tokens * self.rows * 4) + 2048
 
 
@@ -79,13 +80,12 @@ def _product_kernel(
     TOKENS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     SWAP: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a tile of the result. What is behind T, N and K is read as zeros.
+    """Compute a tile of the result a program. Rows and columns beyond T, N and K are read as zeros.
 
-    HALF: rows come in pairs that are so far apart, gate and up or what rope turns together; 0 if not. A tile then has
-    pairs of HEADS times 2 * HALF rows, all or some of them. KV, P: KV heads and page size, for rope; 0 if there is
-    none.
+    HALF: the distance of the rows of a pair (gate and up, or rope's), or 0 without pairs. A tile then has pairs of
+    HEADS times 2 * HALF rows, all or some of them. KV, P: KV heads and page size for rope, or 0 without rope.
     """
-    PAIRS: tl.constexpr = ROWS // 2 // HEADS  # of a head
+    PAIRS: tl.constexpr = ROWS // 2 // HEADS  # pairs of a head in a tile
     tiles_n = tl.cdiv(N, ROWS)
     if HALF > 0:
         tiles_n = tl.cdiv(N // 2 // HALF, HEADS) * tl.cdiv(HALF, PAIRS)
@@ -103,7 +103,7 @@ def _product_kernel(
     if HALF > 0:  # the first of each pair
         row = (head + number // PAIRS) * 2 * HALF + first_row + number % PAIRS
     if PDL:
-        if not SWAP:  # of few tokens: see behind the loop
+        if not SWAP:  # for few tokens see below the loop
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([ROWS, TOKENS] if SWAP else [TOKENS, ROWS], tl.float32)
@@ -117,7 +117,7 @@ def _product_kernel(
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
-    if PDL and SWAP:  # not before: as long as there are few free processors, the next programs crowd on these
+    if PDL and SWAP:  # not earlier: the next programs would crowd on the few processors that are free by then
         tl.extra.cuda.gdc_launch_dependents()
     if SWAP:
         acc = tl.trans(acc)
@@ -136,7 +136,8 @@ def _product_kernel(
 
 @lru_cache(maxsize=4096)
 def config(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, chip: Chip) -> ProductConfig:
-    """How to cut up the product of `tokens` tokens with a weight [outputs, inputs]; all choices give the same bits."""
+    """Return the tiles for the product of `tokens` tokens with a weight [outputs, inputs]; all choices give the same
+    bits."""
     if dtype == torch.float32:
         return ProductConfig(*FLOAT32)
     padded = next((each for each in FEW if tokens <= each), None)
@@ -159,14 +160,14 @@ def _tiles(found: ProductConfig, tokens: int, outputs: int) -> int:
 
 
 def _cost(found: ProductConfig, tokens: int, outputs: int, chip: Chip) -> int:
-    """How long the busiest processor works, in multiplications of one."""
+    """Return the time of the busiest processor, in multiplications."""
     tile = found.tokens * found.rows + SIDES * (found.tokens + found.rows) + TILE
     return -(-_tiles(found, tokens, outputs) // chip.processors) * tile
 
 
 def staged(found: ProductConfig, tiles: int, item_size: int, chip: Chip) -> ProductConfig:
-    """The same with as many stages as shared memory holds: of one program a processor, if all tiles then run at once;
-    else of as many programs as leave each LEAST_STAGES."""
+    """Return the configuration with as many stages as fit into shared memory: for one program a processor if all tiles
+    then run at once, else for as many programs as have LEAST_STAGES each."""
     stages = [_stages(found, programs, item_size, chip) for programs in range(1, MOST_PROGRAMS + 1)]
     several = [each for each in stages if each >= LEAST_STAGES]
     chosen = several[-1] if several and tiles > chip.processors else stages[0]
@@ -174,7 +175,7 @@ def staged(found: ProductConfig, tiles: int, item_size: int, chip: Chip) -> Prod
 
 
 def _stages(found: ProductConfig, programs: int, item_size: int, chip: Chip) -> int:
-    """That shared memory holds of so many programs."""
+    """Return the stages that fit into shared memory for so many programs a processor."""
     step = (found.tokens + found.rows) * found.depth * item_size
     return min((chip.shared_memory // programs - 3072) // step, MOST_STAGES)
 
@@ -186,14 +187,14 @@ def pays(tokens: int, inputs: int, dtype: torch.dtype, chip: Chip) -> bool:
 
 
 def turns(tokens: int) -> bool:
-    """Whether rope, where it is wanted, is part of the kernel: behind a tile of many tokens it takes longer than its
-    own kernel does. It is the same to the bit."""
+    """Return whether the product's kernel computes rope. Behind a tile of many tokens its own kernel is faster; both
+    give the same bits."""
     return tokens <= max(FEW)
 
 
 @dataclass(frozen=True)
 class RopeWrite:
-    """The arguments of fastgen.kernels.rope.rope_write, for a product with the weight of q, k and v."""
+    """Rope behind a product with the weight of q, k and v: the arguments of fastgen.kernels.rope.rope_write."""
 
     mapping: SlotMapping
     keys: Tensor
@@ -201,11 +202,11 @@ class RopeWrite:
 
 
 class Fused(NamedTuple):
-    """What a product [T, N] does beside multiplying.
+    """The epilogue of a product [T, N].
 
-    add: [T, N], to which the result is added in place. swiglu: weight and bias hold the rows of gate, then those of up,
-    and the result is silu(gate) * up [T, N / 2]. rope: the weight holds the rows of q, k and v; the result is what
-    rope_write makes of the product, q [T, H, D]. out_dtype: of the result, where it is not x's.
+    add: [T, N] in x's dtype, to which the result is added in place. swiglu: weight and bias hold the rows of gate and
+    then of up, and the result is silu(gate) * up [T, N / 2]. rope: the weight holds the rows of q, k and v, and the
+    result is rope_write's, q [T, H, D]. out_dtype: the dtype of the result, if not x's.
     """
 
     add: Tensor | None = None
@@ -224,7 +225,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Ten
 
 
 def launch_as(chosen: ProductConfig, x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
-    """The product, cut up as a ProductConfig says."""
+    """Compute the product with the tiles of a ProductConfig; see the twin for the arguments."""
     from triton.tools.tensor_descriptor import TensorDescriptor as Described
 
     (tokens, inputs), outputs = x.shape, len(weight)
@@ -238,7 +239,11 @@ def launch_as(chosen: ProductConfig, x: Tensor, weight: Tensor, bias: Tensor | N
     turned: tuple[Any, ...] = (None,) * 6
     num_kv = page_size = 0
     if fused.rope is not None:
-        turned, (num_kv, page_size, half) = _rope_arguments(fused.rope, tokens)
+        mapping, keys, values = fused.rope.mapping, fused.rope.keys, fused.rope.values
+        mapping.check(tokens, keys, values)
+        turned = mapping.positions, mapping.slots, mapping.cos, mapping.sin, keys, values
+        _, num_kv, page_size, head_size = keys.shape
+        half = head_size // 2
         width -= 4 * num_kv * half
         if half & (half - 1) == 0:
             heads = max(chosen.rows // (2 * half), 1)
@@ -252,46 +257,33 @@ def launch_as(chosen: ProductConfig, x: Tensor, weight: Tensor, bias: Tensor | N
     tiles = -(-len(weight) // heads) * -(-half // block[2]) if half else -(-outputs // chosen.rows)
     others, sizes = (bias, out, *turned), (outputs, inputs, half, num_kv, page_size, fused.add is not None)
     chip = Chip.of(x.device)
-    pdl = chip.dependent_launch
-    # No multiplication is fused with an addition behind the sums: one tile's compilation might, and another's not.
     if chosen.swap and tokens <= chosen.tokens and hopper_products.runs_on(chip, x.dtype):
         x_block = [chosen.tokens, chosen.depth]
         hopper_products.launch(x, x_block, weight, block, tiles, chosen.stages, chosen.warps, others, sizes, chip)
     else:
+        pdl = chip.dependent_launch
+        # Without fused multiply-adds, which the compiler might use in the epilogue of one tile and not of another.
         _product_kernel[(-(-tokens // chosen.tokens) * tiles,)](
             Described(x, [tokens, inputs], [inputs, 1], [chosen.tokens, chosen.depth]),
             Described(weight, [*weight.shape], [*weight.stride()], block), *others, tokens, *sizes,
             chosen.tokens, chosen.rows, heads, chosen.depth, chosen.stages, chosen.swap, chosen.group, pdl,
-            num_warps=chosen.warps, enable_fp_fusion=False, **({"launch_pdl": True} if pdl else {}),
+            num_warps=chosen.warps, enable_fp_fusion=False, launch_pdl=pdl,
         )  # fmt: skip
     return out if fused.rope is None else out.view(tokens, -1, 2 * half)
 
 
-def _rope_arguments(rope: RopeWrite, tokens: int) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
-    """Return the kernel's pointers; and KV heads, page size, half a head."""
-    mapping, keys, values = rope.mapping, rope.keys, rope.values
-    _, num_kv, page_size, head_size = keys.shape
-    assert keys.shape == values.shape
-    assert keys.is_contiguous()
-    assert values.is_contiguous()
-    assert mapping.positions.shape == mapping.slots.shape == (tokens,)
-    assert mapping.positions.dtype == mapping.slots.dtype == torch.int64
-    assert mapping.cos.shape[1] == head_size // 2
-    pointers = mapping.positions, mapping.slots, mapping.cos, mapping.sin, keys, values
-    return pointers, (num_kv, page_size, head_size // 2)
-
-
 def _twin(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
-    """Return x [T, K] times the rows of weight [N, K], plus bias [N], and what `fused` says: [T, N] in x's dtype."""
-    add, swiglu, rope, out_dtype = fused
+    """Return x [T, K] times the rows of weight [N, K] plus bias [N], with the epilogue `fused`: [T, N] in x's dtype.
+
+    x, weight and bias have one dtype: float32, bfloat16 or float16. K is a multiple of ALIGN.
+    """
     y = F.linear(x, weight, bias)
-    if rope is not None:
-        turned: Tensor = rope_write.twin(y, rope.mapping, rope.keys, rope.values)
+    if fused.rope is not None:
+        turned: Tensor = rope_write.twin(y, fused.rope.mapping, fused.rope.keys, fused.rope.values)
         return turned
-    if swiglu:
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
-    return y.to(out_dtype or y.dtype) if add is None else add.add_(y)
+    if fused.swiglu:
+        y = swiglu.twin(y)
+    return y.to(fused.out_dtype or y.dtype) if fused.add is None else fused.add.add_(y)
 
 
 product = Kernel(_launch, _twin)

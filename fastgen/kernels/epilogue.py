@@ -1,9 +1,10 @@
-"""What comes behind a product's sums, before they are rounded; for kernels in Triton and in Gluon.
+"""Epilogues of matrix products: bias, residual addition, SwiGLU and rope, for kernels in Triton and in Gluon.
 
-It is in two parts, as what has to be read (`read_`) can be on its way while the product is summed.
+The epilogue of a fused product works on its float32 sums, and has two parts, so that what it loads (`read_`) arrives
+while the product is summed. SwiGLU behind cuBLAS is a kernel of its own.
 
-T tokens, N outputs. token: a row's number, [TOKENS, 1]; row: the weight's rows [ROWS]; or pairs of them, which stand at
-places `at` of the halves of heads `head`, both [ROWS / 2]. What is behind T and N is neither read nor stored.
+T tokens, N outputs. token: numbers of rows of the result [TOKENS, 1]. row: rows of the weight [ROWS]; or pairs of them,
+at places `at` of the halves of heads `head`, both [ROWS / 2]. Rows beyond T and N are neither read nor stored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fastgen.kernels.rope import look_up, turn
 
 @jit()
 def read_rows(token, row, bias_ptr, out_ptr, T, N, ADD: tl.constexpr):
-    """The bias, and what the product is added to; numbers that nothing uses where there is none."""
+    """Load the bias, and what the product is added to; without these, return numbers that are not used."""
     bias = row
     before = row
     if bias_ptr is not None:
@@ -31,7 +32,7 @@ def read_rows(token, row, bias_ptr, out_ptr, T, N, ADD: tl.constexpr):
 
 @jit()
 def finish_rows(acc, read, token, row, bias_ptr, out_ptr, T, N, ADD: tl.constexpr):
-    """Store acc float32 [TOKENS, ROWS], or add it to what is there."""
+    """Store acc float32 [TOKENS, ROWS], or if ADD add it to `out`."""
     bias, before = read
     if bias_ptr is not None:
         acc += bias.to(tl.float32)[None, :]
@@ -45,7 +46,7 @@ def finish_rows(acc, read, token, row, bias_ptr, out_ptr, T, N, ADD: tl.constexp
 def read_pairs(
     token, head, at, bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, T, N, HALF: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
-    """The bias of both, and what rope looks up."""
+    """Load the bias of both rows of each pair, and the tables of rope."""
     head, at = head[None, :], at[None, :]
     row = head * 2 * HALF + at
     there = (row < N) & (at < HALF)
@@ -66,7 +67,7 @@ def finish_pairs(
     a, b, read, token, head, at, bias_ptr, out_ptr, keys_ptr, values_ptr, T, N,
     HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """SwiGLU or rope of the pairs (a, b), float32 [TOKENS, ROWS / 2]."""
+    """Store SwiGLU or rope of the pairs (a, b), float32 [TOKENS, ROWS / 2]."""
     bias_a, bias_b, found = read
     head, at = head[None, :], at[None, :]
     here = (head * 2 * HALF + at < N) & (at < HALF) & (token < T)
@@ -85,12 +86,12 @@ def finish_pairs(
         tl.store(out_ptr + token.to(tl.int64) * HALF + at, out.to(out_ptr.dtype.element_ty), mask=here)
 
 
-BLOCK = 2048
+BLOCK = 2048  # columns a program
 
 
 @jit()
 def _swiglu_kernel(x_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A program a row and BLOCK columns of N."""
+    """Compute BLOCK of the N columns of a row a program."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -109,22 +110,19 @@ def _launch(x: Tensor) -> Tensor:
     assert x.shape[1] == 2 * size
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     pdl = Chip.of(x.device).dependent_launch
-    options = {"launch_pdl": True} if pdl else {}
-    _swiglu_kernel[(rows, -(-size // BLOCK))](x, out, size, BLOCK, pdl, num_warps=4, **options)
+    _swiglu_kernel[(rows, -(-size // BLOCK))](x, out, size, BLOCK, pdl, num_warps=4, launch_pdl=pdl)
     return out
 
 
 def _twin(x: Tensor) -> Tensor:
-    """silu(gate) * up [T, I] of x [T, 2 I], which holds gate, then up."""
+    """Return silu(gate) * up [T, I] of x [T, 2 I], contiguous, which holds gate and then up."""
     gate, up = x.chunk(2, dim=-1)
     return silu(gate).mul_(up)
 
 
 def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x).
-
-    On the CPU in float32 from exp: F.silu rounds otherwise where a thread's share of a tensor ends within a vector.
-    """
+    """Return x * sigmoid(x). On the CPU in float32 it is made of exp, because F.silu rounds differently where a
+    thread's share of a tensor ends within a vector."""
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return F.silu(x)
     return x / x.neg().exp_().add_(1)

@@ -1,8 +1,8 @@
-"""Gluon, Triton's language of layouts, in the versions that fastgen knows; their differences end in this module.
+"""Gluon, Triton's language with explicit layouts. This module hides the differences between its versions.
 
-Gluon is experimental, and its names move from one Triton to the next. Kernels in Gluon therefore run with the versions
-of `launch.KNOWN_TRITON` alone, and Triton's interpreter does not know the language. Without Gluon, `gl` and `nvidia`
-are None, and a kernel is a plain function that nothing calls.
+Gluon is experimental, and its names change between versions of Triton. Kernels in Gluon therefore run with the versions
+of `launch.KNOWN_TRITON` alone, and not in Triton's interpreter. Without Gluon, `gl` and `nvidia` are None, and a kernel
+is a plain function that nothing calls.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ gl: Any = launch.optional("triton.experimental.gluon.language") if GLUON else No
 nvidia: Any = launch.optional("triton.experimental.gluon.language.nvidia.hopper") if GLUON else None
 
 barrier: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier", None)
-"""Synchronizes the threads of a partition. Triton 3.6 has the second name alone, later ones the first."""
+"""Synchronizes the threads of a partition. Only Triton 3.6 has the second name, and not the first."""
 
 _tma: Any = getattr(nvidia, "tma", None)
 load_tile: Any = getattr(_tma, "async_load", None) or getattr(_tma, "async_copy_global_to_shared", None)
-"""Begins a load by TMA. Triton 3.6 and 3.7 have the second name alone, 3.9 the first."""
+"""Begins a load by TMA. Triton 3.6 and 3.7 have only the second name, 3.9 only the first."""
 
 _memory: Any = getattr(gl, "shared_memory_descriptor", None)
 _reinterpret: Any = getattr(_memory, "reinterpret", None) or getattr(_memory, "_reinterpret", None)
-"""Views shared memory in another shape. Triton 3.9 has the first name alone, earlier ones the second."""
+"""Views shared memory in another shape. Triton 3.9 has only the first name, earlier versions only the second."""
 
 _VERSION = launch.version()
 _SLICES = launch.constant(_VERSION >= (3, 9))
-"""Whether a buffer of any number of tiles can be sliced, so that a view may begin between two larger tiles."""
+"""True if a buffer of any number of tiles can be sliced, so that a view may begin between two larger tiles."""
 
 HALVES = _VERSION != (3, 8)
-"""Whether `side_of` can view two halved tiles as one: by a slice, or (until 3.7) as a view larger than its source."""
+"""True if `side_of` can view two halved tiles as one: by a slice, or (until 3.7) by a view larger than its source."""
 
 
 def gluon_jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
@@ -49,10 +49,10 @@ def side_of(
     tiles, stage, piece: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, SIDE: gl.constexpr,
     LONG: gl.constexpr,
 ):  # fmt: skip
-    """Return [SIDE, LONG] of shared memory: a piece of a stage and, where tiles have half of SIDE's rows, the memory
-    behind it.
+    """Return a view [SIDE, LONG] of shared memory: a piece of a stage, and behind halved tiles the memory that follows.
 
-    tiles: [STAGES * PIECES, ...], or a halved tile more, of SIDE rows, or half of them where PIECES is even.
+    tiles: [STAGES * PIECES, ...], of SIDE rows each; or halved, with half of the rows, an even PIECES and one tile
+    more.
     """
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, LONG], tiles.dtype)
     if _SLICES:

@@ -1,13 +1,13 @@
-"""Batch-invariant products of few tokens on Hopper, in Gluon; the same to the bit as batch_invariant's in Triton.
+"""Products of few tokens on Hopper, in Gluon; the same to the bit as fastgen.kernels.batch_invariant in Triton.
 
-One warp of a program has the tiles loaded (by TMA) that four others multiply. Between the kernels of a decode step
-memory would have nothing to do for 3 us each. No kernel of a step writes weights, and what did has ended when a step's
-first product begins, since torch's embedding, which is launched in the ordinary way, waits for all that came before: so
-a weight's first tiles are on their way before the kernel ahead has ended (programmatic dependent launch), and those of
-x follow when it has. Triton's own pipeline loads both alike, and can only be told to wait before the first of them.
+One warp of a program loads the tiles (by TMA) that four others multiply. Between the kernels of a decode step memory
+would be idle for 3 us each. Therefore a weight's first tiles load before the kernel ahead has ended (programmatic
+dependent launch), and those of x when it has. That is safe because no kernel of a step writes weights, and earlier
+writes have ended when a step's first product begins: torch's embedding, an ordinary launch, waits for all of them.
+Triton's pipeline loads both sides alike and can only wait before the first of them.
 
-Narrow products have a program a tile, at most as many as there are processors, each with all of a processor's memory.
-With long rows fewer, larger tiles are faster: the next kernel's programs begin where a processor is free.
+Narrow products have a program a tile, at most as many as processors, each with all of a processor's memory. With long
+rows, fewer and larger tiles are faster: the programs of the next kernel start on free processors.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read
 from fastgen.kernels.gluon import HALVES, gl, gluon_jit, load_tile, nvidia, side_of
 from fastgen.kernels.launch import GLUON, Chip, tl
 
-SIDE = 64  # rows of the instruction's left side, at least
+SIDE = 64  # the least rows of the instruction's left side
 PIECE = 64  # numbers of K in a row of shared memory
 WIDE = {8: (128, 128), 16: (128, 128), 32: (128, 64), 64: (64, 128)}
-"""Padded tokens -> rows and depth of a tile, of weights that have one for each processor or more."""
+"""Padded tokens -> rows and depth of a tile, for weights with at least one such tile a processor."""
 
 NARROW = {8: 256, 16: 256, 32: 128, 64: 128}
-"""Padded tokens -> depth, of weights that have no more tiles of SIDE rows than there are processors."""
+"""Padded tokens -> depth, for weights with at most one tile of SIDE rows a processor."""
 
-BETWEEN, HALVED = 128, 256  # depth of other weights, and of tiles with half of SIDE's rows
-SPARE = 1.5  # of the shared memory: what a halved tile, of all of K, may take
-WARPS, REGISTERS, LOADING_REGISTERS = 4, 128, 40  # registers: two programs fit on a processor; of the warp that loads
+BETWEEN, HALVED = 128, 256  # depth for other weights, and for tiles with half of SIDE's rows
+SPARE = 1.5  # halved tiles may have so many times the shared memory in bytes of weight
+WARPS, REGISTERS, LOADING_REGISTERS = 4, 128, 40  # registers a thread, for two programs a processor; the loading warp's
 
 
 def runs_on(chip: Chip, dtype: torch.dtype) -> bool:
+    """Return whether these kernels run on a chip with numbers of a dtype."""
     return GLUON and chip.capability == (9, 0) and dtype.itemsize == 2
 
 
 def cut(tokens: int, outputs: int, inputs: int, chip: Chip) -> tuple[int, int, int, int, int]:
-    """How a product of up to 64 tokens is cut up: a tile's tokens, rows and depth, its warps, and stages.
+    """Return the tokens, rows and depth of a tile, the warps and the stages, for a product of up to 64 tokens.
 
-    Where the weight has so few rows that half of the processors would do, and half a tile's rows nearly fit into shared
-    memory, tiles are halved: all of it is then on its way before the kernel ahead has ended. (The instruction's other
-    rows are whatever is there.) Of longer rows that was slower, as x is read by twice as many programs.
+    Tiles are halved if the weight would otherwise occupy at most half of the processors and half a tile's rows nearly
+    fit into shared memory: all of the weight then loads before the kernel ahead has ended. (The other rows of the
+    instruction are undefined.) With longer rows that was slower, because twice as many programs read x.
     """
     padded = next(each for each in WIDE if tokens <= each)
     rows, depth = WIDE[padded]
@@ -67,10 +68,12 @@ def _product_kernel(
     TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     SIDE: gl.constexpr, PIECES: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """A program a tile of the weight's rows, and all tokens. What the letters are: see fastgen.kernels.batch_invariant.
+    """Compute the product of a tile of the weight's rows with all tokens a program. Letters: see
+    fastgen.kernels.batch_invariant.
 
-    SIDE: rows that are multiplied, of which those from ROWS on are not the program's; PIECES: in which a stage's weight
-    is loaded; EARLY: the next kernel's programs may begin when this one's have, and the kernel ahead has ended."""
+    SIDE: rows that are multiplied, of which only the first ROWS are the program's. PIECES: parts in which a stage's
+    weight loads. EARLY: the next kernel may start once this one has, and the kernel ahead has ended.
+    """
     PAIRS: gl.constexpr = ROWS // 2 // HEADS
     head = 0
     first_row = gl.program_id(0) * ROWS
@@ -78,7 +81,7 @@ def _product_kernel(
         TILES: gl.constexpr = (HALF + PAIRS - 1) // PAIRS  # of a head
         head = gl.program_id(0) // TILES * HEADS
         first_row = gl.program_id(0) % TILES * PAIRS
-    slots: gl.constexpr = [STAGES * PIECES + (SIDE - ROWS) // ROWS]  # of which the last ones' other rows are
+    slots: gl.constexpr = [STAGES * PIECES + (SIDE - ROWS) // ROWS]  # with room behind the last for its other rows
     weights = gl.allocate_shared_memory(weight_desc.dtype, slots + weight_desc.block_type.shape, weight_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, DEPTH], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], nvidia.mbarrier.MBarrierLayout())
@@ -88,7 +91,7 @@ def _product_kernel(
         nvidia.mbarrier.init(free.index(stage), count=1)
     side_by_side: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
     blocked: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
-    spread: gl.constexpr = gl.SliceLayout(2, side_by_side) if HALF > 0 else blocked  # of what is stored
+    spread: gl.constexpr = gl.SliceLayout(2, side_by_side) if HALF > 0 else blocked  # the layout of stores
     token = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(1, spread)), 1)
     if HALF > 0:
         number = gl.arange(0, SIDE // 2, gl.SliceLayout(0, spread))
@@ -121,7 +124,7 @@ def _load_tiles(
     x_desc, weight_desc, ring, head, first_row,
     STEPS: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Have the tiles of all steps loaded, each when a stage is free: the first weights at once."""
+    """Load the tiles of all steps, each when a stage is free: the first weights at once."""
     _weights, xs, _ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
     for stage in gl.static_range(min(STAGES, STEPS)):
@@ -145,7 +148,7 @@ def _load_tiles(
 def _load_weight(
     weight_desc, ring, stage, step, head, first_row, HALF: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """Begin to load the weight of a step into a stage, which is ready when its x is there too."""
+    """Begin to load the weight of a step to a stage, which is ready when its x has arrived too."""
     weights, xs, ready, _free = ring
     DEPTH: gl.constexpr = xs.shape[2]
     nvidia.mbarrier.expect(ready.index(stage), 2 * (ROWS + xs.shape[1]) * DEPTH)
@@ -168,7 +171,8 @@ def _multiply(
     STEPS: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr, SIDE: gl.constexpr,
     PIECES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The product [SIDE, TOKENS], of the tiles as they come; and what is read for its end, meanwhile."""
+    """Multiply the tiles as they arrive. Returns the product [SIDE, TOKENS], and what the epilogue has loaded
+    meanwhile."""
     weights, xs, ready, free = ring
     bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr = tables
     STAGES: gl.constexpr = xs.shape[0]
@@ -191,7 +195,7 @@ def _multiply(
             x = xs.index(stage).slice(piece * LONG, LONG, 1)
             acc = nvidia.warpgroup_mma(weight, x.permute((1, 0)), acc, is_async=True)
             acc = nvidia.warpgroup_mma_wait(PIECES, deps=[acc])
-        nvidia.mbarrier.arrive(free.index(before), pred=step > 0)  # the step before this is done
+        nvidia.mbarrier.arrive(free.index(before), pred=step > 0)  # the step before has ended
         before = stage
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
         phase = gl.where(stage == 0, phase ^ 1, phase)
@@ -204,14 +208,14 @@ def launch(
     x: Tensor, x_block: list[int], weight: Tensor, block: list[int], tiles: int, stages: int, warps: int,
     others: tuple[Tensor | None, ...], sizes: tuple[int, ...], chip: Chip,
 ) -> None:  # fmt: skip
-    """x: [T, K], of no more tokens than its tile has, which is [tokens, depth]; weight: tiles of it are [rows, depth],
-    or [heads, 2, rows of a half, depth]; others, sizes: the kernel's arguments from bias_ptr to values_ptr, and from N
-    to ADD."""
+    """Multiply x [T, K], in a tile x_block [tokens, depth] of at least T tokens, with a weight in tiles `block`: [rows,
+    depth] or [heads, 2, rows of a half, depth]. The caller checks; dtypes have 2 bytes. others, sizes: the kernel's
+    arguments from bias_ptr to values_ptr, and from N to ADD."""
     assert len(x) <= x_block[0]
     assert stages > 1
     rows, heads = math.prod(block[:-1]), block[0] if len(block) > 2 else 1
     pieces = 1 if rows >= SIDE else block[-1] // PIECE
-    # Where a quarter of the processors or more have no tile, the next kernel's first programs do not crowd there.
+    # With a quarter of the processors or more free, the next kernel's first programs do not crowd.
     early = 4 * tiles <= 3 * chip.processors
     _product_kernel[(tiles,)](
         described(x, x_block), described(weight, [*block[:-1], block[-1] // pieces]), *others, len(x), *sizes,
@@ -221,6 +225,7 @@ def launch(
 
 
 def described(tensor: Tensor, block: list[int]) -> object:
+    """Return the TMA descriptor of a tensor in tiles `block`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], block, _layout(*block, dtype=tensor.dtype))
@@ -228,5 +233,5 @@ def described(tensor: Tensor, block: list[int]) -> object:
 
 @lru_cache(maxsize=256)
 def _layout(*block: int, dtype: torch.dtype) -> Any:
-    """Of a tile in shared memory; it takes longer to find than a small kernel to run."""
+    """Return the layout of a tile in shared memory. Making it takes longer than a small kernel runs."""
     return gl.NVMMASharedLayout.get_default_for([*block], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)

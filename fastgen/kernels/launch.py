@@ -1,8 +1,8 @@
-"""What the kernels share: Triton where there is one, the chip's properties, and the way from a kernel to its twin.
+"""Triton, chips, and the way from a kernel to its launch or to its torch twin.
 
-Triton is not a dependency: without it (or without a GPU) the torch twins run. With TRITON_INTERPRET=1 in the
-environment before Triton is first imported, kernels run on CPU tensors, which is how tests without a GPU see them (but
-for those in Gluon, which are only compiled there).
+Triton is not a dependency: without it, or without a GPU, the torch twins run. With TRITON_INTERPRET=1 in the
+environment before Triton is first imported, kernels run on CPU tensors, as in tests without a GPU. (Kernels in Gluon do
+not; tests only compile them.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 
 def optional(name: str) -> Any:
-    """A module of Triton's, where it is there and may be of use: importing it takes a while."""
+    """Import a module of Triton; return None if it is missing or would be of no use, because importing takes a
+    while."""
     useless = torch.version.cuda is None and os.environ.get("TRITON_INTERPRET") != "1"
     if useless and "triton" not in sys.modules:
         return None
@@ -46,17 +47,17 @@ def version() -> tuple[int, int]:
 
 KNOWN_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
 KNOWN = version() in KNOWN_TRITON
-"""Whether this Triton's launcher and its Gluon are the ones that fastgen was tested with."""
+"""True if fastgen was tested with the launcher and the Gluon of this Triton."""
 
 GLUON = KNOWN and not INTERPRETED
-"""Whether kernels in Gluon run."""
+"""True if kernels in Gluon run."""
 
 HOPPER = (9, 0)
 REMEDY = "install torch 2.11 to 2.15, each of which brings a known Triton (3.6 to 3.9)"
 
 
 class Notes(Protocol):
-    """Notes of the kernels that would be launched: see fastgen.kernels.ahead."""
+    """A list of the kernels that would be launched (fastgen.kernels.ahead)."""
 
     def is_new(self, launch: object) -> bool:
         """Return whether `launch`, a kernel and the kinds of its arguments, is seen for the first time."""
@@ -66,11 +67,11 @@ class Notes(Protocol):
 
 
 noting: ContextVar[Notes | None] = ContextVar("noting", default=None)
-"""While it is set, no kernel is launched in this context; kernels are noted instead."""
+"""While set, kernels are noted in this context and not launched."""
 
 
 def constant(value: float) -> Any:
-    """A number that kernels can name."""
+    """Return a number that kernels can refer to as a global."""
     return value if tl is None else tl.constexpr(value)
 
 
@@ -80,8 +81,10 @@ def power_of_two(size: int) -> int:
 
 
 def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
-    """triton.jit, which compiles nothing anew for other values of the `unspecialized` arguments; without Triton the
-    function as it is, which nothing then calls."""
+    """Return triton.jit for kernels that are not compiled anew for other values of the `unspecialized` arguments.
+
+    Without Triton it returns the function itself, which nothing then calls.
+    """
     if triton is None:
         return lambda function: function
     if INTERPRETED:
@@ -91,8 +94,11 @@ def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
 
 @cache
 def quick(base: Any) -> Any:
-    """A triton.JITFunction with a shorter way to a kernel that has been compiled: Triton's own takes the host longer
-    than a small kernel takes the GPU, which shows where no graph is replayed, as in short prefills."""
+    """Return a subclass of triton.JITFunction that launches compiled kernels faster.
+
+    Triton's own launch takes the host longer than a small kernel takes the GPU, which shows in steps without a graph,
+    as in short prefills.
+    """
     modules = ("triton.tools.tensor_descriptor", *["triton.experimental.gluon.nvidia.hopper"] * KNOWN)
     described = tuple(importlib.import_module(name).TensorDescriptor for name in modules)
 
@@ -104,7 +110,7 @@ def quick(base: Any) -> Any:
 
         def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
             device = torch.cuda.current_device()
-            # What at most Triton compiles anew for. (A descriptor's layout follows from the rest: kernels.hopper.)
+            # At most these make Triton compile anew. (A descriptor's layout follows from its dtype and block.)
             kinds = [
                 (arg.dtype, arg.data_ptr() & 15) if isinstance(arg, torch.Tensor)
                 else (arg.base.dtype, *arg.block_shape) if arg.__class__ in described
@@ -128,8 +134,7 @@ def quick(base: Any) -> Any:
             launch((*grid, 1, 1)[:3], device, args)
 
         def _do_compile(self, *what: Any) -> Any:
-            """Compile a kernel, as Triton's `run` asks for it; while kernels are noted, only note it and return
-            None."""
+            """Compile a kernel for Triton's `run`; while kernels are noted, note it and return None."""
             compile_kernel, notes = partial(super()._do_compile, *what), noting.get()
             return compile_kernel() if notes is None else notes.add(compile_kernel)
 
@@ -137,8 +142,10 @@ def quick(base: Any) -> Any:
 
 
 def launcher(kernel: Any) -> Callable[[tuple[int, ...], int, tuple[Any, ...]], None]:
-    """Load a compiled kernel onto the current GPU, and return a function that launches it on a device's current stream:
-    directly with a known Triton, else by Triton's own, slower way."""
+    """Load a compiled kernel onto the current GPU, and return a function that launches it on a device's current stream.
+
+    With an unknown Triton the launch is Triton's own, which is slower.
+    """
     if not KNOWN:
         return lambda grid, device, args: kernel[grid](*args)
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
@@ -148,9 +155,10 @@ def launcher(kernel: Any) -> Callable[[tuple[int, ...], int, tuple[Any, ...]], N
 
 @dataclass(frozen=True)
 class Chip:
-    """What kernel configurations are chosen by.
+    """The properties of a GPU by which kernels are configured.
 
-    capability: (9, 0) for Hopper; processors: streaming multiprocessors; shared_memory: bytes that one block may have.
+    capability: (9, 0) for Hopper. processors: the number of streaming multiprocessors. shared_memory: the most bytes of
+    a block.
     """
 
     capability: tuple[int, int]
@@ -159,13 +167,13 @@ class Chip:
 
     @property
     def dependent_launch(self) -> bool:
-        """Whether a kernel may start while the one before it ends (programmatic dependent launch)."""
+        """Return whether a kernel may start before the one ahead has ended (programmatic dependent launch)."""
         return self.capability >= (9, 0)
 
     @staticmethod
     @cache
     def of(device: torch.device) -> Chip:
-        """The properties of a GPU; those of a small made-up one for the interpreter."""
+        """Return the properties of a GPU; for the CPU those of a small imaginary one, for the interpreter."""
         if device.type != "cuda":
             return Chip((8, 0), 4, 100_000)
         found = torch.cuda.get_device_properties(device)
@@ -174,15 +182,15 @@ class Chip:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the current one, where Triton launches and streams are taken from; nothing for the CPU."""
+    """Make a GPU the current one, for launches and streams; for the CPU do nothing."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Kernel:
-    """A launch of Triton kernels, and the torch twin with the same arguments and result.
+    """A function that launches Triton kernels, and its torch twin with the same arguments and result.
 
-    Called with CUDA tensors it launches, with others it calls the twin. A launch that the chip's compiler refuses is
-    replaced by the twin on that device from then on, with one warning. (Compiling comes before anything is written.)
+    A call with CUDA tensors launches, any other calls the twin. If the compiler refuses a kernel on a device, the twin
+    replaces the launch there from then on, with one warning. (Compilation comes before any write.)
     """
 
     def __init__(self, launch: Callable[..., Any], twin: Callable[..., Any]) -> None:
@@ -205,11 +213,13 @@ class Kernel:
         return self.twin(x, *arguments, **options)
 
     def runs_on(self, device: torch.device) -> bool:
+        """Return whether calls with tensors of a device launch."""
         return device.type == "cuda" and triton is not None and device not in self.refused
 
 
 def refused(error: Exception) -> bool:
-    """Whether Triton could not make a kernel: its language, a pass of its compiler, ptxas, or for want of resources."""
+    """Return whether an error is Triton's refusal of a kernel: by its language, a pass, ptxas, or for want of
+    resources."""
     if triton is None:
         return False
     from triton.compiler.errors import CompilationError

@@ -1,4 +1,4 @@
-"""RMSNorm, with the addition to the residual stream that comes before it."""
+"""RMSNorm, with the addition to the residual stream before it, of this rank's result or of the sum over all ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.kernels.allreduce import add_in_order
-from fastgen.kernels.launch import Chip, Kernel, jit, tl, triton
+from fastgen.kernels.launch import Chip, Kernel, jit, power_of_two, tl
 
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """https://arxiv.org/abs/1910.07467 with a weight [N]."""
+    """The parameters of an RMSNorm (https://arxiv.org/abs/1910.07467): weight [N], and epsilon."""
 
     weight: Tensor
     eps: float
@@ -22,9 +22,10 @@ class RMSNorm:
 
 @jit()
 def normed(x, weight, eps, N: tl.constexpr, DTYPE: tl.constexpr):
-    """A row x [BLOCK] of N, zeros behind them, normed and times a weight [BLOCK]; both float32, the result DTYPE."""
+    """Return x [BLOCK] float32, a row of N numbers and then zeros, normed and times weight [BLOCK] float32, as
+    DTYPE."""
     scale = 1 / tl.sqrt(tl.sum(x * x) / N + eps)
-    rounded = (x * scale).to(DTYPE).to(tl.float32)  # here too, as transformers does
+    rounded = (x * scale).to(DTYPE).to(tl.float32)  # rounded here as well, as transformers does
     return (rounded * weight).to(DTYPE)
 
 
@@ -33,12 +34,12 @@ def _rms_norm_kernel(
     x_ptr, delta_ptr, weight_ptr, out_ptr, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a row of N."""
+    """Norm a row of N numbers a program."""
     column = tl.arange(0, BLOCK)
     here = column < N
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    weight = tl.load(weight_ptr + column, mask=here, other=0.0).to(tl.float32)  # which no kernel of a step writes
+    weight = tl.load(weight_ptr + column, mask=here, other=0.0).to(tl.float32)  # no kernel of a step writes it
     if PDL:
         tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * N + column
@@ -57,18 +58,20 @@ def _rms_norm_launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None
     assert weight.shape == (size,)
     assert delta is None or (delta.shape == x.shape and delta.is_contiguous())
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(size)
+    block = power_of_two(size)
     pdl = Chip.of(x.device).dependent_launch
-    options = {"launch_pdl": True} if pdl else {}
     _rms_norm_kernel[(rows,)](
         x, x if delta is None else delta, weight, out, eps, size, block, delta is not None, pdl,
-        num_warps=min(max(block // 1024, 1), 16), **options,
+        num_warps=min(max(block // 1024, 1), 16), launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
 def _rms_norm_twin(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
-    """RMSNorm over the last dimension of x [T, N], in float32; `delta` is first added to x, in place."""
+    """Return the RMSNorm of x [T, N] over its last dimension, computed in float32, times weight [N], in x's dtype.
+
+    delta: [T, N], added to x in place before, or None.
+    """
     if delta is not None:
         x += delta
     if x.dtype == torch.float32:
@@ -84,7 +87,8 @@ def _sum_norm_kernel(
     x_ptr, y_ptr, stage_ptr, weight_ptr, out_ptr, stride, eps,
     RANK: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """A program a row of N. stride: elements from one rank's rows in the stage to the next one's."""
+    """Sum and norm a row of N numbers a program. stride: elements from one rank's rows in the stage to the next
+    one's."""
     column = tl.arange(0, BLOCK)
     here = column < N
     at = tl.program_id(0).to(tl.int64) * N + column
@@ -106,15 +110,9 @@ def _sum_norm_kernel(
 def _sum_norm_launch(
     x: Tensor, y: Tensor, stage: Tensor, rank: int, weight: Tensor | None, eps: float, out: Tensor
 ) -> None:
-    """x [T, N] += the sum over the ranks, in their order, in float32, and rounded once; out [T, N] = rms_norm(x) *
-    weight, or x itself where weight [N] is None.
-
-    y: [T, N], what this rank has; stage: [ranks, S, N], in whose first T rows is what the others have (S >= T; its own
-    are not read). All contiguous and of one dtype.
-    """
     _check(x, y, stage, weight, out)
     rows, size = x.shape
-    block = triton.next_power_of_2(size)
+    block = power_of_two(size)
     _sum_norm_kernel[(rows,)](
         x, y, stage, x if weight is None else weight, out, stage.stride(0), eps,
         rank, len(stage), size, block, weight is not None, num_warps=min(max(block // 1024, 1), 16),
@@ -124,6 +122,12 @@ def _sum_norm_launch(
 def _sum_norm_twin(
     x: Tensor, y: Tensor, stage: Tensor, rank: int, weight: Tensor | None, eps: float, out: Tensor
 ) -> None:
+    """Add the sum over all ranks to x [T, N], and write rms_norm(x) * weight to out [T, N]; x itself if weight is None.
+
+    y: [T, N], this rank's summand. stage: [ranks, S, N], whose first T rows are the summands of the others (S >= T;
+    this rank's own are not read). weight: [N]. All tensors are contiguous and of one dtype. The sum is in the order of
+    the ranks, in float32, and rounded once.
+    """
     _check(x, y, stage, weight, out)
     add_in_order(x, [y if other == rank else rows[: len(x)] for other, rows in enumerate(stage)])
     out.copy_(x if weight is None else rms_norm.twin(x, weight, eps))

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, after Qwen3's norm of each head, and the way of keys and values into pages.
+"""Rotary embedding of queries and keys, after Qwen3's norm of each head, and the write of keys and values to pages.
 
 Shape letters: T tokens, H query heads, K KV heads, D head size, P page size.
 """
@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.kernels.launch import Chip, Kernel, jit, tl, triton
+from fastgen.kernels.launch import Chip, Kernel, jit, power_of_two, tl
 
-HEADS = 16  # heads a program
+HEADS = 16  # a program
 
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """An RMSNorm of each query and each key head: weights [D]."""
+    """The parameters of the RMSNorm of query heads and of key heads: weights [D], and epsilon."""
 
     q: Tensor
     k: Tensor
@@ -28,11 +28,11 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class SlotMapping:
-    """Where the tokens of a step stand, in their sequences and in the pool; the layers share it.
+    """The places of a step's tokens in their sequences and in the pool, the same for all layers.
 
-    positions: int64 [T]; slots: int64 [T], page * P + offset, negative: nowhere; cos, sin: float32 [context, D / 2],
-    the tables for all positions; real: tokens that are not padding, which stands at the end and has no slots;
-    num_kv, page_size: K and P of the pool.
+    positions: int64 [T]. slots: int64 [T], page * P + offset, or negative for no slot. cos, sin: float32 [context,
+    D / 2], tables of all positions. real: the number of tokens before the padding, which has no slots. num_kv,
+    page_size: K and P of the pool.
     """
 
     positions: Tensor
@@ -45,22 +45,35 @@ class SlotMapping:
 
     @cached_property
     def turns(self) -> tuple[Tensor, Tensor]:
-        """The tokens' own cos and sin, [T, 1, D], for both halves of a head, -sin in the first; for the twin."""
+        """Return cos and sin of the tokens, [T, 1, D], for both halves of a head, -sin in the first; for the twin."""
         cos, sin = self.cos[self.positions, None], self.sin[self.positions, None]
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     @cached_property
     def rows(self) -> Tensor:
-        """Rows of a layer's keys.view(-1, D) that the real tokens' heads go to: int64 [real, K]; for the twin. (In a
-        graph padding counts as real: its slots, -1, are then the last of the last page, which is spare.)"""
+        """Return the rows of a layer's keys.view(-1, D) for the heads of the real tokens, int64 [real, K]; for the
+        twin.
+
+        In a graph padding counts as real: its slots, -1, are then the last of the last page, which is spare.
+        """
         slots = self.slots[: self.real]
         row = (slots // self.page_size * (self.num_kv * self.page_size) + slots % self.page_size)[:, None]
         return row + torch.arange(self.num_kv, device=row.device) * self.page_size
 
+    def check(self, tokens: int, keys: Tensor, values: Tensor) -> None:
+        """Assert that the mapping is of `tokens` tokens, for a layer's keys and values [pages, K, P, D]."""
+        assert keys.shape == values.shape
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        assert keys.shape[1:3] == (self.num_kv, self.page_size)
+        assert self.positions.shape == self.slots.shape == (tokens,)
+        assert self.positions.dtype == self.slots.dtype == torch.int64
+        assert self.cos.shape[1] == keys.shape[3] // 2
+
 
 @jit()
 def look_up(token, at, known, table, positions_ptr, slots_ptr, cos_ptr, sin_ptr, HALF: tl.constexpr):
-    """cos and sin of tokens at places `at`, and their slots. Masks: known, of tokens; table, of cos and sin."""
+    """Return cos and sin of tokens at places `at`, and the slots. Masks: known, of tokens; table, of cos and sin."""
     position = tl.load(positions_ptr + token, mask=known, other=0)
     cos = tl.load(cos_ptr + position * HALF + at, mask=table, other=0.0)
     sin = tl.load(sin_ptr + position * HALF + at, mask=table, other=0.0)
@@ -72,8 +85,8 @@ def turn(
     a, b, found, token, head, at, here, q_ptr, keys_ptr, values_ptr,
     H, K: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Turn the pairs (a, b), those `here`, that stand at places `at` of the halves of heads (H of queries, K of keys,
-    then of values), and store them. found: what `look_up` gives."""
+    """Rotate the pairs (a, b) at places `at` of the halves of heads (H of queries, K of keys, then K of values), and
+    store those that are `here`. found: the result of `look_up`."""
     cos, sin, slot = found
     turned = head < H + K
     first = tl.where(turned, a * cos - b * sin, a).to(q_ptr.dtype.element_ty)
@@ -97,7 +110,7 @@ def _rope_kernel(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a token and HEADS of its heads: queries, then keys, then values. HALF: D / 2, up to a power of two."""
+    """Rotate HEADS heads of a token a program: queries, then keys, then values. HALF: D / 2, up to a power of two."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -131,31 +144,24 @@ def _launch(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, nor
     _, num_kv, page_size, head_size = keys.shape
     num_q = qkv.shape[1] // head_size - 2 * num_kv
     assert qkv.is_contiguous()
-    assert keys.is_contiguous()
-    assert values.is_contiguous()
-    assert mapping.positions.shape == mapping.slots.shape == (tokens,)
-    assert mapping.positions.dtype == mapping.slots.dtype == torch.int64
-    assert mapping.cos.shape[1] == head_size // 2
-    assert (mapping.num_kv, mapping.page_size) == (num_kv, page_size)
+    mapping.check(tokens, keys, values)
     q = torch.empty(tokens, num_q, head_size, dtype=qkv.dtype, device=qkv.device)
     pdl = Chip.of(qkv.device).dependent_launch
-    options = {"launch_pdl": True} if pdl else {}
     # Without fused multiply-adds the bits are those of rope in fastgen.kernels.batch_invariant.
     _rope_kernel[(tokens, -(-(num_q + 2 * num_kv) // HEADS))](
         qkv, mapping.cos, mapping.sin, mapping.positions, mapping.slots, q, keys, values,
         norm.q if norm else qkv, norm.k if norm else qkv, norm.eps if norm else 0.0,
-        num_q, num_kv, head_size, page_size, HEADS, triton.next_power_of_2(head_size // 2), norm is not None, pdl,
-        num_warps=4, enable_fp_fusion=False, **options,
+        num_q, num_kv, head_size, page_size, HEADS, power_of_two(head_size // 2), norm is not None, pdl,
+        num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
     return q
 
 
 def _twin(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, norm: HeadNorm | None = None) -> Tensor:
-    """The rotated queries [T, H, D] of qkv [T, (H + 2 K) D]; the rotated keys, and the values, of the real tokens go
-    into keys and values [pages, K, P, D].
+    """Return the rotated queries [T, H, D] of qkv [T, (H + 2 K) D], and write the rotated keys and the values of the
+    real tokens to keys and values [pages, K, P, D], all in one dtype.
 
-    Dimension i turns with i + D / 2, as in the Hugging Face checkpoints (https://arxiv.org/abs/2104.09864), in
-    float32.
+    Dimension i rotates with i + D / 2, as in Hugging Face checkpoints (https://arxiv.org/abs/2104.09864), in float32.
     """
     num_kv, head_size = keys.shape[1], keys.shape[3]
     heads = qkv.view(len(qkv), -1, head_size)
@@ -171,7 +177,7 @@ def _twin(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, norm:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] turned by cos, sin float32 [T, 1, D], as `SlotMapping.turns` has them."""
+    """Return x [T, heads, D] rotated by cos and sin, float32 [T, 1, D], in the form of `SlotMapping.turns`."""
     a, b = x.chunk(2, dim=-1)
     return (x * cos).addcmul_(torch.cat((b, a), dim=-1), sin).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Layout of the memory that the sampler's kernels share: a lane's parameters, and scratch memory of a row.
+"""Common parts of the sampler's kernels: the layout of their memory, operations on a row of logits, and noise.
 
 A row of V logits is cut into C chunks, one program each. Top-k also needs the largest logit of each of N sub-blocks.
 Scratch memory of R rows:
@@ -8,15 +8,13 @@ Scratch memory of R rows:
 - lows: float32 [R, C], the least finite logit of each chunk after the edits.
 - record: int64 [R, 12], see below.
 
-A program adds to what programs of other chunks add to as well only by integers, and chunks are combined in a fixed
-order. So a row gets the same bits in any batch and from each variant of the kernels.
+Programs of different chunks add to one number only in integers, and chunks are combined in a fixed order. So a row gets
+the same bits in any batch and from each variant of the kernels.
 
-Gumbel noise from a counter, in Triton and in torch.
-
-The noise of a token is a function of the seed, the sample index, the position and the token id alone: token t takes
-word t % 4 that Philox4x32-7 gives for the key `seed` and the counter (low word of the position, t // 4, sample index,
-high word of the position). Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), find no fault in seven
-rounds.
+The Gumbel noise of a token is a function of the seed, the sample index, the position and the token id alone: token t
+takes word t % 4 that Philox4x32-7 gives for the key `seed` and the counter (low word of the position, t // 4, sample
+index, high word of the position). Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), find no fault in
+seven rounds.
 
 A word w becomes u = (w + 1/2) / 2**32 and then the noise -log(-log(1 - u)). Large noise decides a draw. It comes from
 small u, where float32 resolves all 32 bits.

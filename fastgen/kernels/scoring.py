@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels import sampler_rows as layout
-from fastgen.kernels.launch import Kernel, jit, tl, triton
+from fastgen.kernels.launch import Kernel, jit, power_of_two, tl
 from fastgen.kernels.sampler_rows import NO_KEY, chunk_sum, key_ids, key_logits, log_sum, rank_keys, scale_of
 
 MOST = 32  # alternatives
@@ -84,16 +84,17 @@ def _launch_score(logits: Tensor, targets: Tensor, temperatures: Tensor | None =
     found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     _score_kernel[(rows,)](
         logits, targets, temperatures, found, vocab, layout.CHUNK,
-        triton.next_power_of_2(-(-vocab // layout.CHUNK)), num_warps=layout.WARPS, enable_fp_fusion=False,
+        power_of_two(-(-vocab // layout.CHUNK)), num_warps=layout.WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return found[0], found[1:]
 
 
 def _score_twin(logits: Tensor, targets: Tensor, temperatures: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Logprobs [R] float32 of targets [R] int64 under logits [R, V] / temperatures [R] (all above 0; None: 1).
+    """Return the logprobs [R] float32 of targets [R] int64 under logits [R, V] / temperatures [R] float32, which are
+    positive (None: 1).
 
-    The kernel also gives float32 [2, R]: the largest logit of each row, and the logarithm of the sum of
-    exp((logit - largest) / temperature).
+    The kernel also returns float32 [2, R]: the largest logit of each row, and the logarithm of the sum of
+    exp((logit - largest) / temperature); the twin returns None.
     """
     scaled = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
     return scaled.log_softmax(1).gather(1, targets[:, None]).squeeze(1), None
@@ -114,30 +115,32 @@ def _launch_alternatives(logits: Tensor, most: int, totals: Tensor | None = None
     ids = torch.empty(rows, most, dtype=torch.int64, device=device)
     logprobs = torch.empty(rows, most, dtype=torch.float32, device=device)
     _list_kernel[(chunks, rows)](logits, listed, most, vocab, layout.CHUNK, MOST, num_warps=layout.WARPS)
-    _merge_kernel[(rows,)](
-        listed, totals, ids, logprobs, most, chunks, triton.next_power_of_2(chunks * MOST), MOST, num_warps=4
-    )
+    _merge_kernel[(rows,)](listed, totals, ids, logprobs, most, chunks, power_of_two(chunks * MOST), MOST, num_warps=4)
     return ids, logprobs
 
 
 def _alternatives_twin(logits: Tensor, most: int, totals: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The ids of the `most` largest logits of each row of [R, V], best first, equals by id, and their logprobs: int64
-    and float32 [R, most]. totals: of each row the largest logit and the logarithm of its sum of exp(logit - largest),
-    float32 [2, R], where that is known."""
+    """Return the ids of the `most` largest logits of each row of logits [R, V], best first and equals by id, and their
+    logprobs: int64 and float32 [R, most].
+
+    totals: float32 [2, R], the largest logit of each row and the logarithm of its sum of exp(logit - largest), if
+    known.
+    """
     logits = logits.float()
     ids = ids_of_keys(rank_keys_of(logits).topk(most).values, logits.shape[1])
     return ids, logits.log_softmax(1).gather(1, ids)
 
 
 def rank_keys_of(logits: Tensor) -> Tensor:
-    """Logits [R, V] float32 as distinct int64: the larger logit is the larger key; among equals, the lower id."""
+    """Return distinct int64 keys of logits [R, V] float32: the larger logit has the larger key; among equals, the lower
+    id."""
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 the equal of 0.0
     ordered = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))  # as integers, negative floats run backwards
     return ordered.long().mul_(2**32).add_(torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device))
 
 
 def ids_of_keys(keys: Tensor, vocab: int) -> Tensor:
-    """The token ids within rank keys."""
+    """Return the token ids of rank keys."""
     return vocab - 1 - (keys & 0xFFFFFFFF)
 
 

@@ -90,18 +90,9 @@ def combine(acc, peak, total, next_acc, next_peak, next_total, SWAP: tl.constexp
 
 
 @jit()
-def store_partial(
-    acc, peak, total, parts_ptr, lse_ptr, totals_ptr, slot, here,
-    D: tl.constexpr, DIMS: tl.constexpr, INVARIANT: tl.constexpr,
-):  # fmt: skip
-    """Store partial results at `slot` [ROWS]: the softmax and the log2 of its sum, or if INVARIANT acc [ROWS, DIMS],
-    peak and total [ROWS] as they are."""
-    if INVARIANT:
-        tl.store(totals_ptr + slot, total, mask=here)
-        lse = peak
-    else:
-        acc = acc / total[:, None]
-        lse = peak + tl.log2(total)
+def store_partial(acc, lse, parts_ptr, lse_ptr, slot, here, D: tl.constexpr, DIMS: tl.constexpr):
+    """Store partial results acc [ROWS, DIMS] at `slot` [ROWS], with lse [ROWS]: the log2 of their sums, or in
+    deterministic mode their peaks."""
     dim = tl.arange(0, DIMS)[None, :]
     tl.store(parts_ptr + slot[:, None] * D + dim, acc, mask=here[:, None] & (dim < D))
     tl.store(lse_ptr + slot, lse, mask=here)

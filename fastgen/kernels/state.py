@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastgen.kernels.launch import Chip, Kernel, jit, tl, triton
+from fastgen.kernels.launch import Chip, Kernel, jit, power_of_two, tl
 
-BLOCK = 128
+BLOCK = 128  # lanes a program
+BLOCK_BYTES = 16384  # of a page, a program
 
 
 @dataclass(frozen=True)
 class DecodeInput:
-    """One token of each of T lanes. lanes, token_ids, positions, slots: int64 [T] (slot: page * P + offset);
-    kv_lens: int32 [T], with the token itself."""
+    """The input of a decode step, one token of each of T lanes. lanes, token_ids, positions, slots: int64 [T] (slot:
+    page * P + offset). kv_lens: int32 [T], with the token itself."""
 
     lanes: Tensor
     token_ids: Tensor
@@ -26,11 +27,12 @@ class DecodeInput:
 
     @staticmethod
     def empty(size: int, device: torch.device) -> DecodeInput:
-        even = size + size % 2  # so that each begins at a multiple of 16 bytes
+        even = size + size % 2  # so that each tensor begins at a multiple of 16 bytes
         lanes, token_ids, positions, slots = torch.zeros(4, even, dtype=torch.int64, device=device)[:, :size]
         return DecodeInput(lanes, token_ids, positions, slots, torch.zeros(size, dtype=torch.int32, device=device))
 
     def first(self, size: int) -> DecodeInput:
+        """Return the first `size` lanes, as views."""
         return DecodeInput(
             self.lanes[:size], self.token_ids[:size], self.positions[:size], self.slots[:size], self.kv_lens[:size]
         )
@@ -63,18 +65,17 @@ def _advance_launch(last_token: Tensor, kv_lens: Tensor, page_table: Tensor, ste
     assert kv_lens.dtype == page_table.dtype == torch.int32
     assert len(last_token) == len(kv_lens) == len(page_table)
     pdl = Chip.of(last_token.device).dependent_launch
-    options = {"launch_pdl": True} if pdl else {}
     _advance_kernel[(-(-count // BLOCK),)](
         step.lanes, step.token_ids, step.positions, step.slots, step.kv_lens, last_token, kv_lens, page_table,
-        len(kv_lens) - 1, page_table.stride(0), count, page_size, BLOCK, pdl, num_warps=4, **options,
+        len(kv_lens) - 1, page_table.stride(0), count, page_size, BLOCK, pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def _advance_twin(last_token: Tensor, kv_lens: Tensor, page_table: Tensor, step: DecodeInput, page_size: int) -> None:
-    """Fill `step` for its lanes from the lanes' state, and count the new token in kv_lens.
+    """Fill `step` for its lanes from the state of all lanes, and count the new token in kv_lens.
 
-    last_token: int64 [lanes]; kv_lens: int32 [lanes]; page_table: int32 [lanes, slots]. The last lane is padding: it
-    may be named many times, and stays at position 0.
+    last_token: int64 [lanes]. kv_lens: int32 [lanes]. page_table: int32 [lanes, slots]. The last lane is padding: it
+    may occur many times in the step, and stays at position 0.
     """
     lanes = step.lanes
     position = kv_lens[lanes].long()
@@ -89,16 +90,13 @@ def _advance_twin(last_token: Tensor, kv_lens: Tensor, page_table: Tensor, step:
 advance = Kernel(_advance_launch, _advance_twin)
 
 
-BLOCK_BYTES = 16384  # that a program copies
-
-
 @jit("sources_ptr", "targets_ptr")
 def _copy_kernel(
     source_ptr, target_ptr, sources_ptr, targets_ptr,
     source_kv, source_layer, source_page, target_kv, target_layer, target_page,
     E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program a block of a page, layer, and keys or values. The strides times their numbers may exceed 32 bits."""
+    """Copy a block of a page of a layer's keys or values a program. Offsets may exceed 32 bits."""
     BLOCKS: tl.constexpr = (E + BLOCK - 1) // BLOCK
     entry = tl.program_id(0) // BLOCKS
     at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
@@ -117,7 +115,7 @@ def _copy_launch(source: Tensor, target: Tensor, sources: Tensor, targets: Tenso
     assert source.dtype == target.dtype
     assert source.stride(3) == target.stride(3) == 1
     assert len(sources) == len(targets)
-    block = min(BLOCK_BYTES // source.element_size(), triton.next_power_of_2(size))
+    block = min(BLOCK_BYTES // source.element_size(), power_of_two(size))
     _copy_kernel[(len(sources) * -(-size // block), layers, two)](
         source, target, sources, targets, *source.stride()[:3], *target.stride()[:3], size, block, num_warps=4
     )
@@ -126,10 +124,10 @@ def _copy_launch(source: Tensor, target: Tensor, sources: Tensor, targets: Tenso
 def _copy_twin(source: Tensor, target: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy the pages `sources` of `source` to the pages `targets` of `target`, in all layers.
 
-    source, target: [2, layers, pages, E], keys then values, a page's E numbers contiguous. sources, targets: int64 [n];
-    where source and target are one, no page is in both.
+    source, target: [2, layers, pages, E] of one dtype, keys and then values; the E numbers of a page are contiguous.
+    sources, targets: int64 [n], which have no page in common if source and target are one tensor.
     """
-    for kv, layer in itertools.product(range(2), range(source.shape[1])):  # index_select copies what is not contiguous
+    for kv, layer in itertools.product(range(2), range(source.shape[1])):  # of all, index_select would copy the source
         target[kv, layer].index_copy_(0, targets, source[kv, layer].index_select(0, sources))
 
 
