@@ -46,12 +46,12 @@ class FakeDriver:
 
     def unmap(self, address: int, size: int) -> None:
         assert self.mapped.pop(address) == size, "is no mapping"
-        assert self.log[-1][0] in ("settle", "unmap"), "something may be on its way"
+        assert self.log[-1][0] in ("synchronize", "unmap"), "something may be on its way"
         self._tear(address, size)
         self.log.append(("unmap", size))
 
-    def settle(self) -> None:
-        self.log.append(("settle", 0))
+    def synchronize(self) -> None:
+        self.log.append(("synchronize", 0))
 
     def tensor(self, address: int, size: int, owner: object) -> Tensor:
         at = address

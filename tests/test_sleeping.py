@@ -40,7 +40,8 @@ class FakeGPU:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
     """In place of the CPU's memory; in bfloat16 all weights are there."""
     made = FakeGPU()
-    monkeypatch.setattr(Memory, "on", made.memory)
+    for module in ("kv_pool", "transformer"):
+        monkeypatch.setattr(f"fastgen.model.{module}.memory_on", made.memory)
     yield made
     assert not any(driver.ranges or driver.mapped for driver in made.made), "all is given back at the end"
 

@@ -1,5 +1,8 @@
-"""Capture and replay of CUDA graphs, and the sizes of decode steps: a graph each, and for some another where rows share
-keys. (Those of steps with prefills: `engine/prefill_graphs.py`.)"""
+"""Capture and replay of CUDA graphs, and the sizes of the decode steps that are captured.
+
+Each size has a graph; some have a second one for rows that share keys. The graphs of steps with prefills are in
+`engine/prefill_graphs.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from fastgen.parallel.errors import DepartedError
 
 
 def batch_sizes(most: int) -> list[int]:
-    """The sizes that are captured, up to `most`: a step runs in the least that holds it.
+    """Return the captured sizes up to `most`, ascending. A step runs in the smallest size that holds it.
 
-    Close ones waste little; but between 384 and 512, and above, matrix products take no less time for fewer rows.
-    """
+    Close sizes waste little. Above 384 they are 128 apart, since matrix products take no less time for fewer rows
+    there."""
     steps = ((8, 1), (32, 4), (64, 8), (256, 16), (384, 32), (most, 128))
     sizes, size = [], 1
     for upto, step in steps:
@@ -31,22 +34,20 @@ def batch_sizes(most: int) -> list[int]:
 
 
 def shared_sizes(sizes: list[int]) -> list[int]:
-    """Those of `sizes` that are captured once more for rows that share keys: fewer, since small steps cost little."""
+    """Return the sizes that are captured again for rows that share keys: fewer, since small steps cost little."""
     return [size for size in sizes[:-1] if size >= 256 or size in (4, 8, 16, 24, 32, 48, 64, 96, 128, 192)] + sizes[-1:]
 
 
-# Streams that graphs were captured on, which are gone. torch keeps a workspace of cuBLAS for each stream to the end of
-# the process: 32 MB that each Generator would leave behind if it took new ones.
+# Capture streams of graphs that are gone. torch keeps a cuBLAS workspace of 32 MB for each stream to the end of the
+# process, so each new Generator would leave 32 MB behind if it took a new stream.
 _spare: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 class Graphs:
-    """Replays steps, or pieces of them, without the host's work for each launch. They go by numbers, `sizes`: a decode
-    step of up to so many lanes by that.
+    """CUDA graphs of steps, or of pieces of steps. Each has a number; for decode steps it is the number of lanes.
 
-    The graphs share one memory pool and one workspace (`beside`: with those too): what a step leaves in temporary
-    tensors is gone with the next replay, so that it must keep its results in tensors of its own.
-    """
+    sizes: the numbers, ascending. The graphs share one memory pool and one stream, also with those of `beside`. A
+    replay overwrites the temporary tensors of the last one, so a step must keep its results in tensors of its own."""
 
     def __init__(self, sizes: list[int], device: torch.device, beside: Graphs | None = None) -> None:
         self.sizes = sizes  # ascending
@@ -57,11 +58,11 @@ class Graphs:
         self._lock = threading.Lock()
 
     def capture(self, step: Callable[[int], None], compiled: bool = False) -> None:
-        """Capture `step(size)`, the launches of the graph of that number, for each of `sizes`; the largest first, whose
-        memory the others then share. Each runs once before, so that all kernels are compiled; where they are `compiled`
-        the largest alone does, so that the stream has what a library keeps for it.
+        """Capture `step(size)` for each of `sizes`, the largest first, so that the others share its memory.
 
-        It reads and writes memory at fixed addresses only. Kept is what it launched, and not `step` itself.
+        Each size runs once before its capture, which compiles its kernels. compiled: all kernels are compiled already,
+        so only the largest size runs, for the workspaces that libraries keep for the stream. `step` must read and write
+        memory at fixed addresses only; the graphs do not keep `step` itself.
         """
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -82,7 +83,7 @@ class Graphs:
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
-        """One that is another's again when this object is gone."""
+        """The capture stream; it is reused by other graphs when this object is gone."""
         if self._beside is not None:
             return self._beside._stream
         spare = _spare[self._device]
@@ -91,14 +92,14 @@ class Graphs:
         return stream
 
     def reset(self) -> None:
-        """Give back what the graphs hold, from any thread: when a group of ranks ends."""
+        """Free the graphs, from any thread. Called when a group of ranks ends."""
         with self._lock:
             for graph in self._graphs.values():
                 graph.reset()
             self._graphs.clear()
 
     def size_of(self, lanes: int) -> int:
-        """The size that `lanes` lanes run in."""
+        """Return the size in which `lanes` lanes run."""
         return self.sizes[bisect.bisect_left(self.sizes, lanes)]
 
     def run(self, size: int) -> None:

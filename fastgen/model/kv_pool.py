@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.device.memory import Memory
+from fastgen.device.memory import memory_on
 from fastgen.kernels.state import copy_pages
 
 
@@ -31,7 +31,7 @@ class KVPool:
         self.page_size = page_size
         self.spare = num_pages
         shape = (2, num_layers, num_pages + 1, num_kv_heads, page_size, head_size)
-        self.memory = Memory.on(device)
+        self.memory = memory_on(device)
         both = self.memory.zeros(shape, dtype)
         self.keys, self.values = both.unbind(0)
         self.whole = both.flatten(3)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.device.memory import Memory
+from fastgen.device.memory import memory_on
 from fastgen.device.profiling import span
 from fastgen.kernels import batch_invariant
 from fastgen.kernels.epilogue import swiglu
@@ -197,7 +197,7 @@ class Transformer:
         self.group = Group() if group is None else group
         self.config, self._whole = config.split(self.group.size), config
         self._dtype, self._device = dtype, device
-        self.memory = Memory.on(device)
+        self.memory = memory_on(device)
         self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU rows are padded for it
         self._packs = PACKS and device.type == "cpu" and dtype == torch.float32
         self.row_tile = 1 if device.type != "cpu" else PACKED_ROW_TILE if self._packs else ROW_TILE

@@ -13,7 +13,7 @@ from fake_driver import MB, FakeDriver
 from torch import Tensor
 
 from fastgen.device import memory
-from fastgen.device.memory import CudaDriver, DeviceMemory, HostMemory, Memory, taken
+from fastgen.device.memory import CudaDriver, DeviceMemory, HostMemory, memory_on, taken
 
 CPU = torch.device("cpu")
 
@@ -51,8 +51,8 @@ def test_a_gpus_tensors_stay_where_they_are_and_their_memory_goes() -> None:
         if not keep:
             assert not any(tensor.any() for tensor in tensors)
             fill(tensors)
-    assert held._kept is not None
-    assert len(held._kept.bytes) < size
+    assert held._pinned is not None
+    assert len(held._pinned.bytes) < size
 
 
 def test_addresses_and_memory_go_with_the_last_tensor() -> None:
@@ -102,7 +102,7 @@ def test_the_hosts_memory_must_hold_what_is_kept(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_cpus_memory_goes_where_it_is_not_kept() -> None:
-    held = Memory.on(CPU)
+    held = memory_on(CPU)
     assert isinstance(held, HostMemory)
     tensors = [held.zeros(shape, dtype) for shape, dtype in [*SHAPES, ((24 * MB,), torch.uint8)]]
     before = fill(tensors)
