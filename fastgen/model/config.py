@@ -1,8 +1,8 @@
-"""Hugging Face `config.json` -> ModelConfig, for the four dense families that `model/transformer.py` implements.
+"""The config of a model: Hugging Face `config.json` -> ModelConfig.
 
 Files of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and of transformers 5 (`rope_parameters`, `dtype`)
-are read alike. What is not supported is a ValueError that names the field and its value. Neither torch nor transformers
-is imported here.
+are read alike. An unsupported model is a ValueError that names the field and its value. This module imports neither
+torch nor transformers.
 """
 
 from __future__ import annotations
@@ -14,20 +14,38 @@ from typing import Any
 
 from fastgen.request import check_integer
 
-# What transformers assumes where config.json lacks a field altogether; a null is a value and stays one.
-_ABSENT: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"bos_token_id": 1, "eos_token_id": 2},
-    "MistralForCausalLM": {"bos_token_id": 1, "eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096},
-    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+
+@dataclass(frozen=True)
+class _Family:
+    """A family of models: how its fields of config.json become the flags of ModelConfig.
+
+    absent: values that transformers assumes for fields that are absent altogether; a null stays a null. qkv_bias: q, k
+    and v always have biases. attention_bias, mlp_bias: the field of that name adds biases, the first to q, k, v and o.
+    qk_norm: see ModelConfig. window: the field that switches sliding windows on; "" for never, "sliding_window" where
+    its presence does.
+    """
+
+    model_type: str
+    absent: dict[str, Any]
+    qkv_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: str = ""
+
+
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_FAMILIES = {
+    "LlamaForCausalLM": _Family("llama", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True),
+    "MistralForCausalLM": _Family(
+        "mistral", {"eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096}, window="sliding_window"
+    ),
+    "Qwen2ForCausalLM": _Family("qwen2", _QWEN, qkv_bias=True, window="use_sliding_window"),
+    "Qwen3ForCausalLM": _Family(
+        "qwen3", {**_QWEN, "head_dim": 128}, attention_bias=True, qk_norm=True, window="use_sliding_window"
+    ),
 }
-_MODEL_TYPES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-# Fields that turn a dense text model into something else, when they are there and neither null, false, 0 nor empty.
+# Fields that turn a dense text model into another kind, where they are neither null, false, 0 nor empty.
 _FOREIGN = (
     "quantization_config", "compression_config", "num_experts", "num_local_experts", "n_routed_experts",
     "vision_config", "audio_config", "text_config", "per_layer_config", "is_encoder_decoder",
@@ -39,20 +57,20 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. `fastgen.model.rope` says what the numbers do; a kind reads only its own.
+    """The rotary position embedding of a model. Each kind reads the fields that name it; see `fastgen.model.rope`.
 
     Sources: RoFormer (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), llama3 from Llama 3.1.
     """
 
     kind: str = "default"  # default | linear | llama3 | yarn
     theta: float = 10000.0
-    factor: float = 1.0  # how many times the context was stretched
+    factor: float = 1.0  # ratio of the stretched context to the original one
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 0  # llama3, yarn: the context before stretching; 0: the model's max_position
-    beta_fast: float = 32.0  # yarn: pairs with more turns than this in the original context stay as they are
-    beta_slow: float = 1.0  # yarn: pairs with fewer are interpolated
-    attention_factor: float | None = None  # yarn: scales cos and sin; None: derived from the factor and the mscales
+    original_max_position: int = 0  # llama3, yarn: context before stretching; 0: max_position
+    beta_fast: float = 32.0  # yarn: pairs that turn more often than this in the original context stay
+    beta_slow: float = 1.0  # yarn: pairs that turn less often are interpolated
+    attention_factor: float | None = None  # yarn: factor of cos and sin; None: from `factor` and the mscales
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the ends of the ramp outwards to whole pairs
@@ -60,12 +78,9 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of one dense decoder-only transformer.
+    """The shape of a dense decoder-only transformer. Sizes that do not fit together raise a ValueError."""
 
-    Checked on construction: a ValueError names what does not fit together.
-    """
-
-    architecture: str  # as in config.json: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM
+    architecture: str  # as in config.json, such as "LlamaForCausalLM"
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -80,8 +95,8 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool  # an RMSNorm over each head of q and k before rope (Qwen3)
-    tied: bool  # the output matrix is the embedding; the checkpoint need not hold lm_head.weight
-    windows: tuple[int, ...]  # a layer: a query at p sees the keys in (p - window, p]; 0: all keys up to p
+    tied: bool  # the head's weight is the embedding; the checkpoint need not hold lm_head.weight
+    windows: tuple[int, ...]  # of each layer: a query at p sees the keys in (p - window, p]; 0: all keys up to p
     eos_ids: tuple[int, ...]
     dtype: str  # the checkpoint's: bfloat16, float16 or float32
 
@@ -103,16 +118,16 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Without norms and biases, which are few."""
+        """The number of weights, without norms and biases, which are few."""
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * layer + self.vocab_size * self.hidden_size * (1 if self.tied else 2)
 
     def split(self, ranks: int) -> ModelConfig:
-        """What each of so many tensor-parallel ranks computes: its heads, and its share of the MLP. KV heads that are
-        fewer than the ranks are replicated. `vocab_size`, which is shared out as well, stays that of the model.
+        """Return the config of one of `ranks` tensor-parallel ranks: with its heads and its share of the MLP.
 
-        Raises ValueError, with both numbers, for a size that does not divide.
+        KV heads are replicated if there are fewer than ranks. `vocab_size` stays that of the whole model, although the
+        ranks split it, too. Raises ValueError, with both numbers, for a size that does not divide.
         """
         check_integer("tensor_parallel", ranks, 1)
         if ranks == 1:
@@ -153,17 +168,18 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-    """The content of `config.json` (and of `generation_config.json`, whose eos ids come first) -> ModelConfig.
+    """Return the ModelConfig of the content of `config.json`.
 
-    Fields mean what they mean to transformers 5: Qwen2 has biases on q, k and v whatever `attention_bias` says, in
-    Llama and Qwen3 that field covers o too, and Mistral has none. `pretraining_tp` changes no result and is ignored.
+    generation: the content of `generation_config.json`, whose eos ids win. Fields mean what they mean to transformers
+    5. `pretraining_tp` changes no result and is ignored.
     """
     architecture = _architecture(config)
-    config = {**_ABSENT[architecture], **config}
+    family = _FAMILIES[architecture]
+    config = {**family.absent, **config}
     _refuse_foreign(config)
     num_layers, num_heads = _int(config, "num_hidden_layers"), _int(config, "num_attention_heads")
     hidden_size = _int(config, "hidden_size")
-    attention_bias = bool(config.get("attention_bias")) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+    attention_bias = family.attention_bias and bool(config.get("attention_bias"))
     return ModelConfig(
         architecture=architecture,
         vocab_size=_int(config, "vocab_size"),
@@ -176,23 +192,22 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         max_position=_int(config, "max_position_embeddings"),
         norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope=_rope(config),
-        qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
+        qkv_bias=family.qkv_bias or attention_bias,
         o_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias")) and architecture == "LlamaForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        mlp_bias=family.mlp_bias and bool(config.get("mlp_bias")),
+        qk_norm=family.qk_norm,
         tied=bool(config.get("tie_word_embeddings")),
-        windows=_windows(config, architecture, num_layers),
+        windows=_windows(config, family, num_layers),
         eos_ids=_eos_ids(config, generation or {}),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
     )
 
 
 def sampling_defaults(folder: Path) -> dict[str, float]:
-    """The sampling fields that `generation_config.json` sets, for the command-line tools.
+    """Return the sampling fields that `generation_config.json` sets, for the command-line tools.
 
-    A subset of temperature, top_p, top_k, min_p and repetition_penalty; nulls are left out. Greedy, which is a
-    temperature of 0, where `do_sample` is false. Empty without the file, and with neither `do_sample` nor a
-    temperature.
+    They are a subset of temperature, top_p, top_k, min_p and repetition_penalty; nulls are left out. If `do_sample` is
+    false, the temperature is 0. The result is empty without the file, and with neither `do_sample` nor a temperature.
     """
     generation = _read_json(folder / "generation_config.json") or {}
     if generation.get("do_sample") is False:
@@ -203,10 +218,11 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
 
 
 def _architecture(config: dict[str, Any]) -> str:
-    names = config.get("architectures") or [_MODEL_TYPES.get(config.get("model_type", ""))]
-    if len(names) != 1 or names[0] not in _ABSENT:
+    of_types = {family.model_type: name for name, family in _FAMILIES.items()}
+    names = config.get("architectures") or [of_types.get(config.get("model_type", ""))]
+    if len(names) != 1 or names[0] not in _FAMILIES:
         fields = f"architectures={config.get('architectures')!r} (model_type={config.get('model_type')!r})"
-        raise ValueError(f"{fields} is not supported; fastgen runs {', '.join(_ABSENT)}")
+        raise ValueError(f"{fields} is not supported; fastgen runs {', '.join(_FAMILIES)}")
     return str(names[0])
 
 
@@ -228,23 +244,20 @@ def _head_size(config: dict[str, Any], hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def _windows(config: dict[str, Any], architecture: str, num_layers: int) -> tuple[int, ...]:
-    """The sliding window of each layer, as transformers 5 applies it.
+def _windows(config: dict[str, Any], family: _Family, num_layers: int) -> tuple[int, ...]:
+    """Return the sliding window of each layer, as transformers 5 applies it.
 
-    Llama has none. Qwen2 and Qwen3 have one only with `use_sliding_window`, from layer `max_window_layers` on. Mistral
-    has it on every layer; but a Mistral config with `layer_types` is loaded by AutoModel as Ministral, which follows
-    them, and so do we (MistralForCausalLM itself would ignore them). Ministral 8B's own config has no `layer_types`
-    and a window equal to its context of 32768, which masks nothing.
+    Qwen2 and Qwen3 have it from layer `max_window_layers` on, Mistral on every layer. `layer_types` overrides both: for
+    a Mistral config AutoModel then loads Ministral, which follows that field. (Ministral 8B's own config has no
+    `layer_types` and a window equal to its context of 32768, which masks nothing.)
     """
-    qwen = architecture.startswith("Qwen")
-    off = architecture == "LlamaForCausalLM" or (qwen and not config.get("use_sliding_window"))
-    window = None if off else config.get("sliding_window")
+    window = config.get("sliding_window") if family.window and config.get(family.window) else None
     if window is not None and (not _is_int(window) or window < 1):
         raise _unsupported("sliding_window", window, "a positive number of tokens or null is")
-    size = int(window or 0)
+    size = window or 0
     types = config.get("layer_types")
-    if types is None or architecture == "LlamaForCausalLM":
-        first = _int(config, "max_window_layers") if qwen and size else 0
+    if types is None or not family.window:
+        first = _int(config, "max_window_layers", 0) if size else 0
         return tuple(size if layer >= first else 0 for layer in range(num_layers))
     if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise _unsupported("layer_types", types, f"{num_layers} of full_attention or sliding_attention are")
@@ -270,7 +283,7 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     factor = _rope_factor(given, kind, config)
     if kind == "linear":
         return RopeConfig(kind, theta, factor)
-    # Some configs hold this field beside the others; transformers gives that one priority.
+    # Some configs hold this field at the top level, too; transformers gives that one priority.
     field = "original_max_position_embeddings"
     original = _int(config, field, _int(given, field, 0))
     return (_llama3_config if kind == "llama3" else _yarn_config)(given, theta, factor, original)
@@ -298,7 +311,7 @@ def _yarn_config(given: dict[str, Any], theta: float, factor: float, original: i
 
 
 def _rope_factor(given: dict[str, Any], kind: str, config: dict[str, Any]) -> float:
-    if kind == "yarn" and given.get("factor") is None:  # DeepSeek's way: the ratio of the contexts
+    if kind == "yarn" and given.get("factor") is None:  # as in DeepSeek's configs: the ratio of the contexts
         return _int(config, "max_position_embeddings") / _int(given, "original_max_position_embeddings")
     factor = _number(given, "factor")
     if factor <= 0:
@@ -316,12 +329,12 @@ def _eos_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, .
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object from a file; None if there is no such file."""
+    """Return the JSON object of a file; None if there is no such file."""
     if not path.is_file():
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # also what is not UTF-8
+    except ValueError as error:  # text that is not UTF-8, too
         raise ValueError(f"{path} is not JSON: {error}; fetch it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object but {type(content).__name__}")
@@ -333,7 +346,7 @@ def _is_int(value: object) -> bool:
 
 
 def _int(config: dict[str, Any], field: str, default: int | None = None) -> int:
-    """An integer field; absent or null is the default, and an error without one."""
+    """Return an integer field. An absent or null field gives the default; without a default it is a ValueError."""
     value = default if config.get(field) is None else config[field]
     if value is None or not _is_int(value):
         raise ValueError(f"{field}={value!r} is missing or not an integer")
@@ -341,7 +354,7 @@ def _int(config: dict[str, Any], field: str, default: int | None = None) -> int:
 
 
 def _number(config: dict[str, Any], field: str, default: float | None = None) -> float:
-    """As `_int`, for any number, which is returned as it is written."""
+    """Return a number field, an int or a float as it is written; otherwise as `_int`."""
     value = default if config.get(field) is None else config[field]
     if value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{field}={value!r} is missing or not a number")

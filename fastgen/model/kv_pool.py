@@ -10,12 +10,11 @@ from fastgen.kernels.state import copy_pages
 
 
 class KVPool:
-    """Keys and values of all layers: `keys[layer]` and `values[layer]` are [pages, K, P, D]; `whole` is both of them,
-    [2, layers, pages, K x P x D].
+    """Keys and values of all layers in pages: `keys[layer]` and `values[layer]`, each [pages, K, P, D].
 
-    K KV heads, P tokens a page, D head size. The heads stand outside a page's tokens, so that a head's page is one
-    contiguous piece of P x D. There is one page more than `num_pages`, `spare`, which no sequence ever holds: padding
-    is written there.
+    `whole` holds both, [2, layers, pages, K x P x D]. K: KV heads; P: tokens a page; D: head size. A page's heads come
+    before its tokens, so that a head's page is one contiguous block of P x D. Page `spare`, number num_pages, is extra:
+    no sequence holds it, and padding is written there.
     """
 
     def __init__(
@@ -37,15 +36,16 @@ class KVPool:
         self.whole = both.flatten(3)
 
     def wipe(self, pages: Tensor) -> None:
-        """Zero the values of pages that change hands: a masked key weighs 0, but 0 times a NaN left there is NaN."""
+        """Zero the values of fresh pages, int64 [n]: a masked key has weight 0, but 0 times a NaN left there is NaN."""
         self.values.index_fill_(1, pages, 0)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy pages, int64 [n] each; no page is in both."""
+        """Copy pages `sources` to pages `targets`, int64 [n] each; no page is in both."""
         copy_pages(self.whole, self.whole, sources, targets)
 
     def rows(self, pages: Tensor, offsets: Tensor) -> Tensor:
-        """Index of (page, head, offset) in a layer's `keys.view(-1, D)`, for pages and offsets [...]: [..., K]."""
+        """Return the rows in a layer's `keys.view(-1, D)` of all heads of tokens at pages and offsets [...]: [...,
+        K]."""
         _, _, num_kv_heads, page_size, _ = self.keys.shape
         heads = torch.arange(num_kv_heads, device=pages.device)
         return (pages[..., None] * num_kv_heads + heads) * page_size + offsets[..., None]

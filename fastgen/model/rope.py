@@ -1,8 +1,9 @@
-"""Rotary position embedding: RopeConfig -> the tables of cos and sin that the model rotates q and k with.
+"""Rotary position embedding: RopeConfig -> the tables of cos and sin that rotate q and k.
 
-Bit for bit those of transformers on the CPU, so that logprobs can be compared with a trainer's: the operations round to
-float32 where its `ROPE_INIT_FUNCTIONS` and `*RotaryEmbedding.forward` do, in that order. Mathematically equal forms of
-these formulas are an ulp off here and there, which position 131071 multiplies. D is the head size.
+The tables equal those of transformers on the CPU bit for bit, so that logprobs can be compared with a trainer's. For
+that, operations come in the order of its `ROPE_INIT_FUNCTIONS` and `*RotaryEmbedding.forward`, and round to float32
+where they do. Mathematically equal formulas are an ulp off here and there, and position 131071 multiplies the
+difference. D is the head size.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ CPU = torch.device("cpu")
 
 
 def rope_tables(config: ModelConfig, context: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, each float32 [context, D / 2] on the CPU, multiplied with the attention factor."""
+    """Return cos and sin, float32 [context, D / 2] each on the CPU, multiplied by the attention factor."""
     frequencies, factor = rope_frequencies(config.rope, config.head_size, config.max_position)
     angles = torch.arange(context, device=CPU).float()[:, None] * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
 
 def rope_frequencies(rope: RopeConfig, head_size: int, max_position: int) -> tuple[Tensor, float]:
-    """(radians a token for each rotated pair, float32 [D / 2] on the CPU; the factor that multiplies cos and sin)."""
+    """Return the radians a token of each rotated pair, float32 [D / 2] on the CPU, and the factor of cos and sin."""
     pairs = torch.arange(0, head_size, 2, dtype=torch.float32, device=CPU)
     periods = rope.theta ** (pairs / head_size)  # tokens a radian
     context = rope.original_max_position or max_position
@@ -35,12 +36,12 @@ def rope_frequencies(rope: RopeConfig, head_size: int, max_position: int) -> tup
         return _llama3(rope, 1.0 / periods, context), 1.0
     if rope.kind == "yarn":
         return _yarn(rope, periods, context), _yarn_attention_factor(rope)
-    assert rope.kind == "default", f"{rope.kind}: parse_config lets no other kind through"
+    assert rope.kind == "default", f"parse_config refuses rope type {rope.kind}"
     return 1.0 / periods, 1.0
 
 
 def _llama3(rope: RopeConfig, plain: Tensor, context: int) -> Tensor:
-    """Long waves are stretched, short ones stay; between the two, what `keep` says."""
+    """Stretch long waves, keep short ones, and interpolate between the two for waves in the middle."""
     wavelengths = 2 * math.pi / plain  # tokens a turn
     keep = (context / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     between = (1 - keep) * plain / rope.factor + keep * plain
@@ -49,7 +50,7 @@ def _llama3(rope: RopeConfig, plain: Tensor, context: int) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, periods: Tensor, context: int) -> Tensor:
-    """Pairs before the ramp of `_yarn_ramp` stay, those behind it are interpolated."""
+    """Keep the pairs before the ramp of `_yarn_ramp`, and interpolate those after it."""
     low, high = _yarn_ramp(rope, 2 * len(periods), context)
     pairs = torch.arange(len(periods), dtype=torch.float32, device=CPU)
     keep = 1 - torch.clamp((pairs - low) / (high - low), 0, 1)
@@ -58,10 +59,10 @@ def _yarn(rope: RopeConfig, periods: Tensor, context: int) -> Tensor:
 
 
 def _yarn_ramp(rope: RopeConfig, head_size: int, context: int) -> tuple[float, float]:
-    """The indices, in doubles, of the pairs between which YaRN goes from keeping to interpolating."""
+    """Return the indices of the pairs, in doubles, between which YaRN goes from keeping to interpolating."""
 
     def pair_with(turns: float) -> float:
-        """The index, not rounded, of the pair that turns this many times over the original context."""
+        """Return the unrounded index of the pair that makes `turns` turns over the original context."""
         return head_size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)

@@ -1,4 +1,4 @@
-"""Updates of the weights: what a program gives is held to the model, and copied over what is there."""
+"""Weights by name: the slices of checkpoint tensors that a rank holds, and updates of them in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LISTED = 20  # names, or faults, that an error lists
+LISTED = 20  # names or faults that an error lists
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """Supported dtypes of weights, by their names in safetensors files."""
 
@@ -88,28 +88,28 @@ class TensorMatcher:
 
 
 class Update:
-    """The tensors of an update, as a program gives them: a mapping, or an iterable of (name, tensor).
+    """The tensors of a weight update as a program gives them: a mapping, or an iterable of (name, tensor).
 
-    parts: Hugging Face parameter name -> the whole tensor of the model; its shape counts. partial: tensors may be
-    missing. reading: what the iterable is read through. names: those that were found right when the tensors were last
-    looked at.
+    shards: by Hugging Face name, the whole tensors of the model; their shapes count. partial: tensors may be missing.
+    reading: wraps the iterable while it is read. names: the tensors that matched in the last pass over `tensors`.
     """
 
     def __init__(
         self,
         given: Any,
-        parts: Mapping[str, Shard],
+        shards: Mapping[str, Shard],
         partial: bool = False,
         reading: Callable[[Iterable[Any]], Iterator[Any]] = iter,
     ) -> None:
         self.partial = partial
         self.names: list[str] = []
-        self._given, self._parts, self._reading = given, parts, reading
+        self._given, self._shards, self._reading = given, shards, reading
 
     def check(self) -> None:
-        """Hold all tensors to the model, where they can be looked at twice: of a mapping, its items or a sequence.
+        """Check all tensors against the model before any is written, if they can be read twice.
 
-        Raises ValueError as `tensors` does, and TypeError for what is no iterable.
+        A mapping, its items and a sequence can. Raises ValueError as `tensors` does, and TypeError for an object that
+        is no iterable.
         """
         if not isinstance(self._given, Iterable):
             kind = type(self._given).__name__
@@ -119,12 +119,14 @@ class Update:
                 pass
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that the model has a place for, one at a time; none is held while the next is made.
+        """Yield the tensors that match the model, one at a time; none is held while the next is made.
 
-        Raises ValueError behind the last, with all that is wrong: names that are unexpected, doubled or missing, and
-        shapes and dtypes that do not fit. (Not before: the iterables of several ranks may make them together.)
+        After the last, raises ValueError with all faults: names that are unexpected, doubled or missing, shapes and
+        dtypes that do not match. It does not raise earlier, since the iterables of several ranks may make their tensors
+        together.
         """
-        matcher, faults, self.names = TensorMatcher(self._parts), [], []
+        matcher, self.names = TensorMatcher(self._shards), []
+        faults: list[str] = []
         for item in self._reading(self._given.items() if isinstance(self._given, Mapping) else self._given):
             try:
                 name, tensor = _checked(item)
@@ -151,7 +153,8 @@ class Update:
 
 
 def _checked(item: Any) -> tuple[str, Tensor]:
-    """A name and a tensor that can be copied from. Raises ValueError where these are not."""
+    """Return the name and tensor of an item. Raises ValueError if it is no such pair, or the tensor can not be
+    copied."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise ValueError(f"{type(item).__name__} is given, and no (name, tensor)")
     name, tensor = item
@@ -165,16 +168,21 @@ def _checked(item: Any) -> tuple[str, Tensor]:
 
 
 def write(targets: Mapping[str, Shard], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy each whole tensor's part into its view, in place, converting dtype and device.
+    """Copy the slice of each whole tensor into its shard's view, in place, converting dtype and device.
 
-    Where a copy fails, the rest is still read, since other ranks may make it together with this one; then it raises.
+    If a copy fails, the other tensors are still read, since other ranks may make them together with this rank; then the
+    first error is raised.
     """
     failure: Exception | None = None
     for name, tensor in tensors:
         try:
-            part = targets[name]
+            shard = targets[name]
+            part, device = shard.of(tensor), shard.view.device
+            if part.is_cuda and part.device != device:
+                part = part.to(device)  # another GPU can not write to memory that fastgen.device.memory has mapped
             with torch.no_grad():
-                part.view.copy_(_near(part.of(tensor), part.view.device))
+                shard.view.copy_(part)
+            del part
         except Exception as error:
             failure = failure or error
         del tensor
@@ -182,14 +190,12 @@ def write(targets: Mapping[str, Shard], tensors: Iterable[tuple[str, Tensor]]) -
         raise failure
 
 
-def _near(tensor: Tensor, device: torch.device) -> Tensor:
-    """On `device` where it is on another GPU: that one can not write to memory which is mapped for ours alone (see
-    fastgen.device.memory)."""
-    return tensor.to(device) if tensor.is_cuda and tensor.device != device else tensor
-
-
 class Weights:
-    """version: of the weights that the model has; torn: why they are of no version, or ""; asleep: see `sleep`."""
+    """The state of a Generator's weights.
+
+    version: of the weights in the model; torn: why they are a mixture of two versions, or ""; asleep: the parts whose
+    memory `sleep` has given back.
+    """
 
     def __init__(self) -> None:
         self.version = 0
@@ -197,18 +203,21 @@ class Weights:
         self.asleep: frozenset[str] = frozenset()
 
     def check(self) -> None:
-        """Raise RuntimeError where there is nothing to generate with."""
+        """Raise RuntimeError if the model can not generate: it sleeps, or its weights are torn."""
         if self.asleep:
             raise RuntimeError(f"asleep: {', '.join(sorted(self.asleep))}; call wake first")
         self.check_whole()
 
     def check_whole(self) -> None:
-        """Raise RuntimeError where the weights are torn."""
+        """Raise RuntimeError if the weights are torn."""
         if self.torn:
             raise RuntimeError(f"{self.torn}; call update_weights with all of them")
 
     def following(self, version: int | None) -> int:
-        """The version that comes next, where one is asked for or not. Raises ValueError or TypeError."""
+        """Return the version after the current one: `version`, or the next number for None.
+
+        Raises TypeError if it is no integer, and ValueError if it is the current version.
+        """
         if version is None:
             return self.version + 1
         if not isinstance(version, Integral) or isinstance(version, bool):
