@@ -251,7 +251,8 @@ def _windows(config: dict[str, Any], family: _Family, num_layers: int) -> tuple[
     a Mistral config AutoModel then loads Ministral, which follows that field. (Ministral 8B's own config has no
     `layer_types` and a window equal to its context of 32768, which masks nothing.)
     """
-    window = config.get("sliding_window") if family.window and config.get(family.window) else None
+    switch = config.get(family.window)
+    window = None if switch is None or switch is False else config.get("sliding_window")
     if window is not None and (not _is_int(window) or window < 1):
         raise _unsupported("sliding_window", window, "a positive number of tokens or null is")
     size = window or 0
