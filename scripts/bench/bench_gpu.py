@@ -71,7 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         prog="bench.py gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="mistral7", choices=list(MODELS))
-    names = f"of {','.join(WORKLOADS)} (default: without {','.join(SHARED)})"
+    names = f"of {','.join(WORKLOADS)} (default: {','.join(PLAIN)})"
     parser.add_argument("--only", type=workload_names, metavar="NAMES", help=names)
     parser.add_argument("--out", type=Path, help="folder for the JSON (default: scripts/results)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU; writes only with --out")

@@ -52,13 +52,29 @@ PLAIN = {
     "chat8": Workload(8, 128, 256),
     "chat32": Workload(32, 128, 256),
 }
-WORKLOADS = PLAIN | SHARED
+"""The default run."""
+
+MORE = {
+    "chat64": Workload(64, 128, 256),
+    "batch128": Workload(128, 256, 256),
+    "long": Workload(64, 8000, 256),
+    "longchat": Workload(1, 16000, 256),
+}
+WORKLOADS = PLAIN | MORE | SHARED
 MODELS: dict[str, dict[str, Any]] = {
     "mistral7": {
         "architectures": ["MistralForCausalLM"], "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
         "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
         "eos_token_id": 2, "torch_dtype": "bfloat16",
+    },
+    "llama1": {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True,
+        "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192},
+        "eos_token_id": 128001, "torch_dtype": "bfloat16",
     },
     "qwen14": {
         "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 13824,
@@ -86,7 +102,9 @@ def settings(model: str, smoke: bool) -> dict[str, Any]:
 VLLM: dict[tuple[str, int], dict[str, int]] = {
     ("mistral7", 1): {
         "headline": 3992, "decode": 9233, "short": 21826, "chat1": 209, "chat8": 1618, "chat32": 5667, "group": 16646,
+        "chat64": 9624, "batch128": 11998, "long": 864, "longchat": 140,
     },
+    ("llama1", 1): {"chat1": 693, "chat8": 4645, "chat32": 15673, "batch128": 33951},
     ("qwen14", 1): {"headline": 2022},
     ("llama70", 4): {"headline": 1573, "chat1": 81},
 }  # fmt: skip
@@ -108,6 +126,10 @@ class Rates:
 
 H200 = Rates(4.30e12, 665e12)
 """As measured once on an H200; what is measured here stands beside it."""
+
+
+ATTENTION_RATE = 600 / 665
+"""The rate of the FLOPs of a prefill's attention, as a share of that of the matrix products."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +172,10 @@ def limit(costs: Costs, workload: Workload, rates: Rates, lanes: int) -> float:
     prompt, common, generated = workload.prompt, workload.common, workload.generated
     steps = workload.tokens / lanes
 
-    def prefill(start: int, end: int) -> int:
-        """Return the FLOPs of a prompt's positions from start to end."""
+    def prefill(start: int, end: int) -> float:
+        """Return the FLOPs of positions start to end of a prompt, those of attention weighted by their rate."""
         pairs = (end * (end + 1) - start * (start + 1)) // 2
-        return 2 * costs.layers * (end - start) + costs.attention * pairs
+        return 2 * costs.layers * (end - start) + costs.attention * pairs / ATTENTION_RATE
 
     prompts = prefill(0, common) + workload.prompts * (prefill(common, prompt) + 2 * costs.head)
     weights = costs.layers + costs.head
