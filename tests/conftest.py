@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator as PyGenerator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,16 @@ if os.environ.get("TRITON_INTERPRET"):
 def pytest_xdist_auto_num_workers() -> int | None:
     """Limit the workers that share a GPU: each holds kernels and models on it, and starts processes of its own."""
     return 6 if torch.cuda.is_available() else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> PyGenerator[None, object, object]:
+    """Let a GPU test marked `alone` wait until no other runs, and the others wait for it; fixtures count as tests."""
+    if item.path.parent.name != "gpu":
+        return (yield)
+    with (Path(tempfile.gettempdir()) / "fastgen-tests-gpu.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        return (yield)
 
 
 VOCAB = 320

@@ -34,7 +34,6 @@ from bench_engine import ceilings, machine, measure_workload, merge, ready_gener
 from bench_limits import (
     MODELS,
     PLAIN,
-    SHARED,
     WORKLOADS,
 )
 
