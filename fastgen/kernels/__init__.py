@@ -1,1 +1,2 @@
-"""Triton kernels. Each has a checked launch, a torch twin that says what it computes, and falls back to the twin."""
+"""Kernels in Triton and Gluon. Each has a launch that checks its arguments, and a torch twin as its specification and
+fallback."""

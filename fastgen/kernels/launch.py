@@ -242,7 +242,7 @@ def kernels_of(device: torch.device) -> str:
 
 
 def slower_than_possible(device: torch.device) -> str:
-    """Return why a GPU runs slower than it could and what to install; "" where it does not."""
+    """Return the reason that a GPU runs slower than it could, and the remedy; "" without one."""
     if device.type != "cuda":
         return ""
     if triton is None:

@@ -1,4 +1,4 @@
-"""The state of sequences on the device: what a decode step reads from its lanes, and copies of KV pages."""
+"""The state of sequences on the device: the input of a decode step from its lanes, and copies of KV pages."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 
 A case runs its layers in a CUDA graph, each over its own random keys and values in shuffled pages, so many of them that
 the L2 cache does not hold them. A decode's rate is of the bytes of keys and values; a prefill's of the products that
-causality leaves. What is best goes by hand into CONFIGS of fastgen/kernels/attention.py and the constants of items.py.
+causality leaves. The best settings go by hand into CONFIGS of kernels/attention.py and the constants of work_tiles.py.
 """
 
 from __future__ import annotations
