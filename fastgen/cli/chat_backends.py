@@ -1,4 +1,10 @@
-"""Models that fgchat talks to: one in this process, or one behind an OpenAI-style server."""
+"""Models that fgchat talks to: one in this process, or one behind an OpenAI-style server.
+
+Both backends have max_tokens, the limit of an answer (None: none), max_model_len, the tokens of the context (None:
+unknown), and two methods. `check` raises ValueError or OSError if no message can be answered, as far as the given
+messages show it. `answer` answers the last message, passes each new piece of text to `say`, and raises RefusedError; it
+is called with Ctrl-C deferred by `interrupt`, and a Ctrl-C ends the answer with the finish_reason "abort".
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.command import needed
 from fastgen.engine.interrupts import DeferredInterrupt
@@ -37,25 +43,6 @@ class Reply:
     num_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
-
-
-class Backend(Protocol):
-    """A model that answers messages.
-
-    max_tokens: of an answer, None for no limit. max_model_len: tokens of the context, None if unknown.
-    """
-
-    max_tokens: int | None
-    max_model_len: int | None
-
-    def check(self, messages: Sequence[Message]) -> None:
-        """Raise ValueError or OSError if no message can be answered, as far as these messages show it."""
-
-    def answer(self, messages: Sequence[Message], say: Callable[[str], None], interrupt: DeferredInterrupt) -> Reply:
-        """Answer the last message, and `say` each new piece of text. Raises RefusedError.
-
-        Called with Ctrl-C deferred by `interrupt`; a Ctrl-C ends the answer with the finish_reason "abort".
-        """
 
 
 class LocalBackend:
@@ -192,6 +179,9 @@ class ServerBackend:
                 yield client
         except httpx.HTTPError as error:
             raise ServerError(f"no connection to {self._url}: {error or type(error).__name__}") from None
+
+
+Backend = LocalBackend | ServerBackend
 
 
 def _take_chunk(chunk: dict[str, Any], reply: Reply) -> str:

@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fastgen.cli.gen.rows import PARQUET, pyarrow, read_rows
 from fastgen.cli.gen.work import Record, check_added
+from fastgen.cli.options import flag
 
 PART_BYTES = 64 << 20  # size of a part in memory
 PART_SECONDS = 300.0  # time that a row may wait for its part to be written
@@ -55,24 +56,6 @@ class Indices:
         return self.start + len(self._others)
 
 
-class Output(Protocol):
-    """A destination of records. about: the file that describes the job."""
-
-    path: Path
-    about: Path
-
-    def open(self) -> bool:
-        """Lock the output against other processes; return whether it has records, of whatever job."""
-
-    def recover(self) -> Indices:
-        """Remove what was not written to its end; return the rows that are there."""
-
-    def write(self, index: int, record: Record) -> None: ...
-
-    def close(self) -> None:
-        """Write what is left, and unlock."""
-
-
 def begin(output: Output, begun: bool, identity: Mapping[str, Any], seed: int | None) -> tuple[Indices, int]:
     """Begin a job, or continue it; return the rows that are done, and the seed of the job.
 
@@ -89,14 +72,13 @@ def begin(output: Output, begun: bool, identity: Mapping[str, Any], seed: int | 
     if not output.about.exists():
         raise ValueError(f"{name} has records, and no {output.about.name} describes their job; give another -o")
     found = json.loads(output.about.read_bytes())
-    was, now = found["job"], identity
-    if was["input"] != now["input"]:
+    if found["job"]["input"] != identity["input"]:
         raise ValueError(f"{name} was begun with another input, or it has changed since; give another -o")
-    for option in {**was["options"], **now["options"]}:
-        before, after = was["options"].get(option), now["options"].get(option)
+    was, now = found["job"]["options"], identity["options"]
+    for option in {**was, **now}:
+        before, after = was.get(option), now.get(option)
         if before != after:
-            flag = f"--{option.replace('_', '-')}"
-            change = f"{flag} {_shown(before)}, and now it is {_shown(after)}"
+            change = f"{flag(option)} {_shown(before)}, and now it is {_shown(after)}"
             raise ValueError(f"{name} was begun with {change}; give another -o, or the options that it began with")
     return output.recover(), found["seed"]
 
@@ -127,13 +109,17 @@ def _lock(number: int, path: Path, close: Callable[[], None]) -> None:
 
 
 class Lines:
-    """A file of JSONL. head: a regular expression for the beginning of a line, whose group is the row's index."""
+    """A file of JSONL. head: a regular expression for the beginning of a line, whose group is the row's index.
+
+    about: the file that describes the job.
+    """
 
     def __init__(self, path: Path, head: str) -> None:
         self.path, self.about = path, path.with_name(f"{path.name}.fggen.json")
         self._head = re.compile(head.encode())
 
     def open(self) -> bool:
+        """Lock the output against other processes; return whether it has records, of whatever job."""
         self._file = self.path.open("ab")
         _lock(self._file.fileno(), self.path, self._file.close)
         return self.path.stat().st_size > 0
@@ -162,6 +148,7 @@ class Lines:
         self._file.flush()
 
     def close(self) -> None:
+        """Force the records to the disk, and unlock."""
         with self._file:
             os.fsync(self._file.fileno())
 
@@ -190,7 +177,7 @@ def _finite(value: Any) -> Any:
 
 
 class Parts:
-    """A folder of numbered Parquet files with one schema. index: the name of the column with the row's index."""
+    """A folder of numbered Parquet files with one schema; otherwise as Lines. index: the column of the row's index."""
 
     def __init__(self, path: Path, schema: Any, index: str) -> None:
         self.path, self.about = path, path / "_fggen.json"
@@ -252,6 +239,9 @@ class Parts:
             os.fsync(self._folder)
         finally:
             os.close(self._folder)
+
+
+Output = Lines | Parts
 
 
 def parquet_schema(files: Sequence[Path], added: Sequence[str]) -> Any:
