@@ -1,4 +1,4 @@
-"""A Runner that is told what to do by Batches made by hand."""
+"""Batches made by hand for a Runner."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A model that is a hash of all it reads: a runner over it, and an oracle that knows its answers.
+"""A model that hashes all it reads, with a runner over it, and an oracle of its outputs.
 
 The "KV" of a token is a hash of the KV before it, its id and its position; the next token is a hash of the lane's seed
 and of every KV value that is read back through the page table. So a wrong page, a stale page, a wrong position, a lost
-token or a lane that was not started changes the answer, and `expected` knows the right one without any schedule.
-The hash of a token's KV depends on the version of the weights as well, so a page that outlived an update is noticed.
+token or a lane that was not started changes the output, and `expected` computes the right output without a schedule.
+The hash of a token's KV depends on the version of the weights too, so that a page that outlived an update is noticed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fastgen.engine.scheduler import Scheduler
 from fastgen.request import Batch, Drawn, LaneStart, SamplingParams, Scored, Sequence, StepResult
 
 VOCAB = 40  # two words of mask
-JUNK = -1  # what memory holds before anything is written
+JUNK = -1  # the contents of memory before anything is written
 
 
 class TroubleError(BaseException):
-    """What a signal handler may raise: not an Exception."""
+    """An error that is not an Exception, as signal handlers may raise."""
 
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -45,7 +45,7 @@ def kv_values(tokens: list[int], version: int = 0) -> list[int]:
 
 
 def draw(state: int, allowed: list[int]) -> tuple[int, float, float, float]:
-    """The token, its logprob, its untruncated and its raw logprob."""
+    """Return a token, its logprob, its untruncated logprob and its raw logprob."""
     logprobs = -(state % 997) / 997, -(state % 977) / 977, -(state % 991) / 991
     return allowed[state % len(allowed)] if allowed else -1, *logprobs
 
@@ -59,7 +59,7 @@ def text(tokens: list[int]) -> str:
 
 
 def text_stop(sequence: Sequence, output: list[int]) -> str | None:
-    """The stop string that an answer ends in."""
+    """Return the stop string at the end of an output, if any."""
     if len(output) <= sequence.params.min_tokens:
         return None
     return next((stop for stop in sequence.params.stop_strings if text(output[-len(stop) :]) == stop), None)
@@ -67,7 +67,7 @@ def text_stop(sequence: Sequence, output: list[int]) -> str | None:
 
 @dataclass
 class HashMask:
-    """Allows half of the tokens, depending on what was said; after so many tokens it allows none or raises."""
+    """A mask that allows half of the tokens, depending on those before; after some tokens it allows none or raises."""
 
     seed: int
     forbids: int | None = None
@@ -100,7 +100,7 @@ class HashMask:
 
 @dataclass
 class Outcome:
-    """What a Sequence has to be when it has ended."""
+    """The state in which a Sequence must end."""
 
     token_ids: list[int]
     drawn: Drawn = field(default_factory=Drawn)
@@ -115,16 +115,16 @@ class Outcome:
 
 
 def drawn_first(drawn: Drawn, count: int) -> Drawn:
-    """A copy of what was drawn with the first tokens."""
+    """Return a copy of the values of the first `count` tokens."""
     copy = deepcopy(drawn)
     copy.cut(count)
     return copy
 
 
 def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
-    """What must become of a sequence that nobody aborts: tokens one after the other, with the whole context at hand.
+    """Return the outcome of a sequence that is not aborted, computed one token after the other from the whole context.
 
-    version: of the weights. known: so many tokens of its answer are there already, drawn with whatever weights.
+    version: of the weights. known: the number of output tokens that exist already, drawn with any weights.
     """
     prompt_len, tokens = sequence.prompt_len, sequence.token_ids[: sequence.prompt_len + known]
     said = tokens[prompt_len:]
@@ -170,12 +170,12 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
 @dataclass
 class Launched:
     batch: Batch
-    states: list[int]  # what the forward pass came to, of each lane that draws
+    states: list[int]  # result of the forward pass for each lane that draws
     result: StepResult
 
 
 class HashRunner:
-    """Keeps what the real runner keeps of a lane and hears what it hears: nothing but Batches."""
+    """A runner that keeps the state of lanes as the real runner does, and knows nothing but Batches."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -255,7 +255,7 @@ class HashRunner:
         return [self.memory[self._row(lane, position)] for position in range(length)]
 
     def _state(self, lane: int, row_of: int) -> int:
-        """What a lane draws from: its own row, or that of the lane it is a fork of."""
+        """Return the state that a lane draws from: of its own row, or of the lane that it is a fork of."""
         start = self.started[lane]
         assert start is not None
         counted = self.counted[lane] if start.params.penalized else ()
@@ -283,14 +283,14 @@ CONFIG: dict[str, Any] = {
 
 
 def make_config(**changed: Any) -> EngineConfig:
-    """A small engine; max_model_len is lowered to what the pool holds less a page, as EngineConfig.make does."""
+    """Return the config of a small engine. max_model_len is at most the pool less a page, as in EngineConfig.make."""
     given = {"max_seqs": 4, "max_step_tokens": 16, "page_size": 4, "num_pages": 64, "max_model_len": 64} | changed
     given["max_model_len"] = min(given["max_model_len"], (given["num_pages"] - 1) * given["page_size"])
     return EngineConfig(**CONFIG | given)
 
 
 def hopeful(config: EngineConfig) -> Scheduler:
-    """A scheduler that expects no answer to get long, so that pages run out."""
+    """Return a scheduler that predicts outputs of no length, so that pages run out."""
     return Scheduler(config, LengthEstimate(average=0, least=0, weight=0, exact=False))
 
 
@@ -304,7 +304,7 @@ def make_sequence(
     stop_ids: frozenset[int] = frozenset(),
     score: tuple[int, float] | None = None,
 ) -> Sequence:
-    """A Sequence as Generator makes it. score: (first position, temperature)."""
+    """Return a Sequence as Generator makes it. score: (first position, temperature)."""
     tokens = config.max_model_len if params.max_tokens is None else params.max_tokens
     sequence = Sequence(
         request_id=0,

@@ -1,4 +1,4 @@
-"""A simulation that drives the scheduler over the hash model as Generator does, and checks all that comes of it."""
+"""A simulation that drives the scheduler over the hash model as Generator does, and checks all results."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from fastgen.request import Batch, SamplingParams, Sequence, Status
 
 
 class WrongAnswerError(AssertionError):
-    """A sequence has come to something else than it has to."""
+    """The outcome of a sequence differs from the oracle's."""
 
 
 class Simulation:
-    """The loop of Generator over the hash model: schedule, launch, read the step before.
+    """The loop of Generator over the hash model: schedule, launch, collect the step before, update.
 
-    Every step of it asserts what holds of any schedule; `seen` counts what happened. trouble: the probability, at each
-    place where one may come, of an exception. updates: the probability, at each turn, of a weight update. check: also
-    look into every batch, and have the scheduler check itself after every operation.
+    Every step asserts the invariants of any schedule; `seen` counts events. trouble: the probability of an exception at
+    each place where one may be raised. updates: the probability of a weight update at each turn. check: also check
+    every batch, and call the scheduler's `check` after every operation.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Simulation:
         self.aborts, self.trouble, self.updates, self.checks = aborts, trouble, updates, check
         self.expected = {sequence: expected(sequence) for _, sequence in arrivals}
         self.order: dict[Sequence, int] = {}  # of arrival
-        self.open: dict[Sequence, int] = {}  # sequences whose end is not seen yet -> tokens seen of them
+        self.open: dict[Sequence, int] = {}  # unfinished sequences -> number of tokens processed
         self.in_flight: Launched | None = None
         self.batches: list[Batch] = []
         self.seen: Counter[str] = Counter()
         self.runner.trip = self._trip
-        self.mixed: set[Sequence] = set()  # of several versions of the weights: their answers are not known
+        self.mixed: set[Sequence] = set()  # with KV of several weight versions: not known to the oracle
 
     def run(self) -> Simulation:
         work = sum(sequence.max_len for _, sequence in self.arrivals)
@@ -104,7 +104,7 @@ class Simulation:
         self._check()
 
     def advance(self) -> None:
-        """Generator._advance."""
+        """Do what Generator._advance does."""
         try:
             batch = self._schedule()
             self._trip()
@@ -133,7 +133,7 @@ class Simulation:
             self._close(sequence)
 
     def update_weights(self) -> None:
-        """New weights, between two steps. Who runs goes on with KV of both, or computes it again."""
+        """Update the weights between two steps. Running sequences keep their KV, or compute it again."""
         self.settle()
         recompute = self.rng.random() < 0.5
         self.scheduler.drop_prefixes()
@@ -147,7 +147,7 @@ class Simulation:
         for sequence in [*self.open, *(sequence for _, sequence in self.arrivals)]:
             self.expected[sequence] = expected(sequence, self.runner.version, sequence.output_len)
 
-    # Below: the parts of the loop, and what must hold of each.
+    # Below: the parts of the loop, with their invariants.
 
     def _schedule(self) -> Batch | None:
         scheduler = self.scheduler
@@ -177,7 +177,8 @@ class Simulation:
         return batch
 
     def _check_batch(self, batch: Batch, kept: list[Sequence], ready: list[Sequence]) -> None:
-        """kept: what ran before the batch was scheduled and was not preempted; ready: what of it could decode."""
+        """Check a batch. kept: sequences that ran before it and were not preempted; ready: those of them that could
+        decode."""
         on = {lane: s for lane, s in enumerate(self.scheduler.lanes) if s is not None}
         lanes = [*batch.decodes, *(lane for chunk in batch.prefills for lane in (chunk.lane, *chunk.forks))]
         assert 0 < batch.num_tokens <= self.config.max_step_tokens, "over the token budget"
@@ -198,7 +199,7 @@ class Simulation:
         assert sorted(start.lane for start in batch.starts) == sorted(s.lane for s in on.values() if s not in kept)
 
     def _check_pages(self, batch: Batch) -> None:
-        """The pages that are written before the step computes are each written once, and none is read after that."""
+        """Check that each page written before the step computes is written once, and not read after that."""
         slots = [slot for _, slot in batch.saves]
         written = [*batch.fresh, *(page for _, page in batch.loads), *(page for _, page in batch.copies)]
         assert len(set(slots)) == len(slots)
@@ -223,7 +224,7 @@ class Simulation:
             self._process(sequence)
 
     def _process(self, sequence: Sequence) -> None:
-        """Generator._process: the end of a sequence, or a stop string that only its reader finds."""
+        """Do what Generator._process does: find stop strings, and close finished sequences."""
         string = text_stop(sequence, sequence.output_ids) if sequence.error is None else None
         if string is not None and sequence.status is not Status.FINISHED:
             self.scheduler.finish(sequence, "stop", string)
@@ -246,7 +247,7 @@ class Simulation:
             assert {*map(len, sequence.drawn.lists().values())} == {sequence.output_len}
             return
         got, right = Outcome.of(sequence), self.expected[sequence]
-        if got.finish_reason == "abort":  # an answer that was cut short: as far as it has come, it is right
+        if got.finish_reason == "abort":  # the oracle's output up to the abort
             length, known = len(got.token_ids), len(got.token_ids) - sequence.prompt_len
             right = Outcome(right.token_ids[:length], drawn_first(right.drawn, known), finish_reason="abort")
             got.prompt_logprobs = []
@@ -258,14 +259,14 @@ class Simulation:
             raise TroubleError
 
     def _reset(self) -> None:
-        """Generator._reset."""
+        """Do what Generator._reset does."""
         self.in_flight = None
         self.scheduler.reset(self.open)
         self._check()
         assert not self.scheduler.running
         self.seen["reset"] += 1
-        for sequence, told in list(self.open.items()):  # read, but not seen
-            if sequence.status is Status.FINISHED or sequence.output_len > told:
+        for sequence, processed in list(self.open.items()):  # read, but not processed
+            if sequence.status is Status.FINISHED or sequence.output_len > processed:
                 self._process(sequence)
 
     def _check(self) -> None:
@@ -281,12 +282,12 @@ def _can_decode(sequence: Sequence) -> bool:
 
 
 def request(config: EngineConfig, prompt_len: int, max_tokens: int | None, seed: int = 0, **other: Any) -> Sequence:
-    """A sequence whose prompt differs from that of other seeds; `other` goes to SamplingParams."""
+    """Return a sequence whose prompt depends on the seed. other: of SamplingParams."""
     prompt = [(7 * seed + 3 * at) % VOCAB for at in range(prompt_len)]
     score = (0, 1.0) if other.get("prompt_logprobs") is not None else None
     return make_sequence(prompt, SamplingParams(max_tokens=max_tokens, **other), config, seed=seed, score=score)
 
 
 def run(config: EngineConfig, *sequences: Sequence, **other: Any) -> Simulation:
-    """All of them from the first turn on; the answers are checked as they come."""
+    """Run sequences that all arrive at the first turn, and check their outcomes."""
     return Simulation(config, [(0, sequence) for sequence in sequences], **other).run()

@@ -1,4 +1,4 @@
-"""Ctrl-C and exceptions at any place: calls end in order, and no answer changes."""
+"""Ctrl-C and exceptions at any point: calls end in order, and no output changes."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_other_threads_leave_the_handler_alone() -> None:
 
 
 def pressing(function: Callable[..., T], at: int = 1) -> Callable[..., T]:
-    """The same, but that Ctrl-C is pressed before its work at the call of this number."""
+    """Return a function that presses Ctrl-C before its call number `at`, and otherwise does the same."""
     calls = itertools.count(1)
 
     def pressed(*given: Any, **named: Any) -> T:
@@ -229,7 +229,7 @@ def test_an_iterable_that_waits_is_left_at_once(gen: Generator) -> None:
 
 
 class Fails:
-    """A mask that allows all and raises for good when so many tokens were said."""
+    """A mask that allows all tokens, and raises after a number of tokens."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -259,19 +259,19 @@ SCORED = [random_ids(25, seed=2), random_ids(50, seed=3)]
 
 @cache
 def alone(folder: Path) -> tuple[list[RequestOutput], list[list[float]]]:
-    """The outputs of each request by itself, and the scores."""
+    """Return the outputs of each request when it runs alone, and the scores."""
     with Generator(folder, page_size=16) as gen:
         return [gen.generate([prompt], params)[0] for prompt, params in REQUESTS], gen.score(SCORED, 1)
 
 
 class TroubleError(Exception):
-    """A kernel's error, or memory that does not suffice."""
+    """An error of a kernel, or of too little memory."""
 
 
 class Fuzz:
-    """Random calls of a Generator with few pages, in some of which Ctrl-C is pressed or a part of a step raises.
+    """Random calls of a Generator with few pages. In some of them Ctrl-C is pressed, or a part of a step raises.
 
-    All answers have to be those of the same requests alone. Ctrl-C comes at a Python call of random number within
+    All outputs must equal those of the same requests alone. Ctrl-C comes at a Python call of random number within
     fastgen, so that a seed replays exactly.
     """
 
@@ -288,12 +288,12 @@ class Fuzz:
             max_step_tokens=self.rng.choice((16, 40, 200)),
             host_cache_gb=self.rng.choice((0, 2e-4)),
         )
-        self.open: dict[str | int, tuple[int, list[list[Event]]]] = {}  # id -> which request, events of each sample
-        self.kept: dict[str | int, list[Completion]] = {}  # what a resumed one goes on with
+        self.open: dict[str | int, tuple[int, list[list[Event]]]] = {}  # id -> request number, events by sample
+        self.kept: dict[str | int, list[Completion]] = {}  # completions that were resumed
         self.stream: Iterator[RequestOutput] | None = None
         self.ids = itertools.count()
         self.seen: Counter[str] = Counter()
-        self.trouble = 0  # at which call of these it comes
+        self.trouble = 0  # the number of the call that raises
         for owner, names in (
             (self.gen._runner, ("launch", "collect", "sample")),
             (self.gen._scheduler, ("schedule", "update")),
@@ -433,7 +433,7 @@ class Fuzz:
         assert scores is None or scores == self.scores
 
     def update(self) -> None:
-        """The weights stay the same, and so does what is drawn."""
+        """Update with the same weights, which changes no output."""
         weights = old_weights(self.folder)
         given = weights if self.rng.random() < 0.5 else iter(weights.items())
         mode = self.rng.choice(("keep", "recompute"))
@@ -485,25 +485,22 @@ class Fuzz:
             assert replace(found, weight_versions=[], seed=None) == replace(whole, weight_versions=[], seed=None)
             return
         count = len(found.token_ids)
-        for name in ("token_ids", "logprobs", "untruncated_logprobs", "raw_logprobs", "top_logprobs", "sampling_mask"):
-            kept = getattr(whole, name)
-            assert getattr(found, name) == (None if kept is None else kept[:count]), name
+        assert found.token_ids == whole.token_ids[:count]
+        assert found.lists() == {name: values[:count] for name, values in whole.lists().items()}
 
 
 def joined(first: Completion | None, events: list[Event], text: str) -> Completion:
-    """What the events of a sample say, behind what it was resumed with. text: of the whole, for one that was resumed,
-    whose events tell again what the abort had told too early of a stop string."""
-    parts: list[Any] = [*([] if first is None else [first]), *events]
-
-    def every(name: str) -> list[Any]:
-        return [value for part in parts for value in getattr(part, name)]
-
-    kept = {name: every(name) for name in ("token_ids", "logprobs", "untruncated_logprobs", "raw_logprobs")}
-    for name in ("top_logprobs", "sampling_mask"):
-        kept |= {name: None if getattr(events[-1], name) is None else every(name)}
-    text, last = text if first else "".join(event.text for event in events), events[-1]
-    ended = {"finish_reason": last.finish_reason, "stop_reason": last.stop_reason, "error": last.error}
-    return Completion(index=last.index, text=text, **kept, **ended)  # type: ignore[arg-type]
+    """Return the completion that a sample's events add up to, behind the one that it resumed. text: of a resumed
+    sample, whose events repeat text that the abort had emitted before a stop string was complete."""
+    last = events[-1]
+    text = text if first else "".join(event.text for event in events)
+    whole = Completion(last.index, [], text, str(last.finish_reason), last.stop_reason, last.error)
+    whole.top_logprobs = None if last.top_logprobs is None else []
+    whole.sampling_mask = None if last.sampling_mask is None else []
+    for part in [*([] if first is None else [first]), *events]:
+        whole.token_ids += part.token_ids
+        whole.extend(part)
+    return whole
 
 
 @cache
