@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from fastgen.device.cuda_graphs import Graphs, batch_sizes, shared_sizes
 from fastgen.device.memory import release_memory, taken
 from fastgen.device.pinned import upload, upload_together
+from fastgen.device.threads import FreeCores, at_most
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.prefill_graphs import PrefillGraphs, prefill_sizes
 from fastgen.kernels.launch import current
@@ -105,6 +107,7 @@ class Runner:
         self._kv_lens = np.zeros(lanes, dtype=np.int64)  # copies of kv_lens, and of page_table below, on the host
         self._flags = np.zeros(lanes, dtype=np.int64)  # by lane: plan_flags of its parameters
         self._params = [SamplingParams()] * lanes
+        self._free_cores = FreeCores()
         self.graphs: dict[bool, Graphs] = {}  # of decodes, by whether shared keys are read once
         self.prefill_graphs: PrefillGraphs | None = None
         self.share_prefixes = attention.shares and config.max_seqs > 1  # decodes may read shared keys once
@@ -223,7 +226,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Launch the forward pass, and the sampler unless the batch is masked. Does not wait for the device."""
-        with current(self.device):
+        with self._working():
             arrivals = self._move_pages(batch)
             self._apply_changes(batch)
             shared = self._detect_sharing(batch.decodes)
@@ -236,8 +239,12 @@ class Runner:
     @torch.inference_mode()
     def sample(self, launched: Launched, masks: np.ndarray | None) -> None:
         """Draw the tokens of a launched step whose batch is masked. masks: int32 [R, ceil(V / 32)], on rank 0."""
-        with current(self.device):
+        with self._working():
             self._sample(launched, masks)
+
+    def _working(self) -> AbstractContextManager[object]:
+        """Return the context of a step: on the CPU as many threads as cores are free."""
+        return at_most(self._free_cores.update()) if self.device.type == "cpu" else current(self.device)
 
     def _sample(self, launched: Launched, masks: np.ndarray | None) -> None:
         """Draw tokens, and start copying the step's results to the host."""

@@ -37,8 +37,8 @@ from fastgen import Generator, RequestOutput, SamplingParams
 
 sys.path.extend(str(Path(__file__).parent.parent / folder) for folder in ("bench", "tiny"))
 
-from bench import RESULTS, processor
-from bench_engine import slug
+from bench import processor
+from bench_engine import RESULTS, slug
 from plot import plot
 from tiny_skills import fact_key
 from tiny_task import is_held_out

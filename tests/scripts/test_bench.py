@@ -44,13 +44,16 @@ def test_the_workload_is_the_same_each_time_and_within_its_bounds() -> None:
     assert all(16 <= length <= 256 for pair in workload.lengths() for length in pair)
 
 
-@pytest.mark.parametrize("engine", ["fastgen", "transformers"])
-def test_an_engine_generates_what_the_workload_asks_for(engine: str) -> None:
-    workload = bench.Workload(sequences=3, longest=20)
-    found = bench.measure(engine, None, workload, "float32", repeats=1)
-    assert found["generated_tokens"] == sum(tokens for _, tokens in workload.lengths())
-    assert found["tokens_per_second"] > 0
-    assert found["peak_memory_mb"] > 100
+def test_pairs_of_both_engines_quiet_and_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", "cpu", "--smoke", "--out", str(tmp_path / "out.json")])
+    bench.main()
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert set(report["quiet"]) == {"ragged", "batch 1"}
+    assert set(report["beside_busy_processes"]) == {"batch 1"}
+    assert all(megabytes > 100 for megabytes in report["peak_memory_mb"].values())
+    for found in (*report["quiet"].values(), *report["beside_busy_processes"].values()):
+        ours, others = (found[engine]["median"] for engine in ("fastgen", "transformers"))
+        assert found["ratio"]["median"] == pytest.approx(ours / others)
 
 
 # On a GPU, where there is none

@@ -1,0 +1,91 @@
+"""The number of threads that a step takes on the CPU.
+
+torch shares an operation out over OpenMP's threads, which wait for each other actively. If another process takes the
+core of one thread, the others wait for milliseconds at the end of operations that take microseconds, and a step has
+hundreds of these. So a step takes no more threads than there are cores that other processes leave.
+
+The limit is OpenMP's and MKL's for the calling thread alone; torch's own setting and the program's other threads stay
+as they are. The sums of a step are the same to the bit on any number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+INTERVAL = 0.25
+"""Seconds over which the use of the cores is measured."""
+
+SLACK = 0.3
+"""Cores that other processes may use before a step takes a thread less."""
+
+_STAT = Path("/proc/stat")
+
+
+def _function(library: str | None, name: str) -> Callable[[int], int] | None:
+    """Return a function of a library that torch has loaded, or None."""
+    try:
+        found: Callable[[int], int] | None = getattr(ctypes.CDLL(library), name, None)
+    except OSError:
+        return None
+    return found
+
+
+_LIBTORCH = next(map(str, Path(torch.__file__).parent.glob("lib/libtorch_cpu.*")), None)
+_SET_OPENMP = _function(None, "omp_set_num_threads")
+_SET_MKL = _function(_LIBTORCH, "MKL_Set_Num_Threads_Local")  # returns the number that was set, or 0
+
+
+@contextmanager
+def at_most(threads: int) -> Iterator[None]:
+    """Let torch use at most so many threads for operations of the calling thread in this block, if it can be told."""
+    before = torch.get_num_threads()
+    if before <= threads or _SET_OPENMP is None:
+        yield
+        return
+    mkl = 0
+    try:
+        _SET_OPENMP(threads)
+        mkl = _SET_MKL(threads) if _SET_MKL else 0
+        yield
+    finally:
+        if _SET_MKL:
+            _SET_MKL(mkl)
+        _SET_OPENMP(before)
+
+
+class FreeCores:
+    """The cores that this process may use and that other processes leave, as far as Linux tells."""
+
+    def __init__(self) -> None:
+        self.count = len(_cores())  # all, until the first interval has passed
+        self._measured = self._times()
+
+    def update(self) -> int:
+        """Return their number, at least 1, measured anew if INTERVAL has passed."""
+        if time.monotonic() - self._measured[0] >= INTERVAL:
+            (start, busy_before, own_before), (now, busy, own) = self._measured, self._times()
+            others = (busy - busy_before - (own - own_before)) / (now - start)
+            self.count = max(int(len(_cores()) - others + SLACK), 1)
+            self._measured = now, busy, own
+        return self.count
+
+    def _times(self) -> tuple[float, float, float]:
+        """Return the time, the seconds that these cores have been busy, and the seconds that this process has run."""
+        busy = 0
+        if _STAT.exists():
+            lines = (line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu"))
+            used = {name: sum(map(int, times[:8])) - int(times[3]) - int(times[4]) for name, *times in lines}
+            busy = sum(used.get(f"cpu{core}", 0) for core in _cores())
+        return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), time.process_time()
+
+
+def _cores() -> set[int]:
+    """Return the numbers of the cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -1,0 +1,107 @@
+"""device/threads.py: a step takes as many threads as cores are free, and the caller's number of threads stays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_ids
+
+from fastgen import Generator, SamplingParams
+from fastgen.device import threads
+
+PARAMS = SamplingParams(max_tokens=4, ignore_eos=True, seed=1)
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+@pytest.mark.parametrize("free", [1, 2])
+def test_a_step_takes_the_free_cores_and_leaves_the_rest_of_the_program_alone(
+    free: int, fail: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, others = [], []
+    with Generator() as gen:
+        model: Any = gen._runner.model
+        forward = model.forward
+
+        def seen(*args: Any) -> Any:
+            own.append(torch.get_num_threads())
+            other = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
+            other.start()
+            other.join()
+            if fail:
+                raise RuntimeError("made up")
+            return forward(*args)
+
+        monkeypatch.setattr(model, "forward", seen)
+        monkeypatch.setattr(threads.FreeCores, "update", lambda self: free)
+        if fail:
+            with pytest.raises(RuntimeError, match="made up"):
+                gen.generate(random_ids(20), PARAMS)
+        else:
+            gen.generate(random_ids(20), PARAMS)
+        assert torch.get_num_threads() == 2
+        assert set(own) == {free}
+        assert set(others) == {2}
+
+
+def test_no_bit_depends_on_the_number_of_threads_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [random_ids(length, seed=length) for length in (1, 20, 70, 130)]
+    with Generator() as gen:
+        alone = [gen.generate(prompt, PARAMS)[0].completions for prompt in prompts]
+        for counts in ((1,), (2,), (1, 2), (2, 1, 1, 2, 2)):
+            turns = cycle(counts)
+            monkeypatch.setattr(threads.FreeCores, "update", lambda self, turns=turns: next(turns))
+            assert [output.completions for output in gen.generate(prompts, PARAMS)] == alone
+
+
+def test_cores_are_free_that_other_processes_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of four cores this process may use three. A tick is 10 ms; the fields are user, nice, system, idle, ..."""
+    stat, now, own = tmp_path / "stat", [0.0], [0.0]
+
+    def write(*used: int) -> None:
+        cores = "".join(
+            f"cpu{core} {ticks // 2} 0 {ticks - ticks // 2} 77 5 0 0 0 3 0\n" for core, ticks in enumerate(used)
+        )
+        stat.write_text(f"cpu  1 2 3 4 5 6 7 8 9 10\n{cores}intr 1 2\n")
+
+    monkeypatch.setattr(threads, "_STAT", stat)
+    monkeypatch.setattr(threads, "_cores", lambda: {0, 1, 2})
+    monkeypatch.setattr(threads.os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(threads.time, "process_time", lambda: own[0])
+    write(0, 0, 0, 0)
+    free = threads.FreeCores()
+    assert free.update() == 3
+    now[0], own[0] = 1.0, 2.0  # two cores' time is its own, one core is another process's, and so is a core of no use
+    write(100, 100, 100, 100)
+    assert free.update() == 2
+    now[0] = 1.1
+    write(1000, 1000, 1000, 1000)  # too early to look
+    assert free.update() == 2
+    now[0], own[0] = 2.0, 2.0
+    write(200, 200, 200, 200)
+    assert free.update() == 1
+    now[0], own[0] = 3.0, 4.8
+    write(300, 300, 300, 200)
+    assert free.update() == 3
+
+
+def test_mkl_is_limited_where_the_program_has_set_a_number() -> None:
+    """torch.set_num_threads gives the calling thread's MKL a number of its own, which precedes OpenMP's."""
+    if threads._SET_MKL is None:
+        pytest.skip("this torch has no MKL")
+    with threads.at_most(1):
+        assert threads._SET_MKL(1) == 1
+    assert threads._SET_MKL(2) == 2
