@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
 from fastgen.engine.outputs import Stats
 from fastgen.request import Event, Prompt, SamplingParams
 
-_FIELDS = tuple(Event.__dataclass_fields__)
-_row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_FIELDS)
+# The constructor of Event takes the fields of its base class, Drawn, by keyword alone.
+_POSITIONAL = tuple(field.name for field in fields(Event) if not field.kw_only)
+_KEYWORDS = tuple(field.name for field in fields(Event) if field.kw_only)
+_row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_POSITIONAL, *_KEYWORDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ def encode(events: Iterable[Event]) -> bytes:
 
 def decode(data: bytes) -> list[Event]:
     """Return the events that `encode` has serialized."""
-    return [Event(**dict(zip(_FIELDS, row, strict=True))) for row in marshal.loads(data)]
+    size = len(_POSITIONAL)
+    return [Event(*row[:size], **dict(zip(_KEYWORDS, row[size:], strict=True))) for row in marshal.loads(data)]
 
 
 def joined(events: Iterable[Event]) -> list[Event]:

@@ -56,7 +56,7 @@ class ApiError(Exception):
 # ------------------------------------------------------------------------------------------------- requests
 
 
-class Sampled(Strict):
+class GenerationFields(Strict):
     """The common fields of both generating endpoints; SamplingParams documents most of them."""
 
     model: str | None = None
@@ -97,7 +97,7 @@ class Sampled(Strict):
         return bias
 
     @model_validator(mode="after")
-    def _check_stream(self) -> Sampled:
+    def _check_stream(self) -> GenerationFields:
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "is only allowed when stream is true")
         return self
@@ -125,10 +125,10 @@ class Sampled(Strict):
 
 
 # Fields that SamplingParams has under the same name and with the same meaning.
-COPIED = (Sampled.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {"top_p", "logit_bias"}
+COPIED = (GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {"top_p", "logit_bias"}
 
 
-class ChatRequest(Sampled):
+class ChatRequest(GenerationFields):
     """A request to /chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
@@ -193,7 +193,7 @@ _Prompts = Annotated[
 ]
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(GenerationFields):
     """A request to /completions. logprobs: number of alternatives for a token; echo: answers begin with the prompt."""
 
     prompt: _Prompts
@@ -308,9 +308,13 @@ def _api_error(error: ValidationError, data: Any) -> ApiError:
     if kind == "union_tag_invalid":
         return ApiError(400, f"{param} should be one of {details['ctx']['expected_tags']}", param, "invalid_value")
     messages = dict.fromkeys(other["msg"] for at, other in found if at == path)
-    said = ", or ".join(_plain(message) for message in messages)
-    said = f"{param or 'the body'} {said}"
-    return ApiError(400, said, param or None, "invalid_type" if kind.endswith("_type") else "invalid_value")
+    reason = ", or ".join(_plain(message) for message in messages)
+    return ApiError(
+        400,
+        f"{param or 'the body'} {reason}",
+        param or None,
+        "invalid_type" if kind.endswith("_type") else "invalid_value",
+    )
 
 
 def _plain(message: str) -> str:

@@ -127,9 +127,9 @@ def connect() -> None:
     signal.signal(signal.SIGTERM, terminated)  # Ray has replaced it
 
 
-def serve_replicas(options: Options, say: Callable[[str], None]) -> None:
-    """Serve until a SIGINT or SIGTERM. say: prints a line. Raises OSError, ValueError or RuntimeError where it can not
-    serve. Call it in the main thread."""
+def serve_replicas(options: Options, report: Callable[[str], None]) -> None:
+    """Serve until a SIGINT or SIGTERM. report: prints a line. Raises OSError, ValueError or RuntimeError where it can
+    not serve. Call it in the main thread."""
     server = options.server
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -145,10 +145,10 @@ def serve_replicas(options: Options, say: Callable[[str], None]) -> None:
             port = _free_port(server.host, server.port)
             http = {"host": server.host, "port": port}
             serve.start(http_options=http, logging_config={"log_level": "INFO" if server.verbose else "ERROR"})
-            say(f"listening at http://{f'[{server.host}]' if ':' in server.host else server.host}:{port}")
+            report(f"listening at http://{f'[{server.host}]' if ':' in server.host else server.host}:{port}")
             try:
                 _deploy(options)
-                say(f"ready: {', '.join(model.name for model in options.models)}")
+                report(f"ready: {', '.join(model.name for model in options.models)}")
                 threading.Event().wait()
             finally:
                 with suppress(KeyboardInterrupt):  # the second signal

@@ -84,16 +84,16 @@ class Calling:
     def _template_message(self, message: ChatMessage, names: Mapping[str, str]) -> dict[str, Any]:
         """names: functions by the ids of calls; the template of Hermes requires the name in a result."""
         role = "system" if message.role == "developer" else message.role
-        told: dict[str, Any] = {"role": role, "content": message.text or ""}
+        written: dict[str, Any] = {"role": role, "content": message.text or ""}
         if message.name is not None:
-            told["name"] = message.name
+            written["name"] = message.name
         if message.role == "tool":
-            told["tool_call_id"] = self._template_id(message.tool_call_id)
+            written["tool_call_id"] = self._template_id(message.tool_call_id)
             if message.tool_call_id in names:
-                told.setdefault("name", names[message.tool_call_id])
+                written.setdefault("name", names[message.tool_call_id])
         if message.role == "assistant" and message.tool_calls:
-            told["tool_calls"] = [self._template_call(call) for call in message.tool_calls]
-        return told
+            written["tool_calls"] = [self._template_call(call) for call in message.tool_calls]
+        return written
 
     def _template_call(self, call: ToolCall) -> dict[str, Any]:
         name = call.function.name
