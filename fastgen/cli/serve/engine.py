@@ -75,7 +75,8 @@ class EventStream:
         self._events = []
 
     def _put(self, event: Event) -> None:
-        event.id = prompt = self._numbers.index(event.id)  # type: ignore[arg-type]  # the engine's ids are numbers
+        assert isinstance(event.id, int)
+        event.id = prompt = event.id - self._numbers.start
         self._events.append(event)
         if event.finish_reason is not None:
             self._unfinished -= 1

@@ -78,9 +78,8 @@ def decode(data: bytes) -> list[Event]:
     return [Event(*row[:size], **dict(zip(_KEYWORDS, row[size:], strict=True))) for row in marshal.loads(data)]
 
 
-def joined(events: Iterable[Event]) -> list[Event]:
+def joined(events: list[Event]) -> list[Event]:
     """Merge the events of each sample into one; return them in the order of prompts (`id`) and samples."""
-    events = list(events)
     if len(events) == 1:
         return events
     samples: dict[tuple[Any, int], list[Event]] = {}
