@@ -1,4 +1,4 @@
-"""From a checked request to its response: prompts to tokens, events of the engine to a body or a stream."""
+"""Responses of the generating routes: prompts become tokens, and events of the engine a body or a stream."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_POSITIONAL, *_KEYWORDS)
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """To the engine: a request. grammar: what each of its answers must follow (see `grammar.Compiler`), or None."""
+    """To the engine: a request. grammar: of its answers (see `grammar.Compiler`), or None for any answer."""
 
     number: int
     prompt: Prompt

@@ -67,7 +67,7 @@ class Waiting:
 
 
 class ServedModel:
-    """One model. trouble: why it does not work; None while it does. facts: set once the engine has started."""
+    """One model. trouble: the reason why it does not work; None while it does. facts: set once the engine has started."""
 
     def __init__(self, options: ModelOptions, queue: AdmissionQueue) -> None:
         self.name, self.queue, self._options = options.name, queue, options
@@ -153,7 +153,7 @@ class Service:
 
     @property
     def trouble(self) -> str | None:
-        """Why the service is not healthy; None while it is."""
+        """The reason why the service is not healthy; None while it is."""
         for model in self.models.values():
             if model.trouble is not None:
                 return model.trouble
@@ -181,15 +181,11 @@ def import_tokenizers() -> None:
     """
     if {"torch", "transformers"} & sys.modules.keys():
         return
-    logger = logging.getLogger("transformers")
-    logger.addFilter(_drop)  # it reports that torch is missing
+    logger, silence = logging.getLogger("transformers"), logging.Filter("nothing")
+    logger.addFilter(silence)  # it reports that torch is missing
     sys.modules["torch"] = None  # type: ignore[assignment]  # makes its import fail
     try:
         from transformers import AutoTokenizer  # noqa: F401
     finally:
         del sys.modules["torch"]
-        logger.removeFilter(_drop)
-
-
-def _drop(record: logging.LogRecord) -> bool:
-    return False
+        logger.removeFilter(silence)

@@ -1,4 +1,4 @@
-"""From events of the engine to OpenAI's responses, complete or in chunks.
+"""OpenAI's responses, complete or in chunks, made of events of the engine.
 
 A reply takes the events of its request as they come (`push`) and returns chunks, or all of them at once (`whole`) and
 returns a complete response. The `id` of an event is the index of its prompt. Nothing here waits, so replies may run in

@@ -1,4 +1,4 @@
-"""Tokens as clients see them: prompts of requests, bytes and names of ids, and the routes about tokenizers."""
+"""Tokens for clients: prompts of requests, bytes and names of ids, and the routes about tokenizers."""
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ class ToolParser:
         self._bare = syntax.bare
         starts = {syntax.opens[0]} | ({"[" if syntax.listed else "{"} if syntax.bare else set())
         self._starts = regex.compile("|".join(map(regex.escape, sorted(starts))))
-        self._patterns = {True: _patterns(syntax, _STRING), False: _patterns(syntax, _any_of(functions))}
+        known = "|".join(regex.escape(json.dumps(name)) for name in functions) or "(?!)"
+        self._patterns = {True: _patterns(syntax, _STRING), False: _patterns(syntax, known)}  # with and without a mark
 
     def push(self, text: str, last: bool = False) -> list[Delta]:
         """Return the deltas that a piece of text adds. last: the text ends here."""
@@ -224,7 +225,3 @@ def _patterns(syntax: Syntax, name: str) -> _Patterns:
         following = rf"{_WS}(?:\]|,{_WS}{call})" if syntax.listed else rf"{_WS};?+{_WS}{call}"
     marked = rf"{regex.escape(syntax.opens)}{_WS}{first}"
     return _Patterns(*map(regex.compile, (marked, first, following)))
-
-
-def _any_of(functions: Collection[str]) -> str:
-    return "|".join(regex.escape(json.dumps(name)) for name in functions) or "(?!)"
