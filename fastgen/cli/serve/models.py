@@ -67,7 +67,7 @@ class Waiting:
 
 
 class ServedModel:
-    """One model. trouble: the reason why it does not work; None while it does. facts: set once the engine has started."""
+    """One model. trouble: the reason why it fails; None while it works. facts: set once the engine has started."""
 
     def __init__(self, options: ModelOptions, queue: AdmissionQueue) -> None:
         self.name, self.queue, self._options = options.name, queue, options
