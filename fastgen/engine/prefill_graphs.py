@@ -18,7 +18,7 @@ from fastgen.device.cuda_graphs import Graphs
 from fastgen.device.profiling import span
 from fastgen.model.attention import Attention
 from fastgen.model.kv_pool import KVPool
-from fastgen.model.transformer import StepInput, Stream, Transformer
+from fastgen.model.transformer import Microbatch, StepInput, Transformer
 from fastgen.parallel.residual import ReplicatedResidual
 
 SIZES = (16, 32, 64, 96, 128, 192, 256)
@@ -64,28 +64,28 @@ class PrefillGraphs:
         self._ids[:size] = step.token_ids
         self._positions[:size] = step.mapping.positions
         self._slots[:size] = step.mapping.slots
-        stream, q = Stream(step, ReplicatedResidual(model.group, self._x[:size])), self._q[:size]
+        batch, q = Microbatch(step, ReplicatedResidual(model.group, self._x[:size])), self._q[:size]
         for number in range(self._layers):
             if number:
-                attended = model.attend(stream, number - 1, q, attention)
+                attended = model.attend(batch, number - 1, q, attention)
                 self._attended[: len(attended)] = attended
             step.wait(number)
             with span("graph"):
                 self.graphs.run(size * self._layers + number)
         last = self._layers - 1
-        model.add_attended(stream, last, model.attend(stream, last, q, attention))
-        model.add_mlp(stream, last)
-        return stream.residual.whole()[: step.wanted]
+        model.add_attended(batch, last, model.attend(batch, last, q, attention))
+        model.add_mlp(batch, last)
+        return batch.residual.whole()[: step.wanted]
 
     def _launch(self, number: int) -> None:
         """Launch the kernels of a graph."""
         size, layer = divmod(number, self._layers)
         model, x, ids = self._model, self._x[:size], self._ids[:size]
         mapping = model.slot_mapping(self._pool, self._positions[:size], self._slots[:size], size)
-        stream = Stream(StepInput(ids, mapping, plan=None), ReplicatedResidual(model.group, x))
+        batch = Microbatch(StepInput(ids, mapping, plan=None), ReplicatedResidual(model.group, x))
         if layer == 0:
             x.copy_(model.embed([ids])[0].whole())
         else:
-            model.add_attended(stream, layer - 1, self._attended[:size])
-            model.add_mlp(stream, layer - 1)
-        self._q[:size] = model.queries(stream, layer, self._pool)
+            model.add_attended(batch, layer - 1, self._attended[:size])
+            model.add_mlp(batch, layer - 1)
+        self._q[:size] = model.queries(batch, layer, self._pool)

@@ -1,8 +1,8 @@
-"""The transformer. Llama, Mistral, Qwen2 and Qwen3 are flags of one model.
+"""The transformer. One model implements Llama, Mistral, Qwen2 and Qwen3, which differ in flags of ModelConfig.
 
-Under tensor parallelism each rank holds a share of the heads, of the MLP and of the vocabulary. What its share of o and
-of down gives is a part of a sum over the ranks (Megatron-LM, arXiv 1909.08053). The residual stream is whole on every
-rank, but for that of a step cut in two, where the ranks share out its tokens (`residual.py`).
+Under tensor parallelism each rank holds some of the heads, a slice of the MLP and a slice of the vocabulary. The
+outputs of o and of down are summed over the ranks (Megatron-LM, arXiv 1909.08053). Every rank holds the whole residual
+stream, except in a step that is cut in two, where each rank holds some of its tokens (`parallel/residual.py`).
 
 Shape letters: T tokens in the step, R rows whose logits are wanted, H query heads, K KV heads (both of this rank), D
 head size, V vocabulary.
@@ -36,22 +36,22 @@ from fastgen.parallel.overlap import HALVES
 from fastgen.parallel.residual import ReplicatedResidual, Residual, ShardedResidual
 
 ROW_TILE = 16
-"""On the CPU, steps and logits are padded to a multiple of so many rows, which BLAS all sums alike (promise 1)."""
+"""Multiple to which steps and logits are padded on the CPU: BLAS sums all rows in one order then (promise 1)."""
 
 PACKED_ROW_TILE = 4
-"""The same for packed weights: with AVX2 MKL sums the last rows behind a multiple of 4 in another order."""
+"""The multiple for packed weights: with AVX2, MKL sums the rows after the last multiple of 4 in another order."""
 
 PACKS = hasattr(torch.ops.mkl, "_mkl_linear") and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
-"""Whether torch has MKL's float32 product with a packed weight: up to twice as fast as F.linear, and the same to the
-bit on any number of threads."""
+"""torch has MKL's float32 product with a packed weight: up to twice as fast as F.linear, and equal to the bit for any
+number of threads."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x weight^T + bias; weight [out, in], bias [out] or None.
+    """A linear layer, y = x weight^T + bias; weight: [out, in], bias: [out] or None.
 
-    batch_invariant: on a GPU, a row of y is the same to the bit however many there are. pack: on the CPU, the weight in
-    MKL's own order; `weight` then has only its shape, and no memory.
+    batch_invariant: on a GPU, the bits of a row of y do not depend on the number of rows. pack: on the CPU, the weight
+    in MKL's own order; `weight` then has a shape, and no memory.
     """
 
     weight: Tensor
@@ -69,14 +69,14 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def packed(self) -> Linear:
-        """Return the same with its weight in the order of MKL's product, which otherwise orders it in each call."""
+        """Return the layer with its weight in the order of MKL's product, which would reorder it in each call."""
         if self.pack is not None:
             return self
         pack = torch.ops.mkl._mkl_reorder_linear_weight(self.weight, ROW_TILE)
         return Linear(self.weight.new_empty(()).expand(self.weight.shape), self.bias, pack=pack)
 
     def unpacked(self) -> Linear:
-        """Return the same with a plain weight, from its product with the identity matrix, which rounds nothing."""
+        """Return the layer with a plain weight: the product with the identity matrix, which rounds nothing."""
         if self.pack is None:
             return self
         transposed = replace(self, bias=None)(torch.eye(self.weight.shape[1]))
@@ -94,22 +94,23 @@ def apply(
     rope: batch_invariant.RopeWrite | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A linear layer with what surrounds it: `norm` of its input x [T, in] before, to which `delta` is first added in
-    place; SwiGLU of its output (`gated`; the weight holds gate, then up), an addition to `add` [T, out], in place, or
-    what `rope` says (where `_fuses`) behind.
+    """Return a linear layer of x [T, in], fused with the operations around it.
 
-    All rows of a batch-invariant layer, and few rows of others, go through one kernel of our own; others through BLAS.
+    delta: [T, in], added to x in place first. norm: the RMSNorm of x. Then at most one of: gated, SwiGLU of the output
+    (the weight holds gate, then up); add: [T, out], to which the output is added in place; rope: see RopeWrite, only
+    where `_fuses` is true. A batch-invariant layer, and few rows of another layer, go through fastgen's own kernel;
+    many rows go through BLAS.
     """
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps, delta)
     if _fuses(x, linear):
-        # A twin in place of a batch-invariant layer's kernel would have other bits.
+        # The torch twin of the kernel would have other bits, so a batch-invariant layer has no fallback.
         multiply = batch_invariant.product.launch if linear.batch_invariant else batch_invariant.product
         out: Tensor = multiply(x, linear.weight, linear.bias, batch_invariant.Fused(add, gated, rope, out_dtype))
         return out
     assert rope is None
     if add is not None and linear.bias is None and x.device.type != "cpu":
-        return add.addmm_(x, linear.weight.t())  # the sum is then part of the product
+        return add.addmm_(x, linear.weight.t())  # cuBLAS adds it in the product
     y = linear(x, out_dtype)
     if gated:
         y = swiglu(y)
@@ -118,7 +119,7 @@ def apply(
 
 @dataclass(frozen=True)
 class Layer:
-    """Fused weights: qkv holds the rows of q, k and v, gate_up those of gate and up."""
+    """The weights of a layer: qkv holds the rows of q, k and v, gate_up the rows of gate and up."""
 
     input_norm: RMSNorm
     qkv: Linear
@@ -134,7 +135,7 @@ class Layer:
 class Ends:
     """The tokens of a step whose logits are wanted, one a sequence.
 
-    rows: int64 [R], in the step; layout: the same as a step of one query token a sequence.
+    rows: int64 [R], their rows in the step; layout: of a step that has these tokens alone.
     """
 
     rows: Tensor
@@ -143,8 +144,10 @@ class Ends:
 
 @dataclass(frozen=True)
 class StepInput:
-    """token_ids: int64 [T]; mapping: where they stand; plan: Attention.plan of the step; ends: None where all rows are
-    wanted; arrivals: of pages that are being loaded, if there are any."""
+    """The input of a step, or of one half of a step that is cut in two.
+
+    token_ids: int64 [T]; mapping: their positions and slots; plan: of Attention.plan; ends: None if all rows are
+    wanted; arrivals: loads of pages that the step must wait for."""
 
     token_ids: Tensor
     mapping: SlotMapping
@@ -154,34 +157,35 @@ class StepInput:
 
     @property
     def wanted(self) -> int:
-        """How many rows there are behind the last layer, without the padding of ends."""
+        """The number of rows after the last layer, without padding."""
         return len(self.token_ids if self.ends is None else self.ends.rows)
 
     def wait(self, number: int) -> None:
-        """Let what is launched from now on wait until what is loaded of a layer is in the pool."""
+        """Make work launched from now on wait until the loaded pages of a layer are in the pool."""
         if self.arrivals is not None:
             self.arrivals.wait(number)
 
 
 @dataclass(eq=False)
-class Stream:
-    """Some tokens of a step on their way through the layers."""
+class Microbatch:
+    """The tokens of one StepInput on their way through the layers, with their residual stream."""
 
     step: StepInput
     residual: Residual
 
 
 def _fuses(x: Tensor, linear: Linear) -> bool:
-    """Return whether a kernel of our own multiplies x [T, in], and does what surrounds the product as well."""
+    """Return whether fastgen's own kernel multiplies x [T, in] and fuses the operations around the product."""
     ours = batch_invariant.product.runs_on(x.device)
     return linear.batch_invariant or (ours and batch_invariant.pays(len(x), x.shape[1], x.dtype, Chip.of(x.device)))
 
 
 class Transformer:
-    """Parameters on `device` in `dtype`, zeros; the loader fills `targets()`.
+    """The model: parameters on `device` in `dtype`, zeros until the loader fills `targets()`.
 
-    config: of the whole model; the attribute of that name is what this rank of `group` computes. half: tokens of the
-    largest half of a step that is cut in two. deterministic: no row depends on the others, to the bit; on one rank.
+    config: of the whole model; the attribute `config` is the part of this rank. context: positions of the rope tables.
+    half: the most tokens in one half of a step that is cut in two. deterministic: the bits of a row do not depend on
+    the other rows; for one rank.
     """
 
     def __init__(
@@ -202,7 +206,7 @@ class Transformer:
         self._packs = PACKS and device.type == "cpu" and dtype == torch.float32
         self.row_tile = 1 if device.type != "cpu" else PACKED_ROW_TILE if self._packs else ROW_TILE
         self.group.prepare(config.hidden_size, dtype, half)
-        self._vocab = config.vocab_size // self.group.size  # rows of embedding and head that are here
+        self._vocab = config.vocab_size // self.group.size  # rows of embedding and head on this rank
         self.embedding = self._new(self._vocab, config.hidden_size)
         self.layers = [self._layer(window) for window in config.windows]
         self.norm = self._norm(config.hidden_size)
@@ -224,7 +228,7 @@ class Transformer:
         return Linear(self.embedding, None, self._batch_invariant)
 
     def _layer(self, window: int) -> Layer:
-        c, first = self.config, self.group.rank == 0  # who adds the biases of what is summed over the ranks
+        c, first = self.config, self.group.rank == 0  # only the first rank adds biases of o and down
         q_size, kv_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
         return Layer(
             input_norm=self._norm(c.hidden_size),
@@ -238,11 +242,11 @@ class Transformer:
         )
 
     def targets(self) -> dict[str, Shard]:
-        """Hugging Face parameter name -> this rank's part of it, and the view of a fused parameter that this is copied
-        into."""
+        """Return this rank's shard of each Hugging Face parameter, by name. Weights must not be packed."""
         c, whole, rank = self.config, self._whole, self.group.rank
         vocab = whole.vocab_size, rank * self._vocab
-        found = {"model.embed_tokens.weight": _rows(self.embedding, *vocab), "model.norm.weight": _all(self.norm)}
+        found = {"model.norm.weight": Shard.whole(self.norm.weight)}
+        found["model.embed_tokens.weight"] = _rows(self.embedding, *vocab)
         if not c.tied:
             found["lm_head.weight"] = _rows(self.lm_head.weight, *vocab)
         q, kv, inner = c.num_heads * c.head_size, c.num_kv_heads * c.head_size, c.intermediate_size
@@ -252,10 +256,10 @@ class Transformer:
         share = _Cut(inner, whole.intermediate_size, rank * inner)
         for number, layer in enumerate(self.layers):
             at = f"model.layers.{number}."
-            found[at + "input_layernorm.weight"] = _all(layer.input_norm)
-            found[at + "post_attention_layernorm.weight"] = _all(layer.post_norm)
-            cuts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-            found |= _by_rows(layer.qkv, at + "self_attn.", cuts)
+            found[at + "input_layernorm.weight"] = Shard.whole(layer.input_norm.weight)
+            found[at + "post_attention_layernorm.weight"] = Shard.whole(layer.post_norm.weight)
+            qkv = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+            found |= _by_rows(layer.qkv, at + "self_attn.", qkv)
             found |= _by_columns(layer.o, at + "self_attn.o_proj", heads, c.o_bias)
             found |= _by_rows(layer.gate_up, at + "mlp.", {"gate_proj": share, "up_proj": share})
             found |= _by_columns(layer.down, at + "mlp.down_proj", share, c.mlp_bias)
@@ -265,29 +269,30 @@ class Transformer:
         return found
 
     def pack(self) -> None:
-        """Lay the weights of products out for the CPU, where it pays; `targets` must have been filled before, and ends.
+        """Pack the weights of products on the CPU, after `targets` are filled; earlier shards are void then.
 
-        One at a time, so that no more than one weight is there twice, but for the head that is the embedding too.
+        Weights are packed one at a time, so that only one is in memory twice, and a head that is the embedding.
         """
         if self._packs:
-            self._lay_out(Linear.packed)
+            self._replace(Linear.packed)
 
     def unpack(self) -> None:
-        """Undo `pack`, as far as it came, so that there are `targets` again. One weight at a time, too."""
-        self._lay_out(Linear.unpacked)
+        """Undo `pack`, one weight at a time, also after a `pack` that failed midway. `targets` can be called then."""
+        self._replace(Linear.unpacked)
 
     def release(self, keep: bool) -> None:
-        """Give the weights' memory back, until `memory.restore`; see Memory. Those that are not kept are then to be
-        written anew: there are `targets`."""
+        """Give the weights' memory back until `memory.restore`; see Memory.release. Weights that are not kept are plain
+        again, so that `targets` can be filled."""
         if not keep:
-            self._lay_out(self._blank)
+            self._replace(self._blank)
         self.memory.release(keep)
 
     def _blank(self, linear: Linear) -> Linear:
-        """The same with a plain weight, of zeros where it was packed."""
+        """Return the layer with a plain weight, zeros where it was packed."""
         return Linear(self._new(*linear.weight.shape), linear.bias) if linear.pack is not None else linear
 
-    def _lay_out(self, anew: Callable[[Linear], Linear]) -> None:
+    def _replace(self, anew: Callable[[Linear], Linear]) -> None:
+        """Replace each linear layer by the result of `anew`."""
         self.lm_head = anew(self._tied() if self.config.tied else self.lm_head)
         for number in range(len(self.layers)):
             for name in ("qkv", "o", "gate_up", "down"):
@@ -296,31 +301,31 @@ class Transformer:
                 self.layers[number] = replace(layer, **changed)
 
     def forward(self, steps: Sequence[StepInput], pool: KVPool, attention: Attention) -> Tensor:
-        """The residual stream behind the last layer: [T, hidden], or with `ends` [R, hidden].
+        """Return the residual stream after the last layer: [T, hidden], or with `ends` [R, hidden].
 
-        Writes the step's keys and values into the pool. Of a prefill the last layer's keys and values are needed, and
-        all that is behind them for the last token alone.
+        Writes the step's keys and values into the pool. In the last layer, rows that are not in `ends` need only their
+        keys and values.
 
-        steps: one, or a step cut in two, the later tokens last: they go through each layer in turn, so that one's sums
-        over the ranks are made while the other computes. Both have `ends`, or neither.
+        steps: one, or the two halves of a step, the later tokens last. Halves take turns in each layer, so that the
+        sums over the ranks of one half overlap with the computation of the other. Both have `ends`, or neither.
         """
         residuals = self.embed([step.token_ids for step in steps])
-        streams = [Stream(step, residual) for step, residual in zip(steps, residuals, strict=True)]
+        batches = [Microbatch(step, residual) for step, residual in zip(steps, residuals, strict=True)]
         for number in range(len(self.layers)):
-            for stream in streams:
-                stream.step.wait(number)
-                q = self.queries(stream, number, pool)
-                self.add_attended(stream, number, self.attend(stream, number, q, attention))
-            for stream in streams:
-                self.add_mlp(stream, number)
-        found = [stream.residual.whole()[: stream.step.wanted] for stream in streams]
+            for batch in batches:
+                batch.step.wait(number)
+                q = self.queries(batch, number, pool)
+                self.add_attended(batch, number, self.attend(batch, number, q, attention))
+            for batch in batches:
+                self.add_mlp(batch, number)
+        found = [batch.residual.whole()[: batch.step.wanted] for batch in batches]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def embed(self, parts: Sequence[Tensor]) -> list[Residual]:
-        """The residual streams of ids [T] each."""
+        """Return the residual streams of token ids, int64 [T] each."""
         if self.group.size == 1:
             return [ReplicatedResidual(self.group, F.embedding(ids, self.embedding)) for ids in parts]
-        found = [self._own_embedding(ids) for ids in parts]  # one of the ranks has it, and all others nothing
+        found = [self._own_embedding(ids) for ids in parts]  # zeros on all ranks but one
         exchange = self.group.exchange
         if exchange is None or len(parts) != HALVES or max(map(len, parts)) > exchange.tokens:
             return [ReplicatedResidual(self.group, self.group.all_reduce(x)) for x in found]
@@ -328,20 +333,20 @@ class Transformer:
         return [ShardedResidual.begin(self.group, exchange, half, x, norm) for half, x in enumerate(found)]
 
     def _own_embedding(self, ids: Tensor) -> Tensor:
-        """[T, hidden], of ids [T]: zeros for those that other ranks hold."""
+        """Return embeddings [T, hidden] of ids [T], zeros for ids that other ranks hold."""
         own = ids - self.group.rank * self._vocab
         here = (own >= 0) & (own < self._vocab)
         return F.embedding(own.masked_fill_(~here, 0), self.embedding).masked_fill_(~here[:, None], 0)
 
-    def attend(self, stream: Stream, number: int, q: Tensor, attention: Attention) -> Tensor:
-        """What attention gives for a layer's queries q [T, H, D], without those of padding: [real, H * D].
+    def attend(self, batch: Microbatch, number: int, q: Tensor, attention: Attention) -> Tensor:
+        """Return the attention of a layer's queries q [T, H, D], without padding: [real, H * D].
 
-        Of the last layer, what is not wanted ends here: in the stream too.
+        In the last layer, rows that are not wanted end here, in the residual stream too: [R, H * D].
         """
-        step, plan = stream.step, stream.step.plan
+        step, plan = batch.step, batch.step.plan
         if step.ends is not None and number == len(self.layers) - 1:
             wanted = step.ends.rows
-            stream.residual = ReplicatedResidual(self.group, self._padded(stream.residual.rows(wanted)))
+            batch.residual = ReplicatedResidual(self.group, self._padded(batch.residual.rows(wanted)))
             q = q[wanted]
             if not len(q):
                 return q.flatten(1)
@@ -349,39 +354,44 @@ class Transformer:
         with span("attention"):
             return attention.attend(plan, number, q[: step.mapping.real], self.layers[number].window).flatten(1)
 
-    def add_attended(self, stream: Stream, number: int, attended: Tensor) -> None:
-        """Add o's product with what `attend` gave; there may be rows of padding behind it, or not."""
-        if not len(stream.residual):
+    def add_attended(self, batch: Microbatch, number: int, attended: Tensor) -> None:
+        """Add o of the result of `attend`, with or without rows of padding, to the residual stream."""
+        if not len(batch.residual):
             return
         layer = self.layers[number]
         with span("o"):
-            if len(attended) < len(stream.residual):
-                attended = F.pad(attended, (0, 0, 0, len(stream.residual) - len(attended)))
-            self._add(stream, layer.o, attended, layer.post_norm)
+            if len(attended) < len(batch.residual):
+                attended = F.pad(attended, (0, 0, 0, len(batch.residual) - len(attended)))
+            self._add(batch, layer.o, attended, layer.post_norm)
 
-    def add_mlp(self, stream: Stream, number: int) -> None:
-        if not len(stream.residual):
+    def add_mlp(self, batch: Microbatch, number: int) -> None:
+        """Add the MLP of the normed residual stream to it."""
+        if not len(batch.residual):
             return
         layer, behind = self.layers[number], self.layers[number + 1 : number + 2]
         with span("mlp"):
-            x, norm, delta = stream.residual.input(layer.post_norm)
+            x, norm, delta = batch.residual.input(layer.post_norm)
             hidden = apply(layer.gate_up, x, norm=norm, delta=delta, gated=True)
-            self._add(stream, layer.down, hidden, behind[0].input_norm if behind else None)
+            self._add(batch, layer.down, hidden, behind[0].input_norm if behind else None)
 
-    def _add(self, stream: Stream, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:
-        """Add the product with a weight whose columns are shared out to the residual stream. following: the norm that
-        comes next, if it is within the layers."""
+    def _add(self, batch: Microbatch, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:
+        """Add a linear layer that the ranks split by columns to the residual stream.
+
+        following: the norm that comes next, None after the last layer.
+        """
         if self.group.size == 1:
-            stream.residual = ReplicatedResidual(self.group, apply(linear, x, add=stream.residual.whole()))
+            batch.residual = ReplicatedResidual(self.group, apply(linear, x, add=batch.residual.whole()))
         else:
-            stream.residual.add(apply(linear, x), following)
+            batch.residual.add(apply(linear, x), following)
 
-    def queries(self, stream: Stream, number: int, pool: KVPool) -> Tensor:
-        """A layer's queries [T, H, D]; its keys and values go into the pool. All that was added to the stream is then
-        in it."""
-        layer, mapping, keys, values = self.layers[number], stream.step.mapping, pool.keys[number], pool.values[number]
+    def queries(self, batch: Microbatch, number: int, pool: KVPool) -> Tensor:
+        """Return a layer's queries [T, H, D], and write its keys and values into the pool.
+
+        Pending sums of the residual stream are added to it.
+        """
+        layer, mapping, keys, values = self.layers[number], batch.step.mapping, pool.keys[number], pool.values[number]
         with span("qkv"):
-            x, norm, delta = stream.residual.input(layer.input_norm)
+            x, norm, delta = batch.residual.input(layer.input_norm)
             if layer.head_norm is None and _fuses(x, layer.qkv):
                 rope = batch_invariant.RopeWrite(mapping, keys, values)
                 return apply(layer.qkv, x, norm=norm, delta=delta, rope=rope)
@@ -390,12 +400,12 @@ class Transformer:
             return turned
 
     def slot_mapping(self, pool: KVPool, positions: Tensor, slots: Tensor, real: int) -> SlotMapping:
-        """See SlotMapping; of tokens whose keys and values go into `pool`."""
+        """Return the SlotMapping of tokens whose keys and values go into `pool`."""
         num_kv, page_size = pool.keys.shape[2:4]
         return SlotMapping(positions, slots, self.cos, self.sin, real, num_kv, page_size)
 
     def products(self, mapping: SlotMapping, pool: KVPool) -> list[tuple[Linear, batch_invariant.Fused]]:
-        """Each kind there is of the products of one token that stands at `mapping`, with what comes behind it."""
+        """Return each kind of linear layer, with the operations fused with it for one token at `mapping`."""
         layer, rope = self.layers[0], batch_invariant.RopeWrite(mapping, pool.keys[0], pool.values[0])
         stream = layer.qkv.weight.new_zeros(1, self.config.hidden_size)
         return [
@@ -407,8 +417,8 @@ class Transformer:
         ]
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
-        """float32 [R, V] of rows x [R, hidden] of what `forward` gives, in `out` where it is given; None on all ranks
-        but 0."""
+        """Return logits, float32 [R, V], of rows x [R, hidden] of `forward`, in `out` if given; None on ranks above
+        0."""
         if x.device.type == "cpu":
             own = self.lm_head(rms_norm(self._padded(x), self.norm.weight, self.norm.eps))[: len(x)].float()
         else:
@@ -416,27 +426,23 @@ class Transformer:
         return self.group.gather(own, out)
 
     def _padded(self, x: Tensor) -> Tensor:
-        """With rows of zeros behind x [T, hidden], up to a multiple of `row_tile`."""
+        """Return x [T, hidden] with rows of zeros added, up to a multiple of `row_tile`."""
         padding = -len(x) % self.row_tile
         return F.pad(x, (0, 0, 0, padding)) if padding else x
 
 
 def checkpoint_shards(config: ModelConfig) -> dict[str, Shard]:
-    """Hugging Face parameter name -> the whole tensor that a checkpoint of this model has, without any memory."""
+    """Return the whole tensors of a checkpoint by Hugging Face name, as shards without memory."""
     return Transformer(config, torch.float32, torch.device("meta"), context=1).targets()
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """`size` of `whole`, from `start` on."""
+    """A range of a dimension of size `whole`: `size` indices from `start` on."""
 
     size: int
     whole: int
     start: int
-
-
-def _all(norm: RMSNorm) -> Shard:
-    return Shard.whole(norm.weight)
 
 
 def _rows(view: Tensor, whole: int, start: int) -> Shard:
@@ -444,7 +450,7 @@ def _rows(view: Tensor, whole: int, start: int) -> Shard:
 
 
 def _by_rows(linear: Linear, prefix: str, cuts: dict[str, _Cut]) -> dict[str, Shard]:
-    """The parts that a fused linear is made of, by name."""
+    """Return the shards of which a fused linear layer consists, by name."""
     sizes = [cut.size for cut in cuts.values()]
     found = {}
     for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
@@ -455,7 +461,7 @@ def _by_rows(linear: Linear, prefix: str, cuts: dict[str, _Cut]) -> dict[str, Sh
 
 
 def _by_columns(linear: Linear, name: str, cut: _Cut, bias: bool) -> dict[str, Shard]:
-    """The part of a linear's weight; of its bias, if it has one, all or nothing."""
+    """Return the shards of a linear layer that is split by columns. The first rank has all of a bias, others none."""
     outputs = linear.weight.shape[0]
     found = {name + ".weight": Shard(linear.weight, (outputs, cut.whole), 1, cut.start)}
     if bias:
