@@ -66,6 +66,16 @@ class FreeCores:
     def __init__(self) -> None:
         self.count = len(_cores())  # all, until the first interval has passed
         self._measured = self._times()
+        self._ended = self._measured[0]  # the last step
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step in this block, with as many threads as cores are free."""
+        if time.monotonic() - self._ended > INTERVAL:
+            self._measured = self._times()  # processes that ran between steps may have ended
+        with at_most(self.update()):
+            yield
+        self._ended = time.monotonic()
 
     def update(self) -> int:
         """Return their number, at least 1, measured anew if INTERVAL has passed."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastgen.device.cuda_graphs import Graphs, batch_sizes, shared_sizes
 from fastgen.device.memory import release_memory, taken
 from fastgen.device.pinned import upload, upload_together
-from fastgen.device.threads import FreeCores, at_most
+from fastgen.device.threads import FreeCores
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.prefill_graphs import PrefillGraphs, prefill_sizes
 from fastgen.kernels.launch import current
@@ -244,7 +244,7 @@ class Runner:
 
     def _working(self) -> AbstractContextManager[object]:
         """Return the context of a step: on the CPU as many threads as cores are free."""
-        return at_most(self._free_cores.update()) if self.device.type == "cpu" else current(self.device)
+        return self._free_cores.step() if self.device.type == "cpu" else current(self.device)
 
     def _sample(self, launched: Launched, masks: np.ndarray | None) -> None:
         """Draw tokens, and start copying the step's results to the host."""

@@ -98,6 +98,19 @@ def test_cores_are_free_that_other_processes_leave(monkeypatch: pytest.MonkeyPat
     assert free.update() == 3
 
 
+def test_processes_that_run_between_two_steps_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, busy = [0.0], [0.0]
+    monkeypatch.setattr(threads.FreeCores, "_times", lambda self: (now[0], busy[0], 0.0))
+    monkeypatch.setattr(threads, "_cores", lambda: {0, 1})
+    monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
+    free, found = threads.FreeCores(), []
+    for at, used in ((0.1, 0.0), (9.0, 9.0), (9.1, 9.2), (9.3, 9.6), (9.5, 9.6), (9.7, 9.6)):
+        now[0], busy[0] = at, used
+        with free.step():
+            found.append(torch.get_num_threads())
+    assert found == [2, 2, 2, 1, 1, 2]
+
+
 def test_mkl_is_limited_where_the_program_has_set_a_number() -> None:
     """torch.set_num_threads gives the calling thread's MKL a number of its own, which precedes OpenMP's."""
     if threads._SET_MKL is None:
