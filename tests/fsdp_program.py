@@ -1,4 +1,4 @@
-"""What test_fsdp.py runs under torchrun: two ranks train a model that FSDP shards, and generate with what they trained.
+"""The program that test_fsdp.py runs under torchrun: two ranks train a model that FSDP shards, and generate with it.
 
 `fsdp_program.py OUT MODEL`: both use one Generator in their group, then each one of its own. A rank writes what it saw.
 """
@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "seed": 3}
 
 
 def whole(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """All weights, one after the other; both ranks gather each."""
+    """Yield all weights, one after the other; both ranks gather each."""
     for name, tensor in model.state_dict().items():
         yield name, tensor.full_tensor()
 
@@ -38,7 +38,7 @@ def defaults() -> tuple[torch.dtype, torch.device]:
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """A step on tokens of this rank's own."""
+    """Train one step on tokens of this rank's own."""
     ids = torch.tensor([random_ids(24, seed=10 + dist.get_rank())])
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
@@ -47,7 +47,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def farthest(model: Any, outputs: list[RequestOutput]) -> float:
-    """The largest difference of a logprob to the trainer's."""
+    """Return the largest difference of a logprob to the trainer's."""
     differences = []
     for output in outputs:
         for completion in output.completions:

@@ -1,4 +1,4 @@
-"""What test_tensor_parallel.py runs under torchrun: every rank writes what it saw to a file of its own.
+"""The program that test_tensor_parallel.py runs under torchrun: every rank writes a report to a file of its own.
 
 `ranks_program.py OUT MODEL` makes all kinds of calls on two ranks, and answers on more. Then a rank is killed.
 """
@@ -49,7 +49,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "page_size": 16, "max_seqs": 16, "se
 
 
 class Ranks:
-    """found: what this rank has seen, by name."""
+    """This rank of the program. found: its report, by name."""
 
     def __init__(self, out: Path) -> None:
         self.group = dist.group.WORLD
@@ -62,7 +62,7 @@ class Ranks:
         self.out.with_suffix(".part").rename(self.out)
 
     def mine(self, value: Any, others: Any = None) -> Any:
-        """What rank 0 gives; the others give what must not be looked at."""
+        """Return an argument on rank 0; other ranks get a value that must not be looked at."""
         return others if self.rank else value
 
     def raised(self, call: Callable[[], Any]) -> tuple[str, str]:
@@ -73,8 +73,8 @@ class Ranks:
         return "", "nothing"
 
     def die(self, gen: Generator, victim: int) -> None:
-        """`victim` is killed in the middle of generate. The others are to end by themselves, so that torchrun's own
-        signal is ignored."""
+        """Kill `victim` in the middle of generate. The others have to end by themselves, so that torchrun's own signal
+        is ignored."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         launch, steps = runner.Runner.launch, iter(range(10))
 
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def call_all(ranks: Ranks, gen: Generator) -> None:
-    """What must be the same on all ranks; of the arguments, rank 0's count."""
+    """Make calls whose results must be the same on all ranks; rank 0's arguments count."""
     found, mine = ranks.found, ranks.mine
     prompts, params = zip(*FEW, strict=True)
     found["generate"] = gen.generate(mine(list(prompts)), mine(list(params)))
@@ -171,7 +171,7 @@ def cut_steps(ranks: Ranks, gen: Generator) -> None:
 
 
 def call_wrongly(ranks: Ranks, gen: Generator) -> None:
-    """Errors are everybody's, and leave all able to go on."""
+    """Make calls whose errors are raised on all ranks, which then go on."""
     found, raised = ranks.found, ranks.raised
     bad = SamplingParams(top_p=7.0)
     found["value"] = raised(lambda: gen.add([5, 6], bad))
@@ -182,7 +182,7 @@ def call_wrongly(ranks: Ranks, gen: Generator) -> None:
 
 
 def update(ranks: Ranks, gen: Generator, folder: Path) -> None:
-    """Each rank gives weights of its own; rank 0's other arguments count."""
+    """Update the weights. Each rank gives weights of its own; rank 0's other arguments count."""
     found, raised, mine = ranks.found, ranks.raised, ranks.mine
     old, new = load_file(folder / "model.safetensors"), new_weights(folder)
     few, other = dict(list(new.items())[:3]), dict(list(new.items())[1:4])
@@ -207,7 +207,7 @@ def update(ranks: Ranks, gen: Generator, folder: Path) -> None:
 
 
 def sleep(ranks: Ranks, gen: Generator, folder: Path) -> None:
-    """Rank 0's arguments count."""
+    """Sleep and wake. Rank 0's arguments count."""
     found, raised, mine = ranks.found, ranks.raised, ranks.mine
     found["slept"] = [gen.sleep(mine(("weights", "kv_cache")), keep_weights=mine(False)), gen.sleep()]
     found["asleep"] = [

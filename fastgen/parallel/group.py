@@ -270,8 +270,4 @@ class Group:
 
     def minimum(self, number: int) -> int:
         """Return the minimum of all ranks' numbers. Waits for them."""
-        if self.size == 1:
-            return number
-        numbers = torch.tensor([number], device=self._device)
-        self._run(dist.all_reduce, numbers, dist.ReduceOp.MIN)
-        return int(numbers)
+        return number if self.size == 1 else min(self._run(gather_objects, number))

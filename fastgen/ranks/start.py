@@ -219,33 +219,26 @@ def connect(group: dist.ProcessGroup, one_host: bool, on_failure: Callable[[], N
     if rank == 0:
         with socket.create_server(("127.0.0.1" if one_host else "", 0)) as server:
             key, port = os.urandom(32), server.getsockname()[1]
-            gather_objects((key, [(name, port) for name in (["127.0.0.1"] if one_host else _names())]), group)
+            gather_objects((key, ("127.0.0.1" if one_host else _public_address(), port)), group)
             return _accept(server, key, size, on_failure)
-    key, addresses = gather_objects(None, group)[0]
-    reached = _reach(addresses)
-    reached.sendall(key + rank.to_bytes(4, "big"))
+    key, address = gather_objects(None, group)[0]
+    try:
+        connection = socket.create_connection(address, CONNECT_SECONDS / 4)
+    except OSError as error:
+        raise RuntimeError(f"rank 0 can not be reached at {address}: {error}") from error
+    connection.sendall(key + rank.to_bytes(4, "big"))
     peers = Peers(on_failure)
-    peers.add(0, reached)
+    peers.add(0, connection)
     return peers
 
 
-def _names() -> list[str]:
-    """Return names under which other hosts may reach this one."""
-    names = [socket.gethostname()]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # there may be no way out
-        probe.connect(("192.0.2.1", 9))  # sends nothing; it tells which of our addresses faces other hosts
-        names.insert(0, probe.getsockname()[0])
-    return names
-
-
-def _reach(addresses: list[tuple[str, int]]) -> socket.socket:
-    failures = []
-    for address in addresses:
-        try:
-            return socket.create_connection(address, CONNECT_SECONDS / 4)
-        except OSError as error:
-            failures.append(f"{address}: {error}")
-    raise RuntimeError(f"rank 0 can not be reached at {'; '.join(failures)}")
+def _public_address() -> str:
+    """Return the address of this host on its route to other hosts, or its name where there is no such route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # sends nothing, but chooses the route
+        address: str = probe.getsockname()[0]
+        return address
+    return socket.gethostname()
 
 
 def _accept(server: socket.socket, key: bytes, size: int, on_failure: Callable[[], None] = lambda: None) -> Peers:

@@ -1,4 +1,4 @@
-"""Several GPUs as one Generator: the same answers as on one, and ranks that end together.
+"""Several GPUs as one Generator: the same answers as on one GPU, and ranks that end together.
 
 One Generator over the bundled model serves most of the tests, since each start takes a while.
 """
@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {**FLOAT32, "max_seqs": 2, "max_step_tokens": 64, "num_p
 
 
 def ragged_prompts() -> list[Prompt]:
-    """Chats, and random tokens of many lengths which begin alike."""
+    """Return chats, and random tokens of many lengths which begin alike."""
     draw = np.random.default_rng(0)
     common = draw.integers(10, 4096, 40)
     lengths = zip(draw.integers(0, 41, 12), draw.integers(1, 60, 12), strict=True)
@@ -54,7 +54,7 @@ SEEDED = SamplingParams(n=2, seed=5, temperature=0.9, top_p=0.95, repetition_pen
 
 @pytest.fixture(scope="module")
 def one_gpu() -> dict[str, list[RequestOutput]]:
-    """What one GPU answers, with room for everything at once."""
+    """The answers of one GPU, with room for everything at once."""
     with Generator(**FLOAT32, max_seqs=16, num_pages=1024) as gen:
         found = {"greedy": gen.generate(PROMPTS, GREEDY), "seeded": gen.generate(CHATS, SEEDED)}
     forget()
@@ -63,7 +63,7 @@ def one_gpu() -> dict[str, list[RequestOutput]]:
 
 @pytest.fixture(scope="module")
 def parallel(one_gpu: dict[str, list[RequestOutput]]) -> Iterator[Generator]:
-    """A Generator on several GPUs, with few pages, which takes in more sequences than these hold."""
+    """A Generator on several GPUs, with few pages, which admits more sequences than these hold."""
     with Generator(**FLOAT32, **FEW_PAGES, tensor_parallel=RANKS) as gen:
         gen._scheduler = Scheduler(gen.config, LengthEstimate(average=0, least=0, weight=0, exact=False))
         yield gen
@@ -75,7 +75,8 @@ def completions(outputs: list[RequestOutput]) -> list[Completion]:
 
 
 def check_alike(one: Completion, other: Completion) -> None:
-    """The same tokens; or where they first differ, these are the two best, and nearly as good as each other."""
+    """Check that the tokens are the same, or that the first that differ are the two best, and nearly as good as each
+    other."""
     pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False))
     first = next((at for at, (a, b) in pairs if a != b), None)
     if first is None:
@@ -89,7 +90,8 @@ def check_alike(one: Completion, other: Completion) -> None:
 
 
 def test_greedy_answers_are_those_of_one_gpu(parallel: Generator, one_gpu: dict[str, list[RequestOutput]]) -> None:
-    """Ragged prompts, several samples each, chunks of at most 32 tokens, with what the cache holds and preemptions."""
+    """The run has ragged prompts, several samples of each, chunks of at most 32 tokens, cached pages and
+    preemptions."""
     before = parallel.stats
     found = parallel.generate(PROMPTS, GREEDY)
     for one, other in zip(completions(one_gpu["greedy"]), completions(found), strict=True):
@@ -171,8 +173,8 @@ WORSE = 1.25
 
 
 def measure(folder: Path, lengths: list[int], answer: int, **options: Any) -> tuple[list[list[int]], list[list[float]]]:
-    """Random prompts with their sampled answers, and raw logprobs: of each prompt's tokens but the first, as prefills
-    compute them, and of its answer's, as decodes do."""
+    """Return random prompts with their sampled answers, and raw logprobs: of each prompt's tokens but the first, from
+    prefills, and of its answer's, from decodes."""
     draw = np.random.default_rng(0)
     small: dict[str, Any] = {"max_seqs": 16, "max_step_tokens": 1024, "max_model_len": 1024, "kv_cache_gb": 1.0}
     with Generator(folder, device="cuda", dtype="bfloat16", seed=0, deterministic=False, **small, **options) as gen:
@@ -188,7 +190,7 @@ def measure(folder: Path, lengths: list[int], answer: int, **options: Any) -> tu
 
 
 def error(model: Any, lengths: list[int], measured: tuple[list[list[int]], list[list[float]]]) -> dict[str, float]:
-    """Root mean squares of what was measured, less what transformers finds in the model's dtype."""
+    """Return root mean squares of the measured logprobs, less those of transformers in the model's dtype."""
     parts: dict[str, list[Tensor]] = {"prefill": [], "decode": []}
     for length, sequence, logprobs in zip(lengths, *measured, strict=True):
         off = torch.tensor(logprobs, dtype=torch.float64) - token_logprobs(model, [sequence], "cuda")[0]
@@ -252,7 +254,7 @@ dist.destroy_process_group()
 
 
 def test_decodes_are_graphs_on_every_rank(one_gpu: dict[str, list[RequestOutput]], tmp_path: Path) -> None:
-    """Under torchrun, where the test can look into the ranks; the answers are those of one GPU, and of each rank."""
+    """Under torchrun, the test can look into the ranks. The answers are those of one GPU, and the same on each rank."""
     (tmp_path / "inside.py").write_text(INSIDE)
     params = {"n": 2, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
     options = {**SMALL, "max_seqs": 8, "max_step_tokens": 256}  # so that all prompts are prefilled in one step
@@ -275,7 +277,7 @@ def test_decodes_are_graphs_on_every_rank(one_gpu: dict[str, list[RequestOutput]
 
 
 def ranks_of(parent: int) -> set[int]:
-    """The processes of ranks that a process has started: all but rank 0, which it is."""
+    """Return the processes of ranks that a process has spawned: all but rank 0, which is that process."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -288,7 +290,7 @@ def ranks_of(parent: int) -> set[int]:
 
 
 def free_memory() -> list[int]:
-    """Bytes that are free, of each GPU."""
+    """Return the free bytes of each GPU."""
     forget()
     return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(RANKS)]
 
@@ -298,7 +300,7 @@ def in_mb(sizes: list[int]) -> list[int]:
 
 
 def torch_memory() -> str:
-    """Tell what torch holds of each GPU's memory; NCCL, the CUDA context and our own mappings hold the rest."""
+    """Describe the memory that torch holds on each GPU; NCCL, the CUDA context and our own mappings hold the rest."""
     held = in_mb([torch.cuda.memory_allocated(gpu) for gpu in range(RANKS)])
     kept = in_mb([torch.cuda.memory_reserved(gpu) for gpu in range(RANKS)])
     return f"torch has allocated {held} and reserved {kept}"
@@ -362,7 +364,7 @@ while True:
 
 
 def test_ctrl_c_leaves_nothing_of_a_script() -> None:
-    """As a terminal sends it, to the whole process group."""
+    """SIGINT comes to the whole process group, as a terminal sends it."""
     segments = shared_segments()
     command = [sys.executable, "-c", INTERRUPTED, json.dumps({**SMALL, "tensor_parallel": RANKS})]
     pipe = subprocess.PIPE

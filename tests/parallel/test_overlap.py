@@ -1,4 +1,4 @@
-"""parallel/overlap.py: the copies, flags and waits of all ranks, run in random orders as their streams allow."""
+"""The copies, flags and waits of all ranks of an exchange, run in random orders as their streams allow."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def always() -> bool:
 
 @dataclass(eq=False)
 class Queue:
-    """What a stream holds: each operation runs when those before it have, and it is ready."""
+    """The operations of a stream: each runs after those before it, when it is ready."""
 
     operations: deque[tuple[Callable[[], bool], Callable[[], object]]] = field(default_factory=deque)
 
@@ -56,7 +56,7 @@ class Event:
 
 @dataclass
 class Side:
-    """A stream beside the current one; `forgets`: an operation that it leaves out."""
+    """A stream beside the current one. forgets: an operation that it leaves out."""
 
     current: Queue
     own: Queue
@@ -95,7 +95,7 @@ class Side:
 
 @dataclass
 class Ranks:
-    """As many as there are exchanges. memory: uint8 [N, bytes], with a guard behind each."""
+    """The exchanges of all ranks. memory: uint8 [N, bytes], with a guard at the end of each row."""
 
     exchanges: list[Exchange]
     currents: list[Queue]
@@ -104,7 +104,7 @@ class Ranks:
 
     @staticmethod
     def make(size: int, one_queue: bool = False, phase: int = 0, forgets: str = "") -> Ranks:
-        """one_queue: each rank's streams are in one queue."""
+        """Make the ranks. one_queue: each rank's streams are in one queue."""
         at = ExchangeLayout.of(size, TOKENS, HIDDEN, torch.float32)
         memory = torch.zeros(size, at.end + GUARD, dtype=torch.uint8)
         memory[:, : at.flags].view(torch.float32).fill_(torch.nan)
@@ -124,7 +124,7 @@ class Ranks:
         return ranks
 
     def run(self, rng: random.Random) -> None:
-        """Until nothing is left; each queue is slow or fast."""
+        """Run all operations; each queue is slow or fast."""
         speeds = [rng.choice([0.02, 0.2, 1.0]) for _ in self.queues]
         while any(queue.operations for queue in self.queues):
             heads = [queue.operations[0] if queue.operations else None for queue in self.queues]
@@ -143,7 +143,7 @@ def product(x: Tensor, rank: int) -> Tensor:
 
 
 def expected(steps: list[Step], size: int) -> list[Tensor]:
-    """The residual stream of each half of each step, [T, HIDDEN]."""
+    """Return the residual stream of each half of each step, [T, HIDDEN]."""
     found = []
     for number, step in enumerate(steps):
         for half, count in enumerate(step):
@@ -158,8 +158,8 @@ def expected(steps: list[Step], size: int) -> list[Tensor]:
 
 
 def program(made: Exchange, steps: list[Step], current: Queue | None, kept: list[Tensor]) -> list[Tensor]:
-    """What a rank does, by a queue or at once; the results are there when the queue has run. kept: what must be until
-    then, as memory here is not given out in the order of streams."""
+    """Run a rank, by a queue or at once; the results are there when the queue has run. kept: tensors that must live
+    until then, since memory here is not reused in the order of streams."""
 
     def later(run: Callable[[], object]) -> None:
         run() if current is None else current.add(run)
@@ -218,7 +218,7 @@ def test_what_is_not_waited_for_is_noticed(forgets: str, monkeypatch: pytest.Mon
 
 
 def test_an_interrupt_ends_the_waits_for_a_rank_that_is_gone() -> None:
-    """Also where another one, which is gone a little later, writes its flag after the interrupt."""
+    """Another rank, which ends a little later, may write its flag after the interrupt."""
     ranks = Ranks.make(3)
     for phase in range(4):
         for half in (0, 1):

@@ -1,4 +1,4 @@
-"""residual.py: ranks that share out the residual stream say what one process says."""
+"""Ranks that shard the residual stream compute the same as one process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ if rank == 0:
 
 
 def on_ranks(size: int, folder: Path, store: Path) -> list[dict[str, Any]]:
-    """What ranks say that share the residual stream out, and that do not."""
+    """Return the answers of ranks that shard the residual stream, and of ranks that do not."""
     given = [json.dumps(value) for value in (str(folder), PROMPTS, OPTIONS)]
     processes = [
         subprocess.Popen(
@@ -106,7 +106,7 @@ def test_ranks_that_share_tokens_out_say_what_one_process_says(checkpoint: Check
 
 
 class Alone(Exchange):
-    """The exchange of a rank whose fellows have nothing to add."""
+    """The exchange of a rank whose peers add nothing."""
 
     def _add(self, *arguments: Any) -> Any:
         raise AssertionError

@@ -1,4 +1,4 @@
-"""Beside a trainer whose ranks share the weights (FSDP): with one Generator of all ranks, and with one on each."""
+"""A trainer whose ranks shard the weights (FSDP) beside one Generator of all ranks, and beside one Generator on each."""
 
 from __future__ import annotations
 

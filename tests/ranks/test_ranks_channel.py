@@ -1,4 +1,4 @@
-"""Messages between processes: whole and in order, and ends and failures that are seen at once."""
+"""Messages between processes arrive whole and in order, and ends and failures are detected at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Channel, Channel, SimpleQueue[Any]]]:
-    """Two ends, and what comes to the second."""
+    """Two ends, and the messages that arrive at the second."""
     ours, its = socket.socketpair()
     incoming: SimpleQueue[Any] = SimpleQueue()
     one, other = Channel(ours, lambda _: None), Channel(its, incoming.put)
@@ -32,7 +32,7 @@ def pair() -> Iterator[tuple[Channel, Channel, SimpleQueue[Any]]]:
 
 
 def connected(count: int) -> tuple[Peers, dict[int, Peers]]:
-    """A leader, and so many followers."""
+    """Connect a leader and so many followers."""
     leader, followers = Peers(), {}
     for rank in range(1, count + 1):
         ours, its = socket.socketpair()
@@ -72,7 +72,7 @@ def test_what_is_not_taken_at_once_follows() -> None:
 
 def test_a_part_of_a_message_ends_the_connection(pair: tuple[Channel, Channel, Any]) -> None:
     class Interrupted:
-        """A connection in whose second call an interrupt comes."""
+        """A connection whose second call is interrupted."""
 
         def __init__(self, connection: socket.socket) -> None:
             self.connection = connection
@@ -173,7 +173,7 @@ def test_a_rank_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_of_several_failures_the_first_that_comes_of_no_other_is_found() -> None:
-    """A death too counts only where nothing was raised before it: a watchdog may end a rank that others have left."""
+    """A death is the cause only where nothing was raised before it: a watchdog may end a rank that others have left."""
     peers = Peers()
     errors = [DepartedError("gone"), ValueError("a"), None, DepartedError("gone"), KeyError("b")]
     failures = [(rank, Failed(error)) for rank, error in enumerate(errors)]

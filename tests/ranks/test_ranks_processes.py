@@ -1,4 +1,4 @@
-"""Ranks as real processes: they live and die together, and with their caller."""
+"""Ranks as real processes live and die together, and with their parent."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def pids_of(leader: Leader) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie, which is somebody's to wait for, does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -222,7 +222,7 @@ if ending != "ends":
 
 @pytest.mark.parametrize("ending", ["ends", "forked"])
 def test_ranks_end_with_their_caller(ending: str, tmp_path: Path) -> None:
-    """By itself without a close, or killed, when a fork that lives on does not keep them."""
+    """The parent ends without a close, or is killed while a fork of it lives on."""
     done = subprocess.run(
         [sys.executable, "-c", CALLER, FAKE, ending],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""The protocol of tensor parallelism: ranks that were started, ranks of a program, and how they fail together."""
+"""The protocol of tensor parallelism with spawned ranks and with ranks of a program, and common failures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch(step: int, masked: bool = False) -> Batch:
 
 
 class FakeRunner:
-    """A step's token is its lane; it raises at lane 99. fails: a method, and what it raises."""
+    """A runner whose step's token is its lane; it raises at lane 99. fails: a method, and the error that it raises."""
 
     config = make_config()
 
@@ -108,7 +108,8 @@ class FakeSpawned(Spawned):
 
 
 class Program:
-    """A leader in this thread, and followers in others that each run a function, and close; None: they were started."""
+    """A leader in this thread, and followers in other threads, which each run a function and close; None: spawned
+    followers."""
 
     def __init__(self, follow: Callable[[Follower], Any] | None = None, size: int = 3) -> None:
         self.followers, self.runners = {}, [FakeRunner(rank) for rank in range(size)]
@@ -137,7 +138,7 @@ class Program:
             self.outcomes[rank] = error
 
     def join(self) -> list[Any]:
-        """What the followers' functions came to."""
+        """Return the results of the followers' functions."""
         for thread in self._threads:
             thread.join(10)
             assert not thread.is_alive()
@@ -151,7 +152,7 @@ class Program:
         return [self.outcomes[rank] for rank in sorted(self.outcomes)]
 
     def logs(self) -> list[tuple[str, Any]]:
-        """What each rank has done, which is the same."""
+        """Return the work of each rank, which is the same on all."""
         self.leader.settle()
         first = self.runners[0].log.copy()
         for runner in self.runners:
@@ -241,7 +242,7 @@ def test_all_ranks_sleep_and_wake() -> None:
 
 
 class Odd(Exception):  # noqa: N818
-    """Does not pickle."""
+    """An error that does not pickle."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"odd {one} {two}")
@@ -508,7 +509,7 @@ dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_
 """
 
 CONNECT = """
-start._names = lambda: ["127.0.0.1"]
+start._public_address = lambda: "127.0.0.1"
 for one_host in (True, False):
     found = start.connect(dist.new_group([1, 2, 0]), one_host)
     if rank == 0:
@@ -611,7 +612,7 @@ MODEL = {
 
 
 def run_ranks(program: str, folder: Path, size: int = 3) -> list[subprocess.Popen[str]]:
-    """A program of several ranks."""
+    """Start a program of several ranks."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     return [
         subprocess.Popen(
@@ -626,8 +627,8 @@ def run_ranks(program: str, folder: Path, size: int = 3) -> list[subprocess.Pope
 
 
 def test_a_program_goes_on_whatever_its_generators_come_to(tmp_path: Path) -> None:
-    """Connections on one host and on several; Generators, some that are not closed, and each rank's failures, in
-    one program, whose own group and resources stay as they are; then a rank is killed."""
+    """One program connects its ranks on one host and on several, makes Generators, closes only some, and sees each rank
+    fail. The program's own group and resources stay as they are; then a rank is killed."""
     processes = run_ranks(TRAINER, tmp_path)
     said = [process.communicate(timeout=55) for process in processes]
     assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 0], said
@@ -640,12 +641,12 @@ def test_who_does_not_know_the_key_is_sent_away(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(start, "KEY_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
-        strange = [start._reach([address]) for _ in range(4)]
+        strange = [socket.create_connection(address) for _ in range(4)]
         strange[0].sendall(b"x" * 32 + (1).to_bytes(4, "big"))
         strange[1].sendall(b"k" * 32 + (5).to_bytes(4, "big"))
         strange[2].sendall(b"k")  # and nothing more
         strange[3].close()
-        right = start._reach([address])
+        right = socket.create_connection(address)
         right.sendall(b"k" * 32 + (1).to_bytes(4, "big"))
         peers = start._accept(server, b"k" * 32, 2)
         assert list(peers._channels) == [1]

@@ -1,4 +1,4 @@
-"""Tensor parallelism on the CPU: ranks, started here or by torchrun, answer as one process does, and end together."""
+"""Tensor parallelism on the CPU: ranks, spawned here or by torchrun, answer as one process does, and end together."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def whole(folder: Path) -> Iterator[Generator]:
 
 @pytest.fixture(scope="module")
 def split(folder: Path) -> Iterator[Generator]:
-    """Two ranks, with few pages, a host tier of few more, and steps of few tokens."""
+    """Two ranks, with few pages, a host tier of a few more, and steps of few tokens."""
     config, page_size = read_config(folder), 8
     copies = 2 // min(config.num_kv_heads, 2)  # of a page, where both ranks hold the only KV head
     host_gb = 60 * copies * page_size * token_bytes(config, "float32") / 1e9
@@ -69,12 +69,12 @@ def answers(gen: Generator, requests: list[tuple[Any, SamplingParams]] = REQUEST
 
 
 def contents(output: RequestOutput) -> tuple[Any, ...]:
-    """All that no schedule changes."""
+    """Return the parts of an output that no schedule changes."""
     return output.completions, (output.prompt_logprobs or [])[1:], output.prompt_top_logprobs
 
 
 def check_close(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
-    """What ranks answer is what one process does, up to a token that is as good as another."""
+    """Check that ranks answer as one process does, up to a token that is as good as another."""
     assert len(found) == len(expected)
     for mine, its in zip(found, expected, strict=True):
         assert (mine.error, mine.prompt_token_ids) == (its.error, its.prompt_token_ids)
@@ -105,7 +105,7 @@ def check_completion(found: Completion, expected: Completion) -> None:
 
 
 def check_top(found: list[dict[int, float]], expected: list[dict[int, float]]) -> None:
-    """The alternatives, which may change places where they are as good."""
+    """Check the alternatives, which may change places where they are as good."""
     assert len(found) == len(expected)
     for mine, its in zip(found, expected, strict=True):
         assert sorted(mine.values()) == pytest.approx(sorted(its.values()), abs=CLOSE)
@@ -116,7 +116,7 @@ def check_top(found: list[dict[int, float]], expected: list[dict[int, float]]) -
 
 
 def test_ranks_answer_as_one_process_whatever_comes_between(split: Generator, whole: Generator) -> None:
-    """Preempted, from cached pages and from the host tier too, and then to the bit."""
+    """Some sequences are preempted, or come from cached pages and the host tier; a second run gives the same bits."""
     assert split.config.tensor_parallel == 2
     first = answers(split)
     check_close(first, answers(whole))
@@ -154,7 +154,7 @@ def test_ranks_score_as_one_process(split: Generator, whole: Generator) -> None:
 
 @pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
 def test_two_generators_of_ranks_and_one_that_loses_a_rank(split: Generator, llama: Path) -> None:
-    """Steps of the one run between those of the other; when the other has died, it goes on."""
+    """Steps of one Generator run between those of the other, and it goes on after the other has died."""
     one = split
     with Generator(llama, device="cpu", tensor_parallel=2, max_seqs=8, seed=3) as other:
         for gen in (one, other):
@@ -180,7 +180,8 @@ def test_two_generators_of_ranks_and_one_that_loses_a_rank(split: Generator, lla
 
 
 def test_ranks_take_new_weights(split: Generator, whole: Generator, folder: Path) -> None:
-    """From a mapping, and as they come; the prefix cache and the host tier hold what the old ones computed."""
+    """Weights come from a mapping, and one after the other; the prefix cache and the host tier hold KV of the old
+    ones."""
     old, new = load_file(folder / "model.safetensors"), new_weights(folder)
     some = REQUESTS[1:4] + REQUESTS[8:9]
     before = answers(split, some)
@@ -196,7 +197,7 @@ def test_ranks_take_new_weights(split: Generator, whole: Generator, folder: Path
 
 
 def test_ranks_sleep_and_wake(split: Generator, folder: Path) -> None:
-    """The host tier, which holds some of the pages, is awake."""
+    """The host tier, which holds some of the pages, stays awake."""
     some = REQUESTS[1:4] + REQUESTS[8:9]
     before = answers(split, some)
     assert split.sleep() > 0
@@ -233,7 +234,7 @@ gen.generate([[5, 6, 7]] * 5000, SamplingParams(ignore_eos=True))
 
 @pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
 def test_a_plain_script_and_ctrl_c(folder: Path, whole: Generator, tmp_path: Path) -> None:
-    """It has no main guard, and is not closed; the interrupt comes to its process group in the middle of generate."""
+    """The script has no main guard and does not close; SIGINT comes to its process group in the middle of generate."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), str(folder)]
     with start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as script:
@@ -253,7 +254,7 @@ def test_a_plain_script_and_ctrl_c(folder: Path, whole: Generator, tmp_path: Pat
 
 
 def start(command: list[str], variables: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
-    """In a process group of its own, with this fastgen."""
+    """Start a process in a process group of its own, with this fastgen."""
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, **(variables or {})}
     return subprocess.Popen(command, env=environment, start_new_session=True, **options)
@@ -266,7 +267,7 @@ def free_port() -> int:
 
 
 def saw(out: Path, ranks: int, started: list[subprocess.Popen[Any]], log: Path) -> list[dict[str, Any]]:
-    """What each rank of the program has seen, when all have ended."""
+    """Return the report of each rank of the program when all have ended."""
     try:
         for process in started:
             process.wait(60)
@@ -285,7 +286,7 @@ def saw(out: Path, ranks: int, started: list[subprocess.Popen[Any]], log: Path) 
 
 
 def test_a_program_of_two_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """All that it does in one run, as it takes seconds to start."""
+    """One run does everything, as its start takes seconds."""
     folder = checkpoint(FAMILIES["qwen2"][0], **MODELS["qwen2"])
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     with (tmp_path / "log").open("wb") as log:
@@ -313,7 +314,7 @@ def check_all_ranks_see_the_same(first: dict[str, Any], second: dict[str, Any]) 
 
 
 def check_answers(found: dict[str, Any], alone: Generator) -> None:
-    """As one process; and to the bit whatever the way, steps cut in two too."""
+    """Compare with one process; steps that are cut in two give the same bits."""
     expected = answers(alone, FEW)
     check_close(found["generate"], expected)
     check_close(found["mesh"], expected[:3])
@@ -346,7 +347,7 @@ def check_steps_and_aborts(found: dict[str, Any]) -> None:
 
 
 def check_errors(program: list[dict[str, Any]]) -> None:
-    """They are everybody's, and the ranks go on."""
+    """Errors are raised on all ranks, and the ranks go on."""
     for found in program:
         assert found["closed"] == ("RuntimeError", "this Generator is closed; make a new one")
         assert found["nowhere"][0] == "ValueError"
@@ -360,7 +361,8 @@ def check_errors(program: list[dict[str, Any]]) -> None:
 
 
 def check_updates(found: dict[str, Any], folder: Path) -> None:
-    """What any rank's weights are wrong in is everybody's error, and only what was written in part is of no use."""
+    """An error in any rank's weights is raised on all ranks, and only an update that was cut short leaves no usable
+    weights."""
     kinds, texts = zip(*found["torn"], strict=True)
     assert list(kinds) == ["ValueError", "TypeError", "ValueError", "", *["ValueError", "RuntimeError"] * 2]
     assert "missing" in texts[0]
@@ -385,7 +387,7 @@ def check_updates(found: dict[str, Any], folder: Path) -> None:
 
 
 def check_sleep(program: list[dict[str, Any]]) -> None:
-    """What one rank asks wrongly, or while all sleep, is everybody's error."""
+    """Wrong arguments of one rank, and calls during sleep, are errors on all ranks."""
     for found in program:
         assert found["slept"] == program[0]["slept"]
         assert found["slept"][0] > found["slept"][1] == 0
@@ -398,18 +400,18 @@ def check_sleep(program: list[dict[str, Any]]) -> None:
 
 
 def answer(output: RequestOutput) -> list[Any]:
-    """Whichever weights they are of."""
+    """Return an answer, with any weights."""
     return [(completion.token_ids, completion.logprobs, completion.raw_logprobs) for completion in output.completions]
 
 
 def check_death(found: dict[str, Any], text: str) -> None:
-    """What a survivor raised in the call, and in the next one."""
+    """Check the errors of a survivor, in the call and in the next one."""
     assert found["death"] == ("RuntimeError", text)
     assert found["after"] == ("RuntimeError", f"the ranks no longer agree, make a new Generator: RuntimeError: {text}")
 
 
 def test_four_ranks_answer_as_one_process_and_one_is_killed(llama: Path, tmp_path: Path) -> None:
-    """They hold each of two KV heads twice, and are started without torchrun."""
+    """The ranks hold each of two KV heads twice, and start without torchrun."""
     program = [sys.executable, str(PROGRAM), str(tmp_path), str(llama)]
     group = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with (tmp_path / "log").open("wb") as log:
