@@ -1,4 +1,4 @@
-"""A trainer whose ranks shard the weights (FSDP) beside one Generator of all ranks, and beside one Generator on each."""
+"""A trainer whose ranks shard the weights (FSDP) beside one Generator of all ranks, and one on each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates of weights on several ranks: tensors that cross between processes, and names that a program's ranks compare."""
+"""Updates of weights on several ranks: tensors that cross between processes, and the names that ranks compare."""
 
 from __future__ import annotations
 
