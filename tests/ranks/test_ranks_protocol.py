@@ -449,7 +449,7 @@ def test_what_a_follower_raises_in_a_step_is_raised_on_all(monkeypatch: pytest.M
     def collect(launched: Any) -> StepResult:
         """Wait as in a collective that rank 1 has left."""
         assert program.groups[0].interrupted.wait(10)
-        return StepResult([], [], [], [])
+        return StepResult()
 
     program.runners[0].collect = collect  # type: ignore[method-assign]
 
