@@ -216,7 +216,7 @@ def test_health_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(live("a-broken-one"))
 
 
-def test_without_ray_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setenv("RAY_ADDRESS", "auto")  # so that no variable is set
     with pytest.raises(ValueError, match=r"the package ray is not installed; run: pip install 'fastgen\[ray\]'"):
@@ -233,7 +233,7 @@ def test_replicas_that_have_no_room_are_refused(monkeypatch: pytest.MonkeyPatch)
         ray_backend.check_room(2, CPU=0.5, GPU=1)
 
 
-def test_what_deploys_them_is_as_ray_wants_it() -> None:
+def test_the_deployment_files_match_rays_schema() -> None:
     schema = pytest.importorskip("ray.serve.schema", reason="needs the extra ray").ServeDeploySchema
     config = yaml.safe_load((DEPLOY / "serve.yaml").read_text())
     manifest = yaml.safe_load((DEPLOY / "rayservice.yaml").read_text())

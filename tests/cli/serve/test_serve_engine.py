@@ -353,7 +353,7 @@ async def die(engine: Engine, how: str, kill: Callable[[], Any]) -> None:
 
 
 @pytest.mark.usefixtures("stubs")
-def test_a_stall_is_seen_and_a_death_is_told_and_another_is_started() -> None:
+def test_a_stall_is_detected_and_a_dead_engine_can_be_restarted() -> None:
     async def main() -> None:
         async with Engine() as engine:
             await stall(engine)
@@ -407,7 +407,7 @@ def test_an_engine_ends_with_its_parent() -> None:
 
 
 @pytest.mark.usefixtures("stubs")
-def test_a_generator_that_can_not_be_made_says_why() -> None:
+def test_a_generator_that_fails_to_start_reports_its_reason() -> None:
     async def main() -> None:
         engine = Engine("broken", name="mine")
         with pytest.raises(RuntimeError, match="the engine of mine is not ready"):

@@ -80,7 +80,7 @@ def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 # ------------------------------------------------------------------------------------------------- masks
 
 
-def test_whatever_a_mask_allows_fits_the_schema(vocabulary: Vocabulary, compiler: Compiler) -> None:
+def test_any_walk_through_a_mask_fits_the_schema(vocabulary: Vocabulary, compiler: Compiler) -> None:
     tokenizer, size, ends = vocabulary
     rng = random.Random(0)
     for _ in range(12):
@@ -88,7 +88,7 @@ def test_whatever_a_mask_allows_fits_the_schema(vocabulary: Vocabulary, compiler
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-def test_what_fits_the_schema_is_allowed_and_may_end_only_when_whole(
+def test_a_fitting_value_is_allowed_and_ends_only_when_complete(
     vocabulary: Vocabulary, compiler: Compiler, indent: int | None
 ) -> None:
     tokenizer, size, ends = vocabulary
@@ -108,12 +108,12 @@ def test_what_fits_the_schema_is_allowed_and_may_end_only_when_whole(
 @pytest.mark.parametrize(
     "wrong", ["[1]", '{"city": "Rome', '{"days"', '{"city": "Paris", "days": 31', "{  ", "{\n\n", "{\n" + " " * 21]
 )
-def test_what_does_not_fit_is_not_allowed(vocabulary: Vocabulary, compiler: Compiler, wrong: str) -> None:
+def test_a_wrong_value_is_not_allowed(vocabulary: Vocabulary, compiler: Compiler, wrong: str) -> None:
     tokenizer, size, _ = vocabulary
     assert not accepts(compiler.compile(grammar(SCHEMA)), encoded(tokenizer, wrong), size)
 
 
-def test_a_model_that_is_lost_in_blanks_comes_to_an_end(vocabulary: Vocabulary, compiler: Compiler) -> None:
+def test_a_model_that_prefers_blanks_reaches_an_end(vocabulary: Vocabulary, compiler: Compiler) -> None:
     """The walk prefers blanks wherever they are allowed."""
     tokenizer, size, ends = vocabulary
     words = Words(tokenizer)
@@ -176,7 +176,7 @@ def test_a_tokenizer_and_its_model_may_differ_in_size(vocabulary: Vocabulary, di
         ({"$ref": "#"}, "NoExtensionBias"),  # which only shows in the first mask
     ],
 )
-def test_a_bad_schema_is_told_with_its_reason(compiler: Compiler, schema: dict[str, Any], reason: str) -> None:
+def test_a_bad_schema_is_an_error_with_its_reason(compiler: Compiler, schema: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=r"^(?!at )") as raised:
         compiler.compile(grammar(schema))
     assert reason in str(raised.value)
@@ -185,7 +185,7 @@ def test_a_bad_schema_is_told_with_its_reason(compiler: Compiler, schema: dict[s
 
 @pytest.mark.parametrize("extra", [{"not": {"type": "null"}}, {"unevaluatedProperties": 5}, {"format": "secret"}])
 @pytest.mark.parametrize("strict", [False, None])
-def test_what_can_not_be_enforced_is_left_out_unless_strict(
+def test_unenforceable_keywords_are_ignored_unless_strict(
     vocabulary: Vocabulary, compiler: Compiler, extra: dict[str, Any], strict: bool | None
 ) -> None:
     ids = encoded(vocabulary[0], json.dumps(RIGHT, ensure_ascii=False))
@@ -215,7 +215,7 @@ def test_text_has_no_rule() -> None:
     assert rule_of({"type": "text"}) is None
 
 
-def test_a_schema_that_is_not_json_is_told() -> None:
+def test_a_schema_that_is_not_json_is_an_error() -> None:
     with pytest.raises(ValueError, match="not JSON"):
         grammar({"maximum": float("nan")})
 

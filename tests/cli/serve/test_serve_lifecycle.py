@@ -77,7 +77,7 @@ def reply(connection: socket.socket) -> bytes:
 # ------------------------------------------------------------------------------------------------ limits
 
 
-def test_where_there_is_no_room_a_client_is_told_to_come_again(server: Server) -> None:
+def test_a_full_queue_answers_503_with_retry_after(server: Server) -> None:
     def post(prompt: Any, **more: Any) -> httpx.Response:
         return server.post("/completions", {"prompt": prompt, "max_tokens": 1, **more})
 
@@ -146,7 +146,7 @@ def test_a_body_that_is_too_large_is_refused(server: Server, size: int) -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST /completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"])
-def test_what_is_no_http_is_told_as_all_errors_are(server: Server, begun: bytes) -> None:
+def test_malformed_http_is_an_error_in_the_usual_form(server: Server, begun: bytes) -> None:
     told = reply(server.send(begun + b"no such thing\r\n\r\n"))
     assert told.startswith(b"HTTP/1.1 400 ")
     assert told.endswith(b'"type":"invalid_request_error","param":null,"code":"invalid_http"}}')
@@ -278,7 +278,7 @@ def test_without_a_restart_the_first_death_is_the_end(start: Start) -> None:
     assert said.endswith("fgserve: error: the engine of fastgen-tiny failed with RuntimeError: bad luck\n")
 
 
-def test_what_can_not_start_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_start_reports_its_reason(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(processes, "spawn", serve_stub.spawn)
     assert main(["a-broken-one", "--port", "0"]) == 1
     assert capsys.readouterr().err.endswith("fgserve: error: a-broken-one is broken; mend it\n")
@@ -290,7 +290,7 @@ def test_what_can_not_start_says_why(monkeypatch: pytest.MonkeyPatch, capsys: py
 # ------------------------------------------------------------------------------------------------ signals
 
 
-def test_a_sigterm_lets_requests_finish_or_tells_them(start: Start) -> None:
+def test_a_sigterm_lets_requests_finish_or_fail_with_an_error(start: Start) -> None:
     server = start("--shutdown-timeout=1").await_ready()
     engines, client = server.engines(), server.client()
     with client.completions.create(stream=True, **LONG) as long:

@@ -180,7 +180,7 @@ def test_messages_of_every_kind(asker: Asker, gen: Generator) -> None:
     assert told["tokens"] == answer.prompts[0]
 
 
-def test_a_chat_template_is_told_what_to_write(asker: Asker, gen: Generator) -> None:
+def test_chat_templates_take_variables(asker: Asker, gen: Generator) -> None:
     assert gen.tokenizer is not None
     whole = gen.tokenizer.encode_chat(CHAT)
     asked: dict[str, Any] = {"messages": CHAT, "max_completion_tokens": 5, "temperature": 0}
@@ -459,7 +459,7 @@ def test_wrong_tools_are_named(asker: Asker) -> None:
 
 
 @ENDPOINTS
-def test_what_the_client_can_send_is_taken_or_named(asker: Asker, endpoint: str) -> None:
+def test_each_argument_of_the_client_is_accepted_or_named(asker: Asker, endpoint: str) -> None:
     kind: type[BaseModel] = ChatRequest if endpoint == "chat" else CompletionRequest
     prompt = PROMPTS[endpoint]
     create = endpoint_of(asker.client, prompt).create

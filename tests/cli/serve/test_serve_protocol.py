@@ -88,7 +88,7 @@ def test_a_field_of_openai_is_taken_or_named(kind: Any, documented: Any) -> None
 
 
 @KINDS
-def test_null_is_what_is_left_out(kind: Any) -> None:
+def test_null_means_left_out(kind: Any) -> None:
     optional = {name: None for name in kind.model_fields if name not in NEEDED[kind]}
     assert read(kind, **optional) == read(kind)
     for name in NEEDED[kind]:
@@ -168,7 +168,7 @@ def test_each_value_of_a_field_is_taken_or_the_field_is_named(kind: Any) -> None
         (DetokenizeRequest, "tokens", ["a"], "tokens[0]"),
     ],
 )
-def test_the_place_of_an_error_is_told(kind: Any, field: str, value: Any, param: str) -> None:
+def test_an_error_names_its_place(kind: Any, field: str, value: Any, param: str) -> None:
     error = error_of(kind, **{field: value})
     assert error.param == param
     assert param in error.message
@@ -184,7 +184,7 @@ def test_two_limits_that_differ_are_an_error() -> None:
     [b"", b"{", b"[]", b"5", b"null", b"\xff", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 10**6,
      b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}"],
 )  # fmt: skip
-def test_what_is_no_request_is_an_error(body: bytes) -> None:
+def test_a_malformed_body_is_an_error(body: bytes) -> None:
     with pytest.raises(ApiError) as raised:
         read_request(CompletionRequest, body)
     assert raised.value.status == 400
@@ -212,7 +212,7 @@ def test_sampling_fields_reach_the_engine(kind: Any) -> None:
     assert params.logit_bias == {17: -2.5}
 
 
-def test_what_is_left_out_is_the_default() -> None:
+def test_a_missing_field_means_the_default() -> None:
     assert params_of(ChatRequest) == SamplingParams()
     assert params_of(CompletionRequest) == SamplingParams(max_tokens=16), "as OpenAI has it"
     own = SamplingParams(temperature=0.2, top_p=0.8, top_k=3)

@@ -235,7 +235,7 @@ def test_usage_comes_last_and_in_every_chunk_where_it_is_asked_for(gen: Generato
     assert last["usage"]["completion_tokens"] == usage["completion_tokens"]
 
 
-def test_cached_tokens_of_the_prompt_are_told(tiny: Generator) -> None:
+def test_cached_tokens_of_the_prompt_are_reported(tiny: Generator) -> None:
     content = "once upon a time " * 10
     for expected in (False, True):
         chat = Chat(tiny, messages=[{"role": "user", "content": content}])
@@ -464,7 +464,7 @@ def test_chunks_of_completions_carry_usage_as_asked(gen: Generator) -> None:
     assert last["usage"]["completion_tokens"] == counts[-1] == text.whole()["usage"]["completion_tokens"]
 
 
-def test_what_json_can_not_hold_is_not_said(tiny: Generator) -> None:
+def test_values_that_json_lacks_are_replaced(tiny: Generator) -> None:
     """A logprob may be minus infinity; of tokens with equal names, the best counts."""
     request = CompletionRequest(prompt="a", logprobs=3)
     assert tiny.tokenizer is not None

@@ -138,7 +138,7 @@ def random_answer(name: str, rng: random.Random) -> tuple[str, str, list[tuple[s
 
 
 @pytest.mark.parametrize("name", SYNTAXES)
-def test_calls_and_content_are_read_from_any_pieces(name: str) -> None:
+def test_calls_and_content_are_parsed_from_any_pieces(name: str) -> None:
     rng = random.Random(name)
     for _ in range(40):
         text, content, calls = random_answer(name, rng)
@@ -149,7 +149,7 @@ def test_calls_and_content_are_read_from_any_pieces(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SYNTAXES)
-def test_broken_answers_are_read_the_same_from_any_pieces(name: str) -> None:
+def test_broken_answers_are_parsed_the_same_from_any_pieces(name: str) -> None:
     rng = random.Random(name)
     kept = 0
     for _ in range(120):
@@ -189,7 +189,7 @@ def test_broken_answers_are_read_the_same_from_any_pieces(name: str) -> None:
         (LLAMA, '{"answer": 5}'),
     ],
 )
-def test_what_is_no_call_is_content(syntax: Syntax, text: str) -> None:
+def test_text_without_a_call_is_content(syntax: Syntax, text: str) -> None:
     assert same(syntax, text, random.Random(0)) == (text, [])
 
 
@@ -244,7 +244,7 @@ def test_ids_are_what_mistral_takes() -> None:
     assert all(len(id) == 9 and id.isalnum() and id.isascii() for id in ids)
 
 
-def test_no_more_is_held_back_than_may_become_a_call() -> None:
+def test_only_text_that_may_become_a_call_is_held() -> None:
     """The work for a piece of text must not grow with the answer."""
     parser = ToolParser(LLAMA, NAMES)
     parser.push('{"name": "get", "parameters": {"a": "')
@@ -381,7 +381,7 @@ def test_an_answer_with_a_grammar_may_be_a_call(model: Model) -> None:
         assert calling.grammar() is None
 
 
-def test_a_bad_schema_of_a_function_is_told(model: Model) -> None:
+def test_a_bad_schema_of_a_function_is_an_error(model: Model) -> None:
     _, tokenizer, compiler, _ = model
     parameters = {"type": "object", "properties": {"a": {"type": "objekt"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
@@ -432,7 +432,7 @@ def rendered(tokenizer: Tokenizer, calling: Calling, messages: list[dict[str, An
     return str(tokenizer.hf.apply_chat_template(told, tools=calling.template_tools, tokenize=False))
 
 
-def test_the_template_tells_the_syntax(model: Model, talker: Path) -> None:
+def test_the_template_reveals_the_syntax(model: Model, talker: Path) -> None:
     assert find_syntax(model[1]) is SYNTAXES[model[0]]
     assert find_syntax(Tokenizer(talker)) is None
 
@@ -463,7 +463,7 @@ def test_messages_as_templates_know_them(model: Model) -> None:
     ]  # fmt: skip
 
 
-def test_templates_are_given_tools_calls_and_results(model: Model) -> None:
+def test_templates_get_tools_calls_and_results(model: Model) -> None:
     name, tokenizer, _, _ = model
     text = rendered(tokenizer, calling_of(tokenizer, TOOLS), CONVERSATION)
     assert "It rains." in text
@@ -477,7 +477,7 @@ def test_templates_are_given_tools_calls_and_results(model: Model) -> None:
         assert f'"id": "{given}"' in text, "both have got the same id"
 
 
-def test_what_the_template_has_written_is_read_again(model: Model) -> None:
+def test_a_call_written_by_a_template_is_parsed(model: Model) -> None:
     name, tokenizer, _, _ = model
     text = rendered(tokenizer, Calling(tokenizer, []), CONVERSATION[1:2])
     _, ((_, function, arguments),) = parse(SYNTAXES[name], [text.partition("assistant")[2][1:]])
@@ -492,13 +492,13 @@ def test_without_a_choice_the_template_has_no_tools(model: Model) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "reason"), [("{", "not JSON"), ("[1]", "must be a JSON object")])
-def test_wrong_arguments_of_an_earlier_call_are_told(model: Model, arguments: str, reason: str) -> None:
+def test_wrong_arguments_of_an_earlier_call_are_an_error(model: Model, arguments: str, reason: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "get", "arguments": arguments}}
     with pytest.raises(ValueError, match=f"call of get .*{reason}|call of get {reason}"):
         Calling(model[1], []).template_messages(read([{"role": "assistant", "tool_calls": [call]}]))
 
 
-def test_a_model_that_knows_no_tools_says_so(talker: Path) -> None:
+def test_a_model_without_tools_refuses_them(talker: Path) -> None:
     tokenizer = Tokenizer(talker)
     with pytest.raises(ValueError, match="tools are not supported"):
         calling_of(tokenizer, TOOLS)
