@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import RESULTS, processor
+from bench import processor
 from tqdm import tqdm
 
 from fastgen import Generator, SamplingParams
@@ -34,6 +34,7 @@ from fastgen.cli.gen.rows import read_rows
 from fastgen.cli.gen.work import RowJob, seed_of, work
 
 SEED = 0
+RESULTS = Path(__file__).parent.parent / "results"
 
 
 def prompts(count: int) -> list[str]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench import RESULTS, processor
+from bench import processor
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.config import EngineConfig
@@ -34,6 +34,7 @@ from fastgen.request import Batch, Request, StepResult
 
 LANES = (1, 64, 256, 1024)
 PAGE_SIZE = 64
+RESULTS = Path(__file__).parent.parent / "results"
 SHORT, LONG = 100, 30_000  # tokens of prompt
 
 
