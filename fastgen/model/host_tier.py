@@ -1,16 +1,19 @@
-"""The host tier: pages of the KV pool that go next or have gone, kept in pinned memory until a prompt wants them.
+"""The host tier: evicted pages of the KV pool, kept in pinned memory until a prompt needs them again.
 
-Copies run on two streams of their own, one a direction, since the bus carries both at once: beside each other, beside
-the step before, which is still running, and beside the layers of their own step that do not need them yet. A page goes
-through staging memory on the GPU, so that what crosses the bus is one contiguous piece: whole for a save, a group of
-layers at a time for a load.
+Copies run on two streams, one for each direction of the bus. They overlap with each other, with the step before, which
+is still running, and with the layers of their own step that do not need them yet. A page goes through staging memory on
+the GPU, so that contiguous memory crosses the bus: a whole page for a save, a group of layers at a time for a load.
 
-What keeps the streams apart. A page that is given out, or evicted, is held by no sequence of a step in flight, and what
-it holds was computed by steps that the host has collected: so a copy has no step to wait for. What a save comes with,
-the step and its loads, may write to the page at once: they wait until it is in staging memory. The step that a load
-comes with waits for each group of layers before it computes the first of them. A load waits for the save that filled
-its slot, and a save for all loads before it, whose slots it may be given. After an exception in a step, the steps in
-flight are not collected: the device must be idle before pages are given out again (`Runner.settle`).
+Ordering of the streams:
+- A copy waits for no earlier step. No sequence of a step in flight holds a page that is evicted or newly allocated, and
+  its contents were computed by steps that the host has collected.
+- The step and the loads of the same batch as a save may overwrite its pages, so they wait until the pages are in
+staging
+  memory.
+- The step of a load waits for each group of layers before it computes the first layer of the group. - A load waits for
+the save that filled its slot. A save waits for all loads before it, because it may reuse their slots. - After an
+exception in a step, steps in flight are not collected, so the device must be idle before pages are allocated
+  again (`Runner.settle`).
 
 On the CPU the same code runs without streams.
 """
@@ -18,7 +21,6 @@ On the CPU the same code runs without streams.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,23 +28,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.device.pinned import Pinned, upload
+from fastgen.device.pinned import Pinned, on_stream, upload
 from fastgen.kernels.state import copy_pages
 from fastgen.model.kv_pool import KVPool
 
 STAGING_BYTES = 1 << 28
 STAGING_PAGES = 64  # at most
-GROUPS = 4  # of layers; more arrive earlier, and take more of the host's time, which is a copy a page and group
+GROUPS = 4  # of layers; more groups arrive earlier, and cost the host more time: one copy for each page and group
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """The loads of a step on their way. events: by the first layer of each group; none where all is there."""
+    """The loads of a step. events: by the first layer of each group; empty on the CPU, where loads are complete."""
 
     events: dict[int, torch.cuda.Event]
 
     def wait(self, layer: int) -> None:
-        """Let what is launched from now on, on the current stream, wait until this layer's pages are in the pool."""
+        """Make work launched from now on, on the current stream, wait until this layer's pages are in the pool."""
         event = self.events.get(layer)
         if event is not None:
             event.wait()
@@ -50,10 +52,10 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class _Group:
-    """Layers first, first + 1, ... of the pool, of the staging memory and of the slots.
+    """A group of layers from `first` on: views of the pool, of the staging memory and of the slots.
 
-    pool, staging: [2, layers, pages, E]; entries: of the staging memory, [layers, 2, E] each; slots: [slots, layers, 2,
-    E].
+    pool, staging: [2, layers, pages, E]; entries: the pages of the staging memory, [layers, 2, E] each; slots: [slots,
+    layers, 2, E]; arrived: recorded when a load of the group is complete.
     """
 
     first: int
@@ -65,12 +67,11 @@ class _Group:
 
 
 class HostTier:
-    """`num_slots` slots of pinned host memory, of a page each: [slots, layers, 2, E], E = K x P x D, of which a group
-    of layers is one contiguous piece. Which slot holds what is for the scheduler to know.
+    """Slots of pinned host memory, each for one page. The scheduler knows which page each slot holds.
 
-    staging: pages of staging memory in each direction; None: as many as STAGING_BYTES holds, up to STAGING_PAGES.
-    Raises ValueError where the host's memory does not suffice.
-    """
+    slots: [num_slots, layers, 2, E], E = K x P x D, so that a group of layers of a slot is contiguous. staging: pages
+    of staging memory for each direction; None: as many as STAGING_BYTES holds, at most STAGING_PAGES. Raises ValueError
+    if the host has too little memory."""
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
     def __init__(self, pool: KVPool, num_slots: int, staging: int | None = None) -> None:
@@ -86,10 +87,10 @@ class HostTier:
         self._out: torch.cuda.Stream | None = None
         self._in: torch.cuda.Stream | None = None
         self._gathered, self._loaded = self._event(), self._event()
-        self._saved: dict[int, torch.cuda.Event] = {}  # by slot: the save that filled it
+        self._saved: dict[int, torch.cuda.Event] = {}  # by slot: the end of the save that filled it
         self._pinned = Pinned(num_slots * page_bytes, self.device, "the host tier", "lower host_cache_gb")
         if self.device.type == "cuda":
-            # Their few kernels come first, or they would wait until the products of a step leave room.
+            # A high priority: their few kernels would otherwise wait until the products of a step leave room.
             self._out, self._in = (torch.cuda.Stream(self.device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
             for stream in (self._out, self._in):
                 stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -109,9 +110,9 @@ class HostTier:
         ]
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages to slots (page, slot). What is launched next on the current stream may overwrite the pages."""
+        """Copy pages to slots, pairs (page, slot). Work launched next on the current stream may overwrite the pages."""
         entries = list(self._leaving.unbind())
-        with self._beside(self._out):
+        with on_stream(self._out):
             if self._loaded is not None:
                 self._loaded.wait()
             pages = upload(np.array([page for page, _ in pairs], dtype=np.int64), self.device)
@@ -132,8 +133,8 @@ class HostTier:
             self._gathered.wait(self._in)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> Arrivals:
-        """Copy slots to pages (slot, page). A layer may read and write the pages when it has waited for the arrival."""
-        with self._beside(self._in):
+        """Copy slots to pages, pairs (slot, page). A layer may use the pages after it has waited for the Arrivals."""
+        with on_stream(self._in):
             for saved in {self._saved.pop(slot) for slot, _ in pairs if slot in self._saved}:
                 saved.wait()
             pages = upload(np.array([page for _, page in pairs], dtype=np.int64), self.device)
@@ -150,11 +151,7 @@ class HostTier:
                 self._loaded.record()
         return Arrivals({group.first: group.arrived for group in self._groups if group.arrived is not None})
 
-    @staticmethod
-    def _beside(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """What is launched within goes to this stream."""
-        return torch.cuda.stream(stream) if stream is not None else nullcontext()
-
     def _event(self) -> torch.cuda.Event | None:
-        """Recorded anew for each step: who waits for it is told to before that."""
+        """Return an event, None on the CPU. It is recorded anew in each step, after all waits for the last
+        recording."""
         return torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -1,13 +1,13 @@
-"""From logits to tokens: penalties, bias, masks, truncation, seeded draws and logprobs, all on the device.
+"""The sampler: penalties, bias, masks, truncation, seeded draws and logprobs, all on the device.
 
-A token is drawn by the Gumbel-max trick: of the tokens that truncation keeps, the token with the largest
-logit / temperature + noise is drawn. The noise is a function of (seed, sample index, position, token id), see
-fastgen.kernels.sampler_rows. So a draw is a function of these and of the row's logits. Neither the batch nor a
-`SamplePlan`, which only leaves out steps that would change no row, changes a bit of it: a maximum is the same in any
-order, and a row is never summed in an order that other rows could change.
+A token is drawn by the Gumbel-max trick: among the tokens that truncation keeps, it is the token with the largest
+logit / temperature + noise. The noise is a function of (seed, sample index, position, token id), see
+fastgen.kernels.sampler_rows. So a draw is a function of these and of the row's logits. The other rows of the batch
+do not change a bit of it, since a maximum is the same in any order, and sums over a row have an order of their own. A
+`SamplePlan` does not either, since it leaves out only operations that would change no row.
 
 A logit and its token id make one integer, the rank key, larger for a larger logit and, among equals, for the lower id.
-So "the k likeliest" is always exactly k tokens, and top_k=1 draws the greedy token.
+So "the k most likely tokens" are always exactly k, and top_k=1 draws the greedy token.
 
 On a GPU the kernels of fastgen.kernels.sampling do this; the torch code below is their twin.
 
@@ -34,17 +34,17 @@ from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
 
 REACH = 30.5  # top-k and top-p cut tokens less likely than the likeliest by more than exp(REACH)
 MAX_VOCAB = 2**18  # a rank key has 18 bits for the token id
-NO_TOKEN = -1  # drawn where nothing may be: the mask or -inf forbids all, or a logit is NaN or +inf
-LARGE = 1e30  # parameters are held to +-LARGE and the temperature to 1 / LARGE, so that float32 arithmetic stays finite
+NO_TOKEN = -1  # result where no token can be drawn: the mask or -inf forbids all, or a logit is NaN or +inf
+LARGE = 1e30  # bound of parameters, and 1 / LARGE that of the temperature, so that float32 arithmetic stays finite
 
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """What the rows of a batch need, known on the host; a False leaves out a step that would change no row.
+    """The operations that the rows of a batch need, known on the host. False leaves an operation out.
 
-    greedy, draws: some row takes the likeliest token, some row draws one. top_k_or_p, min_p: some drawing row has
-    them. widest: how many of the likeliest tokens top-k and top-p must order, 0 for all. top_logprobs: raw
-    alternatives, the most that a row asks for. keep_mask: some row asks which tokens truncation kept.
+    greedy: some row takes the most likely token; draws: some row draws one. top_k_or_p, min_p: some drawing row has
+    them. widest: the number of most likely tokens that top-k and top-p must sort, 0 for all. top_logprobs: the largest
+    number of raw alternatives that a row asks for. keep_mask: some row asks for the tokens that truncation kept.
     """
 
     greedy: bool = True
@@ -60,7 +60,7 @@ class SamplePlan:
 
     @staticmethod
     def of(rows: Iterable[SamplingParams] | np.ndarray) -> SamplePlan:
-        """The least plan for rows with these parameters, or with these plan_flags (int64 [R])."""
+        """Return the smallest plan for rows with these parameters, or with these `plan_flags`, int64 [R]."""
         flags = rows if isinstance(rows, np.ndarray) else np.array([plan_flags(p) for p in rows], dtype=np.int64)
         if not len(flags):
             return _plan(0, 0, 0)
@@ -71,18 +71,18 @@ class SamplePlan:
 
     @property
     def edits(self) -> bool:
-        """Whether logits are edited before the draw, masks aside."""
+        """Logits are edited before the draw (not counting masks)."""
         return self.penalties or self.bias or self.min_tokens
 
 
 _NEEDS = ("greedy", "draws", "penalties", "bias", "min_tokens", "top_k_or_p", "min_p", "keep_mask")
-"""Of SamplePlan: a bit each."""
+"""Fields of SamplePlan with a bit each in `plan_flags`, from bit 0 on."""
 
 _TOP_P_ALONE = 1 << len(_NEEDS)
 
 
 def plan_flags(params: SamplingParams) -> int:
-    """What SamplePlan.of has to know of a row, below 2**63: nine bits, then logprobs (5 bits), then top_k."""
+    """Return a row's needs for SamplePlan.of as one integer below 2**63: nine bits, then logprobs (5 bits), top_k."""
     drawing = params.temperature > 0
     ordered = drawing and (params.top_k > 0 or params.top_p < 1)
     needs = {
@@ -108,15 +108,14 @@ def _plan(flags: int, top_logprobs: int, widest: int) -> SamplePlan:
 
 @dataclass(slots=True)
 class SampleOutput:
-    """What R rows drew; all on the device.
+    """The draws of R rows; tensors on the device.
 
-    packed: [4, R] int32, so that one copy brings it to the host: the tokens, NO_TOKEN where nothing could be drawn;
-    then, as the bits of float32, the logprobs, of the distribution drawn from, 0 for a greedy row, NaN at NO_TOKEN;
-    then the untruncated logprobs, the same but for top-k, top-p and min-p; then the raw logprobs, log-softmax of the
-    untouched logits, which mean nothing at NO_TOKEN.
-    top_ids, top_logprobs: [R, k] int64 and float32, the raw alternatives, best first, equals by id; None for k = 0.
-    kept: [R, V] bool, the tokens that could be drawn (a greedy row's one); None unless a row asked for it.
-    """
+    packed: int32 [4, R], one tensor so that one copy brings it to the host. Its rows are the tokens, NO_TOKEN where
+    none could be drawn; then, as the bits of float32, the logprobs under the distribution drawn from (0 for a greedy
+    row, NaN at NO_TOKEN); the untruncated logprobs, which leave out top-k, top-p and min-p; and the raw logprobs, the
+    log-softmax of the untouched logits (undefined at NO_TOKEN). top_ids, top_logprobs: int64 and float32 [R, k], the
+    raw alternatives, best first, equal ones by id; None for k = 0. kept: bool [R, V], the tokens that could be drawn
+    (one for a greedy row); None unless a row asked for it."""
 
     packed: Tensor
     top_ids: Tensor | None = None
@@ -159,21 +158,20 @@ class _Rows(NamedTuple):
     min_tokens: Tensor
     top_k: Tensor  # V where there is none
     penalized: Tensor
-    biases: Tensor  # so many in the token table, and so many stop ids behind them
+    biases: Tensor  # pairs in the token table; the stop ids come behind them
     stops: Tensor
 
 
 class LaneState:
-    """What the sampler keeps of S lanes on the device.
+    """The sampling state of S lanes on the device.
 
-    `last_token` [S] int64 is what a lane drew last (0 for NO_TOKEN, so that it can always be embedded). `table` [S, 14]
-    int64 are the parameters: the integers of _Rows from seed on, then the bits of its floats, as float64. `token_ids`
-    and `addends` [S, MAX_BIASES] are (token, addend) pairs, a lane's biases and then its stop ids; `widest`: the most
-    that a lane has had. Penalty counts take 5 bytes a lane and token of the vocabulary; they are allocated at once on a
-    GPU, whose memory is shared out at the start, else when the first penalized lane starts. A lane's own are rebuilt
-    from its tokens at each start. draws: whether tokens are drawn here; a rank that is told what others drew keeps
-    only `last_token` up to date.
-    """
+    last_token: int64 [S], each lane's last token (0 for NO_TOKEN, so that it can always be embedded). table: int64 [S,
+    14], the parameters: the integers of _Rows from seed on, then the bits of its floats as float64. token_ids, addends:
+    int64 and float32 [S, MAX_BIASES], (token, addend) pairs, a lane's biases and then its stop ids. widest: the most
+    pairs that a lane has had. counts, in_prompt: see below; they take 5 bytes a lane and token of the vocabulary. A
+    GPU's memory is divided at the start, so they are allocated then; on the CPU when the first penalized lane starts. A
+    lane's counts are rebuilt from its tokens at each start. draws: this rank draws; other ranks receive the tokens, and
+    keep only `last_token` up to date."""
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
     def __init__(self, max_seqs: int, vocab_size: int, device: torch.device, draws: bool = True) -> None:
@@ -200,18 +198,18 @@ class LaneState:
         self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.last_token.device)
 
     def workspace(self, rows: int) -> sampling.Scratch:
-        """What the kernels need beside the lanes, for at least so many rows; the same until more are wanted."""
+        """Return scratch memory of the kernels for at least `rows` rows; the same memory until more rows need it."""
         if self._workspace is None or self._workspace.rows < rows:
             self._workspace = sampling.Scratch.make(rows, self.vocab_size, self.last_token.device)
         return self._workspace
 
     @torch.inference_mode(False)
     def start(self, starts: Sequence[LaneStart]) -> None:
-        """Rewrite the rows of these lanes, each named once."""
+        """Write the parameters of lanes that start; each lane is named once."""
         if not starts:
             return
         device = self.last_token.device
-        shared: dict[int, tuple[list[int], list[int]]] = {}  # of parameters, which many lanes have in common
+        shared: dict[int, tuple[list[int], list[int]]] = {}  # by parameters, which many lanes have in common
         rows = []
         for s in starts:
             if id(s.params) not in shared:
@@ -233,8 +231,10 @@ class LaneState:
         return [params.min_tokens, top_k, int(params.penalized), len(params.logit_bias or ())]
 
     def _write_pairs(self, starts: Sequence[LaneStart]) -> None:
-        """Put the biases and stop ids of these lanes into the token table; what was there stays behind them."""
-        alike: dict[tuple[int, frozenset[int]], list[LaneStart]] = {}  # so that n samples of a long list cost one
+        """Write the biases and stop ids of these lanes into the token table. Old pairs behind them stay, unused."""
+        alike: dict[
+            tuple[int, frozenset[int]], list[LaneStart]
+        ] = {}  # n samples with one long list are written at once
         for s in starts:
             alike.setdefault((id(s.params), s.stop_ids), []).append(s)
         for together in alike.values():
@@ -250,7 +250,7 @@ class LaneState:
                 self.widest = max(self.widest, count)
 
     def _count(self, starts: Sequence[LaneStart]) -> None:
-        """Count the tokens of these lanes from nothing."""
+        """Rebuild the penalty counts of these lanes from their tokens."""
         device = self.last_token.device
         if self.counts is None or self.in_prompt is None:
             self.allocate_counts()
@@ -268,14 +268,14 @@ class LaneState:
         self.counts.view(-1).index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
 
     def rows(self, lanes: Tensor) -> _Rows:
-        """The parameters of lanes [R]."""
+        """Return the parameters of lanes [R]."""
         entries = self.table[lanes]
         integers, floats = entries[:, :8], entries[:, 8:].view(torch.float64)
         float32s = floats[:, :5].float()
         return _Rows._make([*float32s[..., None].unbind(1), floats[:, 5:], *integers[..., None].unbind(1)])
 
     def drew(self, lanes: Tensor, tokens: Tensor, penalized: Tensor | None) -> None:
-        """Note tokens [R] as what lanes [R] drew last; count those of penalized rows [R] (1 or 0)."""
+        """Store tokens [R] as the last tokens of lanes [R], and count those of penalized rows (int [R], 1 or 0)."""
         tokens = tokens.clamp(min=0)
         self.last_token[lanes] = tokens
         if penalized is not None and self.counts is not None:
@@ -285,12 +285,12 @@ class LaneState:
 def sample(
     state: LaneState, lanes: Tensor, positions: Tensor, logits: Tensor, plan: SamplePlan, mask: Tensor | None = None
 ) -> SampleOutput:
-    """Draw the next token of each row, and note it in `state`.
+    """Draw the next token of each row, and store it in `state`.
 
-    lanes: [R] int64, none twice but for one that is not penalized and whose draws nobody reads. positions: [R] int64,
-    where in prompt and answer (from 0) the drawn token will stand. logits: [R, V], left as they are. mask:
-    [R, ceil(V / 32)] int32, bit i of word w is token 32 w + i, a set bit allows it. The order is that of
-    SamplingParams: penalties, bias, min_tokens, mask, temperature, top-k, top-p, min-p.
+    lanes: int64 [R]; a lane is named twice only if it is padding. positions: int64 [R], the position (from 0) of the
+    drawn token in prompt and answer. logits: [R, V], not changed. mask: int32 [R, ceil(V / 32)]; bit i of word w is
+    token 32 w + i, and a set bit allows it. The order is that of SamplingParams: penalties, bias, min_tokens, mask,
+    temperature, top-k, top-p, min-p.
     """
     output: SampleOutput = draw(logits.contiguous(), state, lanes, positions, plan, mask)
     return output
@@ -344,8 +344,11 @@ draw = Kernel(_launch_draw, _draw_twin)
 def score(
     logits: Tensor, targets: Tensor, temperatures: Tensor | None = None, top: int = 0
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Logprobs [R] float32 of targets [R] int64 under logits [R, V] / temperatures [R] float32 (all above 0; None: 1),
-    and `top` raw alternatives (not divided) as ids and logprobs [R, top], or None for 0."""
+    """Return the logprobs, float32 [R], of targets, int64 [R], under logits [R, V] / temperatures, and alternatives.
+
+    temperatures: float32 [R], above 0; None stands for 1. The alternatives are the `top` tokens with the largest raw
+    logprobs (temperature 1), as ids and logprobs [R, top]; None for top = 0.
+    """
     logits = logits.contiguous()
     logprobs, totals = scoring.score(logits, targets, temperatures)
     if not top:
@@ -362,7 +365,7 @@ def _edit(
     plan: SamplePlan,
     mask: Tensor | None,
 ) -> Tensor:
-    """Logits [R, V] after penalties, bias, min_tokens and mask; the argument itself where there are none."""
+    """Return logits [R, V] after penalties, bias, min_tokens and mask; the argument itself if there are none."""
     if plan.penalties and state.counts is not None and state.in_prompt is not None:
         counts, in_prompt = state.counts[lanes], state.in_prompt[lanes]
         answered = counts > 0
@@ -385,8 +388,11 @@ def _edit(
 def _draw(
     edited: Tensor, best: Tensor, rows: _Rows, positions: Tensor, plan: SamplePlan
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw from edited logits [R, V] with maxima best [R, 1]: tokens [R, 1], logprobs and untruncated logprobs [R, 2],
-    and the tokens that truncation kept [R, V] (None: all). A greedy row gets its likeliest token."""
+    """Draw from edited logits [R, V] with maxima best [R, 1]; a greedy row gets its most likely token.
+
+    Returns tokens [R, 1], logprobs and untruncated logprobs [R, 2], and the tokens that truncation kept, bool [R, V]
+    (None: all).
+    """
     greedy = rows.temperature == 0
     scores = (edited - best).div_(rows.temperature.masked_fill(greedy, 1.0))
     untruncated = logprobs = scores.log_softmax(1)
@@ -402,8 +408,10 @@ def _draw(
 
 
 def _truncate(edited: Tensor, best: Tensor, rows: _Rows, plan: SamplePlan) -> Tensor | None:
-    """Return the tokens that truncation keeps of edited logits [R, V] with maxima best [R, 1]: bool [R, V], or None for
-    all. It always keeps the likeliest token."""
+    """Return the tokens that truncation keeps of edited logits [R, V] with maxima best [R, 1]: bool [R, V]; None: all.
+
+    It always keeps the most likely token.
+    """
     kept = None
     temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
     if plan.top_k_or_p:
@@ -424,7 +432,7 @@ def _likeliest(edited: Tensor, best: Tensor, rows: _Rows, temperature: Tensor, w
     count = rows.top_k.clamp(max=width)
     within = torch.arange(width, device=keys.device) < count
     held = ((likeliest - best) / temperature).exp().double().mul_(within).cumsum_(1)
-    short = (held < held[:, -1:] * rows.top_p).sum(1, keepdim=True)  # so many hold less than top_p together
+    short = (held < held[:, -1:] * rows.top_p).sum(1, keepdim=True)  # this many tokens hold less than top_p together
     count = torch.where(rows.top_p < 1, torch.minimum(short + 1, count), count)
     everything = (rows.top_k >= vocab) & (rows.top_p >= 1)  # its count is wrong where width < vocab
     cut = (keys >= ranked.gather(1, count - 1)).logical_and_(edited >= best - REACH * temperature)
@@ -438,7 +446,7 @@ def _kept(kept: Tensor, rows: _Rows, tokens: Tensor) -> Tensor:
 
 
 def _float_bits(params: SamplingParams) -> list[int]:
-    """A lane's floats in the order of _Rows, as the bits of float64."""
+    """Return a lane's floats in the order of _Rows, as the bits of float64."""
     temperature = max(params.temperature, 1 / LARGE) if params.temperature else 0.0
     repetition = max(params.repetition_penalty, 1 / LARGE)
     bounded = map(_bounded, (temperature, params.min_p, repetition, params.presence_penalty, params.frequency_penalty))

@@ -1,4 +1,4 @@
-"""Attention in Triton kernels that read the paged pool as it is, for decodes and for prefills."""
+"""Attention of decodes and prefills by fastgen's kernels, which read the paged KV pool in place."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.shared import SharedTiles, roots, saved_keys, shared_ranges, shared_tiles
 from fastgen.model.kv_pool import KVPool
 
-INVARIANT_SLOTS = 8192  # partial results of a decode step whose splits are fixed: where it has more, it has none
-PREFILL_SLOTS = 2048  # partial results, of a query token each, that there is room for at least
-SHARING_PAYS = 16e6  # bytes of a layer's keys and values that are not read again
-FILLS = 0.5  # of the programs that a chip holds, tiles of shared keys that are not split
-DEPTH = 64  # partials of a row, at most, where few rows share
+INVARIANT_SLOTS = 8192  # partial results of a deterministic decode step; a step that would need more does not split
+PREFILL_SLOTS = 2048  # least number of partial results, of one query token each
+SHARING_PAYS = 16e6  # from so many bytes of a layer's keys and values on that are not read again
+FILLS = 0.5  # least number of unsplit tiles of shared keys, as a fraction of the programs that a chip holds
+DEPTH = 64  # most partial results of a row where few rows share
 
 
 @dataclass(frozen=True)
 class PagedPlan:
-    """work: for each window, the lists that a layer with it goes through, one launch each."""
+    """A plan. work: for each window, the lists of work tiles of a layer with that window, one launch for each list."""
 
     page_table: Tensor
     work: dict[int, list[kernel.TileList]]
 
 
 class PagedAttention:
-    """See fastgen.model.attention.interface.Attention. A plan holds until the next one with decodes is made, and
-    serves each layer once.
+    """Attention by fastgen's kernels (see Attention). A plan serves each layer once, and ends with the next plan that
+    has decodes.
 
-    num_heads: H; windows: of the layers, 0 for none; max_seqs, max_step_tokens: of a step, with padding; context: the
-    longest kv_len. deterministic: a query's answer is the same to the bit in whatever step.
-    All memory but that of answers and prefill lists is taken here, and graphs share it: `slots` partial
-    results of (H * (D + 1) + K) * 4 bytes, and 32 bytes a slot and distinct window. At H = 32, K = 8, D = 128 with 1024
-    sequences these are 9216 slots, 153 MB and 0.3 MB, however large the pool is.
+    num_heads: H; windows: of each layer, 0 for none; max_seqs, max_step_tokens: of a step, with padding; context: the
+    largest kv_len. deterministic: the bits of a query's result do not depend on the step.
+    The constructor allocates all memory except results and prefill lists, and CUDA graphs share it: `slots` partial
+    results of (H * (D + 1) + K) * 4 bytes, and 32 bytes for each slot and distinct window. With H = 32, K = 8, D = 128
+    and 1024 sequences these are 9216 slots, 153 MB and 0.3 MB, whatever the size of the pool.
     """
 
-    needs_clean_pages = False  # values that are not written yet are in no product
+    needs_clean_pages = False  # the kernels load no unwritten values
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
     def __init__(
@@ -118,7 +118,7 @@ class PagedAttention:
     def plan_decode(
         self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
     ) -> PagedPlan:
-        """The lists are made on the device, in the step's own graph; that of what is shared is there already."""
+        """Make the lists on the device, inside the step's graph; the list of shared keys is there already."""
         sequences = len(lanes)
         assert sequences <= self.max_seqs
         split, most = self._splits(sequences, shared)
@@ -139,8 +139,10 @@ class PagedAttention:
         return plan
 
     def _splits(self, sequences: int, shared: bool) -> tuple[int, int]:
-        """Keys of a decode's split, and the most splits that a sequence has before they get longer. (Where they are
-        fixed none has more: longer ones would have other bits.)"""
+        """Return the keys of one split of a decode, and the most splits of a sequence, above which splits get longer.
+
+        Deterministic splits do not get longer: they would have other bits.
+        """
         if not self._deterministic:
             return work_tiles.split_of(sequences, self.num_kv, self.chip), work_tiles.splits_of(sequences)
         config = self.configs[kernel.DECODE]
@@ -152,8 +154,7 @@ class PagedAttention:
         return work_tiles.WHOLE, 1
 
     def plan(self, layout: StepLayout) -> PagedPlan:
-        """Decodes are planned as in a step of their own; the lists of the prefills come from here, with their lanes and
-        lengths in one copy."""
+        """Plan decodes as `plan_decode` does; make the lists of prefills on the host, and send all in one copy."""
         query_lens, kv_lens, lanes = (x.numpy() for x in (layout.query_lens, layout.kv_lens, layout.lanes))
         first = np.cumsum(query_lens) - query_lens
         decodes, device = layout.decodes, layout.page_table.device
@@ -179,7 +180,7 @@ class PagedAttention:
         return plan
 
     def attend(self, plan: PagedPlan, layer: int, q: Tensor, window: int) -> Tensor:
-        q = q.contiguous()  # it is, but where a torch twin made it
+        q = q.contiguous()  # results of the kernels are contiguous, those of their torch twins may not be
         out = torch.empty_like(q)
         for tiles in plan.work[window]:
             launch: Callable[..., Any] = kernel.attention if tiles.kind == kernel.PLAIN else kernel.sharing
@@ -194,7 +195,7 @@ class PagedAttention:
 
 
 class _SharedTable:
-    """Where graphs find what the rows of a step share. All is in one tensor, which the host sends in one copy."""
+    """The shared keys of a step at fixed addresses, for CUDA graphs, in one tensor that the host sends in one copy."""
 
     def __init__(self, max_seqs: int, partials: int, windows: int, device: torch.device) -> None:
         sizes = [
@@ -208,13 +209,13 @@ class _SharedTable:
         self._empty = True
 
     def clear(self) -> None:
-        """Nothing is shared, also by rows shorter than those before."""
+        """Share nothing."""
         if not self._empty:
             self._whole.zero_()
             self._empty = True
 
     def write(self, found: SharedTiles) -> None:
-        """Does not wait for the device. Rows behind the last share nothing."""
+        """Send what rows share, without waiting for the device. Rows after the last one share nothing."""
         rows = self.rows
         listed = work_tiles.list_of(found.tiles)
         sizes = [len(rows.ends), len(rows.partials), len(rows.members), len(listed)]

@@ -1,8 +1,7 @@
-"""What the rows of a decode step share: ranges of keys in pages that several page tables name.
+"""The ranges of keys that rows of a decode step share, because several page tables name the same pages.
 
-Page tables share prefixes alone (see fastgen.engine.pages): where two name the same page in a slot, they name the same
-pages in all slots before it. So the ranges form trees: a system prompt, behind it few-shot prompts, behind each its
-samples.
+Page tables share prefixes alone (see fastgen.engine.pages): two tables with the same page in a slot have the same pages
+in all slots before it. So the ranges form trees: a system prompt, then few-shot prompts, then the samples of each.
 
 Shape letters: S rows of the step, P page size.
 """
@@ -24,8 +23,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Level:
-    """Ranges at one depth of the trees: pages first .. last - 1 of their tables are the same for `count` rows each, two
-    or more of a step. count, first, last: [n]; rows: [count.sum()], those of one range after the other."""
+    """The n ranges at one depth of the trees. In range i, slots first[i] .. last[i] - 1 hold the same pages for
+    count[i] rows, two or more.
+
+    count, first, last: int64 [n]; rows: int64 [count.sum()], the rows of one range after the other.
+    """
 
     rows: Ints
     count: Ints
@@ -34,14 +36,17 @@ class Level:
 
 
 def shared_ranges(tables: NDArray[np.int32], lanes: Ints, full: Ints) -> list[Level]:
-    """What rows share, from the roots of the trees on.
+    """Return the ranges that rows share, level by level from the roots of the trees.
 
-    tables: [all lanes, slots], page tables; lanes: [S], which of them each row has; full: [S], how many of its pages
-    are full.
+    tables: int32 [all lanes, slots], page tables; lanes: int64 [S], the table of each row; full: int64 [S], its number
+    of full pages.
     """
     found: list[Level] = []
     rows = np.arange(len(full))
-    group, slot = np.zeros_like(rows), np.zeros_like(rows)  # of each row: the range that it is in, and where it ends
+    group, slot = (
+        np.zeros_like(rows),
+        np.zeros_like(rows),
+    )  # of each row: its range in the last level, and where that ends
     while True:
         more = full[rows] > slot
         rows, group, slot = rows[more], group[more], slot[more]
@@ -61,15 +66,17 @@ def shared_ranges(tables: NDArray[np.int32], lanes: Ints, full: Ints) -> list[Le
 
 
 def _first_differences(tables: NDArray[np.int32], lanes: Ints, full: Ints, rows: Ints, others: Ints) -> Ints:
-    """The first slot in which each row's table differs from that of another row, or is not full."""
+    """Return the first slot in which each row's table differs from that of another row, or that is not full."""
     width = int(full[rows].max())
     same = tables[lanes[rows], :width] == tables[lanes[others], :width]
     return np.minimum(np.where(same.all(1), width, same.argmin(1)), full[rows])
 
 
 def roots(levels: list[Level], page_size: int, block: int) -> list[Level]:
-    """The first level alone, of ranges that end at multiples of `block` keys: what can be gone through from position 0
-    on in the order in which a row alone would."""
+    """Return the first level alone, with ranges that end at multiples of `block` keys.
+
+    A kernel goes through such a range, from position 0 on, in the order in which it would for one row alone.
+    """
     if not levels:
         return []
     root, step = levels[0], block // math.gcd(block, page_size)
@@ -80,7 +87,7 @@ def roots(levels: list[Level], page_size: int, block: int) -> list[Level]:
 
 
 def saved_keys(levels: list[Level], page_size: int) -> int:
-    """Keys that are not read because others have read them, in all rows together."""
+    """Return the number of keys, summed over the rows, that need not be read again."""
     return sum(int(((each.count - 1) * (each.last - each.first)).sum()) for each in levels) * page_size
 
 
