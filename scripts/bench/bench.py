@@ -31,6 +31,8 @@ from typing import Any
 
 import torch
 
+RESULTS = Path(__file__).parent.parent / "results"
+
 
 @dataclass(frozen=True)
 class Workload:

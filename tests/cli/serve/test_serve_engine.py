@@ -65,9 +65,15 @@ def client(shared: Client) -> Iterator[Client]:
 
 
 async def until_idle(engine: Engine, seconds: float = 10.0) -> None:
-    """Wait until the engine reports no request and no page."""
-    deadline = time.monotonic() + seconds
-    while (stats := engine.stats).requests != stats.finished + stats.aborted or engine._streams or stats.pages_used:
+    """Wait until the engine reports no request and no page, later than all messages that were sent to it before."""
+    deadline, old = time.monotonic() + seconds, engine.stats
+    engine._abort(range(0))  # an idle engine reports its state after each message
+    while (
+        (stats := engine.stats) is old
+        or stats.requests != stats.finished + stats.aborted
+        or engine._streams
+        or stats.pages_used
+    ):
         assert time.monotonic() < deadline, stats
         await asyncio.sleep(0.01)
     assert (stats.running, stats.waiting) == (0, 0)
