@@ -5,7 +5,7 @@ core of one thread, the others wait for milliseconds at the end of operations th
 hundreds of these. So a step takes no more threads than there are cores that other processes leave.
 
 The limit is OpenMP's and MKL's for the calling thread alone; torch's own setting and the program's other threads stay
-as they are. The sums of a step are the same to the bit on any number of threads.
+as they are. The sums of a step are the same to the bit on any number of threads, with MKL's packed products.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def _function(library: str | None, name: str) -> Callable[[int], int] | None:
 
 
 _LIBTORCH = next(map(str, Path(torch.__file__).parent.glob("lib/libtorch_cpu.*")), None)
-_SET_OPENMP = _function(None, "omp_set_num_threads")
+_HAS_MKL = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+# Without MKL, the sums of F.linear depend on the number of threads, which then stays as it is.
+_SET_OPENMP = _function(None, "omp_set_num_threads") if _HAS_MKL else None
 _SET_MKL = _function(_LIBTORCH, "MKL_Set_Num_Threads_Local")  # returns the number that was set, or 0
 
 
