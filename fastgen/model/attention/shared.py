@@ -43,10 +43,7 @@ def shared_ranges(tables: NDArray[np.int32], lanes: Ints, full: Ints) -> list[Le
     """
     found: list[Level] = []
     rows = np.arange(len(full))
-    group, slot = (
-        np.zeros_like(rows),
-        np.zeros_like(rows),
-    )  # of each row: its range in the last level, and where that ends
+    group, slot = np.zeros_like(rows), np.zeros_like(rows)  # a row's range in the last level, and its end
     while True:
         more = full[rows] > slot
         rows, group, slot = rows[more], group[more], slot[more]
