@@ -232,9 +232,7 @@ class LaneState:
 
     def _write_pairs(self, starts: Sequence[LaneStart]) -> None:
         """Write the biases and stop ids of these lanes into the token table. Old pairs behind them stay, unused."""
-        alike: dict[
-            tuple[int, frozenset[int]], list[LaneStart]
-        ] = {}  # n samples with one long list are written at once
+        alike: dict[tuple[int, frozenset[int]], list[LaneStart]] = {}  # lanes with one list are written at once
         for s in starts:
             alike.setdefault((id(s.params), s.stop_ids), []).append(s)
         for together in alike.values():
