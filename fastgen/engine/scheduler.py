@@ -330,7 +330,7 @@ class Scheduler:
         for scored in result.scored:
             keep_scores(self._on(scored.lane), scored)
         changed, dropped = [], 0
-        lanes, running = self.lanes, Status.RUNNING
+        lanes, running, masked = self.lanes, Status.RUNNING, batch.masked
         for lane, token, row in zip(batch.sampling, result.tokens, result.rows(), strict=True):
             sequence = lanes[lane]
             assert sequence is not None, "a lane is empty"
@@ -340,7 +340,7 @@ class Scheduler:
                 if not sequence.pending:
                     self._leave(sequence)
                 continue
-            if (token < 0 or sequence.mask is not None) and not accepts(sequence, token):
+            if (masked or token < 0) and not accepts(sequence, token):
                 dropped += 1
                 self.finish(sequence, "error")
                 changed.append(sequence)
@@ -350,7 +350,9 @@ class Scheduler:
             token_ids.append(token)  # last: `requeue` drops values without a token, should an exception come between
             if token in sequence.stop_ids or len(token_ids) == sequence.max_len:
                 self._end_at(sequence, token)
-            if sequence.watched or sequence.status is not running:
+                if sequence.watched or sequence.status is not running:
+                    changed.append(sequence)
+            elif sequence.watched:
                 changed.append(sequence)
         self.stats.generated_tokens += len(result.tokens) - dropped
         for chunk in batch.prefills:
