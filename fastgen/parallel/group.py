@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import socket
 from collections.abc import Callable, Iterator
@@ -50,6 +51,38 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     return found
 
 
+class RendezvousStore(Store):
+    """A store in which ranks meet for symmetric memory. torch gets it as the store of the process group.
+
+    The keys of torch's rendezvous contain a counter of the process (StoreExchange in CUDASymmetricMemoryUtils.hpp). The
+    counter of a process in which earlier Generators ran is ahead of that of a follower that has just started, and each
+    would wait for the other's keys forever. Here the numbers in the keys count from 0 in each group.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}  # the process's number -> the group's, in order of appearance
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._key(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._store.multi_get([self._key(key) for key in keys])
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(self._key(key), value)
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait([self._key(key) for key in keys], *timeout)
+
+    def _key(self, key: str) -> str:
+        return re.sub(r"\d+", lambda found: str(self._numbers.setdefault(found[0], len(self._numbers))), key, count=1)
+
+
 class Group:
     """The ranks that hold a model together: their number, this one's index, and their collectives.
 
@@ -69,6 +102,7 @@ class Group:
         self.size = 1 if process_group is None else process_group.size()
         self._device = torch.device("cpu") if device is None else device
         self.exchange: Exchange | None = None  # for steps that are cut in two halves
+        self._rendezvous: RendezvousStore | None = None
         self._inbox: allreduce.Inbox | None = None
         self._inbox_memory: PeerMemory | None = None
         self._graphs: list[Resettable] = []
@@ -83,7 +117,8 @@ class Group:
         group too.
         """
         store = PrefixStore(f"{name}/", store)
-        process_group = dist.ProcessGroup(store, rank, size)
+        rendezvous = RendezvousStore(store)
+        process_group = dist.ProcessGroup(rendezvous, rank, size)
         backend: Any
         if device.type == "cpu":
             kind = dist.ProcessGroup.BackendType.GLOO
@@ -99,7 +134,9 @@ class Group:
         process_group._set_group_name(GroupName(name))
         _register_process_group(GroupName(name), process_group)  # symmetric memory finds the group by its name
         _world.pg_group_ranks[process_group] = {member: member for member in range(size)}  # and its ranks here
-        return cls(process_group, device, one_host)
+        group = cls(process_group, device, one_host)
+        group._rendezvous = rendezvous  # torch calls its methods as long as the Python object lives
+        return group
 
     @classmethod
     def beside(cls, given: dist.ProcessGroup, device: torch.device) -> Group:

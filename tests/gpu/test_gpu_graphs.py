@@ -147,7 +147,7 @@ def test_steps_in_pieces_are_those_launched_kernel_by_kernel(
             gen.abort(busy)
             return scores
 
-        for run in (lambda number: (ran.append(number), replay(number)), pieces._piece):
+        for run in (lambda number: (ran.append(number), replay(number)), pieces._launch):
             monkeypatch.setattr(pieces.graphs, "run", run)
             found.append(said())
         runner.prefill_graphs = None

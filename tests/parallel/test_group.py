@@ -1,0 +1,30 @@
+"""Groups of ranks: the store in which symmetric memory meets. The sums are tested with the ranks."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from torch.distributed import HashStore, PrefixStore
+
+from fastgen.parallel.group import RendezvousStore
+
+
+def test_ranks_meet_whose_processes_have_counted_differently() -> None:
+    """As the rendezvous of symmetric memory does it, by way of C++: two exchanges and a barrier."""
+    shared, found = HashStore(), list[list[bytes]]()
+
+    def meet(rank: int, counter: int) -> None:
+        own = RendezvousStore(shared)  # C++ calls its methods as long as it lives
+        store = PrefixStore("symmetric", own)
+        for exchange in range(2):
+            store.set(f"{counter + exchange}/{rank}", f"{exchange}{rank}")
+            found.append([store.get(f"{counter + exchange}/{peer}") for peer in range(2)])
+            found.append(store.multi_get([f"{counter + exchange}/{peer}" for peer in range(2)]))
+        store.add(f"{counter + 2}/members", 1)
+        store.set(f"{counter + 2}/all", "1")
+        store.wait([f"{counter + 2}/all"])
+
+    with ThreadPoolExecutor(2) as pool:
+        for meeting in [pool.submit(meet, 0, 12), pool.submit(meet, 1, 0)]:
+            meeting.result(timeout=30)
+    assert sorted(found) == [[b"00", b"01"]] * 4 + [[b"10", b"11"]] * 4
