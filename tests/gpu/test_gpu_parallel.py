@@ -344,7 +344,9 @@ def test_a_killed_rank_ends_the_others() -> None:
         assert within(killed + 10 - time.monotonic(), lambda: not ranks & ranks_of(os.getpid()))
         with pytest.raises(RuntimeError, match="no longer agree"):
             gen.generate(CHATS[0], LONG)
-    kept = [256e6, *[64e6] * (RANKS - 1)]  # this process, which is rank 0, keeps kernels and the workspace of cuBLAS
+    # This process, which is rank 0, keeps its context with the kernels that it has loaded, NCCL's too: 681 MB were
+    # measured, of which torch had reserved 69. The others are gone.
+    kept = [768e6, *[64e6] * (RANKS - 1)]
     freed = within(
         2, lambda: all(now > then - most for now, then, most in zip(free_memory(), before, kept, strict=True))
     )
