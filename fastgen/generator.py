@@ -68,6 +68,7 @@ class Generator:
                 if options.load == "auto":
                     self.folder = resolve(options.model, options.revision)
             me = weakref.proxy(self)  # so that ranks end with what holds them
+            # A Runner; of several ranks, a Leader or Follower, which have a Runner's methods.
             self._runner: Any = setup.start(self.folder, status=lambda: me.stats)
             try:
                 with agreeing(options.tp_group):
@@ -412,7 +413,10 @@ class Generator:
     # --------------------------------------------------------------------------------------- the loop
 
     def _advance(self) -> None:
-        """Run one turn of the loop: schedule and launch a step, then collect the step before it and update."""
+        """Run one turn of the loop: schedule and launch a step, then collect the step before it and update.
+
+        A step with a mask draws its tokens last, since the mask depends on the tokens of the step before.
+        """
         self._weights.check()
         start, launched = time.perf_counter(), None
         with self._resetting():
@@ -489,7 +493,7 @@ class Generator:
         if active.queue is None:
             sample.emit(self._events, active.cached_tokens)
         elif sample.text is None:
-            sequence.watched = False
+            sequence.watched = False  # it was watched for the time of its first token alone
         if sequence.status is Status.FINISHED:
             del self._owners[sequence]
             if not any(other.sequence in self._owners for other in active.samples):

@@ -345,7 +345,7 @@ class LaneStart:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The raw logprobs wanted of a prefill chunk: row `row + i` predicts the prompt token `targets[i]` (int32 [n])."""
+    """The logprobs wanted of a prefill chunk: row `row + i` predicts the prompt token `targets[i]` (int32 [n])."""
 
     row: int
     targets: np.ndarray
@@ -417,7 +417,7 @@ class Scored:
 class StepResult(Drawn):
     """The result of a Batch: a token and its values for each lane of `Batch.sampling`, and scores of prefill chunks.
 
-    A token is -1 where the mask allowed none.
+    A token is -1 where none could be drawn: the mask allowed none, or a logit is not finite.
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The rooms of the design: each imports only from rooms below it; and what else holds of the whole source."""
+"""The rooms of docs/architecture.md: each imports only from rooms below it; and what else holds of the whole source."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def height(module: str) -> int:
     """Return how many rooms are above that of a module. The package itself, which imports lazily, is below all."""
     room = module.split(".")[1] if "." in module else ""
     assert not room or room in ROOMS, (
-        f"{module} is in no room; put it into one, or add the room to ROOMS and to the design"
+        f"{module} is in no room; put it into one, or add the room to ROOMS and to docs/architecture.md"
     )
     return ROOMS.index(room) if room else len(ROOMS)
 

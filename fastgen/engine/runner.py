@@ -81,8 +81,8 @@ class Runner:
 
     The last lane is for padding: rows that a CUDA graph has beyond those of a step run there, on a page of its own. A
     step of decodes alone replays a graph, which takes tokens, positions and pages from the lanes, so that the host
-    sends only what changed. A step with prefills is uploaded as a whole and launched kernel by kernel; if it has few
-    tokens, all but its attention runs in CUDA graphs too (PrefillGraphs).
+    sends only what changed. Any other step, and every step on the CPU, is uploaded as a whole and launched kernel by
+    kernel; if it has few tokens, all but its attention runs in CUDA graphs too (PrefillGraphs).
     """
 
     def __init__(
@@ -214,8 +214,8 @@ class Runner:
         self.settle()
 
     def decode(self, size: int, shared: bool = False) -> None:
-        """Launch a decode step of the first `size` lanes of `_step`, with all tensors at fixed addresses. shared: read
-        keys that rows share once."""
+        """Compute the logits of the first `size` lanes of `_step`, with all tensors at fixed addresses: the body of a
+        decode graph. shared: read keys that rows share once."""
         step = self._step.first(size)
         advance(self.state.last_token, self.kv_lens, self.page_table, step, self.pool.page_size)
         plan = self.attention.plan_decode(step.lanes, step.kv_lens, self.page_table, shared, alone=True)

@@ -2,7 +2,7 @@
 
 In a step of steady decode, the host's work is a few short loops over the lanes that decode. All other work follows
 changes: `_prefilling` and `_decoding` are updated as sequences come and go, and `_limits` holds for each lane the
-length at which it needs another page, or ends.
+number of computed tokens at which it needs another page, or ends.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Scheduler:
         self.lanes: list[Sequence | None] = [None] * config.max_seqs
         self.in_flight = 0  # steps scheduled and not yet updated
         self._free_lanes = list(range(config.max_seqs))
-        # By lane, in order of arrival. A sequence that has ended, or whose last token is in flight, is in neither.
+        # By lane, in order of arrival. A sequence that has ended is in neither. A sequence whose last token is in
+        # flight leaves `_decoding` at the next `schedule`.
         self._prefilling: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}
         self._decodes: tuple[int, ...] = ()  # of the last step
@@ -330,12 +331,12 @@ class Scheduler:
         for scored in result.scored:
             keep_scores(self._on(scored.lane), scored)
         changed, dropped = [], 0
-        lanes, running, masked = self.lanes, Status.RUNNING, batch.masked
+        lanes, alive, masked = self.lanes, Status.RUNNING, batch.masked
         for lane, token, row in zip(batch.sampling, result.tokens, result.rows(), strict=True):
             sequence = lanes[lane]
             assert sequence is not None, "a lane is empty"
             sequence.pending -= 1
-            if sequence.status is not running:
+            if sequence.status is not alive:
                 dropped += 1
                 if not sequence.pending:
                     self._leave(sequence)
@@ -350,7 +351,7 @@ class Scheduler:
             token_ids.append(token)  # last: `requeue` drops values without a token, should an exception come between
             if token in sequence.stop_ids or len(token_ids) == sequence.max_len:
                 self._end_at(sequence, token)
-                if sequence.watched or sequence.status is not running:
+                if sequence.watched or sequence.status is not alive:
                     changed.append(sequence)
             elif sequence.watched:
                 changed.append(sequence)

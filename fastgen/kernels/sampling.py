@@ -292,9 +292,9 @@ def draw(
 ) -> tuple[Tensor, Tensor | None]:
     """Draw a token for each of R lanes, and note it in `lanes`.
 
-    logits: float32 or half [R, V]. rows: int64 [R], the lanes. positions: int64 [R]. edited: some row has a penalty,
-    biases or min_tokens. truncated: some row has top-k, top-p or min-p. cut: some row has top-k or top-p. mask: int32
-    [R, ceil(V / 32)]. keep: also return the tokens that could be drawn.
+    logits: float32 or half [R, V]. rows: int64 [R], the lanes. positions: int32 or int64 [R]. edited: some row has a
+    penalty, biases or min_tokens. truncated: some row has top-k, top-p or min-p. cut: some row has top-k or top-p.
+    mask: int32 [R, ceil(V / 32)]. keep: also return the tokens that could be drawn.
 
     Returns int32 [6, R]: the tokens, -1 for none, and, as the bits of float32, logprobs, untruncated logprobs, raw
     logprobs, each row's largest logit and the logarithm of its sum of exp(logit - largest); and bool [R, V] or None.

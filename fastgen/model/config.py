@@ -20,9 +20,9 @@ class _Family:
     """A family of models: how its fields of config.json become the flags of ModelConfig.
 
     absent: values that transformers assumes for fields that are absent altogether; a null stays a null. qkv_bias: q, k
-    and v always have biases. attention_bias, mlp_bias: the field of that name adds biases, the first to q, k, v and o.
-    qk_norm: see ModelConfig. window: the field that switches sliding windows on; "" for never, "sliding_window" where
-    its presence does.
+    and v always have biases. attention_bias, mlp_bias: the field of that name adds biases to q, k, v and o, or to gate,
+    up and down. qk_norm: see ModelConfig. window: the field that switches sliding windows on; "" for never,
+    "sliding_window" where its presence does.
     """
 
     model_type: str

@@ -108,7 +108,7 @@ def _plan(flags: int, top_logprobs: int, widest: int) -> SamplePlan:
 
 @dataclass(slots=True)
 class SampleOutput:
-    """The draws of R rows; tensors on the device.
+    """The draws of R rows; tensors on the device, and in the Runner's `Launched` on the host.
 
     packed: int32 [4, R], one tensor so that one copy brings it to the host. Its rows are the tokens, NO_TOKEN where
     none could be drawn; then, as the bits of float32, the logprobs under the distribution drawn from (0 for a greedy
@@ -285,9 +285,9 @@ def sample(
 ) -> SampleOutput:
     """Draw the next token of each row, and store it in `state`.
 
-    lanes: int64 [R]; a lane is named twice only if it is padding. positions: int64 [R], the position (from 0) of the
-    drawn token in prompt and answer. logits: [R, V], not changed. mask: int32 [R, ceil(V / 32)]; bit i of word w is
-    token 32 w + i, and a set bit allows it. The order is that of SamplingParams: penalties, bias, min_tokens, mask,
+    lanes: int64 [R]; a lane is named twice only if it is padding. positions: int32 or int64 [R], the position (from 0)
+    of the drawn token in prompt and answer. logits: [R, V], not changed. mask: int32 [R, ceil(V / 32)]; bit i of word w
+    is token 32 w + i, and a set bit allows it. The order is that of SamplingParams: penalties, bias, min_tokens, mask,
     temperature, top-k, top-p, min-p.
     """
     output: SampleOutput = draw(logits.contiguous(), state, lanes, positions, plan, mask)

@@ -36,7 +36,7 @@ from fastgen.parallel.overlap import HALVES
 from fastgen.parallel.residual import ReplicatedResidual, Residual, ShardedResidual
 
 ROW_TILE = 16
-"""Multiple to which steps and logits are padded on the CPU: BLAS sums all rows in one order then (promise 1)."""
+"""Multiple to which steps and logits are padded on the CPU: BLAS then sums all rows in one order."""
 
 PACKED_ROW_TILE = 4
 """The multiple for packed weights: with AVX2, MKL sums the rows after the last multiple of 4 in another order."""

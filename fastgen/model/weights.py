@@ -75,7 +75,9 @@ class TensorMatcher:
         if list(shape) != list(shard.shape):
             raise ValueError(f"tensor {name!r} has shape {list(shape)}; the model needs {list(shard.shape)}")
         if dtype not in FLOATS.values():
-            raise ValueError(f"tensor {name!r} is {dtype}; bfloat16, float16 and float32 weights are supported")
+            raise ValueError(
+                f"tensor {name!r} is {dtype}; bfloat16, float16, float32 and float64 weights are supported"
+            )
         return shard
 
     def check_complete(self, listed: int = 5) -> None:

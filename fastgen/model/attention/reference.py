@@ -1,6 +1,6 @@
 """Attention in torch: the implementation for the CPU, and the expected answer in the other implementations' tests.
 
-The answer for a query is the same to the bit whatever else is in the step (DESIGN, promise 1). The keys are taken in
+The answer for a query is the same to the bit whatever else is in the step (docs/determinism.md). The keys are taken in
 fixed blocks of KEY_BLOCK positions from position 0 on. Each block is a matrix product of its own, and the blocks are
 added in order, scaled by powers of two, which rounds nothing. BLAS sums the rows of small matrices in another order;
 `padded_rows` gives the numbers of rows that it sums alike.
