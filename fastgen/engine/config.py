@@ -69,7 +69,7 @@ class EngineConfig:
             host_pages=0,
             tensor_parallel=options.tensor_parallel,
             deterministic=deterministic,
-            kernels="triton" if kernels == "gluon" and not deterministic else kernels,
+            kernels="triton" if kernels == "gluon" and dtype == "float32" else kernels,
             context_given=options.max_model_len is not None,
         )
         config = replace(config, host_pages=_host_pages(config, model, options.host_cache_gb))

@@ -143,15 +143,17 @@ def test_deterministic_mode_is_on_where_it_costs_little() -> None:
         return config.deterministic, config.attention, config.kernels
 
     assert modes() == modes(dtype="float16") == modes(attention="paged") == (True, "paged", "gluon")
-    assert modes(deterministic=False) == (False, "paged", "triton")
-    assert modes(attention="flash") == (False, "flash", "triton")
+    assert modes(deterministic=False) == (False, "paged", "gluon")
+    assert modes(attention="flash") == (False, "flash", "gluon")
     assert modes(kernels="torch") == (False, "paged", "torch")
     assert modes(kernels="triton", deterministic=True) == (True, "paged", "triton")
-    for other in ({"dtype": "float32"}, {"kernels": "triton"}, {"page_size": 32}, {"tensor_parallel": 2}):
+    for other in ({"dtype": "float32"}, {"kernels": "triton"}):
         assert modes(**other) == (False, "paged", "triton"), other
+    for other in ({"page_size": 32}, {"tensor_parallel": 2}):
+        assert modes(**other) == (False, "paged", "gluon"), other
     slow = ({"head_size": 256}, {"head_size": 32}, {"head_size": 100}, {"intermediate_size": 100}, {"num_heads": 1000})
     for change in slow:
-        assert modes(replace(model, **change)) == (False, "paged", "triton"), change
+        assert modes(replace(model, **change)) == (False, "paged", "gluon"), change
 
 
 def test_the_default_of_deterministic_mode_has_its_fast_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
