@@ -345,11 +345,11 @@ class Generator:
             given back too. With "kv_cache" the prefix cache is emptied, except for the pages in the host tier.
         keep_weights: True: `wake` restores the weights from pinned copies on the host, which are allocated at the first
             call and kept for the next. False: the weights are dropped, and after `wake` nothing can be generated until
-            `update_weights` was called with all of them. On the CPU, weights that are kept stay in place.
+            `update_weights` was called with all of them.
 
         Parts that are asleep already stay asleep. Until `wake`, generating raises RuntimeError. Raises ValueError if
         requests are in flight, or if the host has too little memory for the weights. The bytes are those that the GPU's
-        driver reports before and after, on the CPU those of this process; with several ranks, their sum.
+        driver reports before and after; with several ranks, their sum. On the CPU no memory is given back.
         """
         wanted = self._check_tags("sleep", tags)
         self._settle()

@@ -2,7 +2,7 @@
 
 On a GPU a range of addresses is reserved, and physical memory is mapped there as tensors are made, with the CUDA
 driver's virtual memory management. Giving memory back unmaps it. CUDA graphs know addresses alone, so they stay valid
-when other physical memory is mapped at the same place. On the CPU, anonymous mappings do the same.
+when other physical memory is mapped at the same place.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import mmap
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,23 +37,25 @@ def release_memory(device: str) -> None:
             torch.cuda.empty_cache()
 
 
-def taken(device: str) -> int:
-    """Return the bytes in use: on a GPU by all programs, on the CPU by this process (0 where /proc is missing).
+class Memory:
+    """Memory of the CPU, where nothing is given back. DeviceMemory gives back that of a GPU.
 
-    Only differences between two calls are meaningful.
+    The tensors may outlive the object. Between `release` and `restore` they must not be used.
     """
-    if torch.device(device).type == "cuda":
-        free, total = torch.cuda.mem_get_info(torch.device(device))
-        return total - free
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * mmap.PAGESIZE if statm.exists() else 0
-
-
-class Memory(Protocol):
-    """A maker of tensors, which may outlive it. Between `release` and `restore` the tensors must not be used."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make a tensor of zeros. Raises torch.OutOfMemoryError on a GPU and MemoryError on the CPU."""
+        """Make a tensor of zeros. Raises torch.OutOfMemoryError on a GPU and MemoryError on the CPU.
+
+        On the CPU it is an anonymous mapping, which takes memory as it is written to.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        try:
+            block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"{num_bytes / 1e9:.1f} GB of memory can not be had") from error
+        if num_bytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            block.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(block, dtype=dtype).view(*shape)
 
     def release(self, keep: bool) -> None:
         """Give all memory back. Nothing that uses the tensors may be in flight; a second call does nothing.
@@ -72,36 +73,10 @@ class Memory(Protocol):
 
 def memory_on(device: torch.device) -> Memory:
     """Return the memory of a GPU or of the CPU."""
-    return DeviceMemory(CudaDriver(device), device) if device.type == "cuda" else HostMemory()
+    return DeviceMemory(CudaDriver(device), device) if device.type == "cuda" else Memory()
 
 
-class HostMemory:
-    """Memory of the CPU: an anonymous mapping a tensor, taken as it is written to. Contents to be kept stay in
-    place."""
-
-    def __init__(self) -> None:
-        self._blocks: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # they live as long as their tensors
-
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        try:
-            block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise MemoryError(f"{num_bytes / 1e9:.1f} GB of memory can not be had") from error
-        if num_bytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            block.madvise(mmap.MADV_HUGEPAGE)
-        self._blocks.add(block)
-        return torch.frombuffer(block, dtype=dtype).view(*shape)
-
-    def release(self, keep: bool) -> None:
-        for block in () if keep else tuple(self._blocks):
-            block.madvise(mmap.MADV_DONTNEED)  # on Linux they read as zeros from now on
-
-    def restore(self) -> None:
-        pass
-
-
-class DeviceMemory:
+class DeviceMemory(Memory):
     """Memory of a GPU: tensors one behind the other in a reserved range, of which the used part is mapped.
 
     The copies of kept contents are in pinned memory of the host. It is pinned once, since that takes longer than a

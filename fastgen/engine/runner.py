@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgen.device.cuda_graphs import Graphs, batch_sizes, shared_sizes
-from fastgen.device.memory import release_memory, taken
+from fastgen.device.memory import device_memory, release_memory
 from fastgen.device.pinned import upload, upload_together
 from fastgen.device.threads import FreeCores
 from fastgen.engine.config import EngineConfig
@@ -178,20 +178,20 @@ class Runner:
         self.settle()
 
     def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
-        """Release the memory of "weights", "kv_cache" or both; return the number of bytes that this freed.
+        """Release the memory of "weights", "kv_cache" or both; return the bytes that this freed, 0 on the CPU.
 
         keep_weights: `wake` restores the weights; else they must be written again. The contents of the KV pool are
         lost. Raises ValueError, and the weights stay, if the host has too little memory for their copies.
         """
         with current(self.device):
             self.settle()
-            before = taken(self.config.device)
+            before = device_memory(self.config.device)
             if "weights" in tags:
-                self.model.release(keep_weights)
+                self.model.memory.release(keep_weights)
             if "kv_cache" in tags:
                 self.pool.memory.release(keep=False)
             release_memory(self.config.device)
-            return max(before - taken(self.config.device), 0)
+            return max(device_memory(self.config.device) - before, 0)
 
     def wake(self, tags: Collection[str]) -> None:
         """Take the memory back. Raises torch.OutOfMemoryError if there is too little; it may then be called again."""

@@ -280,17 +280,6 @@ class Transformer:
         """Undo `pack`, one weight at a time, also after a `pack` that failed midway. `targets` can be called then."""
         self._replace(Linear.unpacked)
 
-    def release(self, keep: bool) -> None:
-        """Give the weights' memory back until `memory.restore`; see Memory.release. Weights that are not kept are plain
-        again, so that `targets` can be filled."""
-        if not keep:
-            self._replace(self._blank)
-        self.memory.release(keep)
-
-    def _blank(self, linear: Linear) -> Linear:
-        """Return the layer with a plain weight, zeros where it was packed."""
-        return Linear(self._new(*linear.weight.shape), linear.bias) if linear.pack is not None else linear
-
     def _replace(self, anew: Callable[[Linear], Linear]) -> None:
         """Replace each linear layer by the result of `anew`."""
         self.lm_head = anew(self._tied() if self.config.tied else self.lm_head)

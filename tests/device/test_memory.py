@@ -13,7 +13,7 @@ from fake_driver import MB, FakeDriver
 from torch import Tensor
 
 from fastgen.device import memory
-from fastgen.device.memory import CudaDriver, DeviceMemory, HostMemory, memory_on, taken
+from fastgen.device.memory import CudaDriver, DeviceMemory, memory_on
 
 CPU = torch.device("cpu")
 
@@ -101,23 +101,14 @@ def test_the_hosts_memory_must_hold_what_is_kept(monkeypatch: pytest.MonkeyPatch
     assert not tensor.any()
 
 
-def test_the_cpus_memory_goes_where_it_is_not_kept() -> None:
+def test_the_cpus_memory_stays() -> None:
     held = memory_on(CPU)
-    assert isinstance(held, HostMemory)
     tensors = [held.zeros(shape, dtype) for shape, dtype in [*SHAPES, ((24 * MB,), torch.uint8)]]
+    assert not any(tensor.any() for tensor in tensors)
     before = fill(tensors)
-    full = taken("cpu")
-    held.release(keep=True)
+    held.release(keep=False)
     held.restore()
     assert all(map(torch.equal, tensors, before))
-    held.release(keep=False)
-    assert full - taken("cpu") > 16 * MB
-    held.restore()
-    assert not any(tensor.any() for tensor in tensors)
-    tensors[-1].fill_(1)
-    assert full - taken("cpu") < 8 * MB
-    del tensors
-    assert not list(held._blocks), "they go with their tensors"
     with pytest.raises(MemoryError, match="GB of memory can not be had"):
         held.zeros((1 << 60,), torch.uint8)
 
