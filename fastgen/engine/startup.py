@@ -28,7 +28,7 @@ from fastgen.engine.prefill_graphs import prefill_sizes
 from fastgen.engine.runner import SCORE_ROWS, Runner, largest_half
 from fastgen.kernels import batch_invariant
 from fastgen.kernels.ahead import compile_ahead
-from fastgen.kernels.launch import Chip, current, kernels_of, refused, slower_than_possible, triton
+from fastgen.kernels.launch import Chip, current, kernels_of, slower_than_possible, triton
 from fastgen.model.attention import make_attention
 from fastgen.model.config import ModelConfig
 from fastgen.model.host_tier import HostTier
@@ -45,17 +45,27 @@ GRAPH_BYTES = 4e6  # memory of the graphs of one step size, beside their tensors
 LEAST_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
 
 
-def find_device(name: str | None) -> str:
+def find_device(name: str | None, ranks: int = 1) -> str:
     """Return the device to run on; for None, the GPU if torch can use one, else the CPU.
 
+    ranks: the number of ranks of `tensor_parallel`, which take the first GPUs; the device is that of rank 0.
+
     Raises ValueError for a device that torch can not use, for a GPU whose memory is full, and for a GPU that is too old
-    for fastgen. The last two are errors for None too, since the rest of the program may use that GPU.
+    for fastgen. The last two are errors for None too, since the rest of the program may use that GPU. Raises ValueError
+    if there are fewer GPUs than ranks.
     """
-    if name is None:
-        with warnings.catch_warnings():  # torch warns once in a process, and does not say that the CPU is used
-            warnings.simplefilter("ignore")
-            available = torch.cuda.is_available()
-        name = "cuda" if available else _cpu_instead()
+    if ranks > 1 and name not in (None, "cpu", "cuda"):
+        raise ValueError(
+            f"device is {str(name)!r}; with tensor_parallel it is 'cpu', or 'cuda' for the first GPUs that "
+            "CUDA_VISIBLE_DEVICES names"
+        )
+    name = _default_device() if name is None else name
+    if ranks > 1 and name == "cuda":
+        if (found := torch.cuda.device_count()) < ranks:
+            raise ValueError(
+                f"tensor_parallel is {ranks}, and torch finds {found} GPUs here; lower it, or use device='cpu'"
+            )
+        name = "cuda:0"
     try:
         torch.empty(0, device=name)
         device = torch.device(name)
@@ -90,28 +100,12 @@ def _check_capability(device: torch.device) -> None:
         )
 
 
-def find_devices(name: str | None, ranks: int) -> str:
-    """Return the kind of device, "cuda" or "cpu", of ranks that each have a process and, if "cuda", a GPU of their own.
-
-    No GPU is initialized here; each rank calls `find_device`. Raises ValueError if there are too few GPUs.
-    """
-    found = torch.cuda.device_count()
-    if name is None:
-        name = "cuda" if found else _cpu_instead()
-    if name not in ("cpu", "cuda"):
-        raise ValueError(
-            f"device is {str(name)!r}; with tensor_parallel it is 'cpu', or 'cuda' for the first GPUs that "
-            "CUDA_VISIBLE_DEVICES names"
-        )
-    if name == "cuda" and found < ranks:
-        raise ValueError(
-            f"tensor_parallel is {ranks}, and torch finds {found} GPUs here; lower it, or use device='cpu'"
-        )
-    return name
-
-
-def _cpu_instead() -> str:
-    """Return "cpu", and log a warning if the machine has a GPU that torch can not use."""
+def _default_device() -> str:
+    """Return "cuda" if torch can use a GPU, else "cpu", and log a warning if the machine has a GPU."""
+    with warnings.catch_warnings():  # torch warns once in a process, and does not say that the CPU is used
+        warnings.simplefilter("ignore")
+        if torch.cuda.is_available():
+            return "cuda"
     why = None
     if torch.version.cuda is None:
         why = "this torch is built without CUDA" if any(Path("/dev").glob("nvidia[0-9]*")) else None
@@ -144,29 +138,11 @@ def _is_out_of_memory(error: Exception) -> bool:
 def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Path, device: str, group: Group) -> Runner:
     """Return the Runner of a rank of `group`. device: of this rank; the options may have that of another."""
     release_memory(device)
-    gpu = torch.device(device)
-    options = replace(options, device=device)
-    make = partial(
-        EngineConfig.make,
-        model_config.split(group.size),
-        memory=group.minimum(device_memory(device)),
-        kernels=kernels_of(gpu),
-    )
-    config = make(options)
-    if slower := slower_than_possible(gpu):
+    memory, kernels = group.minimum(device_memory(device)), kernels_of(torch.device(device))
+    config = EngineConfig.make(model_config.split(group.size), replace(options, device=device), memory, kernels)
+    if slower := slower_than_possible(torch.device(device)):
         log.warning("%s: %s", device, slower)
-    try:
-        return build_runner(model_config, config, folder, options.load, group)
-    except Exception as error:
-        if not config.deterministic or options.deterministic is not None or not refused(error):
-            raise
-        log.warning(
-            "deterministic mode is off: a kernel of it does not compile on %s with Triton %s, where another Triton may "
-            "compile it: %s", device, triton and triton.__version__, error,
-        )  # fmt: skip
-    gc.collect()  # what was built so far
-    release_memory(device)
-    return build_runner(model_config, make(replace(options, deterministic=False)), folder, options.load, group)
+    return build_runner(model_config, config, folder, options.load, group)
 
 
 def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Runner:
@@ -189,9 +165,6 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
             runner.capture()
         _run_largest_steps(runner)
         model.group.ready()
-    log.info(
-        "%d pages of %d tokens; %.1f GB free", config.num_pages, config.page_size, device_memory(config.device) / 1e9
-    )
     return runner
 
 
@@ -212,10 +185,7 @@ def _build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, 
 def _make_runner(model: Transformer, config: EngineConfig) -> Runner:
     c = model.config
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    try:
-        pool = KVPool(c.num_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size, dtype, device)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise ValueError(f"no memory for {config.num_pages} pages of KV; lower num_pages or kv_cache_gb") from error
+    pool = KVPool(c.num_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size, dtype, device)
     attention = make_attention(
         config.attention, pool, c.num_heads, c.windows, config.max_seqs, config.max_step_tokens, config.max_model_len,
         config.deterministic,

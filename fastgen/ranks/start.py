@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.options import GeneratorOptions
-from fastgen.engine.startup import build_rank, find_device, find_devices
+from fastgen.engine.startup import build_rank, find_device
 from fastgen.kernels.launch import current
 from fastgen.model.config import ModelConfig
 from fastgen.parallel.group import Group, gather_objects
@@ -66,9 +66,8 @@ class RankSetup:
             raise ValueError(f"tp_group has its ranks already; leave tensor_parallel={options.tensor_parallel!r} out")
         size = options.tensor_parallel if tp_group is None else process_group_of(tp_group).size()
         sharded = model_config.split(size)
-        if size > 1 and tp_group is None:
-            device = device_of(find_devices(device, size), 0)
-        options = replace(options, device=find_device(device), tensor_parallel=size, tp_group=None)
+        device = find_device(device, ranks=options.tensor_parallel)
+        options = replace(options, device=device, tensor_parallel=size, tp_group=None)
         EngineConfig.make(sharded, options)
         return cls(model_config, options, tp_group)
 

@@ -7,7 +7,6 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from fastgen import Generator
 from fastgen.engine import startup
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.options import GeneratorOptions
-from fastgen.engine.runner import Runner
 from fastgen.engine.startup import (
     _build_model,
     _largest_batches,
@@ -26,12 +24,11 @@ from fastgen.engine.startup import (
     _run_largest_steps,
     device_memory,
     find_device,
-    find_devices,
 )
 from fastgen.kernels import batch_invariant, hopper_products
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.launch import Chip
-from fastgen.model.config import ModelConfig, read_config
+from fastgen.model.config import read_config
 from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.transformer import Transformer
@@ -122,7 +119,6 @@ def test_an_old_driver_is_an_error_where_the_gpu_is_asked_for(monkeypatch: pytes
             ValueError, match=r"found version 11040\)\. Please.* GPU driver; device='cpu' needs no GPU$"
         ):
             find_device(asked)
-    assert find_devices(None, 1) == "cuda", "where ranks are asked for, so are GPUs: each rank raises that error"
 
 
 @pytest.mark.filterwarnings("error")
@@ -144,16 +140,14 @@ def test_a_torch_without_cuda_is_one_warning_where_there_is_a_gpu(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(startup, "Path", lambda folder: {"/dev": tmp_path}[folder])
     (tmp_path / "nvidiactl").touch()
-    assert find_device(None) == find_devices(None, 2) == "cpu"
+    assert find_device(None) == "cpu"
     assert not caplog.records
     (tmp_path / "nvidia0").touch()
-    for find in (find_device, lambda device: find_devices(device, 2)):
-        caplog.clear()
-        assert find(None) == "cpu"
-        (record,) = caplog.records
-        assert "this torch is built without CUDA; device='cpu' runs" in record.getMessage()
-        assert find("cpu") == "cpu"
-        assert len(caplog.records) == 1
+    assert find_device(None, ranks=2) == "cpu"
+    (record,) = caplog.records
+    assert "this torch is built without CUDA; device='cpu' runs" in record.getMessage()
+    assert find_device("cpu") == "cpu"
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("why", ["Found no NVIDIA driver on your system.", "No CUDA GPUs are available"])
@@ -161,19 +155,27 @@ def test_the_cpu_needs_no_warning_without_a_gpu(
     why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pretend(monkeypatch, driver=why, count=0)
-    assert find_device(None) == find_devices(None, 2) == "cpu"
+    assert find_device(None) == find_device(None, ranks=2) == "cpu"
     assert not caplog.records
     with pytest.raises(ValueError, match=rf"{why.rstrip('.')}; device='cpu' needs no GPU$"):
         find_device("cuda")
 
 
+def test_ranks_take_the_first_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, count=2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert find_device(None, ranks=2) == find_device("cuda", ranks=2) == "cuda:0"
+    with pytest.raises(ValueError, match="tensor_parallel is 3, and torch finds 2 GPUs here; lower it, or use device"):
+        find_device(None, ranks=3)
+    with pytest.raises(ValueError, match="device is 'cuda:1'; with tensor_parallel it is 'cpu', or 'cuda' for the f"):
+        find_device("cuda:1", ranks=2)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_ranks_say_why_they_have_no_gpu(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # here, and not in the ranks
-    with pytest.raises(
-        ValueError, match=r"device is 'cuda:[01]', which torch can not use here: .*device='cpu' needs no"
-    ):
-        Generator(llama, tensor_parallel=2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"device is 'cuda:0', which torch can not use here: .*device='cpu' needs no"):
+        Generator(llama, device="cuda", tensor_parallel=2)
 
 
 def make(folder: Path, **options: float) -> EngineConfig:
@@ -236,35 +238,6 @@ def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
             found = batch_invariant.config(tokens, *linear.weight.shape, torch.bfloat16, Chip((9, 0), 132, 232_448))
             now = behind if batch_invariant.turns(tokens) else behind._replace(rope=None)
             assert (*about(linear.weight, now), found) in ran, tokens
-
-
-def test_deterministic_mode_is_off_where_its_kernels_do_not_compile(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from triton.runtime.errors import OutOfResources
-
-    build, asked = startup.build_runner, []
-    error: Exception = OutOfResources(300_000, 232_448, "shared memory")
-
-    def refusing(model_config: ModelConfig, config: EngineConfig, *rest: Any) -> Runner:
-        asked.append(config.deterministic)
-        if config.deterministic:
-            raise error
-        return build(model_config, config, *rest)
-
-    monkeypatch.setattr(startup, "build_runner", refusing)
-    with caplog.at_level("WARNING"), Generator(llama) as gen:
-        assert not gen.config.deterministic
-        assert len(gen.generate([[5, 6, 7]], SamplingParams(max_tokens=3))[0].completions[0].token_ids) > 0
-    assert asked == [True, False]
-    assert "deterministic mode is off: a kernel of it does not compile on cpu" in caplog.text
-    assert "out of resource" in caplog.text
-    with pytest.raises(OutOfResources):
-        Generator(llama, deterministic=True)
-    error = RuntimeError("another")
-    with pytest.raises(RuntimeError, match="another"):
-        Generator(llama)
-    assert asked == [True, False, True, True]
 
 
 def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:
