@@ -3,41 +3,34 @@
 The model names a `Shard` for each tensor of a Hugging Face checkpoint: the slice that it holds, and the view that the
 slice is copied into. The loader compares the two sides and copies; it knows nothing of the model's structure.
 
-A copy from ordinary memory to a GPU is slow, because the driver first copies it to pinned memory of its own. So several
-threads read pieces of the files into pinned buffers, and each piece goes to the GPU while the next ones are read. On
-the CPU the same code runs with ordinary buffers.
+The files are mapped into memory, and several threads copy pieces of them. On the way to a GPU each thread copies a
+piece to pinned memory first, because the driver would do that in one thread.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from fastgen.device.memory import release_memory
-from fastgen.device.pinned import Pinned, on_stream
+from fastgen.device.pinned import on_stream
+from fastgen.device.threads import at_most
 from fastgen.model.weights import FLOATS, Shard, TensorMatcher
 
 BUNDLED = Path(__file__).parent.parent / "tiny"
 
 THREADS = min(os.cpu_count() or 1, 8)
-BUFFERS = 2 * THREADS  # half of them are filled while the other half is copied
-BUFFER_BYTES = 16 << 20
+PIECE_BYTES = 16 << 20
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -95,128 +88,62 @@ def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False) -> 
     for a file that is missing, truncated or corrupt, or that lacks a tensor, and for a tensor that does not match.
     """
     (device,) = {shard.view.device for shard in targets.values()}
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     pieces = _find_pieces(targets, folder)
-    total = sum(piece.num_bytes for piece in pieces)
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="fastgen-load")
-    with (
-        _Copier(pieces, device) as copier,
-        tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar,
-    ):
+
+    def copy(piece: tuple[Tensor, Tensor]) -> int:
+        """Copy a piece, through pinned memory if it goes to a GPU, and return its bytes in the file."""
+        view, source = piece
+        size = source.nbytes
+        with torch.no_grad(), at_most(1), on_stream(stream):
+            if stream is not None:
+                source = torch.empty(view.shape, dtype=view.dtype, pin_memory=True).copy_(source)
+            view.copy_(source)  # waits, so that each thread holds no more than one piece of pinned memory
+        return size
+
+    total = sum(source.nbytes for _, source in pieces)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
         try:
-            for piece, _ in zip(pieces, pool.map(copier.copy, pieces), strict=True):
-                bar.update(piece.num_bytes)
+            for size in pool.map(copy, pieces):
+                bar.update(size)
         finally:
             pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, threads end with their present piece
-    release_memory(str(device))  # conversions of dtypes took some
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Rows of a tensor in a file, and the part of a shard's view that they are copied into.
-
-    offset: of the first row, in bytes from the beginning of the file; pitch: bytes from one row to the next; dtype: in
-    the file; view: [rows, ...].
-    """
-
-    path: Path
-    offset: int
-    pitch: int
-    dtype: torch.dtype
-    view: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return self.view.numel() * self.dtype.itemsize
-
-    def read(self, buffer: np.ndarray) -> None:
-        """Read the rows into `buffer`, uint8 [num_bytes]."""
-        rows = buffer.reshape(len(self.view), -1)
-        if self.pitch != rows.shape[1]:  # a slice of columns: runs of bytes that are gathered from the mapped file
-            length = (len(rows) - 1) * self.pitch + rows.shape[1]
-            mapped = np.memmap(self.path, np.uint8, "r", self.offset, (length,))
-            np.copyto(rows, np.ndarray(rows.shape, np.uint8, mapped, strides=(self.pitch, 1)))
-            return
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            if file.readinto(buffer.data) < len(buffer):
-                raise ValueError(f"{self.path} is truncated; delete it and fetch it again")
-
-
-class _Copier:
-    """Buffers between files and `device`, pinned if that is a GPU, for several threads that call `copy`."""
-
-    def __init__(self, pieces: list[_Piece], device: torch.device) -> None:
-        size = -(-max((piece.num_bytes for piece in pieces), default=0) // 16) * 16
-        count = min(BUFFERS, len(pieces))
-        self._pinned = Pinned(count * size, device, "loading the weights", "end other programs")
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._free: SimpleQueue[tuple[Tensor, torch.cuda.Event | None]] = SimpleQueue()  # the longest used first
-        for number in range(count):
-            self._free.put((self._pinned.bytes[number * size : (number + 1) * size], None))
-
-    def copy(self, piece: _Piece) -> None:
-        """Read a piece, and launch its copy into the view."""
-        buffer, copied = self._free.get()
-        try:
-            if copied is not None:
-                copied.synchronize()
-            filled = buffer[: piece.num_bytes]
-            piece.read(filled.numpy())
-            with torch.no_grad(), on_stream(self._stream):
-                source = filled.view(piece.dtype).view(piece.view.shape)
-                piece.view.copy_(source, non_blocking=True)
-        finally:
-            self._free.put((buffer, None if self._stream is None else self._stream.record_event()))
-
-    def __enter__(self) -> _Copier:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
-
-
-def _find_pieces(targets: Mapping[str, Shard], folder: Path) -> list[_Piece]:
-    """Match the tensors of a checkpoint with all `targets`, and return the pieces to copy."""
+def _find_pieces(targets: Mapping[str, Shard], folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """Match the tensors of a checkpoint with all `targets`, and return the pieces to copy, of about PIECE_BYTES each:
+    rows of a shard's view, and the same rows of the mapped file."""
     files = _weight_files(folder)
     _check_present(files, folder)
-    matcher, pieces = TensorMatcher(targets), list[_Piece]()
+    matcher, pieces = TensorMatcher(targets), list[tuple[Tensor, Tensor]]()
     for path, names in files.items():
-        header, start = _read_header(path)
-        wanted = set(header) if names is None else names
-        if lacking := wanted - set(header):
-            raise ValueError(f"{path} lacks the tensor {min(lacking)!r} that {_INDEX} places there")
-        for name, entry in header.items():
-            if name not in wanted:
-                continue
-            dtype = FLOATS.get(entry["dtype"], entry["dtype"])
-            with _about(path):
-                shard = matcher.find(name, entry["shape"], dtype)
-            if shard is not None:
-                assert isinstance(dtype, torch.dtype)
-                pieces += _cut(path, start + entry["data_offsets"][0], dtype, shard)
+        with _open(path) as file:
+            held = set(file.keys())
+            wanted = held if names is None else names
+            if lacking := wanted - held:
+                raise ValueError(f"{path} lacks the tensor {min(lacking)!r} that {_INDEX} places there")
+            for name in sorted(wanted):
+                entry = file.get_slice(name)
+                with _about(path):
+                    shard = matcher.find(name, entry.get_shape(), FLOATS.get(entry.get_dtype(), entry.get_dtype()))
+                if shard is not None and shard.view.numel():
+                    source = shard.of(file.get_tensor(name))
+                    rows = max(PIECE_BYTES // source[0].nbytes, 1)
+                    pieces += zip(torch.split(shard.view.detach(), rows), torch.split(source, rows), strict=True)
     with _about(folder):
         matcher.check_complete()
     return pieces
 
 
-def _cut(path: Path, offset: int, dtype: torch.dtype, shard: Shard) -> Iterator[_Piece]:
-    """Cut a shard into pieces of at most BUFFER_BYTES. offset: of the whole tensor in the file."""
-    view = shard.view.detach()
-    view = view if view.ndim else view[None]
-    if not view.numel():
-        return
-    row = pitch = math.prod(view.shape[1:]) * dtype.itemsize
-    if not shard.is_whole:
-        step = math.prod(shard.shape[shard.dim + 1 :]) * dtype.itemsize  # from one index along `dim` to the next
-        offset += shard.start * step
-        pitch = shard.shape[1] * step if shard.dim == 1 else row
-    for part in torch.split(view, max(BUFFER_BYTES // row, 1)):
-        yield _Piece(path, offset, pitch, dtype, part)
-        offset += len(part) * pitch
+def _open(path: Path) -> Any:
+    """Map a safetensors file into memory, for a `with` block. Raises ValueError if it is not whole."""
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} is truncated or not a safetensors file ({error}); delete it and fetch it again"
+        ) from error
 
 
 @contextmanager
@@ -254,26 +181,6 @@ def _check_present(files: Iterable[Path], folder: Path) -> None:
         raise ValueError(f"{path} is missing, and {instead}; {_CONVERSION}")
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the entries of a safetensors file (https://github.com/huggingface/safetensors), and where its data begin.
-
-    A tensor's entry has dtype, shape and data_offsets, which count from there. Raises ValueError for a file that is not
-    whole.
-    """
-    try:
-        with safe_open(path, framework="pt", device="cpu"):
-            pass  # it has checked the header against the file's size
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{path} is truncated or not a safetensors file ({error}); delete it and fetch it again"
-        ) from error
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header: dict[str, Any] = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    return header, 8 + size
-
-
 def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
     """Bring the needed files of a hub repository into huggingface_hub's cache, and return its folder there."""
     from huggingface_hub import errors
@@ -297,14 +204,6 @@ def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
         raise ValueError(
             f"{model} is not a folder, is not in the local hub cache, and the hub can not be reached ({error})"
         ) from error
-    if lacking := [name for name in files if not (folder / name).is_file()]:
-        remedy = f"fetch it with `hf download {model}`"
-        if not (folder / _INDEX).is_file():
-            remedy = f"fetch all files with `hf download {model} --local-dir folder`; {_CONVERSION}"
-        raise ValueError(
-            f"{model}: {', '.join(lacking)} is not in the local hub cache {folder}, and the hub does not have it or can"
-            f" not be reached; {remedy}"
-        )
     return folder
 
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from fastgen.device.memory import memory_on
 from fastgen.device.profiling import span
-from fastgen.kernels import batch_invariant
-from fastgen.kernels.epilogue import swiglu
+from fastgen.kernels import batch_invariant, epilogue
 from fastgen.kernels.launch import Chip
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
@@ -90,13 +89,13 @@ def apply(
     norm: RMSNorm | None = None,
     delta: Tensor | None = None,
     add: Tensor | None = None,
-    gated: bool = False,
+    swiglu: bool = False,
     rope: batch_invariant.RopeWrite | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return a linear layer of x [T, in], fused with the operations around it.
 
-    delta: [T, in], added to x in place first. norm: the RMSNorm of x. Then at most one of: gated, SwiGLU of the output
+    delta: [T, in], added to x in place first. norm: the RMSNorm of x. Then at most one of: swiglu, SwiGLU of the output
     (the weight holds gate, then up); add: [T, out], to which the output is added in place; rope: see RopeWrite, only
     where `_fuses` is true. A batch-invariant layer, and few rows of another layer, go through fastgen's own kernel;
     many rows go through BLAS.
@@ -106,14 +105,14 @@ def apply(
     if _fuses(x, linear):
         # The torch twin of the kernel would have other bits, so a batch-invariant layer has no fallback.
         multiply = batch_invariant.product.launch if linear.batch_invariant else batch_invariant.product
-        out: Tensor = multiply(x, linear.weight, linear.bias, batch_invariant.Fused(add, gated, rope, out_dtype))
+        out: Tensor = multiply(x, linear.weight, linear.bias, batch_invariant.Fused(add, swiglu, rope, out_dtype))
         return out
     assert rope is None
     if add is not None and linear.bias is None and x.device.type != "cpu":
         return add.addmm_(x, linear.weight.t())  # cuBLAS adds it in the product
     y = linear(x, out_dtype)
-    if gated:
-        y = swiglu(y)
+    if swiglu:
+        y = epilogue.swiglu(y)
     return y if add is None else add.add_(y)
 
 
@@ -360,7 +359,7 @@ class Transformer:
         layer, behind = self.layers[number], self.layers[number + 1 : number + 2]
         with span("mlp"):
             x, norm, delta = batch.residual.input(layer.post_norm)
-            hidden = apply(layer.gate_up, x, norm=norm, delta=delta, gated=True)
+            hidden = apply(layer.gate_up, x, norm=norm, delta=delta, swiglu=True)
             self._add(batch, layer.down, hidden, behind[0].input_norm if behind else None)
 
     def _add(self, batch: Microbatch, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:

@@ -119,13 +119,13 @@ def write_checkpoint(tensors: dict[str, torch.Tensor], folder: Path, shard_bytes
 
 
 def try_settings(load_seconds: Callable[[], float], size: int) -> dict[str, float]:
-    """Measure GB/s with other numbers of threads and other buffers."""
+    """Measure GB/s with other numbers of threads and other pieces."""
     found = {}
-    settled = loader.THREADS, loader.BUFFER_BYTES
+    settled = loader.THREADS, loader.PIECE_BYTES
     for threads, megabytes in ((2, 16), (4, 16), (16, 16), (8, 4), (8, 32)):
-        loader.THREADS, loader.BUFFER_BYTES = threads, megabytes << 20
-        found[f"{threads} threads, buffers of {megabytes} MB"] = size / load_seconds() / 1e9
-    loader.THREADS, loader.BUFFER_BYTES = settled
+        loader.THREADS, loader.PIECE_BYTES = threads, megabytes << 20
+        found[f"{threads} threads, pieces of {megabytes} MB"] = size / load_seconds() / 1e9
+    loader.THREADS, loader.PIECE_BYTES = settled
     return found
 
 
