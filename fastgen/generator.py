@@ -80,7 +80,7 @@ class Generator:
         self.config = self._runner.config  # only now is it known how large the KV pool is
         self.max_model_len = self.config.max_model_len
         log_start(self.folder.name, time.perf_counter() - start, self.config, self.model_config)
-        self._tracer = Tracer(self.config.device)
+        self._tracer = Tracer()
         self._inputs = InputProcessor(self.model_config, self.tokenizer, self.max_model_len, options.seed)
         self._weights = Weights()
         self._scheduler = Scheduler(self.config)
@@ -204,6 +204,7 @@ class Generator:
 
     # --------------------------------------------------------------------------------------- step by step
 
+    @on_all_ranks
     def add(
         self,
         prompt: Prompt,
@@ -214,18 +215,6 @@ class Generator:
         """Begin a request, whose events `step` returns, and return its id. Raises ValueError or TypeError for a request
         that can not be served. resume: a completion of this prompt to continue; see `Request`."""
         request = Request(prompt, SamplingParams() if params is None else params, id, resume)
-        added: str | int | None = None
-        try:
-            with self._interrupt:
-                added = self._add(request)
-        except KeyboardInterrupt:
-            if added is not None:  # the caller does not get the id
-                self.abort(added)
-            raise
-        return added
-
-    @on_all_ranks
-    def _add(self, request: Request) -> str | int:
         return self._begin(request, queue=None).id
 
     def step(self) -> list[Event]:
@@ -351,7 +340,7 @@ class Generator:
         requests are in flight, or if the host has too little memory for the weights. The bytes are those that the GPU's
         driver reports before and after; with several ranks, their sum. On the CPU no memory is given back.
         """
-        wanted = self._check_tags("sleep", tags)
+        wanted = self._check_tags(tags)
         self._settle()
         if self._active:
             raise ValueError(f"{len(self._active)} requests are in flight; finish or abort them before sleep")
@@ -377,7 +366,7 @@ class Generator:
         torch.OutOfMemoryError if the GPU has too little memory; it may be called again when there is more.
         """
         state = self._weights
-        wanted = self._check_tags("wake", TAGS if tags is None else tags) & state.asleep
+        wanted = self._check_tags(TAGS if tags is None else tags) & state.asleep
         if not wanted:
             return
         self._runner.wake(sorted(wanted))
@@ -387,22 +376,17 @@ class Generator:
 
     def close(self) -> None:
         """Abort all requests and release the memory."""
-        if self._closed:
+        if self._runner is None:
             return
         with self._interrupt:
             self._scheduler.stats.aborted += len(self._active)
             self._active.clear()
             self._owners.clear()
             self._in_flight = None
-            runner, self._team = self._runner, None  # other ranks may be gone
-            del self._runner
+            runner, self._runner, self._team = self._runner, None, None  # other ranks may be gone
             runner.close()
             del runner
             release_memory(self.config.device)
-
-    @property
-    def _closed(self) -> bool:
-        return not hasattr(self, "_runner")
 
     def __enter__(self) -> Generator:
         return self
@@ -511,8 +495,7 @@ class Generator:
         self, request: Request, queue: OutputQueue | None, score: tuple[int, float] | None = None
     ) -> ActiveRequest:
         """Check a request and hand its sequences to the scheduler. score: (first position, temperature)."""
-        if self._closed:
-            raise RuntimeError("this Generator is closed; make a new one")
+        self._check_open()
         self._weights.check()
         id = self._new_id() if request.id is None else request.id
         if not isinstance(id, str | int):
@@ -520,6 +503,7 @@ class Generator:
         if id in self._active:
             raise ValueError(f"a request with the id {id!r} is running; give another id")
         active = self._inputs.process(id, request, queue, score)
+        self._interrupt.check()  # the caller of `add` would not get the id
         self._active[id] = active
         if queue is not None:
             queue.running[id] = None
@@ -548,7 +532,7 @@ class Generator:
 
     def _update_weights(self, update: Update, version: int | None, in_flight: str) -> int:
         """Update the weights; on rank 0, for all ranks."""
-        self._check_between("update_weights")
+        self._check_open()
         state = self._weights
         following = state.following(version)
         if in_flight not in IN_FLIGHT:
@@ -582,15 +566,12 @@ class Generator:
         state.version, state.torn = following, ""
         return following
 
-    def _check_between(self, name: str) -> None:
-        """Raise RuntimeError if the Generator is closed, or in the middle of a step. name: of the method."""
-        if self._closed:
+    def _check_open(self) -> None:
+        if self._runner is None:
             raise RuntimeError("this Generator is closed; make a new one")
-        if self._stepping:
-            raise RuntimeError(f"{name} is called from within a step; call it between two steps")
 
-    def _check_tags(self, name: str, tags: str | Iterable[str]) -> frozenset[str]:
-        self._check_between(name)
+    def _check_tags(self, tags: str | Iterable[str]) -> frozenset[str]:
+        self._check_open()
         wanted = frozenset((tags,) if isinstance(tags, str) else tags)
         unknown = wanted.difference(TAGS)
         if unknown:

@@ -362,19 +362,3 @@ def test_an_update_that_is_cut_short_keeps_its_requests(mode: str, llama: Path) 
         assert [output.id for output in gen.abort("b")] == ["b"]
         gen.update_weights(old_weights(llama))
         assert gen.generate(SYSTEM, LONG)[0].completions[0].token_ids == old.token_ids
-
-
-def test_a_step_is_no_place_for_an_update(llama: Path) -> None:
-    class Updates:
-        def fill(self, row: Any) -> None:
-            gen.update_weights(new_weights(llama), in_flight="keep")
-
-        def accept(self, token: int) -> None: ...
-
-        def __deepcopy__(self, memo: Any) -> Updates:
-            return self
-
-    with Generator(llama, **OPTIONS) as gen:
-        output = gen.generate([5, 6], replace(SHORT, mask=Updates()))[0]
-        assert "update_weights is called from within a step" in str(output.error)
-        assert gen.weight_version == 0

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-import torch
 from torch._C._autograd import _profiler_enabled
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
+
+from fastgen.request import check_integer
 
 _NOTHING = nullcontext()
 
@@ -22,12 +23,9 @@ def span(name: str) -> AbstractContextManager[object]:
 
 
 class Tracer:
-    """The recording of a Generator's steps. `device` is the steps' device, "cpu" or "cuda:N"."""
+    """The recording of a Generator's steps."""
 
-    def __init__(self, device: str) -> None:
-        self._activities = [ProfilerActivity.CPU]
-        if torch.device(device).type == "cuda":
-            self._activities.append(ProfilerActivity.CUDA)
+    def __init__(self) -> None:
         self._profiler: profile | None = None  # None outside of `block`
         self._left = 0  # steps still to be recorded
 
@@ -38,14 +36,13 @@ class Tracer:
         Raises ValueError for steps below 1, for a path that is no file in a folder, and where a trace is being
         recorded already.
         """
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise ValueError(f"steps is {steps!r}; it must be an integer of at least 1")
-        path = Path(path).absolute()  # the program may change its working folder within the block
+        check_integer("steps", steps, 1)
+        path = Path(path)
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"path is {str(path)!r}; give the name of a file in a folder that exists")
         if self._profiler is not None or _profiler_enabled():
             raise ValueError("a trace is being recorded, and torch records one at a time; begin when it has ended")
-        self._profiler, self._left = profile(activities=self._activities), steps
+        self._profiler, self._left = profile(), steps
         self._profiler.start()
         try:
             yield

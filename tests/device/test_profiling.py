@@ -86,9 +86,9 @@ def test_what_ends_a_block_early_comes_out_and_the_trace_is_there(gen: Generator
     gen.abort("a")
 
 
-@pytest.mark.parametrize("steps", [0, -1, 1.5, True, None])
-def test_steps_that_make_no_sense(gen: Generator, tmp_path: Path, steps: Any) -> None:
-    with pytest.raises(ValueError, match="at least 1"), gen.profile(tmp_path / "trace.json", steps=steps):
+@pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (None, TypeError)])
+def test_steps_that_make_no_sense(gen: Generator, tmp_path: Path, steps: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="steps"), gen.profile(tmp_path / "trace.json", steps=steps):
         pass
 
 
