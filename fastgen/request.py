@@ -377,9 +377,9 @@ class Batch:
     follow. starts: new lanes. pages: page-table updates (lane, first slot, pages). masked: a lane that samples has a
     TokenMask, so that the sampler waits for the tokens of the step before.
 
-    fresh: newly allocated pages, whose contents are undefined. Page transfers come before the step's computation, in
-    this order: saves (page, host slot) to the host tier, loads (host slot, page) from it, and copies (page, page) of
-    partly filled pages for the forks of an earlier step.
+    fresh: newly allocated pages, whose contents are undefined. saves: (page, host slot), copied to the host tier before
+    the step computes; loads: (host slot, page), from it, after the saves. copies: (page, page), partly filled pages for
+    the forks, copied when the step has computed.
     """
 
     decodes: tuple[int, ...]

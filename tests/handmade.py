@@ -98,14 +98,13 @@ def siblings(
     first = Prefill(0, 0, tuple(prompt), sample=True, score=score, forks=(1, 2) if forked else ())
     rest = () if forked else tuple(Prefill(lane, 0, tuple(prompt), sample=True) for lane in (1, 2))
     chunks = (Prefill(4, 0, (5, 6, 7, 8), sample=False), first, *rest, Prefill(5, 0, (11,), sample=True))
-    batch = replace(EMPTY, decodes=(3,), prefills=chunks, starts=(*starts[:3], starts[4]), masked=masks is not None)
-    said, prefilled = run(runner, batch, masks)
-    steps_said = [said]
     copies = tuple((held[0][shared], held[lane][shared]) for lane in (1, 2)) if forked and partial else ()
-    for _ in range(steps):
-        steps_said.append(run(runner, replace(EMPTY, decodes=(0, 1, 2, 3, 5), copies=copies))[0])
-        copies = ()
-    return steps_said, prefilled
+    batch = replace(
+        EMPTY, decodes=(3,), prefills=chunks, starts=(*starts[:3], starts[4]), masked=masks is not None, copies=copies
+    )
+    said, prefilled = run(runner, batch, masks)
+    following = [run(runner, replace(EMPTY, decodes=(0, 1, 2, 3, 5)))[0] for _ in range(steps)]
+    return [said, *following], prefilled
 
 
 def continued(runner: Runner, prompt: Sequence[int], steps: int, moved: bool) -> list[Said]:

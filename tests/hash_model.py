@@ -203,6 +203,8 @@ class HashRunner:
             self._write(chunk.lane, chunk.start, chunk.tokens.tolist())
             for lane in chunk.forks:
                 self.kv_len[lane] = self.kv_len[chunk.lane]
+        for source, page in batch.copies:
+            self.memory[self._page(page)] = self.memory[self._page(source)]
         states = [self._state(lane, lane) for lane in batch.decodes]
         for chunk in batch.prefills:
             if chunk.sample:
@@ -222,8 +224,6 @@ class HashRunner:
         for slot, page in batch.loads:
             self.memory[self._page(page)] = self.host[slot]
             self.trip()
-        for source, page in batch.copies:
-            self.memory[self._page(page)] = self.memory[self._page(source)]
 
     def _page(self, page: int) -> slice:
         return slice(page * self.config.page_size, (page + 1) * self.config.page_size)

@@ -87,7 +87,6 @@ class Simulation:
         assert not self.seen["asked a mask after the end"]
         self.seen["preempted"] += self.scheduler.stats.preemptions
         self.seen["cached"] += self.scheduler.stats.cached_tokens
-        self.seen["dropped copies"] += self.seen["fork's copies"] - self.seen["copies"]
         self.scheduler.drop_prefixes()
         self._check()
         assert len(self.scheduler.pages._free) == self.config.num_pages, "pages are cached after all is forgotten"
@@ -171,7 +170,6 @@ class Simulation:
         self.seen["mixed"] += bool(batch.decodes and batch.prefills)
         self.seen["chunked"] += any(chunk.start for chunk in batch.prefills)
         self.seen["forks"] += sum(len(chunk.forks) for chunk in batch.prefills)
-        self.seen["fork's copies"] += len(scheduler.pages._copies)
         for name in ("saves", "loads", "copies"):
             self.seen[name] += len(getattr(batch, name))
         return batch
@@ -204,9 +202,10 @@ class Simulation:
         written = [*batch.fresh, *(page for _, page in batch.loads), *(page for _, page in batch.copies)]
         assert len(set(slots)) == len(slots)
         assert len(set(written)) == len(written)
-        assert not {source for source, _ in batch.copies} & set(written)
+        copied = {source for source, _ in batch.copies}
+        assert not copied & {page for pairs in (batch.loads, batch.copies) for _, page in pairs}
         held = {page for sequence in self.scheduler.running for page in sequence.pages}
-        assert held >= set(written), "a page that nobody holds"
+        assert held >= copied | set(written), "a page that nobody holds"
         self.seen["saved and loaded at once"] += not {slot for slot, _ in batch.loads}.isdisjoint(slots)
 
     def _collect(self) -> None:

@@ -12,7 +12,7 @@ from fastgen.request import Sequence
 
 MOST_ENDS = 64  # times at which `will_fit` counts pages, at most
 RETRY_STEPS = 8  # steps between two attempts to admit a sequence, if no other sequence comes or leaves meanwhile
-LEAVING_STEPS = 4  # steps from the one that computes a sequence's last token until its pages, and copies, are released
+LEAVING_STEPS = 4  # steps from the one that computes a sequence's last token until its pages are released
 
 
 @dataclass
@@ -109,7 +109,7 @@ class PageReservations:
         is admitted later is checked against all that run then, so that the result stays valid. budget: the tokens that
         a step has at least for prefills; all prefills are assumed to last until the known tokens of all are computed.
         """
-        known, room = len(sequence.token_ids), self.pages.num_pages - self.pages.copied
+        known, room = len(sequence.token_ids), self.pages.num_pages
         if self.pages.references + self.pages.count(known) * count > room:
             return False  # not even now
         rows = [(s.length, s.prefill_len - s.computed, s.max_len, self._reserved[s.lane], 1) for s in running]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -62,8 +62,8 @@ class PageAllocator:
     eviction of its page was longest ago, from a node on the device or from a leaf, which is dropped. A step does not
     save to a slot that it loads from, since saves come before loads.
 
-    **Steps in flight.** A page that a step in flight reads or writes is not allocated again before `finish_step` says
-    that this step was read: sequences hold their pages until then, and copies hold their sources.
+    **Steps in flight.** A page that a step in flight reads or writes is not allocated again before this step was read,
+    because sequences hold their pages until then.
     """
 
     def __init__(self, num_pages: int, page_size: int, host_pages: int = 0) -> None:
@@ -82,24 +82,17 @@ class PageAllocator:
         self._host: OrderedDict[Node, None] = OrderedDict()  # with a slot, in the order in which they lose it
         self._clean = 0  # number of idle nodes with a slot
         self._free_slots = list(range(host_pages))[::-1]
-        # The changes of the next batch. Copies are made one step after the step that writes their source.
+        # The changes of the next batch.
         self._fresh: dict[int, None] = {}
         self._saves: dict[int, int] = {}  # slot -> page
         self._loads: dict[int, int] = {}  # slot -> page
         self._forgotten: list[int] = []  # slots of `_loads` whose nodes were dropped
-        self._copies: dict[int, int] = {}  # copy -> source, which is held until that step is read
-        self._later_copies: dict[int, int] = {}
-        self._in_flight: deque[list[int]] = deque()  # by step in flight: the sources of its copies
+        self._copies: list[tuple[int, int]] = []
 
     @property
     def available(self) -> int:
         """Pages that can be allocated: free and idle ones."""
         return len(self._free) + len(self._idle)
-
-    @property
-    def copied(self) -> int:
-        """An upper bound of the pages that only copies hold, in steps in flight or the next one."""
-        return len(self._copies) + len(self._later_copies) + sum(map(len, self._in_flight))
 
     # ------------------------------------------------------------------------------------------ page tables
 
@@ -140,16 +133,15 @@ class PageAllocator:
         self.references += len(nodes)
 
     def fork(self, pages: list[int], source: list[int], copy: bool) -> None:
-        """Fill an empty page table with the pages of another. copy: replace the last page by a copy, which the next
-        step makes; a page for it must be available."""
+        """Fill an empty page table with the pages of another. copy: replace the last page by a copy, which the end of
+        the next step makes; a page for it must be available, and the source must be held until that step is read."""
         shared = source[:-1] if copy else source
         for page in shared:
             self._refs[page] += 1
         pages.extend(shared)
         if copy:
             page = self._allocate()
-            self._refs[source[-1]] += 1
-            self._later_copies[page] = source[-1]
+            self._copies.append((source[-1], page))
             pages.append(page)
         self.references += len(pages)
 
@@ -175,9 +167,6 @@ class PageAllocator:
             self._clean += node.slot >= 0
             return
         self._fresh.pop(page, None)
-        for copies in (self._copies, self._later_copies):
-            if page in copies:
-                self._drop_reference(copies.pop(page))
         heapq.heappush(self._free, page)
 
     # ------------------------------------------------------------------------------------------ the prefix cache
@@ -248,7 +237,6 @@ class PageAllocator:
         """Drop the contents of all pages on the device, and keep those of the host tier. No sequence may hold pages,
         and no step may be in flight."""
         assert not self.references
-        assert not self._in_flight
         assert not self._loads
         for node in [*self._walk()]:
             if node.slot < 0 or node.slot in self._saves:
@@ -349,21 +337,15 @@ class PageAllocator:
             tuple(self._fresh),
             tuple((page, slot) for slot, page in self._saves.items()),
             tuple(self._loads.items()),
-            tuple((source, page) for page, source in self._copies.items()),
+            tuple(self._copies),
         )
-        self._in_flight.append(list(self._copies.values()))
         self._fresh.clear()
         self._saves.clear()
         self._loads.clear()
         self._free_slots += self._forgotten
         self._forgotten.clear()
-        self._copies, self._later_copies = self._later_copies, {}
+        self._copies.clear()
         return changes
-
-    def finish_step(self) -> None:
-        """Release the sources of the copies that the oldest step in flight has made; it was read."""
-        for page in self._in_flight.popleft():
-            self._drop_reference(page)
 
     def _walk(self) -> Iterator[Node]:
         """Yield all nodes, parents before their children."""
@@ -380,9 +362,6 @@ class PageAllocator:
         tables = list(tables)
         held = Counter(page for table in tables for page in table)
         assert self.references == sum(held.values())
-        held.update(self._copies.values())
-        held.update(self._later_copies.values())
-        held.update(page for copied in self._in_flight for page in copied)
         idle = [node.page for node in self._idle]
         assert sorted([*held, *idle, *self._free]) == list(range(self.num_pages)), "a page is lost, doubled or made up"
         assert self._refs == [held[page] for page in range(self.num_pages)], "a page is lost, doubled or made up"
@@ -423,7 +402,6 @@ class PageAllocator:
         slots = [*self._free_slots, *self._forgotten, *saved]
         assert sorted(slots) == list(range(self.host_pages)), "a slot is lost, doubled or made up"
         assert {*self._saves, *self._loads} <= {*self._forgotten, *saved}
-        targets = [*self._fresh, *self._loads.values(), *self._copies]
+        targets = [*self._fresh, *self._loads.values(), *(page for _, page in self._copies)]
         assert len(set(targets)) == len(targets)
-        assert all(held[page] for page in (*targets, *self._later_copies))
-        assert not {*self._copies, *self._later_copies} & {*self._copies.values(), *self._later_copies.values()}
+        assert all(held[page] for page in (*targets, *(source for source, _ in self._copies)))

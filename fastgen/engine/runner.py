@@ -232,6 +232,9 @@ class Runner:
             shared = self._detect_sharing(batch.decodes)
             replay = self.graphs and not batch.prefills
             launched = self._replay(batch, shared) if replay else self._launch(batch, shared, arrivals)
+            if batch.copies:
+                sources, targets = zip(*batch.copies, strict=True)
+                self.pool.copy(*upload_together([np.array(sources), np.array(targets)], self.device))
             if not batch.masked:
                 self._sample(launched, None)
         return launched
@@ -306,7 +309,7 @@ class Runner:
             self.page_table.index_put_((lanes, slots), pages.int())
 
     def _move_pages(self, batch: Batch) -> Arrivals | None:
-        """Save, wipe, load and copy pages. Loads are only started; the result lets layers wait for them."""
+        """Save, wipe and load pages. Loads are only started; the result lets layers wait for them."""
         arrivals = None
         if batch.saves:
             assert self.host is not None
@@ -317,10 +320,6 @@ class Runner:
             assert self.host is not None
             assert batch.prefills, "a CUDA graph can not wait for loads"
             arrivals = self.host.load(batch.loads)
-        if batch.copies:
-            sources, targets = zip(*batch.copies, strict=True)
-            assert {*targets, *batch.fresh, *(page for _, page in batch.loads)}.isdisjoint(sources)
-            self.pool.copy(*upload_together([np.array(sources), np.array(targets)], self.device))
         return arrivals
 
     def _detect_sharing(self, decodes: tuple[int, ...]) -> bool:

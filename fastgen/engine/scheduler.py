@@ -327,7 +327,6 @@ class Scheduler:
     def update(self, batch: Batch, result: StepResult) -> list[Sequence]:
         """Append the tokens that a step drew; return the sequences that finished, and watched ones that changed."""
         self.in_flight -= 1
-        self.pages.finish_step()
         for scored in result.scored:
             keep_scores(self._on(scored.lane), scored)
         changed, dropped = [], 0
