@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.gen.work import Record, RowRequests, seed_of
-from fastgen.cli.serve.answers import GenerationReply, GenerationRequest, grammar_field, prepare
 from fastgen.cli.serve.grammar import Compiler
+from fastgen.cli.serve.prompts import GenerationReply, GenerationRequest, ModelFacts, grammar_field, prepare
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_request, refused
-from fastgen.cli.serve.tokens import ModelFacts, Vocabulary
+from fastgen.cli.serve.replies import Vocabulary
 from fastgen.request import Event, RequestOutput, SamplingParams, TokenMask
 
 if TYPE_CHECKING:

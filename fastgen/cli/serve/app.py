@@ -5,72 +5,45 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
-from fastapi.openapi.utils import get_openapi
-from pydantic import TypeAdapter
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastgen import __version__
-from fastgen.cli.serve import shapes
-from fastgen.cli.serve.answers import GenerationResponse, error_response, json_response, limited
-from fastgen.cli.serve.fields import Strict
-from fastgen.cli.serve.models import ServedModel, Service
+from fastgen.cli.serve.answers import GenerationResponse, as_api_error, error_response, json_response, limited
+from fastgen.cli.serve.prompts import detokenize, needed, tokenize, tokenizer_info
 from fastgen.cli.serve.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     RequestT,
+    Strict,
     TokenizeRequest,
     read_request,
 )
-from fastgen.cli.serve.tokens import detokenize, needed, tokenize, tokenizer_info
+from fastgen.cli.serve.service import ServedModel, Service
 
 OPEN = ("/health", "/ready", "/metrics")  # routes without the API key
 LARGE = 65536  # bytes; larger bodies are parsed in a thread
 DISCARDED = 8  # multiple of the size limit that is read of a larger body, so that its client reads the response
 
-PLACE = "#/components/schemas/"
-REQUESTS: tuple[type[Strict], ...] = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
-_TEXT, _NAME = {"type": "string"}, {"type": ["string", "null"]}
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {"message": _TEXT, "type": _TEXT, "param": _NAME, "code": _NAME},
-        }
-    },
-}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "default": {"description": "An error", "content": {"application/json": {"schema": {"$ref": f"{PLACE}Error"}}}}
-}
 
-
-def make_app(service: Service) -> FastAPI:
+def make_app(service: Service) -> Starlette:
     """Return the application of a service, which the caller runs and closes."""
-    app = FastAPI(
-        title="fgserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=ERRORS
-    )
     routes = _Routes(service)
-    app.include_router(routes.router(), prefix="/v1")
-    app.include_router(routes.router(), include_in_schema=False)
-    app.add_api_route("/v1/openapi.json", lambda: app.openapi(), include_in_schema=False)
-    app.add_middleware(_KeyCheck, key=service.options.api_key)
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientDisconnect, _disconnected)
-    app.add_exception_handler(Exception, _internal_error)
-    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]
+    app = Starlette(
+        routes=[route for prefix in ("/v1", "") for route in routes.under(prefix)],
+        middleware=[Middleware(_KeyCheck, key=service.options.api_key)],
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), _handle),
+    )
+    app.router.redirect_slashes = False
     return app
 
 
@@ -91,17 +64,12 @@ class _KeyCheck:
         await app(scope, receive, send)
 
 
-# ------------------------------------------------------------------------------------------------- errors
-
-
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error_response(error)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer an error of the routing (404 or 405)."""
-    assert isinstance(error, HTTPException)
+async def _handle(request: Request, error: Exception) -> Response:
+    """Answer an error of a route, of the routing, or an unexpected one, which uvicorn logs."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=400)  # not read: the client has gone
+    if not isinstance(error, HTTPException):
+        return error_response(as_api_error(error))
     path = request.url.path
     code, message = {
         404: ("not_found", f"there is no {path}; see /openapi.json"),
@@ -110,54 +78,33 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return error_response(ApiError(error.status_code, message, code=code), dict(error.headers or {}))
 
 
-async def _disconnected(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # not read: the client has gone
-
-
-async def _internal_error(request: Request, error: Exception) -> Response:
-    """Answer an unexpected error, which uvicorn logs."""
-    return error_response(ApiError(500, f"an internal error: {type(error).__name__}", code="internal_error"))
-
-
-# ------------------------------------------------------------------------------------------------- routes
-
-
 class _Routes:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._created = int(time.time())
 
-    def router(self) -> APIRouter:
-        router = APIRouter()
-        posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[Strict], Any, dict[str, Any]]] = [
-            ("/chat/completions", self.chat, ChatRequest, shapes.ChatCompletion, _stream_schema("ChatChunk")),
-            ("/completions", self.completions, CompletionRequest, shapes.TextCompletion,
-             _stream_schema("TextCompletion")),
-            ("/tokenize", self.tokenize, TokenizeRequest, shapes.TokenizeReply, {}),
-            ("/detokenize", self.detokenize, DetokenizeRequest, shapes.DetokenizeReply, {}),
-        ]  # fmt: skip
-        for path, handler, request, reply, content in posts:
-            body = {"required": True, "content": {"application/json": {"schema": {"$ref": PLACE + request.__name__}}}}
-            router.add_api_route(
-                path,
-                handler,
-                methods=["POST"],
-                response_model=None,
-                responses={200: {"model": reply, "content": content}},
-                openapi_extra={"requestBody": body},
-            )
-        gets: list[tuple[str, Callable[..., Awaitable[Response]], Any]] = [
-            ("/models", self.models, shapes.ModelList),
-            ("/models/{name:path}", self.model, shapes.ModelCard),
-            ("/tokenizer_info", self.tokenizer_info, shapes.TokenizerInfo),
-            ("/health", self.health, shapes.ServerStatus),
-            ("/ready", self.ready, shapes.ServerStatus),
+    def under(self, prefix: str) -> list[Route]:
+        """Return all routes, with a prefix of their paths."""
+        posts = {
+            "/chat/completions": self.chat,
+            "/completions": self.completions,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+        }
+        gets = {
+            "/models": self.models,
+            "/models/{name:path}": self.model,
+            "/tokenizer_info": self.tokenizer_info,
+            "/health": self.health,
+            "/ready": self.ready,
+            "/metrics": self.metrics,
+            "/openapi.json": self.openapi,
+        }
+        return [
+            Route(prefix + path, handler, methods=[method])
+            for method, handlers in (("POST", posts), ("GET", gets))
+            for path, handler in handlers.items()
         ]
-        for path, handler, reply in gets:
-            router.add_api_route(path, handler, response_model=None, responses={200: {"model": reply}})
-        text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": _TEXT}}}}
-        router.add_api_route("/metrics", self.metrics, response_class=Response, responses=text)
-        return router
 
     async def chat(self, request: Request) -> Response:
         return GenerationResponse(self._service, await self._read(ChatRequest, request))
@@ -173,19 +120,20 @@ class _Routes:
         wanted = await self._read(DetokenizeRequest, request)
         return json_response(await asyncio.to_thread(detokenize, wanted, self._service.choose(wanted.model).facts))
 
-    async def tokenizer_info(self, model: str | None = None) -> Response:
-        return json_response(tokenizer_info(needed(self._service.choose(model).facts.tokenizer)))
+    async def tokenizer_info(self, request: Request) -> Response:
+        model = self._service.choose(request.query_params.get("model"))
+        return json_response(tokenizer_info(needed(model.facts.tokenizer)))
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
         """List the models that are ready."""
         ready = [model for model in self._service.models.values() if model.ready]
         return json_response({"object": "list", "data": [self._card(model) for model in ready]})
 
-    async def model(self, name: str) -> Response:
+    async def model(self, request: Request) -> Response:
         """Describe the model that a request with this `model` would use."""
-        return json_response(self._card(self._service.choose(name)))
+        return json_response(self._card(self._service.choose(request.path_params["name"])))
 
-    def _card(self, model: ServedModel) -> shapes.ModelCard:
+    def _card(self, model: ServedModel) -> dict[str, Any]:
         return {
             "id": model.name,
             "object": "model",
@@ -194,20 +142,23 @@ class _Routes:
             "max_model_len": model.facts.max_model_len,
         }
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
         """Answer 200 while all engines are idle or make progress."""
         if (trouble := self._service.trouble) is not None:
             raise ApiError(503, trouble, code="unhealthy")
         return json_response({"status": "ok"})
 
-    async def ready(self) -> Response:
+    async def ready(self, request: Request) -> Response:
         """Answer 200 while every model accepts requests."""
         for model in self._service.models.values():
             model.check_ready()
         return json_response({"status": "ready"})
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(openapi())
 
     async def _read(self, kind: type[RequestT], request: Request) -> RequestT:
         """Read and check the body of a request. Raises ApiError."""
@@ -229,25 +180,49 @@ class _Routes:
 
 # ------------------------------------------------------------------------------------------------- schema
 
+_TEXT, _NAME = {"type": "string"}, {"type": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {"message": _TEXT, "type": _TEXT, "param": _NAME, "code": _NAME},
+        }
+    },
+}
 
-def _stream_schema(chunk: str) -> dict[str, Any]:
-    """Return the schema of a stream: events with a chunk or with the error that ends the stream, then [DONE]."""
-    content = {"anyOf": [{"$ref": PLACE + chunk}, {"$ref": f"{PLACE}Error"}]}
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
-    event = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}}}
-    return {"text/event-stream": {"itemSchema": event}}
+
+def openapi() -> dict[str, Any]:
+    """Return the OpenAPI schema: every field of requests, and the form of errors. Responses are as OpenAI describes
+    them."""
+    posts: dict[str, type[Strict]] = {
+        "/v1/chat/completions": ChatRequest,
+        "/v1/completions": CompletionRequest,
+        "/v1/tokenize": TokenizeRequest,
+        "/v1/detokenize": DetokenizeRequest,
+    }
+    gets = ("/v1/models", "/v1/models/{name}", "/v1/tokenizer_info", "/v1/health", "/v1/ready", "/v1/metrics")
+    place = "#/components/schemas/"
+    schemas: dict[str, Any] = {"Error": _ERROR}
+    answers: dict[str, Any] = {"200": {"description": "An answer", "content": {"*/*": {}}}}
+    answers["default"] = {"description": "An error", "content": _json({"$ref": f"{place}Error"})}
+    paths: dict[str, Any] = {path: {"get": {"responses": answers}} for path in gets}
+    name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
+    paths["/v1/models/{name}"]["parameters"] = [name]
+    for path, kind in posts.items():
+        schema = kind.model_json_schema(ref_template=f"{place}{{model}}")
+        schemas |= {**schema.pop("$defs", {}), kind.__name__: schema}
+        body = {"required": True, "content": _json({"$ref": place + kind.__name__})}
+        paths[path] = {"post": {"requestBody": body, "responses": answers}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "fgserve", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Return the application's schema, with what FastAPI does not see: bodies that routes read, chunks and errors."""
-    if app.openapi_schema is None:
-        described = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        schemas = described.setdefault("components", {}).setdefault("schemas", {})
-        for request in REQUESTS:
-            schema = request.model_json_schema(ref_template=f"{PLACE}Request{{model}}")
-            parts = schema.pop("$defs", {})
-            schemas.update({f"Request{name}": part for name, part in parts.items()}, **{request.__name__: schema})
-        chunk = TypeAdapter(shapes.ChatChunk).json_schema(ref_template=f"{PLACE}{{model}}")
-        schemas.update(chunk.pop("$defs"), ChatChunk=chunk, Error=ERROR)
-        app.openapi_schema = described
-    return app.openapi_schema
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

@@ -17,7 +17,7 @@ import numpy as np
 from fastgen.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # the process of an engine does not import pydantic, and the HTTP process does not import torch
-    from fastgen.cli.serve.fields import ResponseFormat
+    from fastgen.cli.serve.protocol import ResponseFormat
     from fastgen.generator import Generator
 
 CACHED_GRAMMARS = 64

@@ -18,9 +18,9 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from fastgen.cli.command import run_tool
 from fastgen.cli.serve.answers import FAREWELL_SECONDS
 from fastgen.cli.serve.app import make_app
-from fastgen.cli.serve.models import Service, import_tokenizers
 from fastgen.cli.serve.options import Options, read_options
 from fastgen.cli.serve.protocol import ApiError
+from fastgen.cli.serve.service import Service, import_tokenizers
 
 MAX_HEAD = 65536  # bytes of a request's first line and headers
 UNREAD_SECONDS = 120  # a connection ends if the client has read nothing for so long

@@ -20,8 +20,8 @@ from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from fastgen.cli.serve.engine import Abort, EngineInfo, Refused, StepEnded, Submit, encode
 from fastgen.cli.serve.grammar import Compiler
-from fastgen.cli.serve.messages import Abort, EngineInfo, Refused, StepEnded, Submit, encode
 from fastgen.parallel.errors import portable
 from fastgen.ranks.channel import Channel, Failed, Start
 from fastgen.ranks.processes import end_with_parent

@@ -6,11 +6,11 @@ A field that is not supported is an error that names it. null is the default of 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, LiteralString, TypeVar, cast
 
 from pydantic import (
+    BaseModel,
     ConfigDict,
     Discriminator,
     Field,
@@ -20,16 +20,13 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from fastgen.cli.serve.fields import ChatMessage, NamedTool, ResponseFormat, StreamOptions, Strict, Tool, wrong
 from fastgen.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams
-from fastgen.tokenizer import CLEARLY_MORE
 
 COMPLETION_TOKENS = 16  # max_tokens of /completions where it is left out, as OpenAI has it
 MAX_CHOICES = 128
 MAX_STOPS = 64
-MAX_ECHOED = 4_000_000  # prompt tokens, logprobs and alternatives in a response, which needs 1 GB to be made
 INT32 = 2**31 - 1
 BIASED = "^[0-9]{1,10}$"  # keys of logit_bias
 
@@ -51,6 +48,162 @@ class ApiError(Exception):
     def body(self) -> dict[str, dict[str, str | None]]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+# ------------------------------------------------------------------------------------------------- parts
+
+
+def wrong(field: str, message: str, code: LiteralString = "invalid_value") -> PydanticCustomError:
+    """Return the error of a field. message: the rest of a sentence that begins with the field's name."""
+    return PydanticCustomError(code, "{field} {message}", {"field": field, "message": message})
+
+
+class Strict(BaseModel):
+    """A part of a request: unknown fields are errors, types are not converted, and a null field counts as left out."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        protected_namespaces=(),
+        json_schema_extra={"additionalProperties": {"type": "null"}},
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        for name in given:  # stop at the first unknown field: there may be very many
+            if name not in cls.model_fields and all(field.alias != name for field in cls.model_fields.values()):
+                raise wrong(name, "is not supported; leave it out", "unsupported_parameter")
+        return given
+
+
+class StreamOptions(Strict):
+    """include_usage: add a last chunk with the usage. continuous_usage_stats: add the usage so far to every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    """arguments: a JSON object as text. parsed_arguments: added by clients that have parsed it; ignored."""
+
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class ToolCall(Strict):
+    """index: added by clients that have assembled the call from chunks; ignored."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = Field(None, ge=0)
+
+
+Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+
+
+class _Message(Strict):
+    role: str
+    content: Content | None = None
+    name: str | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The content as one text; parts are joined by newlines."""
+        return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+
+
+class GivenMessage(_Message):
+    role: Literal["system", "developer", "user"]
+    content: Content
+
+
+class AssistantMessage(_Message):
+    """parsed: added by clients that have parsed the content; ignored."""
+
+    role: Literal["assistant"]
+    parsed: Any = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> AssistantMessage:
+        if self.content is None and not self.tool_calls:
+            raise wrong("content", "is required, except in a message with tool_calls")
+        return self
+
+
+class ToolMessage(_Message):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+
+ChatMessage = Annotated[GivenMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class ToolFunction(Strict):
+    """parameters: a JSON schema."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def takes(self) -> dict[str, Any]:
+        """The schema of the arguments; a function without `parameters` has none."""
+        nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+        return nothing if self.parameters is None else self.parameters
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: ToolFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool for a chat template: with every field, in the order that models were trained on."""
+        given = self.function
+        function = {"name": given.name, "description": given.description or "", "parameters": given.takes}
+        return {"type": "function", "function": function}
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Strict):
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class FreeFormat(Strict):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[FreeFormat | SchemaFormat, Field(discriminator="type")]
 
 
 # ------------------------------------------------------------------------------------------------- requests
@@ -83,15 +236,11 @@ class GenerationFields(Strict):
 
     @field_validator("logit_bias", mode="before")
     @classmethod
-    def _check_size(cls, bias: Any) -> Any:
-        if isinstance(bias, dict) and len(bias) > MAX_BIASES:  # before each is checked
+    def _check_bias(cls, bias: Any) -> Any:
+        """Check size and keys before pydantic reports each wrong entry."""
+        if isinstance(bias, dict) and len(bias) > MAX_BIASES:
             raise wrong("logit_bias", f"has {len(bias)} tokens; it may have {MAX_BIASES}")
-        return bias
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _check_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
-        for token in bias or ():
+        for token in bias if isinstance(bias, dict) else ():
             if not re.fullmatch(BIASED, token):
                 raise wrong("logit_bias", f"holds {token[:40]!r}; its keys must be token ids")
         return bias
@@ -211,8 +360,8 @@ class CompletionRequest(GenerationFields):
 
     @property
     def limit(self) -> int | None:
-        """Maximum tokens of an answer."""
-        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        """Maximum tokens of an answer; None if the request names no limit."""
+        return self.max_tokens
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -224,24 +373,15 @@ class CompletionRequest(GenerationFields):
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """Return the parameters of the engine. defaults: for fields that are left out."""
+        limit = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         scores = self.logprobs if self.echo else None
-        if self.limit == 0 and scores is None:
+        if limit == 0 and scores is None:
             scores = 0  # without tokens to generate, the engine requires prompt_logprobs
-        return self._sampling_params(defaults, max_tokens=self.limit, logprobs=self.logprobs, prompt_logprobs=scores)
+        return self._sampling_params(defaults, max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scores)
 
 
 class TokenizeRequest(Strict):
     """A request to /tokenize: a prompt, or messages for the chat template. return_token_strs: return names too."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "additionalProperties": {"type": "null"},
-            "anyOf": [
-                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
-                {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
-            ],
-        }
-    )
 
     model: str | None = None
     prompt: str | None = None
@@ -270,7 +410,7 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[list[_Id], Field(fail_fast=True)]
 
 
-# ------------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------------------------- reading
 
 
 RequestT = TypeVar("RequestT", bound=Strict)
@@ -336,71 +476,6 @@ def _path(details: ErrorDetails, data: Any) -> tuple[str | int, ...]:
     if details["type"].startswith("union_tag"):  # the field that selects the type
         path.append(details["ctx"]["discriminator"].strip("'"))
     return tuple(path)
-
-
-def choose_model(wanted: str | None, served: Sequence[str]) -> str:
-    """Return the name of the model for a request. A single model answers to any name. Raises ApiError."""
-    if len(served) == 1:
-        return served[0]
-    if wanted is None:
-        raise ApiError(
-            400, f"model is required; give one of {', '.join(served)}", "model", "missing_required_parameter"
-        )
-    if wanted not in served:
-        known = ", ".join(served)
-        raise ApiError(
-            404, f"the model {wanted[:100]!r} is not served; give one of {known}", "model", "model_not_found"
-        )
-    return wanted
-
-
-def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Check parameters against the vocabulary. Raises ApiError."""
-    try:
-        params.validate(vocab_size)
-    except (ValueError, TypeError) as error:
-        raise refused(error) from None
-
-
-def check_prompt(ids: Sequence[int], request: ChatRequest | CompletionRequest, context: int, vocab_size: int) -> None:
-    """Check the ids of a prompt, and that prompt and answer fit in the context. Raises ApiError.
-
-    context: maximum tokens of prompt and answer together. A request without a limit needs room for one token.
-    """
-    param = "messages" if isinstance(request, ChatRequest) else "prompt"
-    if not ids:
-        raise ApiError(400, f"{param} is empty; give at least one token", param, "invalid_value")
-    if not 0 <= min(ids) <= max(ids) < vocab_size:
-        bad = next(id for id in ids if not 0 <= id < vocab_size)
-        message = f"{param} holds the id {bad}, outside the vocabulary of {vocab_size} tokens"
-        raise ApiError(400, message, param, "invalid_value")
-    limit = request.limit if isinstance(request, ChatRequest) else request.max_tokens
-    answer = 1 if limit is None else limit
-    if len(ids) + answer > context:
-        least = "at least " if len(ids) > context + CLEARLY_MORE else ""  # encoding has stopped there
-        wanted = f"{least}{len(ids)} in the prompt, {answer} for the answer"
-        message = (
-            f"This model's maximum context length is {context} tokens. However, you requested {least}"
-            f"{len(ids) + answer} tokens ({wanted}). Shorten one of them."
-        )
-        raise ApiError(400, message, param, "context_length_exceeded")
-
-
-def check_echo(request: CompletionRequest, lengths: Sequence[int]) -> None:
-    """Check the size of a response that repeats a prompt for each choice. lengths: of prompts, in tokens. Raises
-    ApiError."""
-    if not request.echo and not request.return_token_ids:
-        return
-    count = sum(lengths) * request.choices * (1 + (request.logprobs or 0 if request.echo else 0))
-    if count > MAX_ECHOED:
-        param = "echo" if request.echo else "return_token_ids"
-        raise ApiError(
-            400,
-            f"{param} repeats the prompt for each choice: {count} tokens and logprobs, above the maximum of "
-            f"{MAX_ECHOED}. Send fewer prompts, or lower n or logprobs.",
-            param,
-            "invalid_value",
-        )
 
 
 def refused(error: ValueError | TypeError, param: str | None = None) -> ApiError:

@@ -18,12 +18,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from fastgen.cli.command import needed
 from fastgen.cli.serve.app import make_app
-from fastgen.cli.serve.models import Service, import_tokenizers
 from fastgen.cli.serve.options import Options, gpus, make_options
+from fastgen.cli.serve.service import Service, import_tokenizers
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -44,7 +44,7 @@ class Replica:
         logging.getLogger("fastgen").setLevel(logging.INFO if options.server.verbose else logging.WARNING)
         self._service = Service(replace(options, server=replace(options.server, restart=False)))
 
-    async def __serve_build_asgi_app__(self) -> FastAPI:
+    async def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application. Ray calls this once, after the constructor, and sends requests after its return.
 
         Raises the error of a model that can not be loaded.

@@ -2,7 +2,7 @@
 
 A reply takes the events of its request as they come (`push`) and returns chunks, or all of them at once (`whole`) and
 returns a complete response. The `id` of an event is the index of its prompt. Nothing here waits, so replies may run in
-any thread.
+any thread. Responses are plain dicts; the tests hold them to the types of the openai package.
 """
 
 from __future__ import annotations
@@ -13,25 +13,39 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, TypeVar
 
-from fastgen.cli.serve import shapes
-from fastgen.cli.serve.messages import joined
+from fastgen.cli.serve.engine import joined
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest
-from fastgen.cli.serve.tokens import PromptTokens, Vocabulary
-from fastgen.cli.serve.toolcalls import ToolParser
+from fastgen.cli.serve.tools import ToolParser
 from fastgen.request import Event
+from fastgen.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """The ids of a prompt. text: the text that `echo` repeats."""
+
+    ids: list[int]
+    text: str = ""
+
+
 class _BaseReply(Generic[Request]):
-    """The common part of both kinds: envelope and counts. prefix: of the id; kind: the `object` of a chunk."""
+    """The common part of both kinds: envelope and counts. prefix: of the id; kind: the `object` of a chunk.
+
+    scored: True where the response begins with the logprobs of its prompts, which come with the end of sample 0; then
+    `push` takes all events at once.
+    """
 
     prefix: str
     kind: str
+    scored = False
 
     def __init__(
         self, request: Request, model: str, prompts: SequenceOf[PromptTokens], vocabulary: Vocabulary | None
@@ -39,33 +53,33 @@ class _BaseReply(Generic[Request]):
         self.request: Request = request
         self.model, self.prompts = model, prompts
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         self._generated = 0
         self._cached = [0] * len(prompts)
-        self._prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        self._begun: set[int] = set()  # choices with a chunk
         if vocabulary is None and request.logprobs is not None and request.logprobs is not False:
             message = "this model has no tokenizer files, so its tokens have no names; leave logprobs out"
             raise ApiError(400, message, "logprobs", "invalid_value")
         self._vocabulary: Any = vocabulary  # used only with logprobs
 
     @property
-    def usage(self) -> shapes.Usage:
+    def usage(self) -> dict[str, Any]:
         """Counts of all events so far. A prompt counts once, whatever its number of choices."""
         return {
-            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self._generated,
-            "total_tokens": self._prompt_tokens + self._generated,
+            "total_tokens": self.prompt_tokens + self._generated,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
 
-    def end(self) -> list[Any]:
+    def end(self) -> list[dict[str, Any]]:
         """Return the chunks after the last event: the usage, if the request asks for it."""
         return [{**self._envelope([]), "usage": self.usage}] if self.request.include_usage else []
 
-    def _envelope(self, choices: SequenceOf[Any], kind: str | None = None) -> dict[str, Any]:
-        about = {"id": self.id, "object": kind or self.kind, "created": self.created, "model": self.model}
-        return {**about, "choices": choices}
+    def _envelope(self, choices: SequenceOf[Any]) -> dict[str, Any]:
+        return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def _chunk(self, choice: Any) -> Any:
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._envelope([choice])
         if self.request.continuous_usage:
             chunk["usage"] = self.usage
@@ -73,10 +87,13 @@ class _BaseReply(Generic[Request]):
             chunk["usage"] = None
         return chunk
 
-    def _whole(self, choices: SequenceOf[Any], kind: str | None = None) -> Any:
-        return {**self._envelope(choices, kind), "usage": self.usage}
-
     def _count(self, event: Event) -> None:
+        """Count an event. Raises ApiError for a sample that failed, which fails the request."""
+        if event.finish_reason in ("error", "abort"):
+            error = event.error or "the request was aborted"
+            if error.startswith("the mask"):  # the request's grammar caused it, so a retry is of no use
+                raise ApiError(400, error, code="invalid_value")
+            raise ApiError(500, error, code="engine_error")
         self._generated += len(event.token_ids)
         self._cached[int(event.id)] = event.cached_tokens
 
@@ -99,14 +116,13 @@ class ChatReply(_BaseReply[ChatRequest]):
     ) -> None:
         super().__init__(request, model, [prompt], vocabulary)
         self._parsers = [make_parser() for _ in range(request.choices)]
-        self._begun: set[int] = set()
         self._called: set[int] = set()  # choices with a tool call
 
-    def push(self, events: Iterable[Event]) -> list[shapes.ChatChunk]:
+    def push(self, events: Iterable[Event]) -> list[dict[str, Any]]:
         """Return the chunks for new events: for each choice first the role, then its content, then finish_reason."""
-        return [chunk for event in checked(events) for chunk in self._chunks(event)]
+        return [chunk for event in events for chunk in self._chunks(event)]
 
-    def _chunks(self, event: Event) -> Iterator[shapes.ChatChunk]:
+    def _chunks(self, event: Event) -> Iterator[dict[str, Any]]:
         index, ids = event.index, event.token_ids
         if index not in self._begun:
             self._begun.add(index)
@@ -123,7 +139,7 @@ class ChatReply(_BaseReply[ChatRequest]):
         if event.finish_reason is not None:
             yield self._delta(index, {}, reason=self._reason(event))
 
-    def _deltas(self, event: Event) -> list[shapes.Delta]:
+    def _deltas(self, event: Event) -> list[dict[str, Any]]:
         parser = self._parsers[event.index]
         if parser is None:
             return [{"content": event.text}] if event.text else []
@@ -132,35 +148,33 @@ class ChatReply(_BaseReply[ChatRequest]):
             self._called.add(event.index)
         return deltas
 
-    def _reason(self, event: Event) -> str:
-        assert event.finish_reason is not None
+    def _reason(self, event: Event) -> str | None:
         return "tool_calls" if event.finish_reason == "stop" and event.index in self._called else event.finish_reason
 
     def _delta(
         self,
         index: int,
-        delta: shapes.Delta,
-        logprobs: shapes.ChatLogprobs | None = None,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
         reason: str | None = None,
-        ids: list[int] | None = None,
-    ) -> shapes.ChatChunk:
-        choice: shapes.ChatChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        ids: SequenceOf[int] = (),
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         if self.request.return_token_ids:
-            choice["token_ids"] = ids or []
-        chunk: shapes.ChatChunk = self._chunk(choice)
-        return chunk
+            choice["token_ids"] = list(ids)
+        return self._chunk(choice)
 
-    def whole(self, events: Iterable[Event]) -> shapes.ChatCompletion:
+    def whole(self, events: Iterable[Event]) -> dict[str, Any]:
         """Return the complete response for all events of the request."""
-        choices = [self._choice(event) for event in joined(checked(events))]
-        reply: shapes.ChatCompletion = self._whole(choices, "chat.completion")
+        choices = [self._choice(event) for event in joined(list(events))]
+        reply = {**self._envelope(choices), "object": "chat.completion", "usage": self.usage}
         if self.request.return_token_ids:
             reply["prompt_token_ids"] = self.prompts[0].ids
         return reply
 
-    def _choice(self, event: Event) -> shapes.ChatChoice:
+    def _choice(self, event: Event) -> dict[str, Any]:
         self._count(event)
-        choice: shapes.ChatChoice = {
+        choice = {
             "index": event.index,
             "message": _message(self._deltas(event)),
             "logprobs": self._logprobs(event),
@@ -170,11 +184,11 @@ class ChatReply(_BaseReply[ChatRequest]):
             choice["token_ids"] = event.token_ids
         return choice
 
-    def _logprobs(self, event: Event) -> shapes.ChatLogprobs | None:
+    def _logprobs(self, event: Event) -> dict[str, Any] | None:
         """Return an entry for each token, including the stop token."""
         if self.request.alternatives is None:
             return None
-        content: list[shapes.TokenLogprob] = []
+        content = []
         for position, (token, logprob) in enumerate(zip(event.token_ids, event.raw_logprobs, strict=True)):
             top = event.top_logprobs[position] if event.top_logprobs else {}
             tops = [self._alternative(*pair) for pair in top.items()]
@@ -182,26 +196,25 @@ class ChatReply(_BaseReply[ChatRequest]):
             content.append({**own, "top_logprobs": tops})
         return {"content": content, "refusal": None}
 
-    def _alternative(self, token: int, logprob: float) -> shapes.Alternative:
+    def _alternative(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._vocabulary.raw(token)
         return {"token": self._vocabulary.text(token), "logprob": max(LOWEST, logprob), "bytes": list(raw)}
 
 
-def _message(deltas: Iterable[shapes.Delta]) -> shapes.ChatMessage:
+def _message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the message that deltas add up to."""
-    content, calls = "", dict[int, shapes.MessageToolCall]()
+    content, calls = "", dict[int, dict[str, Any]]()
     for delta in deltas:
         content += delta.get("content", "")
         for piece in delta.get("tool_calls", ()):
-            blank: shapes.MessageToolCall = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-            call = calls.setdefault(piece["index"], blank)
-            call["id"] += piece.get("id", "")
-            call["function"]["name"] += piece["function"].get("name", "")
-            call["function"]["arguments"] += piece["function"].get("arguments", "")
-    message: shapes.ChatMessage = {"role": "assistant", "content": content, "refusal": None}
+            function = piece["function"]
+            if "id" in piece:
+                call = {"id": piece["id"], "type": "function", "function": {"name": function["name"], "arguments": ""}}
+                calls[piece["index"]] = call
+            calls[piece["index"]]["function"]["arguments"] += function.get("arguments", "")
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if calls:
-        message["content"] = content or None
-        message["tool_calls"] = list(calls.values())
+        message |= {"content": content or None, "tool_calls": list(calls.values())}
     return message
 
 
@@ -217,60 +230,39 @@ class CompletionReply(_BaseReply[CompletionRequest]):
         self, request: CompletionRequest, model: str, prompts: SequenceOf[PromptTokens], vocabulary: Vocabulary | None
     ) -> None:
         super().__init__(request, model, prompts, vocabulary)
-        scored = request.echo and request.logprobs is not None
-        # Events of prompts whose logprobs, which the response begins with, have not come yet.
-        self._held: dict[int, list[Event]] = {prompt: [] for prompt in range(len(prompts))} if scored else {}
+        self.scored = bool(request.echo) and request.logprobs is not None
         self._scores: dict[int, Event] = {}  # by prompt: the event with the prompt's logprobs
-        self._begun: set[int] = set()
         self._offsets: dict[int, _Offsets] = {}
 
-    def push(self, events: Iterable[Event]) -> list[shapes.TextCompletion]:
-        """Return the chunks for new events. With echo and logprobs, the events of a prompt are held until its logprobs
-        come, with the end of its sample 0."""
+    def push(self, events: Iterable[Event]) -> list[dict[str, Any]]:
+        """Return the chunks for new events. An event without text, such as a part of a character, is only counted."""
+        details = self.request.logprobs is not None or self.request.return_token_ids
         chunks = []
-        for event in checked(events):
-            prompt = int(event.id)
-            ready = [event]
-            if prompt in self._held:
-                self._held[prompt].append(event)
-                ready = self._held.pop(prompt) if self._scored(event) else []
-            chunks += [self._chunk(self._choice(event)) for event in ready if self._has_news(event)]
+        for event in self._sorted(events):
+            if event.text or event.finish_reason is not None or details:
+                chunks.append(self._chunk(self._choice(event)))
+            else:
+                self._count(event)
         return chunks
 
-    def _scored(self, event: Event) -> bool:
-        if event.prompt_logprobs is not None:
-            self._scores[int(event.id)] = event
-        return event.prompt_logprobs is not None
-
-    def _has_news(self, event: Event) -> bool:
-        """Return whether an event makes a chunk. An event without text, such as a part of a character, is counted."""
-        first = self._index(event) not in self._begun and self.request.echo
-        details = self.request.logprobs is not None or self.request.return_token_ids
-        if event.text or event.finish_reason is not None or first or details:
-            return True
-        self._count(event)
-        return False
-
-    def _index(self, event: Event) -> int:
-        return int(event.id) * self.request.choices + event.index
-
-    def whole(self, events: Iterable[Event]) -> shapes.TextCompletion:
+    def whole(self, events: Iterable[Event]) -> dict[str, Any]:
         """Return the complete response for all events of the request."""
-        merged = joined(checked(events))
-        for event in merged:
-            self._scored(event)
-        reply: shapes.TextCompletion = self._whole([self._choice(event) for event in merged])
-        return reply
+        return {**self._envelope([self._choice(event) for event in self._sorted(events)]), "usage": self.usage}
 
-    def _choice(self, event: Event) -> shapes.CompletionChoice:
+    def _sorted(self, events: Iterable[Event]) -> list[Event]:
+        merged = joined(list(events))
+        self._scores |= {int(event.id): event for event in merged if event.prompt_logprobs is not None}
+        return merged
+
+    def _choice(self, event: Event) -> dict[str, Any]:
         self._count(event)
-        index, prompt = self._index(event), self.prompts[int(event.id)]
+        index, prompt = int(event.id) * self.request.choices + event.index, self.prompts[int(event.id)]
         first = index not in self._begun
         self._begun.add(index)
-        choice: shapes.CompletionChoice = {
+        choice = {
             "index": index,
             "text": prompt.text + event.text if first and self.request.echo else event.text,
-            "logprobs": None if self.request.logprobs is None else self._logprobs(event, first),
+            "logprobs": None if self.request.logprobs is None else self._logprobs(event, index, first),
             "finish_reason": event.finish_reason,
         }
         if self.request.return_token_ids:
@@ -279,14 +271,14 @@ class CompletionReply(_BaseReply[CompletionRequest]):
                 choice["prompt_token_ids"] = prompt.ids
         return choice
 
-    def _logprobs(self, event: Event, first: bool) -> shapes.TextLogprobs:
-        """Return an entry for each token, including the stop token. With echo, the prompt's come before the first."""
-        found: shapes.TextLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        prompt, index = self.prompts[int(event.id)], self._index(event)
+    def _logprobs(self, event: Event, index: int, first: bool) -> dict[str, list[Any]]:
+        """Return lists with an entry for each token, including the stop token. With echo, the prompt's come before the
+        first."""
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if first:
             offsets = self._offsets[index] = _Offsets(self._vocabulary)
             if self.request.echo:
-                scores = self._scores[int(event.id)]
+                prompt, scores = self.prompts[int(event.id)], self._scores[int(event.id)]
                 assert scores.prompt_logprobs is not None
                 self._append(found, prompt.ids, scores.prompt_logprobs, scores.prompt_top_logprobs)
                 found["text_offset"] += offsets.take(prompt.ids, prompt.text)
@@ -296,7 +288,11 @@ class CompletionReply(_BaseReply[CompletionRequest]):
         return found
 
     def _append(
-        self, found: shapes.TextLogprobs, ids: list[int], logprobs: list[float], tops: list[dict[int, float]] | None
+        self,
+        found: dict[str, list[Any]],
+        ids: list[int],
+        logprobs: list[float],
+        tops: list[dict[int, float]] | None,
     ) -> None:
         """Append the entries of tokens. A token is among its alternatives, which may be one more for that reason."""
         name = self._vocabulary.name
@@ -345,16 +341,53 @@ class _Offsets:
         return found
 
 
-# ------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------------- tokens
 
 
-def checked(events: Iterable[Event]) -> list[Event]:
-    """Return the events. Raises ApiError for a sample that failed, which fails the request."""
-    events = list(events)
-    for event in events:
-        if event.finish_reason in ("error", "abort"):
-            error = event.error or "the request was aborted"
-            if error.startswith("the mask"):  # the request's grammar caused it, so a retry is of no use
-                raise ApiError(400, error, code="invalid_value")
-            raise ApiError(500, error, code="engine_error")
-    return events
+class Vocabulary:
+    """The bytes of each id of a tokenizer: byte-level BPE as GPT-2's, or SentencePiece's with bytes as <0x0A>.
+
+    raw: returns the UTF-8 bytes of a token, which may be a part of a character; b"" for an unknown id.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        hf = tokenizer.hf
+        self._entries: dict[int, str] = {id: entry for entry, id in hf.get_vocab().items()}
+        self._added: dict[int, str] = {id: token.content for id, token in hf.added_tokens_decoder.items()}
+        self.special = frozenset(id for id, token in hf.added_tokens_decoder.items() if token.special)
+        decoder = getattr(getattr(hf, "backend_tokenizer", None), "decoder", None)
+        self._byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
+        self.raw: Callable[[int], bytes] = cache(self._raw)
+
+    def _raw(self, id: int) -> bytes:
+        if id in self._added:
+            return self._added[id].encode()
+        entry = self._entries.get(id, "")
+        if self._byte_level:
+            return b"".join(_BYTES[char] if char in _BYTES else char.encode() for char in entry)
+        if len(entry) == 6 and entry.startswith("<0x"):
+            return bytes([int(entry[3:5], 16)])
+        return entry.replace("\u2581", " ").encode()
+
+    def text(self, id: int) -> str:
+        """Return the text of a token alone, with U+FFFD for parts of characters."""
+        return self.raw(id).decode(errors="replace")
+
+    def name(self, id: int) -> str:
+        """Return the text of a token, or "bytes:\\x.." for parts of characters, as OpenAI's /completions does."""
+        raw = self.raw(id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _byte_letters() -> dict[str, bytes]:
+    """Return the letters that stand for bytes in a byte-level vocabulary (GPT-2's `bytes_to_unicode`)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {chr(byte): bytes([byte]) for byte in plain}
+    return letters | {chr(256 + number): bytes([byte]) for number, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()

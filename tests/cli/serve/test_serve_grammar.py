@@ -17,7 +17,7 @@ from grammars import MARKS, accepts, allowed, byte_level, rule_of, walk
 import fastgen
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.grammar import Compiler, GrammarMask, answer_rule
-from fastgen.cli.serve.tokens import Vocabulary as Words
+from fastgen.cli.serve.replies import Vocabulary as Words
 from fastgen.tokenizer import Tokenizer
 
 SCHEMA = {

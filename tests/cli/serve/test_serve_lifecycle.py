@@ -21,8 +21,8 @@ from serving import STUB, Server, alive, request_bytes, until
 
 from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.main import main
-from fastgen.cli.serve.models import Service
 from fastgen.cli.serve.options import read_options
+from fastgen.cli.serve.service import Service
 from fastgen.ranks import processes
 
 pytestmark = pytest.mark.timeout(60)

@@ -1,4 +1,4 @@
-"""messages.py and process.py: events between processes, and the loop of an engine in the process of the test."""
+"""engine.py and process.py: events between processes, and the loop of an engine in the process of the test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from fastgen.cli.serve import process
-from fastgen.cli.serve.messages import Abort, Submit, decode, encode, joined
+from fastgen.cli.serve.engine import Abort, Submit, decode, encode, joined
 from fastgen.cli.serve.process import EngineLoop
 from fastgen.engine.outputs import Stats
 from fastgen.ranks.channel import Channel

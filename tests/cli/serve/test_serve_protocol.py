@@ -1,28 +1,26 @@
-"""protocol.py and fields.py: accepted fields, their sampling parameters, and errors that name a field."""
+"""protocol.py and prompts.py: accepted fields, their sampling parameters, and errors that name a field."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 
 from fastgen import Generator
-from fastgen.cli.serve.fields import Strict
+from fastgen.cli.serve.prompts import ModelFacts, prepare
 from fastgen.cli.serve.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Strict,
     TokenizeRequest,
-    check_echo,
-    check_params,
-    check_prompt,
-    choose_model,
     read_request,
 )
 from fastgen.request import SamplingParams
@@ -63,8 +61,18 @@ def refusal(check: Callable[[], Any]) -> ApiError | None:
 
 def params_of(kind: Any, defaults: SamplingParams | None = None, **fields: Any) -> SamplingParams:
     params: SamplingParams = read(kind, **fields).sampling_params(defaults or SamplingParams())
-    check_params(params, vocab_size=1000)
+    params.validate(vocab_size=1000)
     return params
+
+
+def refused_by(facts: ModelFacts, kind: Any = CompletionRequest, **fields: Any) -> ApiError | None:
+    """Return the error of a valid request that does not suit the model, or None."""
+    return refusal(partial(prepare, facts, read(kind, **fields)))
+
+
+def facts(context: int = 10**6, vocab_size: int = 1000) -> ModelFacts:
+    """A model without a tokenizer. vocabulary: not None, so that logprobs are allowed."""
+    return ModelFacts("x", None, cast(Any, object()), SamplingParams(), vocab_size, context)
 
 
 # ------------------------------------------------------------------------------------------------- what is taken
@@ -256,12 +264,13 @@ def test_tools_and_formats_are_as_they_were_sent() -> None:
 
 
 def test_a_request_that_has_no_room_is_one_that_the_engine_refuses_or_cuts(gen: Generator) -> None:
-    context, vocab = gen.max_model_len, gen.model_config.vocab_size
+    model = facts(gen.max_model_len, gen.model_config.vocab_size)
+    context = model.max_model_len
     for limit, echo in ((None, False), (0, True), (1, True), (1, False), (5, False)):
         for length in range(context - 6, context + 2):
             request = read(CompletionRequest, prompt=[5] * length, max_tokens=limit, echo=echo)
             wanted = 1 if limit is None else limit
-            error = refusal(partial(check_prompt, request.prompts[0], request, context, vocab))
+            error = refusal(partial(prepare, model, request))
             assert (error is not None) == (length + wanted > context)
             if error is None:
                 gen.abort(gen.add(request.prompts[0], request.sampling_params(SamplingParams())))
@@ -269,51 +278,42 @@ def test_a_request_that_has_no_room_is_one_that_the_engine_refuses_or_cuts(gen: 
                 assert (error.code, error.param) == ("context_length_exceeded", "prompt")
                 assert str(context) in error.message
                 assert f"requested {length + wanted} tokens" in error.message
-    cut = refusal(partial(check_prompt, [5] * (context + 1001), request, context, vocab))
+    cut = refused_by(model, prompt=[5] * (context + 1001), max_tokens=5)
     assert cut is not None
-    assert f"requested at least {context + 1001 + wanted} tokens" in cut.message
-    with pytest.raises(ApiError) as raised:
-        check_prompt([5] * 10, read(ChatRequest, max_completion_tokens=10**30), context, vocab)
-    assert (raised.value.param, raised.value.code) == ("messages", "context_length_exceeded")
+    assert f"requested at least {context + 1006} tokens" in cut.message
+    model = replace(facts(context), tokenizer=gen.tokenizer)
+    endless = refused_by(model, ChatRequest, max_completion_tokens=10**30)
+    assert endless is not None
+    assert endless.param in ("messages", "max_completion_tokens")
 
 
-def test_ids_outside_the_vocabulary_are_named() -> None:
-    for ids in ([], [5, 1000], [5, -1], [10**30]):
-        with pytest.raises(ApiError) as raised:
-            check_prompt(ids, read(CompletionRequest), 100, 1000)
-        assert (raised.value.status, raised.value.param) == (400, "prompt")
-    for fields, param in (({"logit_bias": {"1000": 1}}, "logit_bias"), ({"stop_token_ids": [1000]}, "stop_token_ids")):
-        with pytest.raises(ApiError) as raised:
-            params_of(ChatRequest, **fields)
-        assert (raised.value.status, raised.value.param) == (400, param)
-    with pytest.raises(ApiError, match="above max_tokens") as raised:
-        params_of(CompletionRequest, min_tokens=17)
-    assert raised.value.param == "min_tokens"
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        *(({"prompt": ids}, "prompt") for ids in ([5, 1000], [5, -1], [10**30])),
+        ({"logit_bias": {"1000": 1}}, "logit_bias"),
+        ({"stop_token_ids": [1000]}, "stop_token_ids"),
+        ({"min_tokens": 17}, "min_tokens"),
+    ],
+)
+def test_values_that_a_model_does_not_have_are_named(fields: dict[str, Any], param: str) -> None:
+    error = refused_by(facts(), **{"prompt": [5], **fields})
+    assert error is not None
+    assert (error.status, error.param) == (400, param)
 
 
 def test_an_echo_that_would_fill_the_memory_is_refused() -> None:
     whole = {"echo": True, "logprobs": 19, "max_tokens": 1}
-    check_echo(read(CompletionRequest, **whole), [150_000, 50_000])
-    check_echo(read(CompletionRequest, n=20, echo=True), [200_000])
-    check_echo(read(CompletionRequest, n=20, return_token_ids=True, logprobs=20), [200_000])
-    check_echo(read(CompletionRequest, n=128, logprobs=20), [200_000])
     ids = {"return_token_ids": True}
-    for fields, lengths, param in (
-        (whole, [200_001], "echo"),
-        ({**whole, "n": 2}, [150_000], "echo"),
-        ({"echo": True, "n": 128}, [200_000], "echo"),
-        ({**ids, "n": 128}, [200_000], "return_token_ids"),
+    for fields, length, param in (
+        (whole, 200_000, None),
+        ({"n": 20, "echo": True}, 200_000, None),
+        ({"n": 20, "logprobs": 20, **ids}, 200_000, None),
+        ({"n": 128, "logprobs": 20}, 200_000, None),
+        (whole, 200_001, "echo"),
+        ({**whole, "n": 2}, 150_000, "echo"),
+        ({"echo": True, "n": 128}, 200_000, "echo"),
+        ({**ids, "n": 128}, 200_000, "return_token_ids"),
     ):
-        with pytest.raises(ApiError, match="lower n or logprobs") as raised:
-            check_echo(read(CompletionRequest, **fields), lengths)
-        assert (raised.value.status, raised.value.param) == (400, param)
-
-
-def test_a_model_by_name() -> None:
-    assert choose_model("gpt-4o-mini", ["own"]) == choose_model(None, ["own"]) == "own"
-    assert choose_model("b", ["a", "b"]) == "b"
-    for wanted, status in (("c", 404), (None, 400)):
-        with pytest.raises(ApiError) as raised:
-            choose_model(wanted, ["a", "b"])
-        assert (raised.value.status, raised.value.param) == (status, "model")
-        assert raised.value.body["error"]["type"] == "invalid_request_error"
+        error = refused_by(facts(), prompt=[5] * length, **fields)
+        assert (error and (error.status, error.param)) == (param and (400, param))

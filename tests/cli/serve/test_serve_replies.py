@@ -14,13 +14,12 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion as OpenAIChat
 from openai.types.chat import ChatCompletionChunk as OpenAIChunk
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 from fastgen import Generator
+from fastgen.cli.serve.prompts import ModelFacts, encode_chat, encode_text
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, read_request
-from fastgen.cli.serve.replies import ChatReply, CompletionReply
-from fastgen.cli.serve.shapes import ChatChunk, ChatCompletion, Delta, TextCompletion
-from fastgen.cli.serve.tokens import PromptTokens, Vocabulary, encode_chat, encode_text
+from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
 from fastgen.request import Event, SamplingParams
 from fastgen.tokenizer import BROKEN
 
@@ -51,8 +50,8 @@ class Chat:
     def __init__(self, gen: Generator, **fields: Any) -> None:
         body = {"messages": MESSAGES, "seed": 5, "max_tokens": 12, **fields}
         self.request = read_request(ChatRequest, json.dumps(body).encode())
-        self.prompt = encode_chat(self.request, gen.tokenizer, body["messages"])
         assert gen.tokenizer is not None
+        self.prompt = PromptTokens(encode_chat(self.request, gen.tokenizer, body["messages"], {}))
         self.vocabulary = Vocabulary(gen.tokenizer)
         self.steps = run(gen, [self.prompt], self.request.sampling_params(SamplingParams()))
         self.events = [event for events in self.steps for event in events]
@@ -61,12 +60,12 @@ class Chat:
         return ChatReply(self.request, "tiny", self.prompt, self.vocabulary, parser)
 
     def whole(self, parser: Any = lambda: None) -> dict[str, Any]:
-        return as_openai(OpenAIChat, ChatCompletion, self.reply(parser).whole(self.events))
+        return as_openai(OpenAIChat, self.reply(parser).whole(self.events))
 
     def chunks(self, parser: Any = lambda: None) -> list[dict[str, Any]]:
         reply = self.reply(parser)
         chunks = [chunk for events in self.steps for chunk in reply.push(events)] + reply.end()
-        return [as_openai(OpenAIChunk, ChatChunk, chunk) for chunk in chunks]
+        return [as_openai(OpenAIChunk, chunk) for chunk in chunks]
 
 
 class Letters:
@@ -85,9 +84,10 @@ class Text:
     def __init__(self, gen: Generator, letters: bool = False, **fields: Any) -> None:
         self.request = read_request(CompletionRequest, json.dumps({"seed": 5, **fields}).encode())
         echo = bool(self.request.echo)
-        self.prompts = [encode_text(prompt, gen.tokenizer, echo) for prompt in self.request.prompts]
         assert gen.tokenizer is not None
         self.vocabulary = Vocabulary(gen.tokenizer)
+        model = ModelFacts("tiny", gen.tokenizer, self.vocabulary, SamplingParams(), VOCAB, gen.max_model_len)
+        self.prompts = [encode_text(prompt, model, echo) for prompt in self.request.prompts]
         params = self.request.sampling_params(SamplingParams(mask=Letters() if letters else None))
         self.steps = run(gen, self.prompts, params)
         self.events = [event for events in self.steps for event in events]
@@ -96,20 +96,20 @@ class Text:
         return CompletionReply(self.request, "tiny", self.prompts, self.vocabulary)
 
     def whole(self) -> dict[str, Any]:
-        return as_openai(OpenAICompletion, TextCompletion, self.reply().whole(self.events))
+        return as_openai(OpenAICompletion, self.reply().whole(self.events))
 
     def chunks(self) -> list[dict[str, Any]]:
         reply = self.reply()
-        chunks = [chunk for events in self.steps for chunk in reply.push(events)] + reply.end()
-        return [as_openai(OpenAICompletion, TextCompletion, chunk) for chunk in chunks]
+        steps = [self.events] if reply.scored else self.steps
+        chunks = [chunk for events in steps for chunk in reply.push(events)] + reply.end()
+        return [as_openai(OpenAICompletion, chunk) for chunk in chunks]
 
 
-def as_openai(kind: type[BaseModel], shape: Any, reply: Any) -> dict[str, Any]:
+def as_openai(kind: type[BaseModel], reply: Any) -> dict[str, Any]:
     """Return the reply after JSON. The client's type must accept it without conversion and unknown fields.
 
     Two nulls are patched first: for the first token of an echoed prompt, and the finish_reason before a choice's end.
     """
-    TypeAdapter(shape).validate_python(reply, strict=True)
     sent: dict[str, Any] = json.loads(json.dumps(reply, allow_nan=False))
     read = json.loads(json.dumps(reply))
     for choice in read.get("choices", ()):
@@ -276,14 +276,14 @@ class Calls:
     def __init__(self) -> None:
         self.kept, self.calls = "", 0
 
-    def push(self, text: str, last: bool) -> list[Delta]:
-        deltas: list[Delta] = []
+    def push(self, text: str, last: bool) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
         for letter in text:
             if letter == "a":
                 call = {"index": self.calls, "id": f"c{self.calls}", "type": "function", "function": {"name": "f"}}
-                deltas.append({"tool_calls": [call]})  # type: ignore[list-item]
+                deltas.append({"tool_calls": [call]})
                 more = [{"index": self.calls, "function": {"arguments": piece}} for piece in ("{", "}")]
-                deltas += [{"tool_calls": [piece]} for piece in more]  # type: ignore[list-item]
+                deltas += [{"tool_calls": [piece]} for piece in more]
                 self.calls += 1
             else:
                 self.kept += letter
@@ -314,7 +314,7 @@ def test_a_filter_makes_tool_calls_of_text(tiny: Generator) -> None:
 
 def test_a_message_of_calls_alone_has_no_content(tiny: Generator) -> None:
     class Call:
-        def push(self, text: str, last: bool) -> list[Delta]:
+        def push(self, text: str, last: bool) -> list[dict[str, Any]]:
             return [{"tool_calls": [{"index": 0, "id": "c", "type": "function", "function": {"name": "f"}}]}] * last
 
     chat = Chat(tiny, temperature=0, max_tokens=3)
@@ -473,7 +473,7 @@ def test_values_that_json_lacks_are_replaced(tiny: Generator) -> None:
     tops = {300: -0.5, byte: -1.0, 5000: -2.0, 5001: -3.0, 301: -math.inf}  # the last but one are no tokens at all
     event = Event(0, 0, [301], "x", "length", logprobs=[0.0], raw_logprobs=[-math.inf], top_logprobs=[tops])
     whole = CompletionReply(request, "tiny", [PromptTokens([1])], vocabulary).whole([event])
-    (choice,) = as_openai(OpenAICompletion, TextCompletion, whole)["choices"]
+    (choice,) = as_openai(OpenAICompletion, whole)["choices"]
     assert choice["logprobs"]["token_logprobs"] == [-9999.0]
     top = choice["logprobs"]["top_logprobs"][0]
     assert (top["bytes:\\xff"], top[""], top[vocabulary.name(301)]) == (-1.0, -2.0, -9999.0)

@@ -1,4 +1,4 @@
-"""tools.py and toolcalls.py: calls parsed from pieces of text, forced by grammars, written by chat templates."""
+"""tools.py: calls parsed from pieces of text, forced by grammars, written by chat templates."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ import pytest
 from grammars import MARKS, accepts, add, allowed, byte_level, walk
 
 from fastgen import Generator, SamplingParams
-from fastgen.cli.serve.answers import prepare
-from fastgen.cli.serve.fields import ChatMessage, NamedTool, Tool
 from fastgen.cli.serve.grammar import Compiler, json_rule
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, read_request
-from fastgen.cli.serve.tokens import ModelFacts
-from fastgen.cli.serve.toolcalls import HELD, Syntax, ToolParser, new_call_id
-from fastgen.cli.serve.tools import HERMES, LLAMA, MISTRAL, Calling, find_syntax
+from fastgen.cli.serve.prompts import ModelFacts, prepare
+from fastgen.cli.serve.protocol import ApiError, ChatMessage, ChatRequest, NamedTool, Tool, read_request
+from fastgen.cli.serve.tools import (
+    HELD,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    Calling,
+    Syntax,
+    ToolParser,
+    find_syntax,
+    new_call_id,
+)
 from fastgen.tokenizer import Tokenizer
 
 SYNTAXES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
@@ -69,14 +76,14 @@ def calling_of(tokenizer: Tokenizer, tools: list[dict[str, Any]], **asked: Any) 
 # ------------------------------------------------------------------------------------------------- parsing
 
 
-def parse(syntax: Syntax, pieces: list[str]) -> tuple[str, list[tuple[str, str, str]]]:
-    ids = itertools.count()
-    parser = ToolParser(syntax, NAMES, lambda: f"id{next(ids)}")
+def parse(syntax: Syntax, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the content of an answer, and the names and arguments of its calls."""
+    parser = ToolParser(syntax, NAMES)
     deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.push("", last=True)
     assert all(delta.get("content") or delta.get("tool_calls") for delta in deltas)
     content, calls = add(deltas)
-    assert parser.calls == len(calls)
-    return content, calls
+    assert parser.calls == len(calls) == len({call[0] for call in calls})
+    return content, [call[1:] for call in calls]
 
 
 def cut(text: str, rng: random.Random) -> list[str]:
@@ -90,7 +97,7 @@ def splits(text: str, rng: random.Random) -> list[list[str]]:
     return [list(text), *([text[:at], text[at:]] for at in places), *(cut(text, rng) for _ in range(20))]
 
 
-def same(syntax: Syntax, text: str, rng: random.Random) -> tuple[str, list[tuple[str, str, str]]]:
+def same(syntax: Syntax, text: str, rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
     """Parse a text; check that all ways to cut it give the same result."""
     whole = parse(syntax, [text])
     for pieces in splits(text, rng):
@@ -111,8 +118,7 @@ def written(name: str, arguments: str, syntax: Syntax, rng: random.Random) -> st
     forms = [
         f'{{"name": {said}, "{key}": {arguments}}}',
         f'{{ "type": "function", "name" : {said} ,\n"{key}":{arguments} }}',
-        f'{{"name": {said}, "{key}": {arguments}, "id": "a}}\\"", "x": [{{}}]}}',
-        f'{{"{key}": {arguments}, "name": {said}}}',
+        f'{{"name": {said}, "{key}": {arguments}, "id": "a}}\\""}}',
     ]
     return rng.choice(forms)
 
@@ -144,8 +150,7 @@ def test_calls_and_content_are_parsed_from_any_pieces(name: str) -> None:
         text, content, calls = random_answer(name, rng)
         said, found = same(SYNTAXES[name], text, rng)
         assert said == content, text
-        assert [(call[1], call[2]) for call in found] == calls, text
-        assert [call[0] for call in found] == [f"id{i}" for i in range(len(calls))]
+        assert found == calls, text
 
 
 @pytest.mark.parametrize("name", SYNTAXES)
@@ -178,7 +183,8 @@ def test_broken_answers_are_parsed_the_same_from_any_pieces(name: str) -> None:
         (HERMES, '<tool_call>{"name": "get", "arguments": "x"}</tool_call>'),
         (HERMES, '{"name": "get", "arguments": {}}'),
         (HERMES, '<tool_call>{"name": "get", "argum'),
-        (HERMES, '<tool_call>{"arguments": {"a": "' + "x" * HELD + '"}, "name": "get"}</tool_call>'),
+        (HERMES, '<tool_call>{"arguments": {}, "name": "get"}</tool_call>'),
+        (HERMES, '<tool_call>{"id": "' + "x" * HELD + '", "name": "get", "arguments": {}}</tool_call>'),
         (MISTRAL, "[1, 2]"),
         (MISTRAL, '[{"name": "unknown", "arguments": {}}]'),
         (MISTRAL, '{"name": "get", "arguments": {}}'),
@@ -199,19 +205,19 @@ def test_a_call_with_its_mark_may_name_any_function() -> None:
         (MISTRAL, '[TOOL_CALLS][{"name": "unknown", "arguments": {}}]'),
         (LLAMA, '<|python_tag|>{"name": "unknown", "parameters": {}}'),
     ]:
-        assert parse(syntax, [text]) == ("", [("id0", "unknown", "{}")])
+        assert parse(syntax, [text]) == ("", [("unknown", "{}")])
 
 
 def test_a_call_without_its_mark_may_follow_text_of_mistral() -> None:
     text = 'I will look. [{"name": "get", "arguments": {"a": [1]}}]'
-    assert same(MISTRAL, text, random.Random(0)) == ("I will look.", [("id0", "get", '{"a": [1]}')])
+    assert same(MISTRAL, text, random.Random(0)) == ("I will look.", [("get", '{"a": [1]}')])
 
 
 def test_a_forgotten_bracket_costs_nothing_else() -> None:
     text = (
         '<tool_call>\n{"name": "get", "arguments": {"a": 1}\n</tool_call>\n<tool_call>{"name": "add", "arguments": {}}'
     )
-    assert same(HERMES, text, random.Random(0)) == ("", [("id0", "get", '{"a": 1}'), ("id1", "add", "{}")])
+    assert same(HERMES, text, random.Random(0)) == ("", [("get", '{"a": 1}'), ("add", "{}")])
 
 
 def test_arguments_come_as_they_are_written() -> None:
@@ -235,7 +241,7 @@ def test_arguments_come_as_they_are_written() -> None:
 
 def test_an_answer_that_is_cut_off_leaves_a_call_that_is() -> None:
     text = '[TOOL_CALLS] [{"name": "get", "arguments": {"a": "tw'
-    assert same(MISTRAL, text, random.Random(0)) == ("", [("id0", "get", '{"a": "tw')])
+    assert same(MISTRAL, text, random.Random(0)) == ("", [("get", '{"a": "tw')])
 
 
 def test_ids_are_what_mistral_takes() -> None:
@@ -480,7 +486,7 @@ def test_templates_get_tools_calls_and_results(model: Model) -> None:
 def test_a_call_written_by_a_template_is_parsed(model: Model) -> None:
     name, tokenizer, _, _ = model
     text = rendered(tokenizer, Calling(tokenizer, []), CONVERSATION[1:2])
-    _, ((_, function, arguments),) = parse(SYNTAXES[name], [text.partition("assistant")[2][1:]])
+    _, ((function, arguments),) = parse(SYNTAXES[name], [text.partition("assistant")[2][1:]])
     assert (function, json.loads(arguments)) == ("get_weather", json.loads(RIGHT))
 
 

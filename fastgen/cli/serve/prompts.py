@@ -1,0 +1,203 @@
+"""From a checked request to the engine's input: the ids of its prompts, its sampling parameters and its grammar.
+
+The routes about tokens are here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastgen.cli.serve.grammar import answer_rule
+from fastgen.cli.serve.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    refused,
+)
+from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
+from fastgen.cli.serve.tools import Calling
+from fastgen.request import Message, SamplingParams
+from fastgen.tokenizer import CLEARLY_MORE, Tokenizer
+
+MAX_ECHOED = 4_000_000  # prompt tokens, logprobs and alternatives in a response, which needs 1 GB to be made
+
+GenerationRequest = ChatRequest | CompletionRequest
+GenerationReply = ChatReply | CompletionReply
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts of a model that requests need. defaults: of sampling. max_model_len: maximum tokens of prompt and answer
+    together."""
+
+    name: str
+    tokenizer: Tokenizer | None
+    vocabulary: Vocabulary | None
+    defaults: SamplingParams
+    vocab_size: int
+    max_model_len: int
+
+
+def prepare(model: ModelFacts, request: GenerationRequest) -> tuple[GenerationReply, SamplingParams, str | None]:
+    """Tokenize and check a request. Return its reply, which has no events yet, its sampling parameters and its grammar,
+    which is not compiled yet. Raises ApiError. May take long, so call it in a thread."""
+    reply: GenerationReply
+    grammar = None
+    if isinstance(request, ChatRequest):
+        reply, grammar = _prepare_chat(model, request)
+    else:
+        prompts = [encode_text(prompt, model, bool(request.echo)) for prompt in request.prompts]
+        reply = CompletionReply(request, model.name, prompts, model.vocabulary)
+        _check_echo(request, reply)
+    params = request.sampling_params(model.defaults)
+    try:
+        params.validate(model.vocab_size)
+    except (ValueError, TypeError) as error:
+        raise refused(error) from None
+    for prompt in reply.prompts:
+        _check_prompt(prompt.ids, request, model)
+    return reply, params, grammar
+
+
+def _prepare_chat(model: ModelFacts, request: ChatRequest) -> tuple[ChatReply, str | None]:
+    tokenizer = needed(model.tokenizer)
+    param = "tools"
+    try:
+        parallel = request.parallel_tool_calls is not False
+        calling = Calling(tokenizer, request.tools or (), choice=request.tool_choice or "auto", parallel=parallel)
+        param = "messages"
+        messages = calling.template_messages(request.messages)
+        ids = encode_chat(request, tokenizer, messages, {"tools": calling.template_tools}, model.max_model_len)
+        param = grammar_field(request)
+        grammar = calling.grammar(answer_rule(request.response_format))
+    except ValueError as error:
+        raise refused(error, param) from None
+    return ChatReply(request, model.name, PromptTokens(ids), model.vocabulary, calling.parser), grammar
+
+
+def grammar_field(request: GenerationRequest) -> str:
+    """Return the name of the field that the grammar of a request comes from."""
+    wanted = request.response_format if isinstance(request, ChatRequest) else None
+    return "tools" if wanted is None or wanted.type == "text" else "response_format"
+
+
+def encode_text(prompt: str | Sequence[int], model: ModelFacts, echo: bool = False) -> PromptTokens:
+    """Tokenize a prompt of /completions. echo: ids are also decoded, without special tokens."""
+    tokenizer = model.tokenizer
+    if isinstance(prompt, str):
+        return PromptTokens(needed(tokenizer).encode(prompt, most=model.max_model_len), prompt)
+    ids = list(prompt)
+    return PromptTokens(ids, tokenizer.decode(ids) if echo and tokenizer is not None else "")
+
+
+def encode_chat(
+    request: ChatRequest | TokenizeRequest,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    most: int | None = None,
+) -> list[int]:
+    """Return the ids of messages, as `Calling.template_messages` returns them, in the chat template. Raises ValueError.
+
+    variables: for the template, such as tools; the request's chat_template_kwargs are added. most: see
+    Tokenizer.encode.
+    """
+    variables = {**variables, **(request.chat_template_kwargs or {})}
+    return tokenizer.encode_chat(messages, request.add_generation_prompt is not False, variables, most)
+
+
+def needed(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer. Raises ApiError where the model has none."""
+    if tokenizer is None:
+        raise ApiError(400, "this model has no tokenizer files; give the prompt as token ids", code="invalid_value")
+    return tokenizer
+
+
+# ------------------------------------------------------------------------------------------------- checks
+
+
+def _check_prompt(ids: Sequence[int], request: GenerationRequest, model: ModelFacts) -> None:
+    """Check the ids of a prompt, and that prompt and answer fit in the context. Raises ApiError.
+
+    A request without a limit needs room for one token.
+    """
+    param, context = "messages" if isinstance(request, ChatRequest) else "prompt", model.max_model_len
+    if not ids:
+        raise ApiError(400, f"{param} is empty; give at least one token", param, "invalid_value")
+    _check_ids(ids, param, model.vocab_size)
+    answer = 1 if request.limit is None else request.limit
+    if len(ids) + answer > context:
+        least = "at least " if len(ids) > context + CLEARLY_MORE else ""  # encoding has stopped there
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {context} tokens. However, you requested {least}"
+            f"{len(ids) + answer} tokens ({least}{len(ids)} in the prompt, {answer} for the answer). "
+            "Shorten one of them.",
+            param,
+            "context_length_exceeded",
+        )
+
+
+def _check_ids(ids: Sequence[int], param: str, vocab_size: int) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        bad = next(id for id in ids if not 0 <= id < vocab_size)
+        message = f"{param} holds the id {bad}, outside the vocabulary of {vocab_size} tokens"
+        raise ApiError(400, message, param, "invalid_value")
+
+
+def _check_echo(request: CompletionRequest, reply: CompletionReply) -> None:
+    """Check the size of a response that repeats a prompt for each choice. Raises ApiError."""
+    if not request.echo and not request.return_token_ids:
+        return
+    entries = 1 + (request.logprobs or 0 if request.echo else 0)  # for each token
+    if (count := reply.prompt_tokens * request.choices * entries) > MAX_ECHOED:
+        param = "echo" if request.echo else "return_token_ids"
+        raise ApiError(
+            400,
+            f"{param} repeats the prompt for each choice: {count} tokens and logprobs, above the maximum of "
+            f"{MAX_ECHOED}. Send fewer prompts, or lower n or logprobs.",
+            param,
+            "invalid_value",
+        )
+
+
+# ------------------------------------------------------------------------------------------------- routes
+
+
+def tokenize(request: TokenizeRequest, model: ModelFacts) -> dict[str, Any]:
+    """Answer /tokenize. Raises ApiError."""
+    tokenizer, vocabulary = needed(model.tokenizer), model.vocabulary
+    assert vocabulary is not None
+    if request.messages is not None:
+        try:
+            messages = Calling(tokenizer, []).template_messages(request.messages)
+            ids = encode_chat(request, tokenizer, messages, {})
+        except ValueError as error:
+            raise refused(error, "messages") from None
+    else:
+        ids = tokenizer.encode(request.prompt or "", special=request.add_special_tokens is not False)
+    names = [vocabulary.name(id) for id in ids] if request.return_token_strs else None
+    return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": names}
+
+
+def detokenize(request: DetokenizeRequest, model: ModelFacts) -> dict[str, str]:
+    """Answer /detokenize; the text shows special tokens. Raises ApiError."""
+    tokenizer = needed(model.tokenizer)
+    _check_ids(request.tokens, "tokens", model.vocab_size)
+    return {"prompt": tokenizer.decode(request.tokens, special=True)}
+
+
+def tokenizer_info(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Answer /tokenizer_info, for clients that count tokens or write chats themselves; None for a missing token."""
+    hf = tokenizer.hf
+    named = {name: getattr(hf, name, None) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    return {
+        "tokenizer_class": type(hf).__name__,
+        "vocab_size": len(hf),
+        **{name: None if token is None else str(token) for name, token in named.items()},
+        "chat_template": hf.chat_template,
+    }

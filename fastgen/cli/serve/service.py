@@ -1,0 +1,269 @@
+"""The served models: an engine each, the facts that requests need, the limit of waiting requests, and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from fastgen.cli.serve.engine import Engine
+from fastgen.cli.serve.options import ModelOptions, Options
+from fastgen.cli.serve.prompts import ModelFacts
+from fastgen.cli.serve.protocol import ApiError
+from fastgen.cli.serve.replies import Vocabulary
+from fastgen.model.config import sampling_defaults
+from fastgen.request import Event, SamplingParams
+from fastgen.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class AdmissionQueue:
+    """Counts the samples without a first token, and the tokens of their prompts, and limits both."""
+
+    def __init__(self, max_samples: int, max_tokens: int) -> None:
+        self._max_samples, self._max_tokens = max_samples, max_tokens
+        self._samples = self._tokens = 0
+
+    @contextmanager
+    def enter(self, sizes: Sequence[int], samples: int) -> Iterator[Callable[[int], None]]:
+        """Count a request in the block; yield a function that counts a prompt no longer, since it has its first token.
+
+        sizes: tokens of each prompt; samples: answers to each. Raises ApiError where the queue is full. An empty queue
+        admits a request of any size, since it will never have more room.
+        """
+        if len(sizes) > self._max_samples:
+            message = f"prompt holds {len(sizes)} prompts; one request may have {self._max_samples}"
+            raise ApiError(400, message, "prompt", "invalid_value")
+        more = samples * len(sizes)
+        full = self._samples + more > self._max_samples or self._tokens + sum(sizes) > self._max_tokens
+        if self._samples and full:
+            message = f"{self._samples} samples of prompts of {self._tokens} tokens are waiting; try again later"
+            raise ApiError(503, message, code="overloaded")
+        self._samples += more
+        self._tokens += sum(sizes)
+        waiting = dict(enumerate(sizes))
+
+        def leave(prompt: int) -> None:
+            if prompt in waiting:
+                self._tokens -= waiting.pop(prompt)
+                self._samples -= samples
+
+        try:
+            yield leave
+        finally:
+            for prompt in list(waiting):
+                leave(prompt)
+
+
+class ServedModel:
+    """One model. trouble: the reason why it fails; None while it works. facts: set once the engine has started."""
+
+    facts: ModelFacts
+
+    def __init__(self, options: ModelOptions, queue: AdmissionQueue) -> None:
+        self.name, self.queue, self._options = options.name, queue, options
+        self.engine = Engine(options.model, name=options.name, **options.generator)
+        self.trouble: str | None = None
+
+    async def start(self) -> None:
+        """Start the engine and read the tokenizer. Raises what Engine.start raises."""
+        await self.engine.start()
+        self.facts = await asyncio.to_thread(self._read_facts)
+
+    def _read_facts(self) -> ModelFacts:
+        info = self.engine.info
+        tokenizer = vocabulary = None
+        if info.tokenizer is not None:
+            tokenizer = Tokenizer(Path(info.tokenizer))
+            tokenizer.encode("")  # a tokenizer's first call changes its state, which threads must not do
+            vocabulary = Vocabulary(tokenizer)
+        defaults = SamplingParams(**sampling_defaults(Path(info.folder)))  # type: ignore[arg-type]
+        return ModelFacts(self.name, tokenizer, vocabulary, defaults, info.vocab_size, info.max_model_len)
+
+    @property
+    def ready(self) -> bool:
+        return hasattr(self, "facts") and self.trouble is None and self.engine.ready
+
+    def check_ready(self) -> None:
+        """Raise ApiError where the model is not ready."""
+        if not self.ready:
+            raise ApiError(503, self.trouble or f"the model {self.name} is being loaded", code="not_ready")
+
+    async def keep(self, restart: bool) -> None:
+        """Wait until the engine dies; restart it once if `restart` is true. Raises RuntimeError with the reason of the
+        last death."""
+        self.trouble = await self.engine.died()
+        if restart:
+            log.error("%s; it is started again", self.trouble)
+            await self.engine.restart(**self._options.again)
+            self.trouble = None
+            self.trouble = await self.engine.died()
+        raise RuntimeError(self.trouble)
+
+
+class Service:
+    """All models of a server. loaded: set when every model has started. expired: True once `expire` was called.
+    deadlines: of the running requests."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options.server
+        limits = (self.options.max_queued_requests, self.options.max_queued_tokens)
+        self.models = {model.name: ServedModel(model, AdmissionQueue(*limits)) for model in options.models}
+        self.metrics = Metrics({name: model.engine for name, model in self.models.items()})
+        self.loaded = asyncio.Event()
+        self.expired = False
+        self.deadlines: set[asyncio.Timeout] = set()
+
+    async def run(self) -> None:
+        """Start the models one after another, and keep them running. Raises the error of the first that fails."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for model in self.models.values():
+                    await model.start()
+                    group.create_task(model.keep(self.options.restart))
+                self.loaded.set()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def close(self) -> None:
+        """End the engines."""
+        await asyncio.gather(*(model.engine.close() for model in self.models.values()))
+
+    def expire(self) -> None:
+        """End all running requests; later ones end at once."""
+        self.expired = True
+        for deadline in self.deadlines:
+            expire(deadline)
+
+    @property
+    def trouble(self) -> str | None:
+        """The reason why the service is not healthy; None while it is."""
+        for model in self.models.values():
+            if model.trouble is not None:
+                return model.trouble
+            if model.engine.stalled > self.options.stall_timeout:
+                return f"the engine of {model.name} has finished no step for {model.engine.stalled:.0f} seconds"
+        return None
+
+    def choose(self, wanted: str | None) -> ServedModel:
+        """Return the model that a request names; a single model answers to any name. Raises ApiError where there is
+        none, or it is not ready."""
+        served = ", ".join(self.models)
+        model = next(iter(self.models.values())) if len(self.models) == 1 else self.models.get(wanted or "")
+        if model is None and wanted is None:
+            raise ApiError(400, f"model is required; give one of {served}", "model", "missing_required_parameter")
+        if model is None:
+            message = f"the model {(wanted or '')[:100]!r} is not served; give one of {served}"
+            raise ApiError(404, message, "model", "model_not_found")
+        model.check_ready()
+        return model
+
+
+def expire(deadline: asyncio.Timeout) -> None:
+    """Let a timeout expire now, unless it has."""
+    if not deadline.expired():
+        deadline.reschedule(0)
+
+
+def import_tokenizers() -> None:
+    """Import transformers' tokenizers while torch is hidden, which transformers would import: 3 s and 300 MB less.
+
+    For a process that does not import torch; the other parts of transformers do not work in it.
+    """
+    if {"torch", "transformers"} & sys.modules.keys():
+        return
+    logger, silence = logging.getLogger("transformers"), logging.Filter("nothing")
+    logger.addFilter(silence)  # it reports that torch is missing
+    sys.modules["torch"] = None  # type: ignore[assignment]  # makes its import fail
+    try:
+        from transformers import AutoTokenizer  # noqa: F401
+    finally:
+        del sys.modules["torch"]
+        logger.removeFilter(silence)
+
+
+# ------------------------------------------------------------------------------------------------- metrics
+
+GAUGES = {
+    "running": "running sequences",
+    "waiting": "sequences waiting for a lane",
+    "pages_used": "pages of the KV cache held by sequences",
+    "pages": "pages of the KV cache",
+}
+COUNTERS = {
+    "requests": "requests accepted by the engine",
+    "finished": "finished requests",
+    "aborted": "aborted requests",
+    "prompt_tokens": "prompt tokens",
+    "generated_tokens": "generated tokens",
+    "cached_tokens": "known tokens whose KV was found in a cache",
+    "prefilled_tokens": "known tokens whose KV was computed",
+    "preemptions": "preempted sequences",
+    "steps": "steps of the engine",
+}
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
+GAPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+class Metrics(Collector):
+    """All metrics of a server, in the format of Prometheus: counts of the engines, by the names of their models, and
+    latencies of requests. The counts start at 0 again when an engine is restarted."""
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = engines
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self.queue = self._histogram("queue", "from a request's arrival to its first step", SECONDS)
+        self.first = self._histogram("first_token", "from a request's arrival to its first token", SECONDS)
+        self.gap = self._histogram("inter_token", "between tokens of a sample; without streaming, their mean", GAPS)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        name = f"fastgen_{name}_seconds"
+        return Histogram(name, f"seconds {help}", ["model"], buckets=buckets, registry=self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        for kind, counts in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, help in counts.items():
+                family = kind(f"fastgen_{name}", help, labels=["model"])
+                for model, engine in self._engines.items():
+                    family.add_metric([model], getattr(engine.stats, name))
+                yield family
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class Meter:
+    """Measures one request from its arrival on."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._queue, self._first = metrics.queue.labels(model), metrics.first.labels(model)
+        self._gap = metrics.gap.labels(model)
+        self._arrival = time.monotonic()
+        self._started = False
+        self._last: dict[tuple[str | int, int], float] = {}  # by prompt and sample: the time of the last tokens
+
+    def observe(self, events: Iterable[Event]) -> None:
+        """Record new events. The `id` of an event is the index of its prompt."""
+        now = time.monotonic()
+        for event in events:
+            if not self._started and event.started is not None:
+                self._started = True
+                self._queue.observe(event.started - self._arrival)
+            if not event.token_ids:
+                continue
+            key = (event.id, event.index)
+            if key in self._last:
+                self._gap.observe((now - self._last[key]) / len(event.token_ids))
+            elif not self._last:
+                self._first.observe(now - self._arrival)
+            self._last[key] = now
