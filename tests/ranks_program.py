@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from conftest import Turns, new_weights, random_ids
+from gathering import GatheringExchange
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -153,7 +153,7 @@ def call_all(ranks: Ranks, gen: Generator) -> None:
 def cut_steps(ranks: Ranks, gen: Generator) -> None:
     runner.CUT_TOKENS, runner.CUT_MULTIPLE = 32, 16
     model = gen._runner._runner.model
-    model.group.prepare(model.config.hidden_size, torch.float32, runner.largest_half(gen.config.max_step_tokens))
+    model.group.exchange = GatheringExchange(model.group, runner.largest_half(gen.config.max_step_tokens))
     parts, counts = runner._Lengths.parts, []
 
     def counted(self: Any, decodes: int) -> Any:

@@ -164,7 +164,6 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
         if runner.attention.capturable:
             runner.capture()
         _run_largest_steps(runner)
-        model.group.ready()
     return runner
 
 

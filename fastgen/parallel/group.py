@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import secrets
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,21 +21,17 @@ from torch.distributed.distributed_c10d import GroupName, _get_default_store, _w
 from fastgen.kernels import allreduce
 from fastgen.kernels.launch import triton
 from fastgen.parallel.errors import DepartedError, portable, raise_first
-from fastgen.parallel.overlap import CollectiveExchange, CopyExchange, Exchange, ExchangeLayout, PeerMemory
+from fastgen.parallel.overlap import Exchange, ExchangeLayout, PeerMemory
 
 T = TypeVar("T")
 
 FUSED_TOKENS = 1024
 """Tokens up to which our own kernel makes the sums over the ranks of one host; NCCL has a higher latency."""
 
-STARTUP_POLLS = 10 * allreduce.POLLS  # looks for the words of other ranks, while they compile
+POLLS = 10 * allreduce.POLLS
+"""Polls of a sum before it gives up waiting for a rank that hangs: about five minutes, since a rank may compile."""
+
 TIMEOUT = timedelta(minutes=10)  # of a collective
-
-
-class Resettable(Protocol):
-    """CUDA graphs, which `reset` frees."""
-
-    def reset(self) -> None: ...
 
 
 def host_id() -> tuple[str, str]:
@@ -105,7 +101,7 @@ class Group:
         self._rendezvous: RendezvousStore | None = None
         self._inbox: allreduce.Inbox | None = None
         self._inbox_memory: PeerMemory | None = None
-        self._graphs: list[Resettable] = []
+        self._graphs: list[weakref.ref[Any]] = []
         several = self._device.type == "cuda" and self.size > 1
         self._interrupting = torch.cuda.Stream(device) if several else None  # type: ignore[no-untyped-call]
 
@@ -146,10 +142,10 @@ class Group:
         one_host = len(set(hosts)) == 1
         return cls.join(_get_default_store(), names[0], given.rank(), given.size(), device, one_host)
 
-    def hold(self, graphs: Resettable) -> None:
-        """Register graphs that contain this group's collectives. NCCL does not end before they do, so that `leave`
-        resets them."""
-        self._graphs.append(graphs)
+    def hold(self, graphs: Any) -> None:
+        """Register graphs that contain this group's collectives, whose `reset` frees them. NCCL does not end before
+        they do, so that `leave` resets them. They are not kept alive: those of the start's measurement end before."""
+        self._graphs.append(weakref.ref(graphs))
 
     def leave(self) -> None:
         """End the process group, and reset the graphs that contain its collectives. More calls do nothing.
@@ -185,8 +181,9 @@ class Group:
                     self._inbox.polls.zero_()
                 if self.exchange is not None:
                     self.exchange.interrupt()
-        for graphs in self._graphs:
-            graphs.reset()
+        for known in self._graphs:
+            if (graphs := known()) is not None:
+                graphs.reset()
 
     def _run(self, collective: Callable[..., T], *args: Any, **options: Any) -> T:
         """Return the result of a collective. Raises DepartedError where another rank is gone."""
@@ -206,21 +203,15 @@ class Group:
     def prepare(self, hidden: int, dtype: torch.dtype, half: int = 0) -> None:
         """Allocate the memory for sums of [T, hidden]: of few tokens T, and of the halves, of up to `half` tokens, of
         steps that are cut in two (0: none is). Waits for all ranks."""
-        if self.process_group is None or self.size == 1:
-            return
-        if self._device.type == "cpu":
-            gather = partial(self._run, dist.all_gather)
-            self.exchange = CollectiveExchange(self.rank, self.size, gather, half) if half else None
-            return
-        if triton is not None and self.one_host:
+        if self.size > 1 and self._device.type == "cuda" and triton is not None and self.one_host:
             self._inbox = self._open_inbox(FUSED_TOKENS * hidden * dtype.itemsize // 4)
             if half:
                 memory = self._peer_memory(ExchangeLayout.of(self.size, half, hidden, dtype).end)
-                self.exchange = CopyExchange(self.rank, memory, half, hidden, dtype)
+                self.exchange = Exchange(self.rank, memory, half, hidden, dtype)
 
     def _open_inbox(self, words: int) -> allreduce.Inbox:
         self._inbox_memory = self._peer_memory(allreduce.Inbox.bytes_for(words, self.size))
-        return allreduce.Inbox.make(self._inbox_memory.peers, words, self.rank, self._device, polls=STARTUP_POLLS)
+        return allreduce.Inbox.make(self._inbox_memory.peers, words, self.rank, self._device, polls=POLLS)
 
     def _peer_memory(self, num_bytes: int) -> PeerMemory:
         """Allocate memory that all ranks, of one host, can write; zeros on each of them when this returns."""
@@ -232,11 +223,6 @@ class Group:
         starts = list(handle.buffer_ptrs)  # of blocks, which may hold other memory before it
         offsets = self._run(gather_objects, memory.data_ptr() - starts[self.rank])
         return PeerMemory(memory, [start + offset for start, offset in zip(starts, offsets, strict=True)], handle)
-
-    def ready(self) -> None:
-        """Shorten the wait for other ranks from that of the start, when they compile, to that of a step."""
-        if self._inbox is not None:
-            self._inbox.polls.fill_(allreduce.POLLS)
 
     @property
     def expired(self) -> Tensor | None:

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -55,86 +54,18 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class PendingGather:
-    """The input of the next product, x [T, hidden], which is complete at the event `done` (None: now). y: the partial
-    sums, which are kept while they are read."""
+    """The input of the next product, x [T, hidden], which is complete at the event `done`. y: the partial sums, which
+    are kept while they are read."""
 
     x: Tensor
     y: Tensor
-    done: torch.cuda.Event | None
+    done: torch.cuda.Event
 
     def wait(self) -> Tensor:
         """Return x. Launches on the current stream may read it from now on, until the next phase of this half; the host
         does not wait."""
-        if self.done is not None:
-            self.done.wait()
+        self.done.wait()
         return self.x
-
-
-class Exchange(ABC):
-    """The sums over a group's ranks of the halves of steps, of up to `tokens` tokens each.
-
-    All ranks call the same methods in the same order, with halves of equal sizes.
-    """
-
-    def __init__(self, rank: int, size: int, tokens: int) -> None:
-        assert size > 1
-        self.rank, self.size, self.tokens = rank, size, tokens
-        self._adding = self._interrupted = False  # whether `add` runs, and whether it may not
-
-    def rows(self, count: int, rank: int | None = None) -> slice:
-        """Return the rows of a half of `count` tokens that a rank (None: this one) holds, which may be none."""
-        rank, share = self.rank if rank is None else rank, -(-count // self.size)
-        return slice(min(rank * share, count), min((rank + 1) * share, count))
-
-    def add(self, half: int, xs: Tensor, y: Tensor, norm: RMSNorm | None) -> PendingGather:
-        """Add the sum of all ranks' y [T, hidden] to xs, this rank's rows of the residual stream, in place. Gather the
-        norm of all rows, or the residual stream itself where norm is None.
-
-        half: 0 or 1. xs must not be touched until the result is waited for.
-        """
-        own = self.rows(len(y))
-        assert 0 <= half < HALVES
-        assert 0 < len(y) <= self.tokens
-        assert y.is_contiguous()
-        assert xs.shape == y[own].shape
-        self._adding = True
-        try:
-            if self._interrupted:
-                raise DepartedError("another rank is gone")
-            return self._add(half, xs, y, own, norm)
-        finally:
-            self._adding = False
-
-    def interrupt(self) -> None:
-        """End this rank's waits for others, from any thread; results that were waited for are wrong. `add` raises
-        DepartedError from now on."""
-        self._interrupted = True
-
-    @abstractmethod
-    def _add(self, half: int, xs: Tensor, y: Tensor, own: slice, norm: RMSNorm | None) -> PendingGather: ...
-
-
-def _sum(xs: Tensor, y: Tensor, stage: Tensor, rank: int, norm: RMSNorm | None, out: Tensor) -> None:
-    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    sum_norm(xs, y, stage, rank, weight, eps, out)
-
-
-class CollectiveExchange(Exchange):
-    """An exchange by collectives, for the CPU. all_gather: torch.distributed's, for the ranks' group."""
-
-    def __init__(self, rank: int, size: int, all_gather: Callable[[list[Tensor], Tensor], object], tokens: int) -> None:
-        super().__init__(rank, size, tokens)
-        self._all_gather = all_gather
-
-    def _add(self, half: int, xs: Tensor, y: Tensor, own: slice, norm: RMSNorm | None) -> PendingGather:
-        parts = [torch.empty_like(y) for _ in range(self.size)]
-        self._all_gather(parts, y)
-        share = y.new_zeros(-(-len(y) // self.size), y.shape[1])
-        if len(xs):
-            _sum(xs, y[own], torch.stack([part[own] for part in parts]), self.rank, norm, share[: len(xs)])
-        shares = [torch.empty_like(share) for _ in range(self.size)]
-        self._all_gather(shares, share)
-        return PendingGather(torch.cat(shares)[: len(y)], y, None)
 
 
 class ExchangeLayout(NamedTuple):
@@ -167,9 +98,12 @@ class PeerMemory(NamedTuple):
     handle: Any
 
 
-class CopyExchange(Exchange):
-    """An exchange by copies into peer memory of ExchangeLayout.end bytes, zeros at first. sides: a stream for each
-    half; made here by default."""
+class Exchange:
+    """The sums over a group's ranks of the halves of steps, by copies into peer memory.
+
+    All ranks call the same methods in the same order, with halves of equal sizes. shared: ExchangeLayout.end bytes,
+    zeros at first. tokens: the most of a half. sides: a stream for each half; made here by default.
+    """
 
     def __init__(
         self,
@@ -181,7 +115,9 @@ class CopyExchange(Exchange):
         sides: Sequence[SideStream] | None = None,
     ) -> None:
         size, memory = len(shared.peers), shared.memory
-        super().__init__(rank, size, tokens)
+        assert size > 1
+        self.rank, self.size, self.tokens = rank, size, tokens
+        self._adding = self._interrupted = False  # whether `add` runs, and whether it may not
         self._layout = at = ExchangeLayout.of(size, tokens, hidden, dtype)
         self._shared, self._sides = shared, sides or [SideStream(memory.device) for _ in range(HALVES)]
         assert len(memory) == at.end
@@ -192,8 +128,33 @@ class CopyExchange(Exchange):
         self._flags = memory[at.flags :].view(torch.int32)
         self._phases = [0] * HALVES
 
+    def rows(self, count: int, rank: int | None = None) -> slice:
+        """Return the rows of a half of `count` tokens that a rank (None: this one) holds, which may be none."""
+        rank, share = self.rank if rank is None else rank, -(-count // self.size)
+        return slice(min(rank * share, count), min((rank + 1) * share, count))
+
+    def add(self, half: int, xs: Tensor, y: Tensor, norm: RMSNorm | None) -> PendingGather:
+        """Add the sum of all ranks' y [T, hidden] to xs, this rank's rows of the residual stream, in place. Gather the
+        norm of all rows, or the residual stream itself where norm is None.
+
+        half: 0 or 1. xs must not be touched until the result is waited for. Raises DepartedError after `interrupt`.
+        """
+        own = self.rows(len(y))
+        assert 0 <= half < HALVES
+        assert 0 < len(y) <= self.tokens
+        assert y.is_contiguous()
+        assert xs.shape == y[own].shape
+        self._adding = True
+        try:
+            if self._interrupted:
+                raise DepartedError("another rank is gone")
+            return self._add(half, xs, y, own, norm)
+        finally:
+            self._adding = False
+
     def interrupt(self) -> None:
-        super().interrupt()
+        """End this rank's waits for others, from any thread; results that were waited for are wrong."""
+        self._interrupted = True
         beyond, deadline = (max(self._phases) + 2**30) % 2**32, time.monotonic() + INTERRUPT_SECONDS
         while (self._adding or not all(side.is_idle() for side in self._sides)) and time.monotonic() < deadline:
             self._flags.fill_(beyond if beyond < 2**31 else beyond - 2**32)  # again, as others may still write theirs
@@ -211,7 +172,8 @@ class CopyExchange(Exchange):
             self._send(side, self._shared.peers[peer] + place, y, self.rows(count, peer))
         self._meet(side, STAGED, half)
         if len(xs):
-            side.launch(_sum, xs, y[own], self._stages[half], self.rank, norm, gathered[own])
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            side.launch(sum_norm, xs, y[own], self._stages[half], self.rank, weight, eps, gathered[own])
         place = at.gathered + (half * self.size * at.share + own.start) * at.row
         for peer in self._others:
             self._send(side, self._shared.peers[peer] + place, gathered, own)

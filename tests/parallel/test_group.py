@@ -1,12 +1,14 @@
-"""Groups of ranks: the store in which symmetric memory meets. The sums are tested with the ranks."""
+"""Groups of ranks: the store in which symmetric memory meets, and graphs. The sums are tested with the ranks."""
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
 from torch.distributed import HashStore, PrefixStore
 
-from fastgen.parallel.group import RendezvousStore
+from fastgen.parallel.group import Group, RendezvousStore
 
 
 def test_ranks_meet_whose_processes_have_counted_differently() -> None:
@@ -28,3 +30,25 @@ def test_ranks_meet_whose_processes_have_counted_differently() -> None:
         for meeting in [pool.submit(meet, 0, 12), pool.submit(meet, 1, 0)]:
             meeting.result(timeout=30)
     assert sorted(found) == [[b"00", b"01"]] * 4 + [[b"10", b"11"]] * 4
+
+
+class Resettable:
+    def __init__(self) -> None:
+        self.resets = 0
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+def test_a_group_resets_graphs_when_it_ends_and_does_not_keep_them() -> None:
+    group = Group.join(HashStore(), "graphs", 0, 1, torch.device("cpu"))
+    kept, dropped = Resettable(), Resettable()
+    for graphs in (kept, dropped):
+        group.hold(graphs)
+    known = weakref.ref(dropped)
+    del graphs, dropped
+    assert known() is None
+    group.leave()
+    assert kept.resets == 1
+    group.leave()
+    assert kept.resets == 1, "it has ended"

@@ -19,7 +19,7 @@ from fastgen.kernels.allreduce import add_in_order
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.parallel import overlap
 from fastgen.parallel.errors import DepartedError
-from fastgen.parallel.overlap import CollectiveExchange, CopyExchange, Exchange, ExchangeLayout, PeerMemory
+from fastgen.parallel.overlap import Exchange, ExchangeLayout, PeerMemory
 
 TOKENS, HIDDEN = 13, 8
 GUARD = 64
@@ -116,7 +116,7 @@ class Ranks:
             current, *own = queues = [Queue()] * 3 if one_queue else [Queue() for _ in range(3)]
             sides = [Side(current, queue, forgets) for queue in own]
             shared = PeerMemory(memory[rank, : at.end], peers, None)
-            made = CopyExchange(rank, shared, TOKENS, HIDDEN, torch.float32, sides)
+            made = Exchange(rank, shared, TOKENS, HIDDEN, torch.float32, sides)
             made._phases = [phase, phase]
             ranks.exchanges.append(made)
             ranks.currents.append(current)
@@ -207,13 +207,13 @@ def test_in_any_order_that_streams_allow_the_sums_are_right(size: int, seed: int
 @pytest.mark.parametrize("forgets", ["begin", "staged", "gathered", "end"])
 def test_what_is_not_waited_for_is_noticed(forgets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(0)
-    wait, kinds = CopyExchange._wait, {"staged": overlap.STAGED, "gathered": overlap.GATHERED}
+    wait, kinds = Exchange._wait, {"staged": overlap.STAGED, "gathered": overlap.GATHERED}
 
-    def forgetful(made: CopyExchange, side: Any, kind: int, half: int) -> None:
+    def forgetful(made: Exchange, side: Any, kind: int, half: int) -> None:
         if kind != kinds.get(forgets):
             wait(made, side, kind, half)
 
-    monkeypatch.setattr(CopyExchange, "_wait", forgetful)
+    monkeypatch.setattr(Exchange, "_wait", forgetful)
     assert not all(right(Ranks.make(3, forgets=forgets), rng, [(12, 12)] * 2) for _ in range(5))
 
 
@@ -266,33 +266,6 @@ def test_the_parts_of_the_memory_follow_each_other() -> None:
         assert at.flags >= 2 * at.gathered
         assert at.flags % 4 == 0
         assert at.end - at.flags == 4 * 2 * 2 * size
-
-
-def test_collectives_give_the_same() -> None:
-    steps = [*random_steps(random.Random(3), 4), (1, TOKENS)]
-    meeting, given = threading.Barrier(3), {}
-
-    def all_gather(rank: int, parts: list[Tensor], x: Tensor) -> None:
-        given[rank] = x
-        meeting.wait(10)
-        for other, part in enumerate(parts):
-            assert part.is_contiguous()
-            part.copy_(given[other])
-        meeting.wait(10)
-
-    found: dict[int, list[Tensor]] = {}
-
-    def work(rank: int) -> None:
-        found[rank] = program(CollectiveExchange(rank, 3, partial(all_gather, rank), TOKENS), steps, None, [])
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    wanted = expected(steps, 3)
-    assert sorted(found) == [0, 1, 2]
-    assert all(torch.equal(x, y) for results in found.values() for x, y in zip(results, wanted, strict=True))
 
 
 def test_halves_that_do_not_fit_are_refused() -> None:

@@ -17,10 +17,11 @@ from conftest import Checkpoint, random_ids
 from fastgen import Generator, SamplingParams
 from fastgen.engine import runner
 from fastgen.parallel.group import Group
-from fastgen.parallel.overlap import Exchange
+from fastgen.parallel.overlap import Exchange, ExchangeLayout, PeerMemory
 from fastgen.parallel.residual import ShardedResidual
 
 pytestmark = pytest.mark.timeout(120)
+REPOSITORY = Path(runner.__file__).parents[2]
 NEAR_TIE = 1e-4
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "page_size": 16, "num_pages": 40, "max_seqs": 8, "max_step_tokens": 96, "prefix_cache": False,
@@ -30,11 +31,13 @@ PROMPTS = [random_ids(length) for length in (9, 96, 42, 1, 130, 13)]
 RANK = """
 import json, sys
 import torch.distributed as dist
+from gathering import cut_steps
 from fastgen.parallel import residual
 from fastgen.engine import runner
 from fastgen.engine import startup
 from fastgen import Generator, SamplingParams
 
+cut_steps()
 rank, size, folder, prompts, options = int(sys.argv[1]), int(sys.argv[2]), *map(json.loads, sys.argv[4:])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=size)
 runner.CUT_TOKENS, runner.CUT_MULTIPLE = 8, 1  # halves of any size, that ranks do not divide
@@ -68,7 +71,7 @@ def on_ranks(size: int, folder: Path, store: Path) -> list[dict[str, Any]]:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), str(size), str(store), *given],
-            env={**os.environ, "PYTHONPATH": str(Path(runner.__file__).parents[2])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -105,11 +108,11 @@ def test_ranks_that_share_tokens_out_say_what_one_process_says(checkpoint: Check
         assert np.allclose(ours, theirs, atol=1e-4, rtol=0)
 
 
-class Alone(Exchange):
-    """The exchange of a rank whose peers add nothing."""
-
-    def _add(self, *arguments: Any) -> Any:
-        raise AssertionError
+def alone(rank: int) -> Exchange:
+    """Return the exchange of one of 4 ranks, whose peers add nothing."""
+    memory = torch.zeros(ExchangeLayout.of(4, 16, 8, torch.float32).end, dtype=torch.uint8)
+    sides: list[Any] = [None, None]
+    return Exchange(rank, PeerMemory(memory, [0] * 4, None), 16, 8, torch.float32, sides)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 10])
@@ -118,10 +121,10 @@ def test_wanted_rows_come_from_their_owners(count: int) -> None:
     rows = torch.tensor([0, count - 1, count // 2, 0])
     found = []
     for rank in range(4):
-        made = Alone(rank, 4, 16)
+        made = alone(rank)
         found.append(ShardedResidual(Group(), made, 0, count, x[made.rows(count)]).rows(rows))
     assert torch.equal(sum(found), x[rows])
-    assert ShardedResidual(Group(), Alone(0, 4, 16), 0, count, x[:1]).rows(rows[:0]).shape == (0, 8)
+    assert ShardedResidual(Group(), alone(0), 0, count, x[:1]).rows(rows[:0]).shape == (0, 8)
 
 
 def test_the_largest_half_is_that_of_a_step_without_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

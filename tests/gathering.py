@@ -1,0 +1,52 @@
+"""An exchange of the halves of a step by collectives, so that the CPU runs steps that are cut in two as GPUs do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastgen.kernels.norm import RMSNorm, sum_norm
+from fastgen.parallel.group import Group
+from fastgen.parallel.overlap import Exchange, PendingGather
+
+DONE: Any = SimpleNamespace(wait=lambda: None)
+"""An event that has happened."""
+
+
+class GatheringExchange(Exchange):
+    """The exchange of a rank, whose collectives wait. tokens: the most of a half."""
+
+    def __init__(self, group: Group, tokens: int) -> None:
+        self.rank, self.size, self.tokens = group.rank, group.size, tokens
+        self._group = group
+        self._interrupted = False
+
+    def _add(self, half: int, xs: Tensor, y: Tensor, own: slice, norm: RMSNorm | None) -> PendingGather:
+        parts = self._gather(y)
+        share = y.new_zeros(-(-len(y) // self.size), y.shape[1])
+        if len(xs):
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            stage = torch.stack([part[own] for part in parts])
+            sum_norm(xs, y[own], stage, self.rank, weight, eps, share[: len(xs)])
+        return PendingGather(torch.cat(self._gather(share))[: len(y)], y, DONE)
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x, group=self._group.process_group)
+        return parts
+
+
+def cut_steps() -> None:
+    """Let groups that are made from now on cut steps on the CPU too."""
+    prepare = Group.prepare
+
+    def prepare_and_cut(self: Group, hidden: int, dtype: torch.dtype, half: int = 0) -> None:
+        prepare(self, hidden, dtype, half)
+        if half:
+            self.exchange = GatheringExchange(self, half)
+
+    Group.prepare = prepare_and_cut  # type: ignore[method-assign]
