@@ -100,22 +100,26 @@ class Runner:
         self.config = config
         self.group = model.group
         self.device = torch.device(config.device)
-        lanes, slots = config.max_seqs + 1, -(-config.max_model_len // config.page_size)
+        most, slots = config.max_seqs, -(-config.max_model_len // config.page_size)
+        lanes, vocab, draws = most + 1, model.config.vocab_size, self.group.rank == 0  # other ranks have no logits
         self.page_table = torch.full((lanes, slots), pool.spare, dtype=torch.int32, device=self.device)
         self.kv_lens = torch.zeros(lanes, dtype=torch.int32, device=self.device)
-        self.state = LaneState(lanes, model.config.vocab_size, self.device, draws=self.group.rank == 0)
-        self._kv_lens = np.zeros(lanes, dtype=np.int64)  # copies of kv_lens, and of page_table below, on the host
-        self._flags = np.zeros(lanes, dtype=np.int64)  # by lane: plan_flags of its parameters
-        self._params = [SamplingParams()] * lanes
-        self._free_cores = FreeCores()
-        self.graphs: dict[bool, Graphs] = {}  # of decodes, by whether shared keys are read once
-        self.prefill_graphs: PrefillGraphs | None = None
-        self.share_prefixes = attention.shares and config.max_seqs > 1  # decodes may read shared keys once
+        self.state = LaneState(lanes, vocab, self.device, draws)
+        # By lane on the host: copies of page_table and kv_lens, sampling parameters, and their plan_flags.
         self._tables = np.full((lanes, slots), pool.spare, dtype=np.int32)
+        self._kv_lens = np.zeros(lanes, dtype=np.int64)
+        self._params = [SamplingParams()] * lanes
+        self._flags = np.zeros(lanes, dtype=np.int64)
+        self.share_prefixes = attention.shares and most > 1  # decodes may read shared keys once
         self._sharing_of: tuple[int, ...] = ()  # the decodes for which `_sharing` was found
         self._sharing = False
+        self.prefill_graphs: PrefillGraphs | None = None
+        self.graphs: dict[bool, Graphs] = {}  # of decodes, by whether shared keys are read once
+        self._step = DecodeInput.empty(most, self.device)  # their input and their logits, at fixed addresses
+        self._logits = torch.empty(most if draws else 0, vocab, device=self.device)
         self._decodes: tuple[int, ...] = ()  # the lanes in `_step`
         self._decode_lanes = np.zeros(0, dtype=np.int64)
+        self._free_cores = FreeCores()
 
     @torch.inference_mode()
     def capture(self, sizes: list[int] | None = None, prefills: list[int] | None = None) -> None:
@@ -142,11 +146,7 @@ class Runner:
     @torch.inference_mode()
     def decode_all(self, sizes: list[int]) -> None:
         """Run decode steps of these sizes on padding, as they will be captured."""
-        most = self.config.max_seqs
-        self._step = DecodeInput.empty(most, self.device)
-        self._step.lanes.fill_(most)  # the padding lane
-        rows = most if self.group.rank == 0 else 0  # the other ranks have no logits
-        self._logits = torch.empty(rows, self.model.config.vocab_size, device=self.device)
+        self._step.lanes.fill_(self.config.max_seqs)  # the padding lane
         for size in sizes:
             self.decode(size)
         for size in shared_sizes(sizes) if self.share_prefixes else ():
