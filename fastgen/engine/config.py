@@ -48,32 +48,33 @@ class EngineConfig:
         """
         assert options.device is not None
         gpu = options.device.split(":")[0] != "cpu"
-        dtype = options.dtype
-        if dtype == "auto":
-            dtype = model.dtype if gpu else "float32"
+        auto_dtype, auto_attention = (model.dtype, "paged") if gpu else ("float32", "reference")
+        dtype = auto_dtype if options.dtype == "auto" else options.dtype
         if options.attention in ("flash", "paged") and not gpu:
             raise ValueError(f"attention is {options.attention!r}, which needs a GPU; use 'auto' or 'reference'")
-        deterministic = _deterministic(model, options, dtype, gpu, kernels)
+        context = options.max_model_len
+        if context is not None and context > model.max_position:
+            raise ValueError(f"max_model_len is {context}, above the model's {model.max_position} positions; lower it")
         max_seqs, max_step_tokens = _step_size(model, options, dtype, memory)
+        page_bytes = token_bytes(model, dtype) * options.page_size * options.tensor_parallel  # on all ranks
         config = cls(
             device=options.device,
             dtype=dtype,
-            max_model_len=_context(model, options.max_model_len),
+            max_model_len=model.max_position if context is None else context,
             max_seqs=max_seqs,
             max_step_tokens=max_step_tokens,
             page_size=options.page_size,
             num_pages=0,
-            attention=options.attention if options.attention != "auto" else "paged" if gpu else "reference",
+            attention=auto_attention if options.attention == "auto" else options.attention,
             memory_fraction=options.memory_fraction,
             prefix_cache=options.prefix_cache,
-            host_pages=0,
+            host_pages=_host_pages(options, page_bytes),
             tensor_parallel=options.tensor_parallel,
-            deterministic=deterministic,
+            deterministic=_deterministic(model, options, dtype, gpu, kernels),
             kernels="triton" if kernels == "gluon" and dtype == "float32" else kernels,
-            context_given=options.max_model_len is not None,
+            context_given=context is not None,
         )
-        config = replace(config, host_pages=_host_pages(config, model, options.host_cache_gb))
-        pages = _num_pages(config, model, options, measured=gpu)
+        pages = _num_pages(config, options, page_bytes, measured=gpu)
         return config.settle(pages) if pages else config
 
     def settle(self, num_pages: int) -> EngineConfig:
@@ -172,49 +173,37 @@ def _step_size(model: ModelConfig, options: GeneratorOptions, dtype: str, memory
     return max_seqs, max_step_tokens
 
 
-def _context(model: ModelConfig, max_model_len: int | None) -> int:
-    if max_model_len is None:
-        return model.max_position
-    if max_model_len > model.max_position:
-        raise ValueError(
-            f"max_model_len is {max_model_len}, above the model's {model.max_position} positions; lower it"
-        )
-    return max_model_len
-
-
-def _num_pages(config: EngineConfig, model: ModelConfig, options: GeneratorOptions, measured: bool) -> int:
+def _num_pages(config: EngineConfig, options: GeneratorOptions, page_bytes: int, measured: bool) -> int:
     """Return the pages that num_pages or kv_cache_gb asks for; 0 if the memory will be measured."""
     if options.num_pages is not None:
         if options.kv_cache_gb is not None:
             raise ValueError("num_pages and kv_cache_gb both size the KV pool; give one of them")
         return options.num_pages
-    if options.kv_cache_gb is None and measured:
+    if options.kv_cache_gb is None:
+        default = 0 if measured else _pages_in("kv_cache_gb", DEFAULT_KV_CACHE_GB, page_bytes, 2)
+        return min(default, config.useful_pages())
+    pages = _pages_in("kv_cache_gb", options.kv_cache_gb, page_bytes, 2)
+    return pages if config.prefix_cache else min(pages, config.useful_pages())  # prefixes can use more
+
+
+def _host_pages(options: GeneratorOptions, page_bytes: int) -> int:
+    """Return the pages of the host tier."""
+    if not options.host_cache_gb:
         return 0
-    gigabytes = DEFAULT_KV_CACHE_GB if options.kv_cache_gb is None else options.kv_cache_gb
-    page_bytes = config.page_bytes(model) * config.tensor_parallel
-    affordable = int(gigabytes * 1e9 / page_bytes)
-    if affordable < 2:
+    if not options.prefix_cache:
         raise ValueError(
-            f"kv_cache_gb is {gigabytes:g}, which holds {affordable} pages of {page_bytes / 1e6:.1f} MB; "
-            "the pool needs at least 2: raise kv_cache_gb or lower page_size"
-        )
-    if options.kv_cache_gb is not None and config.prefix_cache:  # it can use pages that no lane needs
-        return affordable
-    return min(affordable, config.useful_pages())
-
-
-def _host_pages(config: EngineConfig, model: ModelConfig, host_cache_gb: float) -> int:
-    """Return the pages that fit in so much of the host's memory."""
-    if host_cache_gb and not config.prefix_cache:
-        raise ValueError(
-            f"host_cache_gb is {host_cache_gb:g} with prefix_cache=False, which leaves nothing to keep there; "
+            f"host_cache_gb is {options.host_cache_gb:g} with prefix_cache=False, which leaves nothing to keep there; "
             "take one of them away"
         )
-    page_bytes = config.page_bytes(model) * config.tensor_parallel
-    pages = int(host_cache_gb * 1e9 / page_bytes)
-    if host_cache_gb and not pages:
+    return _pages_in("host_cache_gb", options.host_cache_gb, page_bytes, 1)
+
+
+def _pages_in(name: str, gigabytes: float, page_bytes: int, least: int) -> int:
+    """Return the pages that fit in so much memory. Raises ValueError if fewer than `least` do."""
+    pages = int(gigabytes * 1e9 / page_bytes)
+    if pages < least:
         raise ValueError(
-            f"host_cache_gb is {host_cache_gb:g}, which holds no page of {page_bytes / 1e6:.1f} MB; "
+            f"{name} is {gigabytes:g}, which holds {pages} pages of {page_bytes / 1e6:.1f} MB, and must hold {least}: "
             "raise it, or lower page_size"
         )
     return pages

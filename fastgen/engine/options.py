@@ -172,33 +172,29 @@ class GeneratorOptions:
 OPTIONS = options_of(GeneratorOptions)
 
 Owner = TypeVar("Owner")
-Options = TypeVar("Options")
 Arguments = ParamSpec("Arguments")
 
 
 def takes_fields_of(
-    cls: Callable[Arguments, Options],
-) -> Callable[[Callable[[Owner, Options], None]], Callable[Concatenate[Owner, Arguments], None]]:
-    """Make an `__init__` of one object of a dataclass of options take the fields as arguments instead.
+    cls: Callable[Arguments, GeneratorOptions],
+) -> Callable[[Callable[[Owner, GeneratorOptions], None]], Callable[Concatenate[Owner, Arguments], None]]:
+    """Make an `__init__` of one GeneratorOptions take the fields as arguments instead, in signature and docstring too.
 
-    Signature and docstring show the fields. An unknown argument is a TypeError that names the nearest known one.
+    An unknown argument is a TypeError that names the nearest known one.
     """
-    assert isinstance(cls, type)
-    options = options_of(cls)
-    listed = "\n".join(each.line for each in options.values())
 
-    def decorate(init: Callable[[Owner, Options], None]) -> Callable[Concatenate[Owner, Arguments], None]:
+    def decorate(init: Callable[[Owner, GeneratorOptions], None]) -> Callable[Concatenate[Owner, Arguments], None]:
         @wraps(init)
         def take(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-            for name in kwargs.keys() - options.keys():
-                nearest = difflib.get_close_matches(name, options, n=1, cutoff=0)[0]
+            for name in kwargs.keys() - OPTIONS.keys():
+                nearest = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0)[0]
                 raise TypeError(f"{type(self).__name__} has no option {name!r}; the nearest one is {nearest!r}")
             init(self, cls(*args, **kwargs))
 
         shown = inspect.signature(cls).parameters.values()
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         take.__signature__ = inspect.Signature([first, *shown])  # type: ignore[attr-defined]
-        take.__doc__ = listed
+        take.__doc__ = "\n".join(each.line for each in OPTIONS.values())
         return take
 
     return decorate

@@ -217,7 +217,7 @@ def test_the_smallest_values_work() -> None:
         ({"host_cache_gb": "8"}, TypeError, "host_cache_gb must be a number, not '8'"),
         ({"host_cache_gb": True}, TypeError, "host_cache_gb must be a number, not True"),
         ({"host_cache_gb": 2, "prefix_cache": False}, ValueError, "host_cache_gb is 2 with prefix_cache=False"),
-        ({"host_cache_gb": 1e-6}, ValueError, r"1e-06, which holds no page of 0\.0 MB; raise it, or lower page_size"),
+        ({"host_cache_gb": 1e-6}, ValueError, r"1e-06, which holds 0 pages of 0\.0 MB, .* lower page_size"),
         ({"tensor_parallel": 0}, ValueError, "tensor_parallel is 0; it must be at least 1"),
         ({"seed": "now"}, TypeError, "seed must be an integer, not 'now'"),
     ],
