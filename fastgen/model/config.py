@@ -50,7 +50,13 @@ _FOREIGN = (
     "quantization_config", "compression_config", "num_experts", "num_local_experts", "n_routed_experts",
     "vision_config", "audio_config", "text_config", "per_layer_config", "is_encoder_decoder",
 )  # fmt: skip
-_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+# The kinds of rope: the numbers that each needs, and those that it may have.
+_ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor")),
+}
 _DTYPES = ("bfloat16", "float16", "float32")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -70,10 +76,7 @@ class RopeConfig:
     original_max_position: int = 0  # llama3, yarn: context before stretching; 0: max_position
     beta_fast: float = 32.0  # yarn: pairs that turn more often than this in the original context stay
     beta_slow: float = 1.0  # yarn: pairs that turn less often are interpolated
-    attention_factor: float | None = None  # yarn: factor of cos and sin; None: from `factor` and the mscales
-    mscale: float | None = None  # yarn
-    mscale_all_dim: float | None = None  # yarn
-    truncate: bool = True  # yarn: round the ends of the ramp outwards to whole pairs
+    attention_factor: float | None = None  # yarn: factor of cos and sin; None: from `factor`
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,6 @@ class ModelConfig:
             )
         if self.head_size % 2:
             raise ValueError(f"head_dim={self.head_size} is odd; rope rotates pairs")
-        if len(self.windows) != self.num_layers or min(self.windows) < 0:
-            raise ValueError(f"windows={self.windows} does not give a size of 0 or more for {self.num_layers} layers")
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not supported; it has to be one of {', '.join(_DTYPES)}")
 
@@ -273,51 +274,26 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     kind = given.get("rope_type", given.get("type", "default"))
     if any(isinstance(value, dict) for value in given.values()) or kind not in _ROPE_KINDS:
         raise _unsupported(field, given, f"a rope_type of {', '.join(_ROPE_KINDS)}, the same for all layers, is")
-    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1):
-        raise _unsupported("partial_rotary_factor", partial)
+    # Fields that no checkpoint of a supported family sets to anything but transformers' default.
+    for name, plain in (("partial_rotary_factor", 1), ("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
+        value = given.get(name, config.get(name))
+        if value not in (None, plain):
+            raise _unsupported(name, value)
     theta = _number(given, "rope_theta", _number(config, "rope_theta", 10000.0))
     if theta <= 1:
         raise _unsupported("rope_theta", theta, "a number above 1 is")
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    factor = _rope_factor(given, kind, config)
-    if kind == "linear":
-        return RopeConfig(kind, theta, factor)
-    # Some configs hold this field at the top level, too; transformers gives that one priority.
-    field = "original_max_position_embeddings"
-    original = _int(config, field, _int(given, field, 0))
-    return (_llama3_config if kind == "llama3" else _yarn_config)(given, theta, factor, original)
-
-
-def _llama3_config(given: dict[str, Any], theta: float, factor: float, original: int) -> RopeConfig:
-    low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
-    if not 0 < low < high:
+    needed, optional = _ROPE_KINDS[kind]
+    numbers: dict[str, Any] = {name: _number(given, name) for name in needed}
+    numbers |= {name: _number(given, name) for name in optional if given.get(name)}
+    if numbers.get("factor", 1) <= 0:
+        raise _unsupported("rope factor", numbers["factor"], "a positive number is")
+    rope = RopeConfig(kind, theta, **numbers)
+    if kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
+        low, high = rope.low_freq_factor, rope.high_freq_factor
         raise ValueError(f"low_freq_factor={low} has to lie between 0 and high_freq_factor={high}")
-    return RopeConfig("llama3", theta, factor, low, high, original)
-
-
-def _yarn_config(given: dict[str, Any], theta: float, factor: float, original: int) -> RopeConfig:
-    optional = ("attention_factor", "mscale", "mscale_all_dim")
-    return RopeConfig(
-        "yarn",
-        theta,
-        factor,
-        original_max_position=original,
-        beta_fast=_number(given, "beta_fast", 0) or 32.0,
-        beta_slow=_number(given, "beta_slow", 0) or 1.0,
-        truncate=bool(given.get("truncate", True)),
-        **{field: _number(given, field) for field in optional if given.get(field) is not None},
-    )
-
-
-def _rope_factor(given: dict[str, Any], kind: str, config: dict[str, Any]) -> float:
-    if kind == "yarn" and given.get("factor") is None:  # as in DeepSeek's configs: the ratio of the contexts
-        return _int(config, "max_position_embeddings") / _int(given, "original_max_position_embeddings")
-    factor = _number(given, "factor")
-    if factor <= 0:
-        raise _unsupported("rope factor", factor, "a positive number is")
-    return factor
+    # Some configs hold this field at the top level, too; transformers gives that one priority.
+    original = "original_max_position_embeddings"
+    return replace(rope, original_max_position=_int(config, original, _int(given, original, 0)))
 
 
 def _eos_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

@@ -42,10 +42,3 @@ class KVPool:
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy pages `sources` to pages `targets`, int64 [n] each; no page is in both."""
         copy_pages(self.whole, self.whole, sources, targets)
-
-    def rows(self, pages: Tensor, offsets: Tensor) -> Tensor:
-        """Return the rows in a layer's `keys.view(-1, D)` of all heads of tokens at pages and offsets [...]: [...,
-        K]."""
-        _, _, num_kv_heads, page_size, _ = self.keys.shape
-        heads = torch.arange(num_kv_heads, device=pages.device)
-        return (pages[..., None] * num_kv_heads + heads) * page_size + offsets[..., None]

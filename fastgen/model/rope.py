@@ -35,7 +35,7 @@ def rope_frequencies(rope: RopeConfig, head_size: int, max_position: int) -> tup
     if rope.kind == "llama3":
         return _llama3(rope, 1.0 / periods, context), 1.0
     if rope.kind == "yarn":
-        return _yarn(rope, periods, context), _yarn_attention_factor(rope)
+        return _yarn(rope, periods, context), rope.attention_factor or 0.1 * math.log(max(rope.factor, 1.0)) + 1
     assert rope.kind == "default", f"parse_config refuses rope type {rope.kind}"
     return 1.0 / periods, 1.0
 
@@ -65,17 +65,5 @@ def _yarn_ramp(rope: RopeConfig, head_size: int, context: int) -> tuple[float, f
         """Return the unrounded index of the pair that makes `turns` turns over the original context."""
         return head_size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_size - 1)
+    low, high = max(math.floor(pair_with(rope.beta_fast)), 0), min(math.ceil(pair_with(rope.beta_slow)), head_size - 1)
     return low, high + 0.001 if low == high else high  # a step instead of a ramp
-
-
-def _yarn_attention_factor(rope: RopeConfig) -> float:
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    log_factor = math.log(max(rope.factor, 1.0))
-    if rope.mscale and rope.mscale_all_dim:
-        return (0.1 * rope.mscale * log_factor + 1) / (0.1 * rope.mscale_all_dim * log_factor + 1)
-    return 0.1 * log_factor + 1

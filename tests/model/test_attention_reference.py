@@ -50,9 +50,9 @@ class Case:
         for row, own in enumerate(torch.split(pages, slots)):
             self.table[row, : len(own)] = own
             positions = torch.arange(self.kv_lens[row])
-            rows = self.pool.rows(own[positions // page_size], positions % page_size)
-            self.pool.keys[0].view(-1, head_size)[rows] = self.k[row]
-            self.pool.values[0].view(-1, head_size)[rows] = self.v[row]
+            page, offset = own[positions // page_size], positions % page_size
+            self.pool.keys[0][page, :, offset] = self.k[row]
+            self.pool.values[0][page, :, offset] = self.v[row]
 
     def attend(self, members: list[int], window: int) -> list[Tensor]:
         """One step with these sequences only."""

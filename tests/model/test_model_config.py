@@ -115,6 +115,8 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"vision_config": {"depth": 32}}, "vision_config="),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale=0.7"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, "truncate=False"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling=.*dynamic"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor=None"),

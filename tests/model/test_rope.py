@@ -33,10 +33,6 @@ ROPES: list[dict[str, Any]] = [
     {"type": "yarn", "factor": 4.0},  # the original context is then max_position_embeddings
     {**YARN, "factor": 8, "beta_fast": 64, "beta_slow": 2.0},
     {**YARN, "factor": 16.0, "attention_factor": 1.3},
-    {**YARN, "mscale": 0.7, "mscale_all_dim": 1},
-    {**YARN, "mscale": 0.7},
-    {**YARN, "truncate": False},
-    {**YARN, "factor": None},
     {**YARN, "factor": 0.5},  # no stretch: the attention factor is 1
     {**YARN, "original_max_position_embeddings": 4, "beta_fast": 4, "beta_slow": 4},  # a step instead of a ramp
 ]
