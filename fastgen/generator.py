@@ -29,7 +29,7 @@ from fastgen.model.loader import resolve
 from fastgen.model.transformer import checkpoint_shards
 from fastgen.model.weights import Update, Weights
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
-from fastgen.ranks.start import RankSetup, agreeing, log_start
+from fastgen.ranks.start import agreeing, log_start, settle_options, start_runner
 from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
 from fastgen.tokenizer import Tokenizer
 
@@ -63,13 +63,14 @@ class Generator:
                 self.folder = resolve(options.model, options.revision, weights=False)  # checks come before the weights
                 self.model_config = read_config(self.folder)
                 tokenizer = beside.submit(_find_tokenizer, options.tokenizer, self.folder)
-                setup = RankSetup.find(self.model_config, options)
+                settled = settle_options(self.model_config, options)
                 start = time.perf_counter()
                 if options.load == "auto":
                     self.folder = resolve(options.model, options.revision)
             me = weakref.proxy(self)  # so that ranks end with what holds them
             # A Runner; of several ranks, a Leader or Follower, which have a Runner's methods.
-            self._runner: Any = setup.start(self.folder, status=lambda: me.stats)
+            arguments = self.model_config, settled, self.folder
+            self._runner: Any = start_runner(arguments, options.tp_group, status=lambda: me.stats)
             try:
                 with agreeing(options.tp_group):
                     self.tokenizer = tokenizer.result()

@@ -5,8 +5,6 @@ Letters: T tokens, R rows that are read, N ranks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -14,14 +12,9 @@ from fastgen.kernels.norm import RMSNorm
 from fastgen.parallel.group import Group
 from fastgen.parallel.overlap import Exchange, PendingGather
 
-
-class ProductInput(NamedTuple):
-    """The input of a product: x [T, hidden]; a norm that the product applies first, or None where x is normed; and
-    `delta` [T, hidden], which the product adds to x in place before the norm, or None."""
-
-    x: Tensor
-    norm: RMSNorm | None
-    delta: Tensor | None
+ProductInput = tuple[Tensor, RMSNorm | None, Tensor | None]
+"""The input of a product: x [T, hidden]; a norm that the product applies first, or None where x is normed; and a delta
+[T, hidden], which the product adds to x in place before the norm, or None."""
 
 
 class ReplicatedResidual:
@@ -38,7 +31,7 @@ class ReplicatedResidual:
     def input(self, norm: RMSNorm) -> ProductInput:
         """Return the input of a product whose input is normed. The product adds the delta to the stream."""
         delta, self._delta = self._delta, None
-        return ProductInput(self._x, norm, delta)
+        return self._x, norm, delta
 
     def add(self, y: Tensor, following: RMSNorm | None) -> None:
         """Add the sum of all ranks' y [T, hidden], which is overwritten. following: the norm that comes next, or
@@ -80,7 +73,7 @@ class ShardedResidual:
 
     def input(self, norm: RMSNorm) -> ProductInput:
         """Return the input of a product. `norm` is the one that `add` was given, which has applied it."""
-        return ProductInput(self._wait(), None, None)
+        return self._wait(), None, None
 
     def add(self, y: Tensor, following: RMSNorm | None) -> None:
         """Add the sum of all ranks' y [T, hidden]. following: the norm that comes next; None: `whole` comes next."""

@@ -23,7 +23,6 @@ from typing import Any
 from fastgen.parallel.errors import DepartedError, portable
 
 HEAD = struct.Struct("!Q")  # bytes of the message that follows
-SEND_TIMEOUT = 10.0  # seconds without a byte taken, after which another rank, which always receives, has stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +140,9 @@ class Peers:
     by a thread at each failure.
     """
 
-    def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
+    def __init__(self) -> None:
         self.failures: list[tuple[int, Failed]] = []
-        self.on_failure = on_failure
+        self.on_failure: Callable[[], None] = lambda: None
         self._channels: dict[int, Channel] = {}
         self._incoming: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._closing = False
@@ -154,15 +153,13 @@ class Peers:
     def add(self, rank: int, connection: socket.socket) -> None:
         """Take over a connection to a rank."""
         connection.settimeout(None)
-        timeout = struct.pack("ll", int(SEND_TIMEOUT), int(SEND_TIMEOUT % 1 * 1e6))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._channels[rank] = Channel(connection, partial(self._take, rank))
 
     def send(self, message: object) -> None:
-        """Send a message to all. A connection that has ended, or takes nothing for SEND_TIMEOUT, is a failure of its
-        rank, which the thread of its channel reports."""
+        """Send a message to all. A connection that has ended is a failure of its rank, which the thread of its channel
+        reports."""
         data = frame(message)
         for channel in self._channels.values():
             with suppress(OSError):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import pickle
 import subprocess
 import time
 import weakref
@@ -23,13 +22,13 @@ from collections.abc import Callable, Collection, Iterator
 from collections.abc import Generator as PyGenerator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from queue import Empty
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.engine.runner import Launched, Runner
 from fastgen.model.weights import Update
 from fastgen.parallel.errors import DepartedError, portable, raise_first
@@ -40,6 +39,7 @@ from fastgen.ranks.weights import SharedMemory, Weight, check_same_names, receiv
 from fastgen.request import Batch, StepResult
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 CLOSED = "this Generator is closed; make a new one"
 CAUSE_SECONDS = 3.0  # that the leader waits for the failure that caused another one
@@ -50,21 +50,19 @@ CLOSING_SECONDS = 1.0  # that a rank which closes waits for the others to close
 # ------------------------------------------------------------------------------------------------ messages
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Sent by a spawned follower that is about to join the group."""
+class Signal(Enum):
+    """Messages without data. To launch a step, the leader sends its Batch, without `starts`, since rank 0 alone
+    samples.
 
+    READY: from a spawned follower that is about to join the group. SAMPLE: to followers: receive the tokens of the last
+    step, whose batch is masked. END_OF_WEIGHTS: to followers: the update is complete, or was cut short. CLOSING: from
+    each rank that closes. It leaves the group when all close, since others may still read its data.
+    """
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Sent to followers: launch a step. Its batch has no `starts`, since rank 0 alone samples."""
-
-    batch: Batch
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Sent to followers: receive the tokens of the last step, whose batch is masked."""
+    READY = auto()
+    SAMPLE = auto()
+    END_OF_WEIGHTS = auto()
+    CLOSING = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +85,9 @@ class WriteGiven:
 
 @dataclass(frozen=True, slots=True)
 class WriteSent:
-    """Sent to followers: write the tensors that follow, each a Weight, until EndOfWeights."""
+    """Sent to followers: write the tensors that follow, each a Weight, until END_OF_WEIGHTS."""
 
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndOfWeights:
-    """Sent to followers: the update is complete, or was cut short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +110,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Sent to followers: the value that a call returns and the leader's status, pickled, or the error that the call
-    raises."""
+    """Sent to followers: the value that a call returns and the leader's status, or the error that the call raises."""
 
     number: int
-    data: bytes
+    value: Any = None
+    status: Any = None
     error: Exception | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Closing:
-    """Sent by each rank that closes. It leaves the group when all close, since others may still read its data."""
 
 
 # ------------------------------------------------------------------------------------------------ ranks
@@ -191,6 +179,8 @@ class Rank(ABC):
         self._calls = 0
         try:
             with self._failing_together():
+                if peers.failures:  # from before there was a group to interrupt
+                    raise DepartedError
                 self._runner = build()
         except BaseException:
             peers.close()
@@ -273,11 +263,10 @@ class Leader(Rank):
             self._calls += 1
             self._meet(name)
             value = function()
-            data = pickle.dumps((value, self._status()))  # now, as the caller may change it
-            self._peers.send(Outcome(self._calls, data))
+            self._peers.send(Outcome(self._calls, value, self._status()))
             return value
         except BaseException as error:
-            self._peers.send(Outcome(self._calls, b"", portable(error)))
+            self._peers.send(Outcome(self._calls, error=portable(error)))
             raise
         finally:
             self._calling = False
@@ -286,14 +275,14 @@ class Leader(Rank):
         """Launch a step on all ranks."""
         self._check_all()
         with self._failing_together():
-            self._peers.send(Launch(replace(batch, starts=())))
+            self._peers.send(replace(batch, starts=()))
             return self._runner.launch(batch)
 
     def sample(self, launched: Launched, masks: np.ndarray) -> None:
         """Draw the tokens of the last step, whose batch is masked. masks: int32 [R, ceil(V / 32)]."""
         self._check_all()
         with self._failing_together():
-            self._peers.send(Sample())
+            self._peers.send(Signal.SAMPLE)
             self._runner.sample(launched, masks)
 
     def collect(self, launched: Launched) -> StepResult:
@@ -341,7 +330,7 @@ class Leader(Rank):
                 weight = Weight.of(next(self._numbers), name, tensor, memory)
                 self._peers.send(weight)
                 yield name, tensor
-                self._results(weight.number)
+                self._gather(Result, weight.number)
                 del tensor
 
         request = WriteSent(next(self._numbers))
@@ -349,8 +338,8 @@ class Leader(Rank):
         try:
             self._runner.write_weights(sent())
         finally:
-            self._peers.send(EndOfWeights())
-        self._results(request.number)
+            self._peers.send(Signal.END_OF_WEIGHTS)
+        self._gather(Result, request.number)
         memory.clear()
 
     def _write_given(self, update: Update, write: bool) -> None:
@@ -365,32 +354,28 @@ class Leader(Rank):
         """Execute a request on all ranks. Return the values by rank, or raise the error of the lowest rank."""
         self._check_all()
         self._peers.send(request)
-        results = {0: perform(request, self._runner, update), **self._results(request.number)}
+        results = {0: perform(request, self._runner, update), **self._gather(Result, request.number)}
         raise_first({rank: result.error for rank, result in results.items()})
         return {rank: result.value for rank, result in results.items()}
 
     def _meet(self, name: str) -> None:
         """Wait until all ranks have called this."""
         self._check_all()
-        called = self._gather(lambda message: isinstance(message, Call) and message.number == self._calls)
+        called = self._gather(Call, self._calls)
         for rank in sorted(called):
             if called[rank].name != name:
                 raise RuntimeError(f"rank {rank} called {called[rank].name} where rank 0 called {name}")
 
-    def _results(self, number: int) -> dict[int, Result]:
-        """Wait for each follower's result of a message."""
-        return self._gather(lambda message: isinstance(message, Result) and message.number == number)
-
-    def _gather(self, wanted: Callable[[object], bool]) -> dict[int, Any]:
-        """Wait for a message of each follower; skip others."""
+    def _gather(self, kind: type[Call | Result], number: int) -> dict[int, Any]:
+        """Wait for each follower's message of this kind and number; skip others, which an interrupt may have left."""
         found: dict[int, Any] = {}
         while len(found) < len(self._peers):
             rank, message = self._peers.receive()
             if isinstance(message, Failed):
                 raise self._fail(DepartedError())
-            if isinstance(message, Closing):
+            if message is Signal.CLOSING:
                 raise self._fail(error_of(rank, Failed(None)))
-            if wanted(message):
+            if isinstance(message, kind) and message.number == number:
                 found[rank] = message
         return found
 
@@ -427,8 +412,8 @@ class Follower(Rank):
             outcome = self._replay(update)
         if outcome.error is not None:
             raise outcome.error
-        value, self.status = pickle.loads(outcome.data)
-        return value
+        self.status = outcome.status
+        return outcome.value
 
     def run(self, memory: int) -> None:
         """Replay the leader's steps until it fails or closes, which raises an error here. memory: the descriptor of the
@@ -441,10 +426,10 @@ class Follower(Rank):
         while True:
             message = self._next()
             match message:
-                case Launch():
-                    launched = self._runner.launch(message.batch)
-                    self._unsampled = launched if message.batch.masked else None
-                case Sample():
+                case Batch():
+                    launched = self._runner.launch(message)
+                    self._unsampled = launched if message.masked else None
+                case Signal.SAMPLE:
                     assert self._unsampled is not None
                     self._runner.sample(self._unsampled, None)
                     self._unsampled = None
@@ -504,41 +489,29 @@ def _end(runner: Runner, peers: Peers, group: Group, spawned: Spawned | None, ow
 def _meet_to_close(peers: Peers, leads: bool) -> None:
     """Wait for CLOSING_SECONDS until all ranks close: the leader for all followers, a follower for the leader."""
     if not leads:
-        peers.send(Closing())
+        peers.send(Signal.CLOSING)
     missing, deadline = len(peers), time.monotonic() + CLOSING_SECONDS
     while missing and not peers.failures and (left := deadline - time.monotonic()) > 0:
         with suppress(Empty):
-            missing -= isinstance(peers.receive(left)[1], Closing)
+            missing -= peers.receive(left)[1] is Signal.CLOSING
     if leads:
-        peers.send(Closing())
+        peers.send(Signal.CLOSING)
 
 
 # ------------------------------------------------------------------------------------------------ calls on all ranks
 
 
-class _HasTeam(Protocol):
-    """A class with methods that all ranks call. _team: this rank of a tp_group, or None."""
-
-    _interrupt: DeferredInterrupt
-
-    @property
-    def _team(self) -> Leader | Follower | None: ...
-
-
-P = ParamSpec("P")
-S = TypeVar("S", bound=_HasTeam)
-
-
-def on_all_ranks(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorate a method that all ranks of a tp_group call. Rank 0 runs it, the others replay its steps, and all return
-    the same. Ctrl-C is deferred meanwhile."""
+def on_all_ranks(method: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a method of Generator that all ranks of a tp_group call. Rank 0 runs it, the others replay its steps,
+    and all return the same. Ctrl-C is deferred meanwhile."""
 
     @functools.wraps(method)
-    def call(self: S, /, *args: P.args, **options: P.kwargs) -> T:
-        with self._interrupt:
-            if self._team is None:
-                return method(self, *args, **options)
-            result: T = self._team.call(method.__name__.lstrip("_"), lambda: method(self, *args, **options))
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        generator: Any = args[0]
+        with generator._interrupt:
+            if generator._team is None:
+                return method(*args, **options)
+            result: T = generator._team.call(method.__name__.lstrip("_"), lambda: method(*args, **options))
             return result
 
     return call

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import hmac
 import logging
 import os
 import secrets
@@ -16,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,13 @@ from fastgen.model.config import ModelConfig
 from fastgen.parallel.group import Group, gather_objects
 from fastgen.ranks.channel import Failed, Peers, Start
 from fastgen.ranks.processes import end_with_parent, spawn
-from fastgen.ranks.protocol import Follower, Leader, Ready, Spawned, error_of
+from fastgen.ranks.protocol import Follower, Leader, Signal, Spawned, error_of
 from fastgen.ranks.weights import SharedMemory
 
 log = logging.getLogger(__name__)
 
 FOLLOWER = ("-m", "fastgen.ranks.start")  # arguments of Python
+KEY_BYTES = 32
 KEY_SECONDS = 5.0  # that a connecting rank has to send the key
 CONNECT_SECONDS = 60.0  # that the leader waits for the followers of a program to connect
 
@@ -46,55 +46,51 @@ BuildArguments = tuple[ModelConfig, GeneratorOptions, Path]
 """The first arguments of `build_rank`."""
 
 
-@dataclass(frozen=True)
-class RankSetup:
-    """The ranks of a Generator that is not started yet.
+def settle_options(model_config: ModelConfig, options: GeneratorOptions) -> GeneratorOptions:
+    """Check the options against the model and this machine. Return them with the device of this process and the number
+    of ranks, and without a tp_group, so that they can be sent. Raises ValueError or TypeError."""
+    tp_group = options.tp_group
+    if tp_group is not None and options.tensor_parallel != 1:
+        raise ValueError(f"tp_group has its ranks already; leave tensor_parallel={options.tensor_parallel!r} out")
+    size = options.tensor_parallel if tp_group is None else process_group_of(tp_group).size()
+    sharded = model_config.split(size)
+    device = find_device(options.device, ranks=options.tensor_parallel)
+    options = replace(options, device=device, tensor_parallel=size, tp_group=None)
+    EngineConfig.make(sharded, options)
+    return options
 
-    options: with the device of this process and the number of ranks, and without a tp_group, so that they can be sent.
-    tp_group: the program's process group or DeviceMesh, or None.
+
+def start_runner(arguments: BuildArguments, tp_group: Any, status: Callable[[], Any]) -> Any:
+    """Load the weights on all ranks; return the Runner, Leader or Follower of this one.
+
+    arguments: with the options from `settle_options`. tp_group: the program's process group or DeviceMesh, or None.
+    status: see Leader.
     """
+    device, ranks = str(arguments[1].device), arguments[1].tensor_parallel
+    if tp_group is not None:
+        return _join(process_group_of(tp_group), arguments, device, status)
+    if ranks > 1:
+        return start_followers(ranks, arguments, device)
+    return build_rank(*arguments, device, Group())
 
-    model_config: ModelConfig
-    options: GeneratorOptions
-    tp_group: Any
 
-    @classmethod
-    def find(cls, model_config: ModelConfig, options: GeneratorOptions) -> RankSetup:
-        """Check the options against the model and this machine. Raises ValueError or TypeError."""
-        tp_group, device = options.tp_group, options.device
-        if tp_group is not None and options.tensor_parallel != 1:
-            raise ValueError(f"tp_group has its ranks already; leave tensor_parallel={options.tensor_parallel!r} out")
-        size = options.tensor_parallel if tp_group is None else process_group_of(tp_group).size()
-        sharded = model_config.split(size)
-        device = find_device(device, ranks=options.tensor_parallel)
-        options = replace(options, device=device, tensor_parallel=size, tp_group=None)
-        EngineConfig.make(sharded, options)
-        return cls(model_config, options, tp_group)
-
-    def start(self, folder: Path, status: Callable[[], Any]) -> Any:
-        """Load the weights on all ranks; return the Runner, Leader or Follower of this one. status: see Leader."""
-        arguments, device = (self.model_config, self.options, folder), str(self.options.device)
-        if self.tp_group is not None:
-            return self._join(arguments, device, status)
-        if self.options.tensor_parallel > 1:
-            return start_followers(self.options.tensor_parallel, arguments, device)
-        return build_rank(*arguments, device, Group())
-
-    def _join(self, arguments: BuildArguments, device: str, status: Callable[[], Any]) -> Leader | Follower:
-        """Start the rank of a program. Rank 0's arguments count, but each rank has its own folder."""
-        given = process_group_of(self.tp_group)
-        with current(torch.device(device)):
-            model_config, options, _ = gather_objects(arguments, given)[0]
-            group = Group.beside(given, torch.device(device))
-            try:
-                peers = connect(given, group.one_host, group.interrupt)
-                build = partial(build_rank, model_config, options, arguments[2], device, group)
-                if group.rank == 0:
-                    return Leader(build, peers, group, status=status)
-                return Follower(build, peers, group)
-            except BaseException:
-                group.leave()
-                raise
+def _join(
+    given: dist.ProcessGroup, arguments: BuildArguments, device: str, status: Callable[[], Any]
+) -> Leader | Follower:
+    """Start the rank of a program. Rank 0's arguments count, but each rank has its own folder."""
+    with current(torch.device(device)):
+        model_config, options, _ = gather_objects(arguments, given)[0]
+        group = Group.beside(given, torch.device(device))
+        try:
+            peers = connect(given, group.one_host)
+            peers.on_failure = group.interrupt
+            build = partial(build_rank, model_config, options, arguments[2], device, group)
+            if group.rank == 0:
+                return Leader(build, peers, group, status=status)
+            return Follower(build, peers, group)
+        except BaseException:
+            group.leave()
+            raise
 
 
 def log_start(name: str, seconds: float, config: EngineConfig, model_config: ModelConfig) -> None:
@@ -151,12 +147,10 @@ def start_followers(size: int, arguments: BuildArguments, device: str) -> Leader
             rank, message = peers.receive()
             if isinstance(message, Failed):
                 raise error_of(rank, message, spawned)
-            assert isinstance(message, Ready)
+            assert message is Signal.READY
         with current(torch.device(device)):
             group = Group.join(store, name, 0, size, torch.device(device))
             peers.on_failure = group.interrupt
-            for rank, failed in peers.failures:  # before there was a group to interrupt
-                raise error_of(rank, failed, spawned)
             return Leader(partial(build_rank, *arguments, device, group), peers, group, spawned)
     except BaseException:
         spawned.end(peers.close)
@@ -178,7 +172,7 @@ def follow(
         if kind == "cuda":
             torch.cuda.set_device(device)
         torch.set_num_threads(max(torch.get_num_threads() // size, 1) if kind == "cpu" else 1)
-        peers.send(Ready())
+        peers.send(Signal.READY)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
         group = Group.join(store, name, rank, size, device)
     except BaseException as error:
@@ -193,7 +187,8 @@ def main() -> None:
     faulthandler.enable()
     end_with_parent()
     rank, file = map(int, sys.argv[-2:])
-    peers = Peers(on_failure=lambda: os._exit(1))  # at once, since nothing is left to clean up
+    peers = Peers()
+    peers.on_failure = lambda: os._exit(1)  # at once, since nothing is left to clean up
     peers.add(0, socket.socket(fileno=file))
     try:
         _, start = peers.receive()
@@ -208,25 +203,26 @@ def main() -> None:
 # ------------------------------------------------------------------------------------------- the ranks of a program
 
 
-def connect(group: dist.ProcessGroup, one_host: bool, on_failure: Callable[[], None] = lambda: None) -> Peers:
-    """Connect rank 0 of a process group with each other rank. on_failure: see Peers.
+def connect(group: dist.ProcessGroup, one_host: bool) -> Peers:
+    """Connect rank 0 of a process group with each other rank.
 
     All ranks call this. Rank 0 listens at a free port, for this host alone where all ranks are on it. A rank that
-    connects must know a key, which it gets through the group. Raises RuntimeError where a rank does not connect.
+    connects must know its key, which it gets through the group. Raises RuntimeError where a rank does not connect.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank == 0:
+        keys = [os.urandom(KEY_BYTES) for _ in range(size)]
         with socket.create_server(("127.0.0.1" if one_host else "", 0)) as server:
-            key, port = os.urandom(32), server.getsockname()[1]
-            gather_objects((key, ("127.0.0.1" if one_host else _public_address(), port)), group)
-            return _accept(server, key, size, on_failure)
-    key, address = gather_objects(None, group)[0]
+            address = "127.0.0.1" if one_host else _public_address(), server.getsockname()[1]
+            gather_objects((keys, address), group)
+            return _accept(server, {keys[other]: other for other in range(1, size)})
+    keys, address = gather_objects(None, group)[0]
     try:
         connection = socket.create_connection(address, CONNECT_SECONDS / 4)
     except OSError as error:
         raise RuntimeError(f"rank 0 can not be reached at {address}: {error}") from error
-    connection.sendall(key + rank.to_bytes(4, "big"))
-    peers = Peers(on_failure)
+    connection.sendall(keys[rank])
+    peers = Peers()
     peers.add(0, connection)
     return peers
 
@@ -240,40 +236,35 @@ def _public_address() -> str:
     return socket.gethostname()
 
 
-def _accept(server: socket.socket, key: bytes, size: int, on_failure: Callable[[], None] = lambda: None) -> Peers:
-    """Wait for all ranks. A connection without the key is closed."""
-    peers, missing = Peers(on_failure), set(range(1, size))
-    deadline = time.monotonic() + CONNECT_SECONDS
+def _accept(server: socket.socket, missing: dict[bytes, int]) -> Peers:
+    """Wait for the ranks that are missing, by key. A connection without a key is closed."""
+    peers, deadline = Peers(), time.monotonic() + CONNECT_SECONDS
     try:
         while missing:
             server.settimeout(max(deadline - time.monotonic(), 0.01))
-            try:
-                other = server.accept()[0]
-            except TimeoutError as error:
-                raise RuntimeError(f"ranks {sorted(missing)} have not connected in {CONNECT_SECONDS:g} s") from error
-            rank = _rank_of(other, key)
-            if rank in missing:
-                peers.add(rank, other)
-                missing.discard(rank)
-            else:
+            other = server.accept()[0]
+            rank = missing.pop(_read_key(other), None)
+            if rank is None:
                 other.close()
-    except BaseException:
+            else:
+                peers.add(rank, other)
+    except BaseException as error:
         peers.close()
+        if isinstance(error, TimeoutError):
+            late = sorted(missing.values())
+            raise RuntimeError(f"ranks {late} have not connected in {CONNECT_SECONDS:g} s") from error
         raise
     return peers
 
 
-def _rank_of(other: socket.socket, key: bytes) -> int:
-    """Return the rank that a connection names behind the key; -1 where the key does not come in time."""
+def _read_key(other: socket.socket) -> bytes:
+    """Return the key that a connection sends; a part of it where the rest does not come in time."""
     other.settimeout(KEY_SECONDS)
-    try:
-        said = b""
-        while len(said) < len(key) + 4 and (more := other.recv(len(key) + 4 - len(said))):
-            said += more
-    except OSError:
-        return -1
-    known = hmac.compare_digest(said[: len(key)], key) and len(said) == len(key) + 4
-    return int.from_bytes(said[len(key) :], "big") if known else -1
+    key = b""
+    with suppress(OSError):
+        while len(key) < KEY_BYTES and (more := other.recv(KEY_BYTES - len(key))):
+            key += more
+    return key
 
 
 if __name__ == "__main__":

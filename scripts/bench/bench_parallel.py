@@ -12,7 +12,7 @@ import bench_engine
 import numpy as np
 import torch
 
-from fastgen.ranks.protocol import Invoke, Leader
+from fastgen.ranks.protocol import Invoke, Leader, Result
 from fastgen.request import Batch, Prefill
 
 COUNTS = (1, 2, 4)
@@ -79,7 +79,7 @@ def telling(leader: Leader, batch: Batch, messages: int) -> dict[str, dict[str, 
         number = next(leader._numbers)
         leader._peers.send(Invoke(number, "__eq__", (batch,)))  # a method that does nothing
         sent.append(time.perf_counter() - start)
-        leader._results(number)
+        leader._gather(Result, number)
         replied.append(time.perf_counter() - start)
     return {"send_us": spread_us(sent), "reply_us": spread_us(replied)}
 

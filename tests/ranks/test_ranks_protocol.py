@@ -114,7 +114,8 @@ class Program:
     def __init__(self, follow: Callable[[Follower], Any] | None = None, size: int = 3) -> None:
         self.followers, self.runners = {}, [FakeRunner(rank) for rank in range(size)]
         self.groups: list[Any] = [FakeGroup(rank, size) for rank in range(size)]
-        peers = Peers(self.groups[0].interrupt)
+        peers = Peers()
+        peers.on_failure = self.groups[0].interrupt
         build: list[Any] = [lambda runner=runner: runner for runner in self.runners]
         self.outcomes: dict[int, Any] = {}
         self.memory = SharedMemory.make()
@@ -309,6 +310,16 @@ def test_a_started_follower_that_dies_is_noticed_by_the_next_launch() -> None:
         time.sleep(0.005)
     with pytest.raises(RuntimeError, match="rank 2 was killed; make a new Generator"):
         program.leader.launch(batch(1))
+
+
+def test_a_rank_that_is_gone_before_the_build_ends_the_start() -> None:
+    (ours, its), peers = socket.socketpair(), Peers()
+    peers.add(1, ours)
+    its.close()
+    while not peers.failures:
+        time.sleep(0.005)
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        Leader(lambda: pytest.fail("it waits for rank 1"), peers, FakeGroup(0, 2))  # type: ignore[arg-type]
 
 
 def test_a_launch_costs_the_leader_little() -> None:
@@ -639,16 +650,17 @@ def test_a_program_goes_on_whatever_its_generators_come_to(tmp_path: Path) -> No
 def test_who_does_not_know_the_key_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "CONNECT_SECONDS", 0.7)
     monkeypatch.setattr(start, "KEY_SECONDS", 0.1)
+    keys = [os.urandom(start.KEY_BYTES) for _ in range(2)]
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         strange = [socket.create_connection(address) for _ in range(4)]
-        strange[0].sendall(b"x" * 32 + (1).to_bytes(4, "big"))
-        strange[1].sendall(b"k" * 32 + (5).to_bytes(4, "big"))
-        strange[2].sendall(b"k")  # and nothing more
+        strange[0].sendall(b"x" * start.KEY_BYTES)
+        strange[1].sendall(keys[0][::-1])
+        strange[2].sendall(keys[0][:5])  # and nothing more
         strange[3].close()
         right = socket.create_connection(address)
-        right.sendall(b"k" * 32 + (1).to_bytes(4, "big"))
-        peers = start._accept(server, b"k" * 32, 2)
+        right.sendall(keys[0])
+        peers = start._accept(server, {keys[0]: 1})
         assert list(peers._channels) == [1]
         for other in strange[:3]:
             with other, suppress(ConnectionResetError):
@@ -656,5 +668,5 @@ def test_who_does_not_know_the_key_is_sent_away(monkeypatch: pytest.MonkeyPatch)
         peers.close()
         begun = time.monotonic()
         with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] have not connected in 0.7 s"):
-            start._accept(server, b"k" * 32, 3)
+            start._accept(server, {keys[0]: 1, keys[1]: 2})
         assert time.monotonic() - begun < 5
