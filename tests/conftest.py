@@ -9,7 +9,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as PyGenerator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,8 @@ def fggen(gen: Generator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
     """fggen(*arguments) runs the command with that Generator, in an empty folder; its status."""
     from fastgen.cli.gen import main
 
-    monkeypatch.setattr(main, "_load", lambda args: nullcontext(gen))
+    monkeypatch.setattr(main, "_load", lambda args: gen)
+    monkeypatch.setattr(Generator, "close", lambda self: None)  # it is used again
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: main.main(["random", *map(str, arguments)])
 

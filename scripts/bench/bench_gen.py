@@ -53,10 +53,8 @@ def in_memory(gen: Generator, asked: list[str], params: SamplingParams) -> int:
 def from_file(gen: Generator, file: Path, params: SamplingParams) -> int:
     """Return the number of tokens that fggen makes of a file; it writes all of them."""
     output = Lines(file.with_name("out.jsonl"), r'\{"row": (\d+),')
-    output.open()
-    with tqdm(disable=True) as bar:
-        tally, _ = write_all(work(RowJob(params, SEED, chat=True), read_rows([file]), gen.stream), output, bar)
-    output.close()
+    with output.opened(), tqdm(disable=True) as bar:
+        tally, _ = write_all(work(RowJob(params, SEED, chat=True).ask, read_rows([file]), gen.stream), output, bar)
     output.path.unlink()
     return tally.tokens
 

@@ -95,14 +95,13 @@ def score(gen: Generator, answers: Path, path: Path) -> None:
         for text, ids in zip(record["completions"], record["token_ids"], strict=True)
     )
     output = Lines(path, r'\{"row": (\d+),')
-    output.open()
-    done = output.recover()
-    left = ((row, sample) for row, sample in enumerate(texts) if row not in done)
-    while chunk := list(islice(left, SCORED)):
-        means = scores(gen, [sample for _, sample in chunk])
-        for (row, sample), mean in zip(chunk, means, strict=True):
-            output.write(row, {"row": row, **sample, "score": mean, "kept": mean > BOUND})
-    output.close()
+    with output.opened():
+        done = set(output.recover())
+        left = ((row, sample) for row, sample in enumerate(texts) if row not in done)
+        while chunk := list(islice(left, SCORED)):
+            means = scores(gen, [sample for _, sample in chunk])
+            for (row, sample), mean in zip(chunk, means, strict=True):
+                output.write({"row": row, **sample, "score": mean, "kept": mean > BOUND})
 
 
 def scores(gen: Generator, samples: Sequence[Record]) -> list[float]:

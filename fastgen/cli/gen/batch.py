@@ -5,23 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.gen.work import Record, RowRequests, seed_of
 from fastgen.cli.serve.grammar import Compiler
 from fastgen.cli.serve.prompts import GenerationReply, GenerationRequest, ModelFacts, grammar_field, prepare
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_request, refused
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, Strict, check_request, refused
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.request import Event, RequestOutput, SamplingParams, TokenMask
 
 if TYPE_CHECKING:
     from fastgen.generator import Generator
 
-KINDS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+KINDS: dict[str, type[ChatRequest | CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
 }
+
+
+class Line(Strict):
+    """A row of a batch file."""
+
+    custom_id: str
+    method: Literal["POST"] = "POST"
+    url: Literal["/v1/chat/completions", "/v1/completions"]
+    body: dict[str, Any]
 
 
 class BatchJob:
@@ -58,19 +67,10 @@ class BatchJob:
     def _request(self, row: Row) -> GenerationRequest:
         if row.error is not None:
             raise ApiError(400, row.error, code="invalid_json")
-        columns = row.columns
-        if not isinstance(columns.get("custom_id"), str):
-            raise ApiError(400, "custom_id is required, and must be a string", "custom_id", "invalid_value")
-        if not isinstance(body := columns.get("body"), dict):
-            raise ApiError(400, "body is required, and must be an object", "body", "invalid_value")
-        if columns.get("method", "POST") != "POST":
-            raise ApiError(400, "method must be POST", "method", "invalid_value")
-        url = columns.get("url")
-        if url not in KINDS:
-            raise ApiError(400, f"url is {url!r}; it must be one of {', '.join(KINDS)}", "url", "invalid_value")
-        if body.get("stream"):
+        line = check_request(Line, {name: row.columns.get(name) for name in Line.model_fields})
+        if line.body.get("stream"):
             raise ApiError(400, "stream is not supported in a batch; leave it out", "stream", "unsupported_parameter")
-        return check_request(KINDS[url], body)
+        return check_request(KINDS[line.url], line.body)
 
     def _mask(self, request: GenerationRequest, grammar: str) -> TokenMask:
         """Return the compiled grammar of a request. Raises ApiError."""

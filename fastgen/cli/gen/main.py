@@ -18,19 +18,19 @@ from tqdm import tqdm
 
 from fastgen import __version__
 from fastgen.cli.command import exiting_on_ctrl_c, needed, run_tool
-from fastgen.cli.gen.outputs import Indices, InOrder, Lines, Output, Parts, begin, parquet_schema
-from fastgen.cli.gen.rows import PARQUET, SUFFIXES, Source
+from fastgen.cli.gen.outputs import Lines, Output, Parts, begin, parquet_schema
+from fastgen.cli.gen.rows import PARQUET, SUFFIXES, Source, read_rows
 from fastgen.cli.gen.work import (
     PARAMS,
     PROMPTS,
+    Ask,
     Done,
-    Job,
     RowJob,
-    Template,
     Work,
     added_columns,
     check_added,
-    check_samples,
+    check_template,
+    in_order,
     work,
 )
 from fastgen.cli.options import BUNDLED, MODEL, SAMPLING, add_flag, flag
@@ -51,6 +51,14 @@ RAY = (
     Option("replica_cpus", float, help="CPUs of a replica; less than 1 shares one", unset="1", low=0),
 )
 
+SWITCHES = {
+    "chat": "a prompt that is text is the message of a user (default: the text as it is)",
+    "ordered": "write in the order of the input; rows that have to wait are done again after an interruption (default:"
+    " in the order of completion)",
+    "strict": "stop at a row that fails (default: write its error)",
+    "logprobs": "write token_ids, logprobs (of the distribution that was sampled from) and raw_logprobs too"
+    " (default: no)",
+}
 SEED = Option("seed", int, help="rows without a seed derive theirs from it", unset="a new one")
 LOG_SECONDS = 30.0  # between two updates of the bar outside of a terminal
 
@@ -80,7 +88,7 @@ class Tally:
         return f"{rows}; {self.prompt_tokens} tokens in, {self.tokens} out, {self.rate}"
 
 
-def write_all(done_rows: Work, output: Output | InOrder, bar: tqdm[Any], strict: bool = False) -> tuple[Tally, bool]:
+def write_all(done_rows: Work, output: Output, bar: tqdm[Any], strict: bool = False) -> tuple[Tally, bool]:
     """Write the records of rows as they are done; return the counts, and whether Ctrl-C has ended the work.
 
     Ctrl-C ends the work of the engine at once, and never cuts a record. strict: raise ValueError for a row that fails.
@@ -91,7 +99,7 @@ def write_all(done_rows: Work, output: Output | InOrder, bar: tqdm[Any], strict:
             for done in interrupt.reading(done_rows):
                 if strict and done.error is not None:
                     raise ValueError(f"row {done.index}: {done.error}; without --strict it is written as an error")
-                output.write(done.index, done.record)
+                output.write(done.record)
                 tally.add(done)
                 bar.set_postfix_str(f"{tally.rate}, {tally.errors} errors", refresh=False)
                 bar.update()
@@ -105,89 +113,83 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.output)
     _check_options(args, path)
     source = Source(args.inputs, path)
-    if args.ray and source.total is None:
-        raise ValueError("Ray can not read stdin; write the rows to a file, or leave --ray out")
     output = _output(args, path, source)
-    begun = output.open()
-    try:
-        done, seed = begin(output, begun, {"input": source.fingerprint, "options": _identity(args)}, args.seed)
-        if done:
-            _say(f"{len(done)} rows are in {path} already")
-        if len(done) == source.total:
-            _say(f"nothing is left to do of {source.total} rows")
+    with output.opened():
+        done, seed = begin(output, _identity(args, source), source.total, args.seed)
+        if number := sum(done):
+            _say(f"{number} rows are in {path} already")
+        if number == source.total:
+            _say(f"nothing is left to do of {number} rows")
             return 0
-        with _working(args, source, done, seed) as working, _bar(source.total, len(done)) as bar:
-            written = InOrder(output, done) if args.ordered else output
-            tally, stopped = write_all(working, written, bar, args.strict)
-    finally:
-        output.close()
+        with _working(args, source, done, seed) as working, _bar(source.total, number) as bar:
+            working = in_order(working, done) if args.ordered else working
+            tally, stopped = write_all(working, output, bar, args.strict)
     _say(f"{tally}; in {path}")
     if stopped:
-        how = "a job on stdin can not be continued" if source.total is None else "the same command goes on from here"
-        _say(f"stopped; {how}")
+        _say("stopped; the same command goes on from here")
     return 130 if stopped else 0
 
 
 def _check_options(args: argparse.Namespace, path: Path) -> None:
     """Raise ValueError for options that can not work, before anything is read."""
-    _template(args)
+    check_template(args.template or "")
     if path.suffix not in SUFFIXES:
         raise ValueError(f"the suffix of {path} names no format; it must be one of {', '.join(SUFFIXES)}")
     if re.fullmatch(r"\w*", args.prefix, re.ASCII) is None:
         raise ValueError(f"--prefix is {args.prefix!r}; it may have letters, digits and _")
-    args.ray = args.ray or args.ray_address is not None
-    for option in RAY:
-        if not args.ray and getattr(args, option.name) is not None:
-            raise ValueError(f"{flag(option.name)} is for work on Ray; give --ray too, or leave it out")
+    args.ray = args.ray or any(getattr(args, option.name) is not None for option in RAY)
 
 
-def _template(args: argparse.Namespace) -> Template | None:
-    return None if args.template is None else Template(args.template)
-
-
-def _identity(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that define the job: with others, the output would be another."""
+def _identity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
+    """Return all that defines the job: with another input or other options, the output would be another."""
     names = ("model", *SAME, *SAMPLING, "stop", "seed", "template", "chat", "logprobs", "prefix", "ordered")
     given = {name: getattr(args, name) for name in names}
-    return {name: value for name, value in given.items() if value is not None and value is not False and value != ""}
+    options = {name: value for name, value in given.items() if value is not None and value is not False and value != ""}
+    return {"input": source.fingerprint, **options}
 
 
 def _output(args: argparse.Namespace, path: Path, source: Source) -> Output:
     if source.batch:
-        given = [name for name in ROWS_ONLY if getattr(args, name)]
-        if given:
-            raise ValueError(
-                f"--{given[0]} is not for OpenAI's batch files, whose bodies have all options; leave it out"
-            )
+        if given := [flag(name) for name in ROWS_ONLY if getattr(args, name)]:
+            raise ValueError(f"{given[0]} is not for OpenAI's batch files, whose bodies have all options; leave it out")
         if path.suffix == PARQUET:
             raise ValueError("the answers of an OpenAI batch are lines of JSON; write .jsonl")
         return Lines(path, r'\{"id": "batch_req_(\d+)",')
     added = added_columns(args.prefix, args.logprobs)
     check_added(added, source.columns)
-    if path.suffix != PARQUET:
-        return Lines(path, rf'\{{"{added[0]}": (\d+),')
-    if source.total is None:
-        raise ValueError("rows of stdin can not be written as Parquet, as their types are unknown; write .jsonl")
-    return Parts(path, parquet_schema(source.files, added), added[0])
+    if path.suffix == PARQUET:
+        return Parts(path, parquet_schema(source.files, added), added[0])
+    return Lines(path, rf'\{{"{added[0]}": (\d+),')
 
 
 @contextmanager
-def _working(args: argparse.Namespace, source: Source, done: Indices, seed: int) -> Iterator[Work]:
+def _working(args: argparse.Namespace, source: Source, done: Sequence[int], seed: int) -> Iterator[Work]:
     """Yield the work on the rows that are not done, in this process or on Ray."""
+    make, rows = partial(_make, args, source.batch, seed), read_rows(source.files, done)
     if args.ray:
-        make = partial(_make, args, source.batch, seed)
-        yield needed("fastgen.cli.gen.ray_backend", "ray", "actors of Ray").work_on_ray(args, make, source, done)
+        backend = needed("fastgen.cli.gen.ray_backend", "ray", "actors of Ray")
+        yield backend.work_on_ray(args, make, rows, source.total - sum(done))
         return
     with exiting_on_ctrl_c():
-        loaded = _load(args)
-    with loaded as gen:
-        yield work(_job(args, gen, source.batch, seed), source.rows(done), gen.stream)
+        gen, ask = make()
+    with gen:
+        yield work(ask, rows, gen.stream)
 
 
-def _make(args: argparse.Namespace, batch: bool, seed: int) -> tuple[Generator, Job]:
-    """Load the model and make the job, in an actor of Ray."""
+def _make(args: argparse.Namespace, batch: bool, seed: int) -> tuple[Generator, Ask]:
+    """Load the model, and make the function that turns rows into its requests."""
+    from fastgen.model.config import sampling_defaults
+
     gen = _load(args)
-    return gen, _job(args, gen, batch, seed)
+    params = SamplingParams(**{**sampling_defaults(gen.folder), **_sampling(args)})
+    params.validate(gen.model_config.vocab_size)
+    if batch:
+        batches = needed("fastgen.cli.gen.batch", "serve", "OpenAI's batch files")
+        ask: Ask = batches.BatchJob(gen, args.model, params, seed).ask
+        return gen, ask
+    if gen.tokenizer is None and not args.logprobs:
+        raise ValueError("this model has no tokenizer files, so answers have no text; --logprobs gives their token ids")
+    return gen, RowJob(params, seed, args.template, args.chat, args.logprobs, args.prefix).ask
 
 
 def _load(args: argparse.Namespace) -> Generator:
@@ -195,20 +197,6 @@ def _load(args: argparse.Namespace) -> Generator:
 
     options = {name: value for name in GENERATOR if (value := getattr(args, name)) is not None}
     return Generator(None if args.model == BUNDLED else args.model, **options)
-
-
-def _job(args: argparse.Namespace, gen: Generator, batch: bool, seed: int) -> Job:
-    from fastgen.model.config import sampling_defaults
-
-    params = SamplingParams(**{**sampling_defaults(gen.folder), **_sampling(args)})
-    params.validate(gen.model_config.vocab_size)
-    if batch:
-        batches = needed("fastgen.cli.gen.batch", "serve", "OpenAI's batch files")
-        job: Job = batches.BatchJob(gen, args.model, params, seed)
-        return job
-    if gen.tokenizer is None and not args.logprobs:
-        raise ValueError("this model has no tokenizer files, so answers have no text; --logprobs gives their token ids")
-    return RowJob(params, seed, _template(args), args.chat, args.logprobs, args.prefix)
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -230,9 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_intermixed_args(argv)
     try:
-        params = SamplingParams(**_sampling(args))
-        params.validate(vocab_size=1)
-        check_samples(params.n)
+        SamplingParams(**_sampling(args)).validate(vocab_size=1)
     except ValueError as error:
         parser.error(str(error))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
@@ -265,12 +251,15 @@ def make_parser() -> argparse.ArgumentParser:
     option("inputs", metavar="INPUT", nargs="+", help=f"files, folders or globs ({suffixes}); - is stdin, JSONL")
     output_help = "a file of JSONL, or a folder of Parquet files, by its suffix"
     option("-o", "--output", required=True, metavar="OUTPUT", help=output_help)
-    _add_row_options(parser)
+    template_help = "makes the prompt; {name} stands for a column (default: rows have prompts)"
+    option("--template", metavar="TEXT", help=template_help)
+    for name, text in SWITCHES.items():
+        option(flag(name), action="store_true", help=text)
+    option("--prefix", metavar="TEXT", default="", help="prefix for the names of the added columns (default: none)")
     group = parser.add_argument_group("sampling")
-    for each in SAMPLING.values():
+    for each in (*SAMPLING.values(), SEED):
         add_flag(group, each)
     group.add_argument("--stop", metavar="TEXT", action="append", help="ends an answer; may be given several times")
-    add_flag(group, SEED)
     group = parser.add_argument_group("model")
     for each in GENERATOR.values():
         add_flag(group, each)
@@ -281,23 +270,6 @@ def make_parser() -> argparse.ArgumentParser:
     option("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks (default: no)")
     option("--version", action="version", version=f"fggen {__version__}")
     return parser
-
-
-def _add_row_options(parser: argparse.ArgumentParser) -> None:
-    template_help = "makes the prompt; {name} stands for a column (default: rows have prompts)"
-    parser.add_argument("--template", metavar="TEXT", help=template_help)
-    texts = {
-        "--chat": "a prompt that is text is the message of a user (default: the text as it is)",
-        "--ordered": "write in the order of the input; rows that have to wait are done again after an interruption"
-        " (default: in the order of completion)",
-        "--strict": "stop at a row that fails (default: write its error)",
-        "--logprobs": "write token_ids, logprobs (of the distribution that was sampled from) and raw_logprobs too"
-        " (default: no)",
-    }
-    for name, text in texts.items():
-        parser.add_argument(name, action="store_true", help=text)
-    prefix_help = "prefix for the names of the added columns (default: none)"
-    parser.add_argument("--prefix", metavar="TEXT", default="", help=prefix_help)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import string
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.options import SAMPLING
@@ -30,6 +31,10 @@ class RowRequests:
     finish: Callable[[list[RequestOutput]], tuple[Record, str | None]]
 
 
+Ask = Callable[[Row], RowRequests]
+"""A way to turn rows into requests."""
+
+
 @dataclass(frozen=True, slots=True)
 class Done:
     """The record of a row. error: the one that it has; prompt_tokens, tokens: of the prompts and the answers."""
@@ -44,47 +49,54 @@ class Done:
 Work = Generator[Done, None, None]
 
 
-class Job(Protocol):
-    """A way to turn rows into requests."""
-
-    def ask(self, row: Row) -> RowRequests: ...
-
-
 def work(
-    job: Job, rows: Iterable[Row | None], stream: Callable[[Iterable[Request | None]], Iterable[RequestOutput]]
+    ask: Ask, rows: Iterable[Row | None], stream: Callable[[Iterable[Request | None]], Iterable[RequestOutput]]
 ) -> Work:
-    """Do a job on rows, which are read as the engine takes them; yield them in the order of completion.
+    """Answer rows, which are read as the engine takes them; yield them in the order of completion.
 
     stream: of a Generator; None among the rows is passed on to it. Only rows whose requests are in the engine are held.
     """
     ids = count()
-    owners: dict[str | int, tuple[Row, RowRequests, int]] = {}  # by the ids of requests
-    outputs: dict[int, list[RequestOutput | None]] = {}  # by the indices of rows
+    owners: dict[str | int, tuple[int, RowRequests, list[Any], int]] = {}  # by the ids of requests
 
     def requests() -> Iterator[Request | None]:
         for row in rows:
             if row is None:
                 yield None
                 continue
-            asked = job.ask(row)
+            asked = ask(row)
             # An empty prompt comes back at once, so that any number of rows with errors pass one by one.
             wanted = asked.requests or [([], SamplingParams())]
-            outputs[row.index] = [None] * len(wanted)
+            outputs = [None] * len(wanted)
             for place, (prompt, params) in enumerate(wanted):
                 id = next(ids)
-                owners[id] = (row, asked, place)
+                owners[id] = (row.index, asked, outputs, place)
                 yield Request(prompt, params, id)
 
     for output in stream(requests()):
-        row, asked, place = owners.pop(output.id)
-        outputs[row.index][place] = output
-        found = [each for each in outputs[row.index] if each is not None]
-        if len(found) == len(outputs[row.index]):
-            del outputs[row.index]
-            record, error = asked.finish(found)
-            prompt_tokens = sum(len(each.prompt_token_ids) for each in found)
-            tokens = sum(len(completion.token_ids) for each in found for completion in each.completions)
-            yield Done(row.index, record, error, prompt_tokens, tokens)
+        index, asked, outputs, place = owners.pop(output.id)
+        outputs[place] = output
+        if all(outputs):
+            record, error = asked.finish(outputs)
+            prompt_tokens = sum(len(each.prompt_token_ids) for each in outputs)
+            tokens = sum(len(completion.token_ids) for each in outputs for completion in each.completions)
+            yield Done(index, record, error, prompt_tokens, tokens)
+
+
+def in_order(done_rows: Work, done: Sequence[int]) -> Work:
+    """Yield rows in the order of their indices; early ones are held. done: 1 at the indices of rows that do not come.
+
+    Few are held: the scheduler never preempts the oldest sequence, so only rows that finish while it runs are early.
+    """
+    early: dict[int | None, Done] = {}
+    indices = (index for index, there in enumerate(done) if not there)
+    index = next(indices, None)
+    with closing(done_rows):
+        for row in done_rows:
+            early[row.index] = row
+            while index in early:
+                yield early.pop(index)
+                index = next(indices, None)
 
 
 def seed_of(seed: int, index: int) -> int:
@@ -105,32 +117,26 @@ def check_added(added: Iterable[str], columns: Container[str]) -> None:
             raise ValueError(f"there is a column {name} already; rename it, or give those of fggen a --prefix")
 
 
-def check_samples(n: int) -> None:
-    """Raise ValueError for too many samples of one row."""
-    if n > MAX_SAMPLES:
-        raise ValueError(f"n is {n}; it may be at most {MAX_SAMPLES}: repeat the row for more")
+class _Columns(string.Formatter):
+    """A str.format whose braces hold the name of a column, and nothing that is inside of one."""
+
+    def get_field(self, name: str, args: Sequence[Any], columns: Mapping[str, Any]) -> tuple[Any, str]:
+        if columns.get(name) is None:
+            raise ValueError(f"the row has no {name}, which the template needs")
+        return columns[name], name
 
 
-class Template:
-    """A text with names of columns in braces. Raises ValueError for a malformed one."""
+def fill(template: str, columns: Mapping[str, Any]) -> str:
+    """Return a template with the columns of a row. Raises ValueError or TypeError if it can not be filled."""
+    return _Columns().vformat(template, (), columns)
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        try:
-            fields = [(name, form) for _, name, form, _ in string.Formatter().parse(text) if name is not None]
-        except ValueError as error:
-            raise ValueError(f"the template can not be read: {error}; write a literal brace twice") from None
-        for name, form in fields:
-            if not name or name.isdigit() or any(char in name for char in ".[]") or "{" in (form or ""):
-                raise ValueError(f"the template has {{{name}}}; braces must hold the name of a column")
-        self.names = sorted({name for name, _ in fields})
 
-    def fill(self, columns: Mapping[str, Any]) -> str:
-        """Return the text of a row. Raises ValueError if a column is missing."""
-        for name in self.names:
-            if columns.get(name) is None:
-                raise ValueError(f"the row has no {name}, which the template needs")
-        return string.Formatter().vformat(self._text, (), columns)
+def check_template(template: str) -> None:
+    """Raise ValueError for braces that do not match."""
+    try:
+        list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"the template can not be read: {error}; write a literal brace twice") from None
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,7 @@ class RowJob:
 
     params: SamplingParams
     seed: int
-    template: Template | None = None
+    template: str | None = None
     chat: bool = False
     logprobs: bool = False
     prefix: str = ""
@@ -159,33 +165,28 @@ class RowJob:
                 raise ValueError(row.error)
             check_added(self._added, row.columns)
             requests = [(self._prompt(row.columns), self._params(row))]
-            return RowRequests(requests, lambda outputs: self._finish(row, outputs))
+            return RowRequests(requests, lambda outputs: self._finish(row, outputs[0]))
         except (ValueError, TypeError) as error:
             reason = str(error)
             return RowRequests([], lambda _: (self._record(row, reason), reason))
 
     def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
         if self.template is not None:
-            return self._text(self.template.fill(columns))
+            return self._text(fill(self.template, columns))
         given = [name for name in PROMPTS if columns.get(name) is not None]
         if len(given) != 1:
             found = f"has {' and '.join(given)}" if given else "has none"
             raise ValueError(f"a row needs one of {', '.join(PROMPTS)}, and this one {found}")
         value = columns[given[0]]
-        if given[0] == "prompt":
-            if not isinstance(value, str):
-                raise ValueError(f"prompt must be text, not {type(value).__name__}")
+        if isinstance(value, str) and given[0] == "prompt":
             return self._text(value)
         if not isinstance(value, list):
-            raise ValueError(f"{given[0]} must be a list, not {type(value).__name__}")
-        if given[0] == "messages":
-            if not all(isinstance(message, dict) for message in value):
-                raise ValueError("messages must be a list of objects, with a role and content each")
-            # Parquet gives each message the fields of all others.
-            return [{name: part for name, part in message.items() if part is not None} for message in value]
-        if any(isinstance(token, dict) for token in value):
-            raise ValueError("prompt_token_ids must be a list of integers")
-        return value
+            raise ValueError(f"{given[0]} must be {'text' if given[0] == 'prompt' else 'a list'}, not {value!r:.40}")
+        # Parquet gives each message the fields of all others.
+        return [
+            {name: part for name, part in each.items() if part is not None} if isinstance(each, dict) else each
+            for each in value
+        ]
 
     def _text(self, text: str) -> Prompt:
         text.encode()  # raises for a lone surrogate, with a clearer message than the tokenizer's
@@ -196,14 +197,14 @@ class RowJob:
         given.setdefault("seed", seed_of(self.seed, row.index))
         if isinstance(bias := given.get("logit_bias"), dict):
             given["logit_bias"] = {int(id) if id.isdecimal() else id: value for id, value in bias.items()}
-        if isinstance(n := given.get("n"), int):
-            check_samples(n)
         if not isinstance(given.get("ignore_eos", False), bool):
             raise TypeError(f"ignore_eos must be true or false, not {given['ignore_eos']!r}")
-        return replace(self.params, **given)
+        params = replace(self.params, **given)
+        if isinstance(params.n, int) and params.n > MAX_SAMPLES:
+            raise ValueError(f"n is {params.n}; it may be at most {MAX_SAMPLES}: repeat the row for more")
+        return params
 
-    def _finish(self, row: Row, outputs: list[RequestOutput]) -> tuple[Record, str | None]:
-        (output,) = outputs
+    def _finish(self, row: Row, output: RequestOutput) -> tuple[Record, str | None]:
         if output.error is not None:
             return self._record(row, output.error), output.error
         made = output.completions

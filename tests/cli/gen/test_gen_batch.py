@@ -84,11 +84,15 @@ def test_an_answer_follows_its_response_format(answer: Answer) -> None:
 @pytest.mark.parametrize(
     ("row", "reason", "param"),
     [
-        ("nonsense", "no row in JSON", None),
+        ("nonsense", "line 3 of in.jsonl can not be read", None),
         ({"body": {"messages": HELLO}, "url": CHAT}, "custom_id is required", "custom_id"),
         ({"custom_id": "x", "url": CHAT}, "body is required", "body"),
-        ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "url is '/v1/embeddings'; it must be", "url"),
-        ({"custom_id": "x", "method": "GET", "url": CHAT, "body": {}}, "method must be POST", "method"),
+        (
+            {"custom_id": "x", "url": "/v1/embeddings", "body": {}},
+            "url should be '/v1/chat/completions' or",
+            "url",
+        ),
+        ({"custom_id": "x", "method": "GET", "url": CHAT, "body": {}}, "method should be 'POST'", "method"),
         (asked(CHAT), "messages is required", "messages"),
         (asked(CHAT, messages=HELLO, stream=True), "stream is not supported in a batch", "stream"),
         (asked(CHAT, messages=HELLO, temprature=1), "temprature is not supported", "temprature"),

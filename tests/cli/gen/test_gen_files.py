@@ -17,7 +17,7 @@ import pytest
 from generating import PROMPTS, SHORT, Fggen, by_row, read, write
 
 from fastgen.cli.gen import main, outputs
-from fastgen.cli.gen.outputs import Indices, to_line
+from fastgen.cli.gen.outputs import to_line
 
 # ------------------------------------------------------------------------------------------------- files
 
@@ -41,11 +41,14 @@ def test_files_folders_globs_and_stdin(fggen: Fggen, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["nothing.jsonl", "-o", "out.jsonl"], "nothing.jsonl: there is no such file"),
-        (["empty", "-o", "out.jsonl"], "empty: there is no such file, and no .jsonl"),
-        (["in.txt", "-o", "out.jsonl"], "the suffix of in.txt names no format"),
+        (["nothing.jsonl", "-o", "out.jsonl"], "nothing.jsonl: there is no file of .jsonl"),
+        (["empty", "-o", "out.jsonl"], "empty: there is no file of .jsonl"),
+        (["in.txt", "-o", "out.jsonl"], "in.txt: there is no file of .jsonl"),
         (["in.jsonl", "-o", "out.csv"], "the suffix of out.csv names no format"),
-        (["in.jsonl", "-o", "in.jsonl"], "in.jsonl is where the output goes, and nothing else"),
+        (
+            ["in.jsonl", "-o", "in.jsonl"],
+            ".parquet, apart from those of the output",
+        ),
         (["torn.parquet", "-o", "out.jsonl"], "torn.parquet can not be read as Parquet: "),
         (["in.jsonl", "-o", "spark.parquet"], "no _fggen.json describes their job"),
         (["half.jsonl", "-o", "out.parquet"], "the columns can not be written as Parquet"),
@@ -88,7 +91,6 @@ def test_an_input_without_rows(fggen: Fggen) -> None:
 
 
 def test_parquet_keeps_types_and_is_written_in_parts(fggen: Fggen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "CHUNK_ROWS", 2)
     monkeypatch.setattr(outputs, "PART_BYTES", 1)
     messages = [[{"role": "user", "content": "hello", "name": None}, {"role": "assistant", "content": "hi"}]] * 7
     when = [datetime.datetime(2026, 1, day + 1) for day in range(7)]
@@ -97,7 +99,7 @@ def test_parquet_keeps_types_and_is_written_in_parts(fggen: Fggen, monkeypatch: 
     for _ in range(2):
         assert fggen("in.parquet", "-o", "out.parquet", "--logprobs", "--n", 2, *SHORT) == 0
     parts = sorted(Path("out.parquet").glob("*.parquet"))
-    assert [part.name for part in parts] == [f"part-{number:05}.parquet" for number in range(4)]
+    assert [part.name for part in parts] == [f"part-{number:05}.parquet" for number in range(7)]
     assert len({str(pq.read_schema(part)) for part in parts}) == 1
     found = pq.read_table("out.parquet").sort_by("row")
     assert found.schema.field("id").type == pa.int16()
@@ -121,8 +123,8 @@ def test_values_that_python_does_not_have_are_rows_with_errors(fggen: Fggen) -> 
     found = pq.read_table("out.parquet").sort_by("row").to_pylist()
     for first, second, third in (by_row("out.jsonl"), found):
         assert (first["error"], first["text"]) == (None, "x")
-        assert "it can not be read: 'utf-8' codec can't decode" in second["error"]
-        assert "it can not be read: " in third["error"]
+        assert "a row of in.parquet can not be read: 'utf-8' codec can't decode" in second["error"]
+        assert "a row of in.parquet can not be read: " in third["error"]
 
 
 def test_parts_are_counted_as_numbers(tmp_path: Path) -> None:
@@ -130,10 +132,10 @@ def test_parts_are_counted_as_numbers(tmp_path: Path) -> None:
     for number, row in ((99999, 1), (100000, 0)):
         pq.write_table(pa.table({"row": [row]}), tmp_path / f"part-{number}.parquet")
     output = outputs.Parts(tmp_path, schema, "row")
-    assert output.open()
-    assert output.recover().start == 2
-    output.write(2, {"row": 2})
-    output.close()
+    with output.opened():
+        assert output.begun()
+        assert list(output.recover()) == [1, 0]
+        output.write({"row": 2})
     assert pq.read_table(tmp_path / "part-100001.parquet").to_pylist() == [{"row": 2}]
 
 
@@ -145,7 +147,7 @@ def test_json_becomes_parquet_with_the_types_of_all_of_it(fggen: Fggen, monkeypa
     found = pq.read_table("out.parquet").sort_by("row").to_pylist()
     assert [row["a"] for row in found] == [None, None, None, 1.0, 1.5]
     assert [row["b"] for row in found[3:]] == [{"c": "d", "e": None}, {"c": None, "e": [1]}]
-    assert "no row in JSON" in found[2]["error"]
+    assert "line 3 of in.jsonl can not be read" in found[2]["error"]
 
 
 def test_without_pyarrow_parquet_is_an_error_that_names_it(
@@ -197,6 +199,24 @@ def test_a_torn_line_is_cut_off_and_done_again(fggen: Fggen, begun: bytes) -> No
     assert by_row("out.jsonl") == whole
 
 
+def test_a_job_on_stdin_goes_on(fggen: Fggen, begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, lines = by_row("out.jsonl"), begun.splitlines(keepends=True)
+    for kept in (0, 2):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path("in.jsonl").read_bytes())))
+        Path("out.jsonl").write_bytes(b"".join(lines[:kept]))
+        assert fggen("-", "-o", "out.jsonl", *SHORT) == 0
+        assert by_row("out.jsonl") == whole
+
+
+def test_a_row_removed_by_hand_is_done_again_in_order(fggen: Fggen) -> None:
+    assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.jsonl", "--ordered", *SHORT) == 0
+    whole, lines = by_row("out.jsonl"), Path("out.jsonl").read_bytes().splitlines(keepends=True)
+    Path("out.jsonl").write_bytes(lines[1] + lines[3])
+    assert fggen("in.jsonl", "-o", "out.jsonl", "--ordered", *SHORT) == 0
+    assert [record["row"] for record in read("out.jsonl")] == [1, 3, 0, 2, 4]
+    assert by_row("out.jsonl") == whole
+
+
 def test_a_job_without_a_seed_goes_on_with_the_one_it_began_with(fggen: Fggen) -> None:
     assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.jsonl", "--max-tokens", 5) == 0
     whole, lines = by_row("out.jsonl"), Path("out.jsonl").read_bytes().splitlines(keepends=True)
@@ -236,8 +256,8 @@ def test_what_does_not_change_the_job_may_change(fggen: Fggen, begun: bytes) -> 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b'{"row": 0, "a": 1}\n{"row": 0, "a": 1}\n', "line 2 of out.jsonl: row 0 is there twice"),
-        (b'{"row": 0, "a": 1}\nnonsense\n', "line 2 of out.jsonl: it is not of this job"),
+        (b'{"row": 0, "a": 1}\n{"row": 0, "a": 1}\n', "out.jsonl has row 0 twice"),
+        (b'{"row": 0, "a": 1}\nnonsense\n', "line 2 of out.jsonl is not of this job"),
     ],
 )
 def test_an_output_with_other_lines_is_refused(
@@ -249,12 +269,7 @@ def test_an_output_with_other_lines_is_refused(
     assert Path("out.jsonl").read_bytes() == content
 
 
-def test_an_output_of_unknown_origin_is_refused(
-    fggen: Fggen, begun: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "x"}\n')))
-    assert fggen("-", "-o", "out.jsonl", *SHORT) == 1
-    assert "a job on stdin can not be continued; give another -o" in capsys.readouterr().err
+def test_an_output_of_unknown_origin_is_refused(fggen: Fggen, begun: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     Path("out.jsonl.fggen.json").unlink()
     assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 1
     assert "no out.jsonl.fggen.json describes their job" in capsys.readouterr().err
@@ -268,20 +283,7 @@ def test_two_that_write_the_same_output_are_refused(
     write("in.jsonl", *PROMPTS)
     output = main._output(argparse.Namespace(prefix="", logprobs=False), Path(name),
                           main.Source(["in.jsonl"], Path(name)))  # fmt: skip
-    output.open()
-    assert fggen("in.jsonl", "-o", name, *SHORT) == 1
+    with output.opened():
+        assert fggen("in.jsonl", "-o", name, *SHORT) == 1
     assert f"another fggen is writing {name}" in capsys.readouterr().err
-    output.recover()
-    output.close()
     assert fggen("in.jsonl", "-o", name, *SHORT) == 0
-
-
-def test_indices_hold_what_is_out_of_order_alone() -> None:
-    done = Indices()
-    for index in (2, 0, 5, 1):
-        done.add(index)
-    assert [index for index in range(7) if index in done] == [0, 1, 2, 5]
-    assert (len(done), done.start, done._others) == (4, 3, {5})
-    for index in (1, 5):
-        with pytest.raises(ValueError, match="twice"):
-            done.add(index)
