@@ -12,14 +12,12 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import uvicorn
-from pydantic_core import to_json
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from fastgen.cli.command import run_tool
 from fastgen.cli.serve.answers import FAREWELL_SECONDS
 from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.options import Options, read_options
-from fastgen.cli.serve.protocol import ApiError
 from fastgen.cli.serve.service import Service, import_tokenizers
 
 MAX_HEAD = 65536  # bytes of a request's first line and headers
@@ -28,10 +26,8 @@ KEEP_ALIVE_SECONDS = 120  # longer than clients keep an idle connection, so that
 
 
 class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # the class depends on the installed packages
-    """The HTTP protocol of uvicorn, with errors of the parser in OpenAI's form, and a limit on the head of a request.
-
-    httptools has no such limit; h11 has one, and calls none of the methods here.
-    """
+    """The HTTP protocol of uvicorn, with a limit on the head of a request, which httptools does not have. h11 has one,
+    and calls none of the methods here."""
 
     _head = 0.0  # bytes of the head so far, without its first chunk; -inf behind the head
 
@@ -50,13 +46,6 @@ class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # the clas
         self._head = -math.inf
         super().on_headers_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            body = to_json(ApiError(400, msg, code="invalid_http").body)
-            head = "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        self.transport.close()
-
 
 class _Server(uvicorn.Server):
     """A uvicorn server without its signal handlers, which would raise the signal again at the end."""
@@ -73,9 +62,7 @@ def listen(host: str, port: int) -> socket.socket:
     # Connections inherit TCP_NODELAY. asyncio does not set it if the listener's protocol is 0, which means TCP as well.
     # Without it, each small write waits for the acknowledgement of the one before, often 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(
-        socket, "TCP_USER_TIMEOUT"
-    ):  # on Linux; without it, a client that reads nothing keeps its answer in memory
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; elsewhere a client that reads nothing stays connected
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
     return listener
 

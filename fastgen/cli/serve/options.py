@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from fastgen import __version__
-from fastgen.cli.options import BUNDLED, MODEL, Value, add_flag, read, read_yaml, variable
+from fastgen.cli.options import BUNDLED, MODEL, Value, add_flag, read_yaml, variable
 from fastgen.engine.options import Option, option, options_of
 
 
@@ -94,8 +94,23 @@ def make_options(
     Raises ValueError.
     """
     file = dict(file)
-    entries = _entries(models, environment, file)
-    return _resolve({**_from_environment(environment), **(given or {})}, file, entries)
+    entries = _entries(models, environment, file.pop("models", None) or [])
+    variables = {variable(name): each for name, each in TABLE.items()}
+    texts = {name: text for name, text in environment.items() if name in variables and text}
+    given = {**_read(texts, variables), **(given or {})}
+    settings = {**_read(file, TABLE, "the file: "), **given}
+    server = ServerOptions(**{name: settings[name] for name in SERVER if name in settings})  # type: ignore[arg-type]
+    known = {"model": Option("model", str), "name": Option("name", str), **MODEL}
+    served: list[ModelOptions] = []
+    for place, entry in enumerate(entries):
+        own = _read(entry, known, f"models[{place}]: ")
+        model = str(own["model"]) if "model" in own else None
+        name = str(own.get("name", BUNDLED if model is None else model))
+        if any(other.name == name for other in served):
+            raise ValueError(f"two models are called {name!r}; give one of them another name in the file")
+        chosen = {**settings, **own, **given}
+        served.append(ModelOptions(name, model, {key: chosen[key] for key in MODEL if key in chosen}))
+    return Options(server, tuple(_share_memory(served)))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -118,17 +133,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Value]:
-    found = {}
-    for name, each in TABLE.items():
-        if text := environment.get(variable(name)):
-            try:
-                found[name] = read(each, text)
-            except ValueError as error:
-                raise ValueError(f"{variable(name)} {error}") from None
-    return found
-
-
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -141,46 +145,28 @@ def _read_file(path: Path) -> dict[str, Any]:
     return data
 
 
-def _from_yaml(data: Mapping[str, Any], known: Mapping[str, Option], where: str) -> dict[str, Value]:
-    """Return the values of a mapping in the file. where: the name of the mapping, for errors."""
+def _read(data: Mapping[str, Any], known: Mapping[str, Option], where: str = "") -> dict[str, Value]:
+    """Return the values of a mapping, by the names of their options. where: the mapping, for errors."""
     found = {}
     for name, value in data.items():
         if name not in known:
-            raise ValueError(f"{where}: there is no option {name!r}; the options are {', '.join(known)}")
+            raise ValueError(f"{where}there is no option {name!r}; the options are {', '.join(known)}")
         if value is not None:
             try:
-                found[name] = read_yaml(known[name], value)
+                found[known[name].name] = read_yaml(known[name], value)
             except ValueError as error:
-                raise ValueError(f"{where}: {name} {error}") from None
+                raise ValueError(f"{where}{name} {error}") from None
     return found
 
 
-def _entries(given: Sequence[str], environment: Mapping[str, str], file: dict[str, Any]) -> list[dict[str, Any]]:
-    """Remove the models from the file; return the models to serve, in the file's form."""
-    listed = file.pop("models", None) or []
+def _entries(given: Sequence[str], environment: Mapping[str, str], listed: Any) -> list[dict[str, Any]]:
+    """Return the models to serve, in the file's form. listed: `models` of the file."""
     if not isinstance(listed, list):
         raise ValueError("the file: models must be a list")
     if not all(isinstance(entry, str | dict) for entry in listed):
         raise ValueError("the file: models must hold names, or mappings with a model each")
     named = list(given) or environment.get(variable("models"), "").split() or listed
     return [{"model": entry} if isinstance(entry, str) else dict(entry) for entry in named] or [{}]
-
-
-def _resolve(given: Mapping[str, Value], file: Mapping[str, Any], entries: Sequence[dict[str, Any]]) -> Options:
-    """Return the options of all sources. given: of flags and variables. entries: of `models`."""
-    settings = {**_from_yaml(file, TABLE, "the file"), **given}
-    server = ServerOptions(**{name: settings[name] for name in SERVER if name in settings})  # type: ignore[arg-type]
-    texts = {name: Option(name, str) for name in ("model", "name")}
-    models: list[ModelOptions] = []
-    for place, entry in enumerate(entries):
-        own = _from_yaml(entry, texts | MODEL, f"models[{place}]")
-        model = None if "model" not in own else str(own["model"])
-        name = str(own.get("name", BUNDLED if model is None else model))
-        if any(other.name == name for other in models):
-            raise ValueError(f"two models are called {name!r}; give one of them another name in the file")
-        chosen = {**settings, **own, **given}
-        models.append(ModelOptions(name, model, {key: chosen[key] for key in MODEL if key in chosen}))
-    return Options(server, tuple(_share_memory(models)))
 
 
 def _share_memory(models: Sequence[ModelOptions]) -> list[ModelOptions]:

@@ -5,7 +5,7 @@ The routes about tokens are here too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from fastgen.cli.serve.protocol import (
 )
 from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
 from fastgen.cli.serve.tools import Calling
-from fastgen.request import Message, SamplingParams
+from fastgen.request import SamplingParams
 from fastgen.tokenizer import CLEARLY_MORE, Tokenizer
 
 MAX_ECHOED = 4_000_000  # prompt tokens, logprobs and alternatives in a response, which needs 1 GB to be made
@@ -64,18 +64,16 @@ def prepare(model: ModelFacts, request: GenerationRequest) -> tuple[GenerationRe
 
 
 def _prepare_chat(model: ModelFacts, request: ChatRequest) -> tuple[ChatReply, str | None]:
-    tokenizer = needed(model.tokenizer)
-    param = "tools"
+    tokenizer, parallel = needed(model.tokenizer), request.parallel_tool_calls is not False
     try:
-        parallel = request.parallel_tool_calls is not False
         calling = Calling(tokenizer, request.tools or (), choice=request.tool_choice or "auto", parallel=parallel)
-        param = "messages"
-        messages = calling.template_messages(request.messages)
-        ids = encode_chat(request, tokenizer, messages, {"tools": calling.template_tools}, model.max_model_len)
-        param = grammar_field(request)
+    except ValueError as error:
+        raise refused(error, "tools") from None
+    ids = encode_chat(request, tokenizer, calling, model.max_model_len)
+    try:
         grammar = calling.grammar(answer_rule(request.response_format))
     except ValueError as error:
-        raise refused(error, param) from None
+        raise refused(error, grammar_field(request)) from None
     return ChatReply(request, model.name, PromptTokens(ids), model.vocabulary, calling.parser), grammar
 
 
@@ -95,19 +93,16 @@ def encode_text(prompt: str | Sequence[int], model: ModelFacts, echo: bool = Fal
 
 
 def encode_chat(
-    request: ChatRequest | TokenizeRequest,
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    variables: Mapping[str, Any],
-    most: int | None = None,
+    request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, calling: Calling, most: int | None = None
 ) -> list[int]:
-    """Return the ids of messages, as `Calling.template_messages` returns them, in the chat template. Raises ValueError.
-
-    variables: for the template, such as tools; the request's chat_template_kwargs are added. most: see
-    Tokenizer.encode.
-    """
-    variables = {**variables, **(request.chat_template_kwargs or {})}
-    return tokenizer.encode_chat(messages, request.add_generation_prompt is not False, variables, most)
+    """Return the ids of a request's messages and tools in the chat template. most: see Tokenizer.encode. Raises
+    ApiError."""
+    variables = {"tools": calling.template_tools, **(request.chat_template_kwargs or {})}
+    try:
+        messages = calling.template_messages(request.messages or ())
+        return tokenizer.encode_chat(messages, request.add_generation_prompt is not False, variables, most)
+    except ValueError as error:
+        raise refused(error, "messages") from None
 
 
 def needed(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -173,11 +168,7 @@ def tokenize(request: TokenizeRequest, model: ModelFacts) -> dict[str, Any]:
     tokenizer, vocabulary = needed(model.tokenizer), model.vocabulary
     assert vocabulary is not None
     if request.messages is not None:
-        try:
-            messages = Calling(tokenizer, []).template_messages(request.messages)
-            ids = encode_chat(request, tokenizer, messages, {})
-        except ValueError as error:
-            raise refused(error, "messages") from None
+        ids = encode_chat(request, tokenizer, Calling(tokenizer, []))
     else:
         ids = tokenizer.encode(request.prompt or "", special=request.add_special_tokens is not False)
     names = [vocabulary.name(id) for id in ids] if request.return_token_strs else None

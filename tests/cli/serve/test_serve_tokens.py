@@ -12,6 +12,7 @@ import pytest
 from fastgen.cli.serve.prompts import ModelFacts, detokenize, encode_chat, encode_text, tokenize, tokenizer_info
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, DetokenizeRequest, TokenizeRequest
 from fastgen.cli.serve.replies import Vocabulary
+from fastgen.cli.serve.tools import Calling
 from fastgen.model.loader import resolve
 from fastgen.request import SamplingParams
 from fastgen.tokenizer import Tokenizer
@@ -116,19 +117,16 @@ def test_an_echo_is_the_text_that_was_given(chatty: Tokenizer) -> None:
 
 def test_a_chat_as_its_template_writes_it(chatty: Tokenizer) -> None:
     def written(**fields: Any) -> str:
-        ids = encode_chat(ChatRequest(messages=HELLO, **fields), chatty, HELLO, {})  # type: ignore[arg-type]
+        ids = encode_chat(ChatRequest(messages=HELLO, **fields), chatty, Calling(chatty, []))  # type: ignore[arg-type]
         return chatty.decode(ids, special=True)
 
     assert written().endswith("[answer] ")
     assert not written(add_generation_prompt=False).endswith("[answer] ")
-    template = "{{ mood }}|{{ tools | length }}|" + chatty.hf.chat_template
+    template = "{{ mood }}|" + chatty.hf.chat_template
     original, chatty.hf.chat_template = chatty.hf.chat_template, template
     try:
         request = ChatRequest(messages=HELLO, chat_template_kwargs={"mood": "glad"})  # type: ignore[arg-type]
-        tools = [{"type": "function", "function": {"name": "f"}}]
-        ids = encode_chat(request, chatty, [{"role": "user", "content": "other"}], {"tools": tools})
-        assert "glad|1|" in chatty.decode(ids)
-        assert "other" in chatty.decode(ids)
+        assert "glad|" in chatty.decode(encode_chat(request, chatty, Calling(chatty, [])))
     finally:
         chatty.hf.chat_template = original
 
@@ -136,8 +134,8 @@ def test_a_chat_as_its_template_writes_it(chatty: Tokenizer) -> None:
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "conversation", "messages", "add_generation_prompt"])
 def test_variables_that_a_template_can_not_have(chatty: Tokenizer, name: str) -> None:
     request = ChatRequest(messages=HELLO, chat_template_kwargs={name: "x"})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=name):
-        encode_chat(request, chatty, HELLO, {})
+    with pytest.raises(ApiError, match=name):
+        encode_chat(request, chatty, Calling(chatty, []))
 
 
 def test_a_tokenizer_is_described(tokenizer: Tokenizer) -> None:
