@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fastgen.device.cuda_graphs import Graphs
+from fastgen.engine.cuda_graphs import Graphs
 from fastgen.model.attention.reference import ReferenceAttention
 
 
@@ -28,5 +28,5 @@ class Called(Graphs):
 def capturable(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a Runner captures from now on is `Called`."""
     monkeypatch.setattr("fastgen.engine.runner.Graphs", Called)
-    monkeypatch.setattr("fastgen.engine.prefill_graphs.Graphs", Called)
+    monkeypatch.setattr("fastgen.engine.cuda_graphs.Graphs", Called)
     monkeypatch.setattr(ReferenceAttention, "capturable", True)

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.device.cuda_graphs import Graphs, batch_sizes, shared_sizes
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.device.pinned import upload, upload_together
 from fastgen.device.threads import FreeCores
 from fastgen.engine.config import EngineConfig
-from fastgen.engine.prefill_graphs import PrefillGraphs, prefill_sizes
+from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, batch_sizes, prefill_sizes, shared_sizes
 from fastgen.kernels.launch import current
 from fastgen.kernels.state import DecodeInput, advance
 from fastgen.model.attention import Attention, StepLayout

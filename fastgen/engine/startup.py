@@ -20,11 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastgen.device.cuda_graphs import batch_sizes, shared_sizes
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.engine.config import EngineConfig
+from fastgen.engine.cuda_graphs import batch_sizes, prefill_sizes, shared_sizes
 from fastgen.engine.options import GeneratorOptions
-from fastgen.engine.prefill_graphs import prefill_sizes
 from fastgen.engine.runner import SCORE_ROWS, Runner, largest_half
 from fastgen.kernels import batch_invariant
 from fastgen.kernels.ahead import compile_ahead

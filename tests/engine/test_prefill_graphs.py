@@ -1,4 +1,4 @@
-"""engine/prefill_graphs.py: steps of few tokens say in pieces what they say kernel by kernel. Without a GPU a piece is
+"""PrefillGraphs: steps of few tokens say in pieces what they say kernel by kernel. Without a GPU a piece is
 called where its graph would be replayed."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from test_schedules import answers
 from test_sharing import REQUESTS, each_apart, host_gb
 
 from fastgen import Generator, SamplingParams
-from fastgen.engine.prefill_graphs import SIZES, prefill_sizes
+from fastgen.engine.cuda_graphs import PREFILL_SIZES, prefill_sizes
 from fastgen.engine.runner import Runner
 from fastgen.kernels.rope import SlotMapping
 from fastgen.model.host_tier import Arrivals
@@ -40,11 +40,11 @@ def in_pieces(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_sizes_rise_and_fill_tiles() -> None:
-    assert sorted(set(SIZES)) == list(SIZES)
-    assert all(size % ROW_TILE == 0 for size in SIZES)
-    assert prefill_sizes(SIZES[0] - 1) == []
-    assert prefill_sizes(SIZES[1]) == list(SIZES[:2])
-    assert prefill_sizes(4096) == list(SIZES)
+    assert sorted(set(PREFILL_SIZES)) == list(PREFILL_SIZES)
+    assert all(size % ROW_TILE == 0 for size in PREFILL_SIZES)
+    assert prefill_sizes(PREFILL_SIZES[0] - 1) == []
+    assert prefill_sizes(PREFILL_SIZES[1]) == list(PREFILL_SIZES[:2])
+    assert prefill_sizes(4096) == list(PREFILL_SIZES)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ REQUESTS = ALL[1:6]
 rank, folder, store = int(sys.argv[1]), *sys.argv[2:]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 runner.CUT_TOKENS, runner.CUT_MULTIPLE = 20, 8
-runner.Graphs = sys.modules["fastgen.engine.prefill_graphs"].Graphs = Called
+runner.Graphs = sys.modules["fastgen.engine.cuda_graphs"].Graphs = Called
 ReferenceAttention.capturable = True
 forward, parts = Transformer.forward, []
 Transformer.forward = lambda self, steps, *rest: parts.append(len(steps)) or forward(self, steps, *rest)

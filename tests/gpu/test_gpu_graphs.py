@@ -1,7 +1,7 @@
 """A decode step replayed as a CUDA graph is, bit for bit, the same step launched kernel by kernel, and so are pieces of
 a step with prefills; and what steps need is compiled when they begin.
 
-(Named unlike tests/device/test_cuda_graphs.py, beside which pytest could not collect a second file of that name.)
+(Named unlike tests/engine/test_cuda_graphs.py, beside which pytest could not collect a second file of that name.)
 """
 
 from __future__ import annotations

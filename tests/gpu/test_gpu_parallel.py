@@ -228,7 +228,7 @@ import json, os, sys
 import torch
 import torch.distributed as dist
 from fastgen import Generator, SamplingParams
-from fastgen.device.cuda_graphs import Graphs
+from fastgen.engine.cuda_graphs import Graphs
 
 ran, replay = [], Graphs.run
 def counted(self, size):

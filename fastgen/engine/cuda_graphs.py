@@ -1,7 +1,7 @@
-"""Capture and replay of CUDA graphs, and the sizes of the decode steps that are captured.
+"""CUDA graphs of steps, and the sizes of the steps that are captured.
 
-Each size has a graph; some have a second one for rows that share keys. The graphs of steps with prefills are in
-`engine/prefill_graphs.py`.
+Each size of decode steps has a graph; some have a second one for rows that share keys. A step with prefills of few
+tokens has a graph for each layer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fastgen.device.profiling import span
+from fastgen.model.attention import Attention
+from fastgen.model.kv_pool import KVPool
+from fastgen.model.transformer import Microbatch, StepInput, Transformer
 from fastgen.parallel.errors import DepartedError
+from fastgen.parallel.residual import ReplicatedResidual
+
+PREFILL_SIZES = (16, 32, 64, 96, 128, 192, 256)
+"""Step sizes, in tokens, that are captured; few, since each takes a graph for each layer. Multiples of ROW_TILE."""
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -36,6 +45,11 @@ def batch_sizes(most: int) -> list[int]:
 def shared_sizes(sizes: list[int]) -> list[int]:
     """Return the sizes that are captured again for rows that share keys: fewer, since small steps cost little."""
     return [size for size in sizes[:-1] if size >= 256 or size in (4, 8, 16, 24, 32, 48, 64, 96, 128, 192)] + sizes[-1:]
+
+
+def prefill_sizes(most: int) -> list[int]:
+    """Return the PREFILL_SIZES up to `most`, the tokens of the largest step."""
+    return [size for size in PREFILL_SIZES if size <= most]
 
 
 # Capture streams of graphs that are gone. torch keeps a cuBLAS workspace of 32 MB for each stream to the end of the
@@ -108,3 +122,70 @@ class Graphs:
             if not self._graphs:
                 raise DepartedError("the ranks have left their group")
             self._graphs[size].replay()
+
+
+class PrefillGraphs:
+    """CUDA graphs of steps with prefills of few tokens: everything but the attention of a forward pass.
+
+    Launched kernel by kernel, such a step takes as long as the host needs for its launches, which is longer than the
+    GPU needs. A CUDA graph can not hold the attention of prefill chunks, whose grids and work lists differ from step to
+    step. So each graph goes from one layer's attention to the next one's: the o projection and MLP of a layer, then the
+    queries, keys and values of the next. The last layer's attention and MLP are launched kernel by kernel too, since
+    they are computed for the wanted rows alone.
+
+    sizes: tokens of the steps, ascending. beside: graphs to share a memory pool with. The number of a graph is its size
+    times the number of layers, plus the layer whose queries it ends with.
+    """
+
+    def __init__(self, model: Transformer, pool: KVPool, sizes: list[int], beside: Graphs) -> None:
+        self.sizes = sizes
+        self._model, self._pool = model, pool
+        self._layers = len(model.layers)
+        heads, head_size, like = model.config.num_heads, model.config.head_size, model.embedding
+        most = sizes[-1]
+        # The inputs of the graphs, and what they hand to each other and to attention, at fixed addresses.
+        self._ids, self._positions, self._slots = torch.zeros(3, most, dtype=torch.int64, device=like.device)
+        self._slots.fill_(-1)
+        self._x = like.new_zeros(most, model.config.hidden_size)
+        self._q = like.new_zeros(most, heads, head_size)
+        self._attended = like.new_zeros(most, heads * head_size)
+        numbers = [size * self._layers + layer for size in sizes for layer in range(self._layers)]
+        self.graphs = Graphs(numbers, like.device, beside)
+        self.graphs.capture(self._launch)
+
+    def size_of(self, tokens: int) -> int:
+        """Return the size that a step of `tokens` tokens, at most sizes[-1], is padded to."""
+        return self.sizes[bisect.bisect_left(self.sizes, tokens)]
+
+    def forward(self, step: StepInput, attention: Attention) -> Tensor:
+        """Do what `Transformer.forward` does for a step that is padded to one of `sizes`. The next call may overwrite
+        the result."""
+        size, model = len(step.token_ids), self._model
+        self._ids[:size] = step.token_ids
+        self._positions[:size] = step.mapping.positions
+        self._slots[:size] = step.mapping.slots
+        batch, q = Microbatch(step, ReplicatedResidual(model.group, self._x[:size])), self._q[:size]
+        for number in range(self._layers):
+            if number:
+                attended = model.attend(batch, number - 1, q, attention)
+                self._attended[: len(attended)] = attended
+            step.wait(number)
+            with span("graph"):
+                self.graphs.run(size * self._layers + number)
+        last = self._layers - 1
+        model.add_attended(batch, last, model.attend(batch, last, q, attention))
+        model.add_mlp(batch, last)
+        return batch.residual.whole()[: step.wanted]
+
+    def _launch(self, number: int) -> None:
+        """Launch the kernels of a graph."""
+        size, layer = divmod(number, self._layers)
+        model, x, ids = self._model, self._x[:size], self._ids[:size]
+        mapping = model.slot_mapping(self._pool, self._positions[:size], self._slots[:size], size)
+        batch = Microbatch(StepInput(ids, mapping, plan=None), ReplicatedResidual(model.group, x))
+        if layer == 0:
+            x.copy_(model.embed([ids])[0].whole())
+        else:
+            model.add_attended(batch, layer - 1, self._attended[:size])
+            model.add_mlp(batch, layer - 1)
+        self._q[:size] = model.queries(batch, layer, self._pool)

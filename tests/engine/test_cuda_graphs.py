@@ -1,4 +1,4 @@
-"""device/cuda_graphs.py and the runner's way of decoding from the lanes: without a GPU the step is called where a
+"""engine/cuda_graphs.py and the runner's way of decoding from the lanes: without a GPU the step is called where a
 graph would be replayed, so that all but the capture itself is the real thing."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from called_graphs import Called, capturable
 from conftest import Script, check_idle, random_ids
 
 from fastgen import Generator, SamplingParams
-from fastgen.device.cuda_graphs import batch_sizes, shared_sizes
 from fastgen.device.pinned import upload
+from fastgen.engine.cuda_graphs import batch_sizes, shared_sizes
 from fastgen.kernels.state import DecodeInput
 from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.transformer import ROW_TILE
