@@ -180,7 +180,10 @@ from fastgen import Generator
 from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.transformer import Transformer
 from called_graphs import Called
+from gathering import cut_steps
 from test_sharing import REQUESTS as ALL
+
+cut_steps()
 
 REQUESTS = ALL[1:6]
 rank, folder, store = int(sys.argv[1]), *sys.argv[2:]
