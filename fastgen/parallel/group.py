@@ -204,14 +204,13 @@ class Group:
         """Allocate the memory for sums of [T, hidden]: of few tokens T, and of the halves, of up to `half` tokens, of
         steps that are cut in two (0: none is). Waits for all ranks."""
         if self.size > 1 and self._device.type == "cuda" and triton is not None and self.one_host:
-            self._inbox = self._open_inbox(FUSED_TOKENS * hidden * dtype.itemsize // 4)
+            words = FUSED_TOKENS * hidden * dtype.itemsize // 4
+            self._inbox_memory = self._peer_memory(allreduce.Inbox.bytes_for(words, self.size))
+            peers = self._inbox_memory.peers
+            self._inbox = allreduce.Inbox.make(peers, words, self.rank, self._device, polls=POLLS)
             if half:
                 memory = self._peer_memory(ExchangeLayout.of(self.size, half, hidden, dtype).end)
                 self.exchange = Exchange(self.rank, memory, half, hidden, dtype)
-
-    def _open_inbox(self, words: int) -> allreduce.Inbox:
-        self._inbox_memory = self._peer_memory(allreduce.Inbox.bytes_for(words, self.size))
-        return allreduce.Inbox.make(self._inbox_memory.peers, words, self.rank, self._device, polls=POLLS)
 
     def _peer_memory(self, num_bytes: int) -> PeerMemory:
         """Allocate memory that all ranks, of one host, can write; zeros on each of them when this returns."""

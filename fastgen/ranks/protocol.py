@@ -11,7 +11,6 @@ collectives in the same order. Followers reply only to RPCs (Invoke) and to upda
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import subprocess
@@ -23,6 +22,7 @@ from collections.abc import Generator as PyGenerator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial, wraps
 from queue import Empty
 from typing import Any, ParamSpec, TypeVar
 
@@ -41,7 +41,6 @@ from fastgen.request import Batch, StepResult
 T = TypeVar("T")
 P = ParamSpec("P")
 
-CLOSED = "this Generator is closed; make a new one"
 CAUSE_SECONDS = 3.0  # that the leader waits for the failure that caused another one
 CAUSE_SECONDS_OF_FOLLOWER = 8.0  # that a follower waits for the leader to report the cause
 CLOSING_SECONDS = 1.0  # that a rank which closes waits for the others to close
@@ -85,7 +84,8 @@ class WriteGiven:
 
 @dataclass(frozen=True, slots=True)
 class WriteSent:
-    """Sent to followers: write the tensors that follow, each a Weight, until END_OF_WEIGHTS."""
+    """Sent to followers: write the tensors that follow, each a Weight, until END_OF_WEIGHTS. A follower sends a Result
+    when it has read a tensor, and when it has written all."""
 
     number: int
 
@@ -212,7 +212,7 @@ class Rank(ABC):
         if self._failure is not None:
             raise RuntimeError(f"the ranks no longer agree, make a new Generator: {self._failure}")
         if not self._end.alive:
-            raise RuntimeError(CLOSED)
+            raise RuntimeError("this Generator is closed; make a new one")
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -325,15 +325,15 @@ class Leader(Rank):
     def _write_and_send(self, update: Update, memory: SharedMemory) -> None:
         """Write an update on all ranks, one tensor after the other."""
 
+        request = WriteSent(next(self._numbers))
+
         def sent() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in update.tensors():
-                weight = Weight.of(next(self._numbers), name, tensor, memory)
-                self._peers.send(weight)
+                self._peers.send(Weight.of(name, tensor, memory))
                 yield name, tensor
-                self._gather(Result, weight.number)
+                self._gather(Result, request.number)
                 del tensor
 
-        request = WriteSent(next(self._numbers))
         self._peers.send(request)
         try:
             self._runner.write_weights(sent())
@@ -438,8 +438,9 @@ class Follower(Rank):
                     result = perform(message, self._runner, update)
                     self._peers.send(result if result.error is None else replace(result, error=portable(result.error)))
                 case WriteSent():
-                    self._runner.write_weights(received(self._next, self._confirm, SharedMemory(memory)))
-                    self._confirm(message.number)
+                    confirm = partial(self._peers.send, Result(message.number))
+                    self._runner.write_weights(received(self._next, confirm, SharedMemory(memory)))
+                    confirm()
                 case Outcome() if message.number == self._calls:
                     return message
 
@@ -448,9 +449,6 @@ class Follower(Rank):
         if isinstance(message, Failed):
             raise error_of(0, message)
         return message
-
-    def _confirm(self, number: int) -> None:
-        self._peers.send(Result(number))
 
     def _fail(self, error: BaseException) -> BaseException:
         self._peers.send(Failed.of(error))
@@ -505,7 +503,7 @@ def on_all_ranks(method: Callable[P, T]) -> Callable[P, T]:
     """Decorate a method of Generator that all ranks of a tp_group call. Rank 0 runs it, the others replay its steps,
     and all return the same. Ctrl-C is deferred meanwhile."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def call(*args: P.args, **options: P.kwargs) -> T:
         generator: Any = args[0]
         with generator._interrupt:

@@ -6,7 +6,6 @@ handle. The ranks of a program each give the same tensors, and only compare thei
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,14 +20,13 @@ class Weight:
     """A tensor for all followers. rebuild: a function and its arguments, which make the tensor; None where its bytes
     are in the shared memory."""
 
-    number: int
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     rebuild: tuple[Callable[..., Tensor], tuple[Any, ...]] | None = None
 
     @classmethod
-    def of(cls, number: int, name: str, tensor: Tensor, shared: SharedMemory) -> Weight:
+    def of(cls, name: str, tensor: Tensor, shared: SharedMemory) -> Weight:
         """Pack a tensor, which must live until all followers have read it."""
         tensor, rebuild = tensor.detach(), None
         if tensor.is_cuda:
@@ -38,7 +36,7 @@ class Weight:
             rebuild = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
         else:
             shared.hold(tensor)
-        return cls(number, name, tuple(tensor.shape), tensor.dtype, rebuild)
+        return cls(name, tuple(tensor.shape), tensor.dtype, rebuild)
 
     def read(self, shared: SharedMemory) -> Tensor:
         """Return the tensor in another process."""
@@ -62,15 +60,14 @@ class SharedMemory:
 
     def hold(self, tensor: Tensor) -> None:
         """Copy a tensor into the memory, in place of the one before."""
-        if os.fstat(self.file).st_size < tensor.nbytes:
-            os.ftruncate(self.file, tensor.nbytes)
         self.read(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
     def read(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the tensor that the memory holds, in place."""
         size = torch.Size(shape).numel() * dtype.itemsize
         if len(self._bytes) < size:
-            self._bytes = torch.frombuffer(mmap.mmap(self.file, size), dtype=torch.uint8)
+            file = f"/proc/self/fd/{self.file}"
+            self._bytes = torch.from_file(file, shared=True, size=size, dtype=torch.uint8)  # which enlarges the file
         return self._bytes[:size].view(dtype).view(shape)
 
     def clear(self) -> None:
@@ -85,15 +82,15 @@ class SharedMemory:
 
 
 def received(
-    next_message: Callable[[], object], taken: Callable[[int], None], shared: SharedMemory
+    next_message: Callable[[], object], taken: Callable[[], None], shared: SharedMemory
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that the leader sends, until a message that is not a Weight. taken: called with the number of
-    each Weight when its tensor has been read."""
+    """Yield the tensors that the leader sends, until a message that is not a Weight. taken: called when a tensor has
+    been read."""
     while isinstance(weight := next_message(), Weight):
         yield weight.name, weight.read(shared)
         if weight.rebuild is not None:
             torch.cuda.synchronize()
-        taken(weight.number)
+        taken()
 
 
 def check_same_names(names: Mapping[int, frozenset[str]], written: bool) -> None:

@@ -283,7 +283,7 @@ def test_an_error_of_a_started_follower_in_an_update_ends_all_and_is_raised_here
         program.leader.launch(batch(1))
     first, second = program.join()
     assert isinstance(first, MemoryError)
-    assert isinstance(second, MemoryError | OSError)  # the memory may be closed while it reads, as it is a thread here
+    assert isinstance(second, MemoryError | RuntimeError)  # the memory may be closed, as it is a thread here
 
 
 def test_a_failure_keeps_no_runner_alive() -> None:
