@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import processor
+from bench_cpu import processor
 from tqdm import tqdm
 
 from fastgen import Generator, SamplingParams

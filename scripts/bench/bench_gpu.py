@@ -21,6 +21,7 @@ are measured on one, before the engine starts.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,7 @@ import bench_sleep
 import bench_start
 import bench_turns
 from bench_engine import ceilings, machine, measure_workload, merge, ready_generator, report_path
-from bench_limits import (
-    MODELS,
-    PLAIN,
-    WORKLOADS,
-)
+from bench_limits import MODELS, PLAIN, WORKLOADS
 
 
 def bench_workloads(arguments: argparse.Namespace) -> None:
@@ -57,6 +54,24 @@ def bench_workloads(arguments: argparse.Namespace) -> None:
                 merge(path, report)
 
 
+KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
+    "start": (bench_start.bench_start, "from process start to the first token"),
+    "chat": (bench_start.bench_chat, "from process start to fgchat's first word"),
+    "load": (bench_parts.bench_load, "loading a checkpoint from the page cache"),
+    "busy": (bench_parts.bench_busy, "the share of a decode that the GPU is busy"),
+    "perf": (bench_parts.bench_perf, "tokens/s over the tokens generated"),
+    "deterministic": (bench_parts.bench_deterministic, "what deterministic mode costs"),
+    "turns": (bench_turns.bench_turns, "conversations, with and without the host tier"),
+    "sleep": (bench_sleep.bench_sleep, "update_weights, sleep and wake"),
+    "logprobs": (bench_logprobs.bench_logprobs, "the part of a decode step that they take"),
+    "scaling": (bench_parallel.bench_scaling, "headline and chat1 on 1, 2 and 4 GPUs"),
+    "telling": (bench_parallel.bench_telling, "messages to the ranks, of --tensor-parallel"),
+}
+"""What can be measured in place of the workloads: a flag each."""
+
+ONE_PROCESS = ("load", "busy", "deterministic", "scaling")  # kinds without --tensor-parallel
+
+
 def workload_names(text: str) -> list[str]:
     wanted = text.split(",")
     unknown = sorted(set(wanted) - set(WORKLOADS))
@@ -66,6 +81,7 @@ def workload_names(text: str) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the options; kind: one of KINDS, or None for the workloads."""
     parser = argparse.ArgumentParser(
         prog="bench.py gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,19 +92,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU; writes only with --out")
     parser.add_argument("--skip-ceilings", action="store_true", help="do not measure what the chip can do")
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--start", action="store_true", help="instead: from process start to the first token")
-    kinds.add_argument("--chat", action="store_true", help="instead: from process start to fgchat's first word")
-    kinds.add_argument("--load", action="store_true", help="instead: loading a checkpoint from the page cache")
-    kinds.add_argument("--busy", action="store_true", help="instead: the share of a decode that the GPU is busy")
-    kinds.add_argument("--perf", action="store_true", help="instead: tokens/s over the tokens generated")
-    kinds.add_argument("--turns", action="store_true", help="instead: conversations, with and without the host tier")
-    kinds.add_argument("--deterministic", action="store_true", help="instead: what deterministic mode costs")
-    parser.add_argument("--alone", action="store_true", help="of --turns: only one conversation alone, into its file")
-    kinds.add_argument("--sleep", action="store_true", help="instead: update_weights, sleep and wake")
-    kinds.add_argument("--logprobs", action="store_true", help="instead: the part of a decode step that they take")
-    kinds.add_argument("--scaling", action="store_true", help="instead: headline and chat1 on 1, 2 and 4 GPUs")
-    kinds.add_argument("--telling", action="store_true", help="instead: messages to the ranks, of --tensor-parallel")
-    parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="of --perf (default: 16 to 2048)")
+    for name, (_, what) in KINDS.items():
+        kinds.add_argument(f"--{name}", dest="kind", action="store_const", const=name, help=f"instead: {what}")
     options = parser.add_argument_group("options of Generator")
     for name in ("--max-seqs", "--max-step-tokens", "--page-size", "--max-model-len"):
         options.add_argument(name, type=int)
@@ -98,38 +103,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options.add_argument("--no-prefix-cache", action="store_true", help="the file's name ends in -nocache")
     options.add_argument("--no-deterministic", action="store_true", help="... in -nondeterministic")
     arguments = parser.parse_args(argv)
-    if arguments.turns and arguments.no_prefix_cache:
-        parser.error("--turns measures with and without the prefix cache; leave --no-prefix-cache out")
-    if arguments.alone and not arguments.turns:
-        parser.error("--alone is a part of --turns; add that")
-    if arguments.tensor_parallel > 1 and (arguments.busy or arguments.load):
-        parser.error("--busy and --load look into one process; leave --tensor-parallel out")
-    if arguments.telling and arguments.tensor_parallel == 1:
+    kind, several = arguments.kind, arguments.tensor_parallel > 1
+    if several and kind in ONE_PROCESS:
+        parser.error(f"--{kind} chooses the number of GPUs itself; leave --tensor-parallel out")
+    if kind == "telling" and not several:
         parser.error("--telling measures messages between ranks; add --tensor-parallel 2")
-    if arguments.tensor_parallel > 1 and arguments.deterministic:
-        parser.error("--deterministic is of one GPU; leave --tensor-parallel out")
-    if arguments.deterministic and arguments.no_deterministic:
-        parser.error("--deterministic measures with and without deterministic mode; leave --no-deterministic out")
-    if arguments.tensor_parallel > 1 and arguments.scaling:
-        parser.error("--scaling takes 1, 2 and 4 GPUs itself; leave --tensor-parallel out")
+    if (kind == "turns" and arguments.no_prefix_cache) or (kind == "deterministic" and arguments.no_deterministic):
+        parser.error(f"--{kind} measures with and without; leave the --no- out")
     return arguments
 
 
 def main(argv: list[str]) -> None:
     arguments = parse(argv)
-    instead = {
-        "start": bench_start.bench_start,
-        "chat": bench_start.bench_chat,
-        "load": bench_parts.bench_load,
-        "busy": bench_parts.bench_busy,
-        "perf": bench_parts.bench_perf,
-        "deterministic": bench_parts.bench_deterministic,
-        "alone": bench_turns.bench_alone,  # before what it is a part of
-        "turns": bench_turns.bench_turns,
-        "sleep": bench_sleep.bench_sleep,
-        "logprobs": bench_logprobs.bench_logprobs,
-        "scaling": bench_parallel.bench_scaling,
-        "telling": bench_parallel.bench_telling,
-    }
-    wanted = [bench for name, bench in instead.items() if getattr(arguments, name)]
-    (wanted or [bench_workloads])[0](arguments)
+    bench = bench_workloads if arguments.kind is None else KINDS[arguments.kind][0]
+    bench(arguments)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench import processor
+from bench_cpu import processor
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.config import EngineConfig

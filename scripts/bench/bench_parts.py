@@ -88,7 +88,6 @@ def bench_load(arguments: argparse.Namespace) -> None:
             "gb_per_second": statistics.median(rates),
             "spread": [min(rates), max(rates)],
             "first_gb_per_second": rates[0],
-            "others": try_settings(load_seconds, written),
         }
     write_report(arguments, "load", report)
 
@@ -116,17 +115,6 @@ def write_checkpoint(tensors: dict[str, torch.Tensor], folder: Path, shard_bytes
         weight_map |= dict.fromkeys(shard, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def try_settings(load_seconds: Callable[[], float], size: int) -> dict[str, float]:
-    """Measure GB/s with other numbers of threads and other pieces."""
-    found = {}
-    settled = loader.THREADS, loader.PIECE_BYTES
-    for threads, megabytes in ((2, 16), (4, 16), (16, 16), (8, 4), (8, 32)):
-        loader.THREADS, loader.PIECE_BYTES = threads, megabytes << 20
-        found[f"{threads} threads, pieces of {megabytes} MB"] = size / load_seconds() / 1e9
-    loader.THREADS, loader.PIECE_BYTES = settled
-    return found
 
 
 # How busy the GPU is
@@ -246,36 +234,16 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def bench_perf(arguments: argparse.Namespace) -> None:
-    """Measure tok/s over 16 to 2048 generated tokens for 512 prompts of 1024; scripts/bench/plot.py draws it.
-
-    A length that the file holds already, or that is a workload measured before, is not measured again.
-    """
-    smoke = arguments.smoke
-    lengths = PERF_LENGTHS[:3] if smoke else arguments.lengths or PERF_LENGTHS
-    points = known_points(arguments)
+    """Measure tok/s over 16 to 2048 generated tokens for 512 prompts of 1024; scripts/bench/plot.py draws it."""
+    smoke, points = arguments.smoke, []
     with bench_engine.dummy_folder(arguments.model, smoke) as folder:
         generator = Generator(folder, **bench_engine.engine_options(arguments))
     costs = Costs.of(generator.model_config)
     with generator:
         bench_engine.warm_up(generator, smoke)
-        for generated in lengths:
-            if generated not in points:
-                workload = Workload(4, 24, generated) if smoke else Workload(512, 1024, generated)
-                found = bench_engine.measure(generator, workload, repeats=1)
-                points[generated] = bench_engine.compare(found, costs, None, workload, None, arguments.tensor_parallel)
-                print(bench_engine.line(str(generated), points[generated]), flush=True)
-    write_report(arguments, "perf", {"points": [points[generated] for generated in sorted(points)]})
-
-
-def known_points(arguments: argparse.Namespace) -> dict[int, dict[str, Any]]:
-    """Return the figures of 512 prompts of 1024 that have been measured, here or as a workload, by generated tokens."""
-    if arguments.smoke:
-        return {}
-    gpu, found = torch.cuda.get_device_name(), {}
-    for part, key in (("", "workloads"), ("perf", "points")):
-        path = bench_engine.report_path(arguments, gpu, part)
-        report = json.loads(path.read_text())[key] if path.exists() else []
-        for point in report.values() if isinstance(report, dict) else report:
-            if (point["workload"]["sequences"], point["workload"]["prompt"]) == (512, 1024):
-                found[point["workload"]["generated"]] = point
-    return found
+        for generated in PERF_LENGTHS[:3] if smoke else PERF_LENGTHS:
+            workload = Workload(4, 24, generated) if smoke else Workload(512, 1024, generated)
+            found = bench_engine.measure(generator, workload, repeats=1)
+            points.append(bench_engine.compare(found, costs, None, workload, None, arguments.tensor_parallel))
+            print(bench_engine.line(str(generated), points[-1]), flush=True)
+    write_report(arguments, "perf", {"points": points})

@@ -1,11 +1,11 @@
 """Measures a server in OpenAI's manner: throughput, and p50, p90 and p99 of the time to the first token, between two
-tokens, and to the end; against the requests in flight, or their rate. Writes JSON and a plot to scripts/results/.
+tokens, and to the end; against the requests in flight. Writes JSON and a plot to scripts/results/.
 
     python scripts/bench/bench_serve.py --smoke                             # the bundled model, to see that it runs
     python scripts/bench/bench_serve.py --serve bundled                     # 1 to 512 in flight, at a server of its own
     python scripts/bench/bench_serve.py --preset headline --serve mistral7  # random weights, as in bench.py gpu
-    python scripts/bench/bench_serve.py --preset rates --clients 8 --serve Qwen/Qwen3-8B --max-seqs 256
-    python scripts/bench/bench_serve.py --url http://localhost:8000/v1 --model some/model --rate 1,2,4
+    python scripts/bench/bench_serve.py --clients 8 --serve Qwen/Qwen3-8B --max-seqs 256
+    python scripts/bench/bench_serve.py --url http://localhost:8000/v1 --concurrency 1,8,64
     python scripts/bench/bench_serve.py --cost                              # fgserve beside Generator.stream
     python scripts/bench/bench_serve.py --cost --preset headline --serve mistral7
 
@@ -22,13 +22,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
+from bench_cpu import processor
 from plot import plot
 from serve_cost import Burst, lines, measure
 from serve_load import Clients, Load, figures
@@ -37,46 +38,34 @@ from serve_process import BUNDLED, Server, model_folder
 RESULTS = Path(__file__).parent.parent / "results"
 PRESETS: dict[str, dict[str, Any]] = {
     "sweep": {"prompt_tokens": 128, "tokens": 128, "concurrency": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]},
-    "rates": {"prompt_tokens": 4096, "tokens": 384, "rate": [5, 10, 25, 50, 100]},
     "headline": {"prompt_tokens": 1024, "tokens": 128, "concurrency": [512], "requests": 512},
     "smoke": {"prompt_tokens": 16, "tokens": 8, "concurrency": [1, 4], "requests": 8},
     "cost": {"prompt_tokens": 64, "tokens": 128, "requests": 128},
 }
-RATE_SECONDS = 20  # that requests arrive, where their number is not given
-
-Number = TypeVar("Number", int, float)
 
 
-def numbers(kind: type[Number]) -> Callable[[str], list[Number]]:
+def numbers(text: str) -> list[int]:
     """Parse 1,2,4."""
-
-    def read(text: str) -> list[Number]:
-        found = [kind(part) for part in text.split(",")]
-        if not all(number > 0 for number in found):
-            raise argparse.ArgumentTypeError(f"{text} holds numbers that are not above 0")
-        return found
-
-    return read
+    found = [int(part) for part in text.split(",")]
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text} holds numbers that are not above 0")
+    return found
 
 
 def loads(arguments: argparse.Namespace, url: str, model: str) -> Iterator[Load]:
     """Return the loads to measure, point by point."""
-    load = Load(
-        url=url,
-        model=model,
-        requests=arguments.requests or 1,
-        prompt=arguments.prompt_tokens,
-        tokens=arguments.tokens,
-        stream=arguments.stream,
-        key=arguments.api_key,
-        low=arguments.ids[0],
-        high=arguments.ids[1],
-    )
-    for seed, rate in enumerate(arguments.rate or ()):
-        yield replace(load, rate=rate, requests=arguments.requests or round(RATE_SECONDS * rate), seed=seed)
-    for seed, concurrency in enumerate(() if arguments.rate else arguments.concurrency):
-        requests = arguments.requests or max(16, 2 * concurrency)
-        yield replace(load, concurrency=concurrency, requests=requests, seed=seed)
+    for seed, concurrency in enumerate(arguments.concurrency):
+        yield Load(
+            url=url,
+            model=model,
+            requests=arguments.requests or max(16, 2 * concurrency),
+            prompt=arguments.prompt_tokens,
+            tokens=arguments.tokens,
+            concurrency=concurrency,
+            low=arguments.ids[0],
+            high=arguments.ids[1],
+            seed=seed,
+        )
 
 
 @contextmanager
@@ -90,33 +79,30 @@ def target(arguments: argparse.Namespace) -> Iterator[str]:
         yield f"{server.url}/v1"
 
 
-def find_model(url: str, key: str) -> str:
+def find_model(url: str) -> str:
     """Return the first model that a server has."""
-    reply = httpx.get(f"{url}/models", headers={"Authorization": f"Bearer {key}"}, timeout=60).raise_for_status()
+    reply = httpx.get(f"{url}/models", timeout=60).raise_for_status()
     return str(reply.json()["data"][0]["id"])
 
 
 def bench_load(arguments: argparse.Namespace) -> None:
     with target(arguments) as url, Clients(arguments.clients) as clients:
-        model = arguments.model or find_model(url, arguments.api_key)
+        model = find_model(url)
         report: dict[str, Any] = {
             "server": arguments.url or " ".join(arguments.serve),
             "model": model,
-            "machine": machine(arguments),
+            "machine": processor(),
             "prompt": arguments.prompt_tokens,
             "tokens": arguments.tokens,
-            "stream": arguments.stream,
             "clients": arguments.clients,
             "points": [],
         }
         warm = next(loads(arguments, url, model))
         each = arguments.clients  # of whose first requests some take 0.1 s
-        clients.run(
-            replace(warm, requests=each, concurrency=each, rate=None, tokens=min(warm.tokens, 8), seed=-1), False
-        )
+        clients.run(replace(warm, requests=each, concurrency=each, tokens=min(warm.tokens, 8), seed=-1), False)
         for load in loads(arguments, url, model):
             found = figures(clients.run(load))
-            report["points"].append({"concurrency": load.concurrency, "rate": load.rate, **found})
+            report["points"].append({"concurrency": load.concurrency, **found})
             print(line(report["points"][-1]), flush=True)
             write(arguments, report)  # each as it comes, or an error would lose those before it
     if path := report_path(arguments):
@@ -131,7 +117,7 @@ def line(point: dict[str, Any]) -> str:
         found = point[name]
         return "none" if found is None else "/".join(f"{1000 * found[of]:.1f}" for of in ("p50", "p90", "p99"))
 
-    load = f"{point['concurrency']} in flight" if point["rate"] is None else f"{point['rate']:g} requests/s"
+    load = f"{point['concurrency']} in flight"
     errors = f", {point['errors']} errors, the first {point['first_error']}" if point["errors"] else ""
     return (
         f"{load:16} {point['tokens_per_second']:8.1f} tok/s, {point['requests_per_second']:.2f} requests/s; "
@@ -147,14 +133,8 @@ def bench_cost(arguments: argparse.Namespace) -> None:
     burst = Burst(arguments.requests, arguments.prompt_tokens, arguments.tokens, *arguments.ids)
     found = measure(name, burst, arguments.rounds, arguments.repeats, arguments.smoke)
     print("\n".join(lines(found)))
-    about = {"model": name, "machine": machine(arguments), "rounds": arguments.rounds}
+    about = {"model": name, "machine": processor(), "rounds": arguments.rounds}
     write(arguments, about | {"repeats": arguments.repeats, "omp_threads": os.environ.get("OMP_NUM_THREADS")} | found)
-
-
-def machine(arguments: argparse.Namespace) -> str:
-    from bench import processor  # not above: it imports torch, which the clients' processes can do without
-
-    return arguments.machine or processor()
 
 
 def report_path(arguments: argparse.Namespace) -> Path | None:
@@ -177,24 +157,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=list(PRESETS), help="of what follows (default: sweep; of --cost: cost)")
     parser.add_argument("--prompt-tokens", type=int)
     parser.add_argument("--tokens", type=int, help="that are generated for each")
-    parser.add_argument("--requests", type=int, help=f"of each point (default: 2 a lane, {RATE_SECONDS} s of a rate)")
-    parser.add_argument(
-        "--concurrency", type=numbers(int), metavar="1,2,...", help="requests in flight, point by point"
-    )
-    parser.add_argument("--rate", type=numbers(float), metavar="5,10,...", help="instead: requests/s, Poisson arrivals")
-    parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--ids", type=int, nargs=2, metavar=("LOW", "HIGH"), help="of prompts (default: 1000 4000)")
+    parser.add_argument("--requests", type=int, help="of each point (default: 2 a lane)")
+    parser.add_argument("--concurrency", type=numbers, metavar="1,2,...", help="requests in flight, point by point")
     parser.add_argument("--clients", type=int, default=1, help="processes that send (default 1)")
     parser.add_argument("--url", help="of the server, with its /v1 if it has that")
-    parser.add_argument("--model", help="as that server calls it (default: its first)")
-    parser.add_argument("--api-key", default="none")
     parser.add_argument("--cost", action="store_true", help="instead: what HTTP costs")
     parser.add_argument("--rounds", type=int, default=2, help="of --cost: starts of each kind (default 2)")
     parser.add_argument("--repeats", type=int, default=3, help="of --cost: bursts a start (default 3)")
     parser.add_argument("--smoke", action="store_true", help="a few tokens on the CPU; writes only with --out")
     parser.add_argument("--name", help="of the files, serve-NAME.json and .png (default: the preset's)")
     parser.add_argument("--out", type=Path, help="folder for them (default: scripts/results)")
-    parser.add_argument("--machine", help="what the report calls it (default: its processor)")
     serve_help = f"start a server: {BUNDLED}, a model of bench.py with random weights, a folder or a hub id"
     parser.add_argument("--serve", nargs=argparse.REMAINDER, metavar="MODEL [FLAGS]", help=serve_help)
     arguments = parser.parse_args(argv)
@@ -212,14 +184,12 @@ def _fill_in(arguments: argparse.Namespace) -> None:
     if arguments.preset is None:
         arguments.preset = "smoke" if arguments.smoke else "cost" if arguments.cost else "sweep"
     for name, value in PRESETS[arguments.preset].items():
-        if getattr(arguments, name) is None and not (name == "concurrency" and arguments.rate):
+        if getattr(arguments, name) is None:
             setattr(arguments, name, value)
-    if arguments.concurrency is None and not arguments.rate:
-        arguments.concurrency = [arguments.requests] if arguments.requests else PRESETS["sweep"]["concurrency"]
     if arguments.smoke:
         arguments.rounds = arguments.repeats = 1
     tiny = arguments.smoke and arguments.serve[0] != BUNDLED
-    arguments.ids = arguments.ids or ([100, 300] if tiny else [1000, 4000])
+    arguments.ids = (100, 300) if tiny else (1000, 4000)
 
 
 def main() -> None:

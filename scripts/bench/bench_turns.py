@@ -7,7 +7,6 @@ neither, which computes each conversation anew at each turn. The time to the fir
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections import deque
@@ -260,27 +259,6 @@ def bench_turns(arguments: argparse.Namespace) -> None:
         "alone": alone(seconds["host"], seconds["recompute"]),
     }
     write_report(arguments, "turns", report)
-
-
-def bench_alone(arguments: argparse.Namespace) -> None:
-    """Measure one conversation alone; other figures in the file of `bench_turns` stay. Half the host tier suffices."""
-    turns, host_gb = conversations(arguments)
-    machine = bench_engine.machine("cpu" if arguments.smoke else "cuda", arguments.tensor_parallel)
-    path = bench_engine.report_path(arguments, machine["gpu"], "turns")
-    report = {"model": arguments.model, **machine, "turns": about(turns)}
-    if path.exists():
-        report = json.loads(path.read_text())
-        if report["turns"] != about(turns):
-            raise ValueError(f"{path} is of other conversations; run --turns without --alone, or give another --out")
-    with engine(arguments, turns, host_cache_gb=host_gb / 2) as generator:
-        from_host = alone_from_host(generator, turns)
-    with engine(arguments, turns, prefix_cache=False) as generator:
-        computed = alone_computed(generator, turns)
-    found = alone(from_host, computed) | {"host_cache_gb": host_gb / 2, "versions": machine["versions"]}
-    print(json.dumps(found, indent=2))
-    if arguments.out or not arguments.smoke:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report | {"alone": found}, indent=2) + "\n")
 
 
 def conversations(arguments: argparse.Namespace) -> tuple[Turns, float]:

@@ -30,8 +30,8 @@ def plot(report: Report, path: Path) -> None:
 
 
 def perf_series(report: Report) -> tuple[list[int], list[float], list[float]]:
-    """Return generated tokens of a sequence (ascending), tokens per second, and their limits."""
-    points = sorted(report["points"], key=lambda point: point["workload"]["generated"])
+    """Return generated tokens of a sequence, tokens per second, and their limits."""
+    points = report["points"]
     lengths = [point["workload"]["generated"] for point in points]
     speeds = [point["tokens_per_second"] for point in points]
     return lengths, speeds, [point["limit"]["h200"] for point in points]
@@ -58,16 +58,10 @@ def draw_perf(report: Report, figure: Any) -> None:
     axes.legend(loc="upper left")
 
 
-def serve_series(report: Report) -> tuple[str, list[float], list[Report]]:
-    """Return the variable of the points (concurrency or rate), its values in order, and the points in that order."""
-    by = "concurrency" if report["points"][0]["concurrency"] is not None else "rate"
-    points = sorted(report["points"], key=lambda point: point[by])
-    return by, [point[by] for point in points], points
-
-
 def draw_serve(report: Report, figure: Any) -> None:
-    """Draw throughput and waiting times over the requests in flight, or over their rate."""
-    by, places, points = serve_series(report)
+    """Draw throughput and waiting times over the requests in flight."""
+    points = report["points"]
+    places = [point["concurrency"] for point in points]
     figure.set(size_inches=(10, 7), dpi=130)
     first, *others = figure.subplots(2, 2).flat
     first.plot(places, [point["tokens_per_second"] for point in points], "o-", color="tab:blue")
@@ -90,7 +84,7 @@ def draw_serve(report: Report, figure: Any) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(places, [f"{place:g}" for place in places])
         axes.set_xticks([], minor=True)
-        axes.set_xlabel("requests in flight" if by == "concurrency" else "requests per second")
+        axes.set_xlabel("requests in flight")
         axes.grid(alpha=0.3)
     figure.suptitle(f"{report['server']}, {report['machine']}: {report['prompt']} -> {report['tokens']} tokens")
 

@@ -1,4 +1,4 @@
-"""Sends requests to an OpenAI-compatible server, a number at a time or at a rate, and measures their waiting times.
+"""Sends requests to an OpenAI-compatible server, a number at a time, and measures their waiting times.
 
 Several processes share a load where one client's Python falls behind the server.
 """
@@ -6,12 +6,11 @@ Several processes share a load where one client's Python falls behind the server
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import multiprocessing
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -29,8 +28,8 @@ QUANTILES = (50, 90, 99)
 class Load:
     """A load on the server at `url`, whose routes are with or without /v1.
 
-    requests: prompts of `prompt` random ids from `low` up to `high`, each to be answered with `tokens` tokens. Either
-    `concurrency` are kept in flight, or `rate` a second arrive, at the times of a Poisson process.
+    requests: prompts of `prompt` random ids from `low` up to `high`, each to be answered with `tokens` tokens.
+    concurrency: requests that are kept in flight.
     """
 
     url: str
@@ -38,26 +37,23 @@ class Load:
     requests: int
     prompt: int
     tokens: int
-    concurrency: int | None = None
-    rate: float | None = None
-    stream: bool = True
-    key: str = "none"
+    concurrency: int
     low: int = 1000
     high: int = 4000
     seed: int = 0
 
     def shares(self, clients: int) -> list[Load]:
         """Return the share of each of several processes, of which each has something to do."""
-        clients = min(clients, self.requests, self.concurrency or self.requests)
-        found = []
-        for client in range(clients):
-            own = replace(self, requests=_share(self.requests, client, clients), seed=self.seed * 1000 + client)
-            if self.concurrency is not None:
-                own = replace(own, concurrency=_share(self.concurrency, client, clients))
-            if self.rate is not None:
-                own = replace(own, rate=self.rate / clients)
-            found.append(own)
-        return found
+        clients = min(clients, self.requests, self.concurrency)
+        return [
+            replace(
+                self,
+                requests=_share(self.requests, client, clients),
+                concurrency=_share(self.concurrency, client, clients),
+                seed=self.seed * 1000 + client,
+            )
+            for client in range(clients)
+        ]
 
     def body(self, draw: random.Random) -> bytes:
         wanted: dict[str, Any] = {
@@ -66,10 +62,9 @@ class Load:
             "max_tokens": self.tokens,
             "ignore_eos": True,
             "temperature": 1,
-            "stream": self.stream,
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
-        if self.stream:
-            wanted["stream_options"] = {"include_usage": True}
         return json.dumps(wanted).encode()
 
 
@@ -97,12 +92,12 @@ async def _ask(client: httpx.AsyncClient, load: Load, body: bytes) -> Answer:
         async with client.stream("POST", f"{load.url}/completions", content=body) as reply:
             if reply.status_code != 200:
                 return Answer(sent, [], 0, f"{reply.status_code}: {(await reply.aread())[:300]!r}")
-            told = await _read_stream(reply, chunks) if load.stream else await reply.aread()
+            told = json.loads(await _read_stream(reply, chunks))
     except httpx.HTTPError as error:
         return Answer(sent, chunks, 0, f"{type(error).__name__}: {error}")
-    if not load.stream:
-        chunks.append(time.monotonic())
-    return _finished(sent, chunks, told)
+    if "error" in told:
+        return Answer(sent, chunks, 0, str(told["error"]))
+    return Answer(sent, chunks, told["usage"]["completion_tokens"])
 
 
 async def _read_stream(reply: httpx.Response, chunks: list[float]) -> bytes:
@@ -124,41 +119,23 @@ async def _read_stream(reply: httpx.Response, chunks: list[float]) -> bytes:
     return b'{"error": {"message": "the stream ended without [DONE]"}}'
 
 
-def _finished(sent: float, chunks: list[float], told: bytes) -> Answer:
-    data = json.loads(told)
-    if "error" in data:
-        return Answer(sent, chunks, 0, str(data["error"]))
-    return Answer(sent, chunks, data["usage"]["completion_tokens"])
-
-
-def _starts(load: Load, draw: random.Random) -> Iterator[float]:
-    """Return the seconds from the start to each arrival."""
-    if load.rate is None:
-        return itertools.repeat(0.0, load.requests)
-    gaps = (draw.expovariate(load.rate) for _ in range(load.requests))
-    return itertools.accumulate(gaps)
-
-
 async def _ask_all(load: Load, answered: Callable[[], None]) -> list[Answer]:
     draw = random.Random(load.seed)
-    room = asyncio.Semaphore(load.concurrency or load.requests)
+    room = asyncio.Semaphore(load.concurrency)
     timeout = httpx.Timeout(None, connect=60)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    headers = {"Authorization": f"Bearer {load.key}", "Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json"}
 
     async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=headers) as client:
 
-        async def one(start: float, body: bytes) -> Answer:
-            await asyncio.sleep(start - time.monotonic())
+        async def one(body: bytes) -> Answer:
             async with room:
                 answer = await _ask(client, load, body)
             answered()
             return answer
 
         bodies = [load.body(draw) for _ in range(load.requests)]
-        begun = time.monotonic()
-        asked = [one(begun + start, body) for start, body in zip(_starts(load, draw), bodies, strict=True)]
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*map(one, bodies))
 
 
 def _serve(end: Connection) -> None:

@@ -37,7 +37,7 @@ from fastgen import Generator, RequestOutput, SamplingParams
 
 sys.path.extend(str(Path(__file__).parent.parent / folder) for folder in ("bench", "tiny"))
 
-from bench import processor
+from bench_cpu import processor
 from bench_engine import RESULTS, slug
 from plot import plot
 from tiny_skills import fact_key

@@ -338,26 +338,6 @@ class Tuner:
                         self.try_paged(setup, replace(config, combine_splits=combine_splits), least)
 
 
-def time_plans(sizes: tuple[int, ...] = (1, 64, 65, 256, 1024, 2048)) -> list[dict[str, Any]]:
-    """Measure the kernel that lists a decode step's work."""
-    rows = []
-    for count in sizes:
-        lens = torch.randint(1, 4000, (count,), dtype=torch.int32, device=DEVICE)
-        lanes, windows = torch.arange(count, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        size = work_tiles.HEADER + work_tiles.slots_for(count, 4096) * work_tiles.FIELDS
-        made = torch.zeros(1, size, dtype=torch.int32, device=DEVICE)
-        split, most = work_tiles.split_of(count, 8, Chip.of(lanes.device)), work_tiles.splits_of(count)
-
-        def plan(arguments: tuple[Any, ...] = (lanes, lens, windows, made, split, most, None)) -> None:
-            for _ in range(20):
-                work_tiles.plan_decode.launch(*arguments)
-
-        taken = seconds_of(captured(plan).replay) / 20
-        print(f"plan of {count} sequences: {taken * 1e6:.1f} us", flush=True)
-        rows.append({"case": f"plan {count}", "us": taken * 1e6})
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
@@ -376,7 +356,6 @@ def main() -> None:
     tuner = Tuner(time.monotonic() + options.seconds)
     heads, num_kv, head_size = (int(x) for x in options.shape.split(","))
     with torch.inference_mode():
-        tuner.rows += time_plans()
         for case in CASES:
             if not tuner.over and (not options.only or case.name.startswith(tuple(options.only))):
                 setup = Setup(case, heads, num_kv, head_size, options.page_size, options.deterministic)

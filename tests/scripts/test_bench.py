@@ -21,6 +21,7 @@ sys.path.insert(0, str(SCRIPTS / "bench"))
 sys.path.insert(0, str(SCRIPTS / "tune"))
 
 import bench  # noqa: E402
+import bench_cpu  # noqa: E402
 import bench_engine  # noqa: E402
 import bench_gpu  # noqa: E402
 import bench_limits  # noqa: E402
@@ -36,9 +37,9 @@ SHARED = bench_limits.SHARED.values()
 
 
 def test_the_workload_is_the_same_each_time_and_within_its_bounds() -> None:
-    workload = bench.Workload()
-    assert workload.lengths() == bench.Workload().lengths()
-    assert workload.prompts(100) == bench.Workload().prompts(100)
+    workload = bench_cpu.Workload()
+    assert workload.lengths() == bench_cpu.Workload().lengths()
+    assert workload.prompts(100) == bench_cpu.Workload().prompts(100)
     assert [len(prompt) for prompt in workload.prompts(100)] == [prompt for prompt, _ in workload.lengths()]
     assert len(workload.lengths()) == 64
     assert all(16 <= length <= 256 for pair in workload.lengths() for length in pair)
@@ -361,7 +362,7 @@ def test_a_sum_that_is_wrong_is_noticed() -> None:
     [
         ("start", {"cold_seconds", "warm_seconds"}),
         ("chat", {"cold_seconds", "warm_seconds"}),
-        ("load", {"gb_per_second", "others"}),
+        ("load", {"gb_per_second", "spread"}),
         ("busy", {"decode"}),
         ("perf", {"points"}),
     ],

@@ -204,31 +204,7 @@ def test_the_three_engines_run_small(tmp_path: Path) -> None:
     assert report["alone"]["times_faster"] > 0
 
 
-def test_one_conversation_alone_runs_small_and_leaves_the_other_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, options = tmp_path / "mistral7-cpu-turns.json", ["--smoke", "--turns", "--alone", "--out", str(tmp_path)]
-    bench_gpu.main(options)
-    first = json.loads(path.read_text())
-    assert first["turns"]["conversations"] == SMALL.conversations
-    assert first["alone"]["times_faster"] > 0
-    assert (
-        first["alone"]["host_cache_gb"]
-        == SMALL.host_gb(parse_config(bench_limits.settings("mistral7", True)), "float32") / 2
-    )
-    assert "times_faster" in capsys.readouterr().out
-    known = {"gpu": "another", "turns": first["turns"], "engines": {"host": 1}, "alone": "old"}
-    path.write_text(json.dumps(known))
-    bench_gpu.main(options)
-    second = json.loads(path.read_text())
-    assert {**second, "alone": "old"} == known
-    assert set(second["alone"]) == set(first["alone"])
-    path.write_text(json.dumps(known | {"turns": first["turns"] | {"turns": 4}}))
-    with pytest.raises(ValueError, match="other conversations"):
-        bench_gpu.main(options)
-
-
-@pytest.mark.parametrize("options", ["--turns --no-prefix-cache", "--alone", "--perf --alone"])
+@pytest.mark.parametrize("options", ["--turns --no-prefix-cache"])
 def test_what_makes_no_sense_is_refused(options: str) -> None:
     with pytest.raises(SystemExit):
         bench_gpu.parse(options.split())
