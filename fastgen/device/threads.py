@@ -28,20 +28,25 @@ SLACK = 0.3
 _STAT = Path("/proc/stat")
 
 
-def _function(library: str | None, name: str) -> Callable[[int], int] | None:
+def _function(library: str | None, name: str) -> Callable[..., int] | None:
     """Return a function of a library that torch has loaded, or None."""
     try:
-        found: Callable[[int], int] | None = getattr(ctypes.CDLL(library), name, None)
+        found: Callable[..., int] | None = getattr(ctypes.CDLL(library), name, None)
     except OSError:
         return None
     return found
+
+
+def mkl_function(name: str) -> Callable[..., int] | None:
+    """Return a function of the MKL within torch, or None where there is none."""
+    return _function(_LIBTORCH, name)
 
 
 _LIBTORCH = next(map(str, Path(torch.__file__).parent.glob("lib/libtorch_cpu.*")), None)
 _HAS_MKL = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 # Without MKL, the sums of F.linear depend on the number of threads, which then stays as it is.
 _SET_OPENMP = _function(None, "omp_set_num_threads") if _HAS_MKL else None
-_SET_MKL = _function(_LIBTORCH, "MKL_Set_Num_Threads_Local")  # returns the number that was set, or 0
+_SET_MKL = mkl_function("MKL_Set_Num_Threads_Local")  # returns the number that was set, or 0
 
 
 @contextmanager

@@ -1,40 +1,40 @@
 """Attention in torch: the implementation for the CPU, and the expected answer in the other implementations' tests.
 
 The answer for a query is the same to the bit whatever else is in the step (docs/determinism.md). The keys are taken in
-fixed blocks of KEY_BLOCK positions from position 0 on. Each block is a matrix product of its own, and the blocks are
-added in order, scaled by powers of two, which rounds nothing. BLAS sums the rows of small matrices in another order;
-`padded_rows` gives the numbers of rows that it sums alike.
+fixed blocks of KEY_BLOCK positions from position 0 on. Each block is a matrix product of its own with the queries, and
+one with the weights; the latter's results are added in order. The softmax is over whole blocks, and hidden keys add
+zeros to it. BLAS sums the rows of small matrices in another order; `padded_rows` gives the numbers of rows that it sums
+alike.
 
-Query tokens are taken in tiles of one sequence: a decode is a tile, a prefill chunk several. A span is a range of
-blocks that one batched product serves. If pages are blocks, and the pages of the tiles lie close together in the pool,
-there is one span, and its product reads the pool in place, which is up to 1.6 times as fast as copying the keys.
+Query tokens are taken in tiles of one sequence: a decode is a tile, a prefill chunk several. MKL's batched product has
+the address of each matrix, so it reads blocks where they lie in the pool. Where it is missing, or a block is not one
+piece of float32 memory, keys and values are copied for torch's batched product.
 
-Shape letters beside those of the interface: n tiles, R query rows of a tile and a KV head (with padding), M products
-(a KV head of a tile against a block each) of a span, B blocks of a span. A head tile is a KV head of a tile; its
-number is tile * K + head.
+Shape letters beside those of the interface: n tiles, N head tiles (a KV head of a tile each, number tile * K + head), R
+query rows of a head tile (with padding), B blocks of the longest tile, M pairs of a block and a head tile that sees it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastgen.device.threads import mkl_function
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.kv_pool import KVPool
 
 KEY_BLOCK = 64
 TILE_ROWS = 48  # most query rows of a prefill tile
-LN_2 = math.log(2)
-MASKED = -1e30  # score of a hidden key: finite, so that a row whose keys in a block are all hidden gives no NaN
-FLOOR = -100  # least score behind the peak, to base 2: exp is 20 times slower where it gives no normal number
-DENSE = 0.5  # least share of a range of pages that tiles must hold for the range to be read in place
-COPIED = 2**20  # numbers of a span's keys, about, where they are copied
+SCORES = 2**20  # scores that are in memory at a time, about
+HIDDEN = torch.tensor(-math.inf)  # the score of a hidden key
 
 Indices = NDArray[np.int64]
 
@@ -48,56 +48,129 @@ def padded_rows(rows: int, head_size: int) -> int:
     return 4 if rows <= 4 and head_size <= 64 else -(-rows // 12) * 12
 
 
-class _Hidden(NamedTuple):
-    """keys: bool [M, R or 1, KEY_BLOCK], keys that a query row must not see; visible: 0.0 for these, else 1.0."""
-
-    keys: Tensor
-    visible: Tensor
+_MULTIPLY = mkl_function("cblas_sgemm_batch")
+_ROW_MAJOR, _PLAIN, _TRANSPOSED = 101, 111, 112  # of CBLAS
 
 
 @dataclass
-class _Span:
-    """Products of head tiles with the keys and values of B consecutive blocks.
+class _Tiles:
+    """Tiles of one size, in order of falling length, so that the head tiles that see a block are the first ones.
 
-    selected: the runs of keys of a layer's pool that the products read, in order: a slice, or int64 [M * runs].
-    ahead: int64 [M, R or 1, KEY_BLOCK], query position - key position; negative for a hidden key.
-    owner: int64 [M], the head tile of each product; any where no tile holds the page.
-    order: int64, the products of the first block by head tile, then those of the second, ...; None if this is their
-    order. counts: the number of head tiles of each block; the first head tiles have most blocks.
-    blocks: int64 [counts[0] * B], the products of each head tile; its first product again for a block it does not have.
+    targets: int64 [tokens], the step's tokens whose answers are here. queries: int64 [N * R], the rows of q.view(T * H,
+    D) of the head tiles; padding repeats a row. answers: int64 [tokens * H], rows of sums.view(R * M, D). rows: the
+    query rows of a head tile without a decode's padding. position: int64 [R or 1, n, 1, 1], of the query rows.
+
+    counts: the number of head tiles that see each block. Pairs come block by block: owner, int64 [M], is the head tile
+    of each, pairs, int64 [M], owner * B + block, and runs, int64 [M, runs], the runs of keys that its block has in the
+    pool.
+
+    The rest is memory that other tiles use too. q: [N, R, D]; scores, weights: [R, N, B * KEY_BLOCK]; sums: [R, M, D],
+    the products of weights and values.
     """
 
-    selected: slice | Tensor
-    ahead: Tensor
-    owner: Tensor
-    order: Tensor | None
+    targets: Tensor
+    queries: Tensor
+    answers: Tensor
+    rows: int
+    position: Tensor
     counts: list[int]
-    blocks: Tensor
-    _hidden: dict[int, _Hidden | None] = field(default_factory=dict)
+    owner: Indices
+    pairs: Indices
+    runs: Indices
+    q: Tensor
+    scores: Tensor
+    weights: Tensor
+    sums: Tensor
+    _hidden: dict[int, Tensor] = field(default_factory=dict)
 
-    def hidden(self, window: int) -> _Hidden | None:
-        """Return the keys that a query row must not see, or None if it sees all."""
+    def hidden(self, window: int) -> Tensor:
+        """Return whether a query row must not see a key: bool [R or 1, n, 1, B * KEY_BLOCK]."""
         if window not in self._hidden:
-            keys = self.ahead < 0
-            if window:
-                keys |= self.ahead >= window
-            self._hidden[window] = _Hidden(keys, keys.logical_not().float()) if bool(keys.any()) else None
+            ahead = self.position - torch.arange(self.scores.shape[2], device=self.position.device)
+            hidden = ahead < 0
+            self._hidden[window] = hidden.logical_or_(ahead >= window) if window else hidden
         return self._hidden[window]
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """Tiles of one size, in order of falling length, so that the head tiles of each block are the first ones.
+class _InPlace:
+    """The products of tiles by MKL, with blocks where they lie in a layer's pool [pages, K, P, D]."""
 
-    queries: int64 [n * K * R], the rows of q.view(T * H, D) of the head tiles; padding repeats a row.
-    answers: int64 [tokens * H], the rows of the result [n * K * R, D] that are wanted; targets: int64 [tokens], the
-    step's tokens that they belong to.
+    def __init__(self, tiles: _Tiles) -> None:
+        rows, pairs, size = tiles.sums.shape
+        count = tiles.scores[0].numel()
+        self._blocks = tiles.runs[:, 0] * (KEY_BLOCK * size * 4)  # bytes from the pool's begin
+        self._at = np.empty_like(self._blocks)
+        q = _addresses(tiles.q, tiles.owner * (rows * size))
+        scores, weights = (_addresses(x, tiles.pairs * KEY_BLOCK) for x in (tiles.scores, tiles.weights))
+        sums = _addresses(tiles.sums, np.arange(pairs) * size)
+        self._score = _batch(rows, KEY_BLOCK, size, (q, size), (self._at, size), (scores, count), transposed=True)
+        self._sum = _batch(rows, size, KEY_BLOCK, (weights, count), (self._at, size), (sums, pairs * size))
+
+    def score(self, keys: Tensor) -> None:
+        np.add(self._blocks, keys.data_ptr(), out=self._at)
+        self._score()
+
+    def sum(self, values: Tensor) -> None:
+        np.add(self._blocks, values.data_ptr(), out=self._at)
+        self._sum()
+
+
+def _addresses(x: Tensor, numbers: Indices) -> Indices:
+    """Return the addresses of numbers of a float32 tensor."""
+    return numbers * 4 + x.data_ptr()
+
+
+def _batch(
+    m: int,
+    n: int,
+    k: int,
+    a: tuple[Indices, int],
+    b: tuple[Indices, int],
+    c: tuple[Indices, int],
+    transposed: bool = False,
+) -> Callable[[], object]:
+    """Return the call that sets matrices c [m, n] to the products of a [m, k] and b, [k, n] or [n, k] if transposed.
+
+    a, b, c: the addresses of the matrices, read at each call, and the numbers from a row to the next.
     """
+    assert _MULTIPLY is not None
+    one, (a_at, a_row), (b_at, b_row), (c_at, c_row) = c_int * 1, a, b, c
+    flip = one(_TRANSPOSED if transposed else _PLAIN)
+    return partial(
+        _MULTIPLY, _ROW_MAJOR, one(_PLAIN), flip, one(m), one(n), one(k), (c_float * 1)(1.0),
+        a_at.ctypes.data_as(c_void_p), one(a_row), b_at.ctypes.data_as(c_void_p), one(b_row), (c_float * 1)(0.0),
+        c_at.ctypes.data_as(c_void_p), one(c_row), 1, one(len(c_at)),
+    )  # fmt: skip
 
-    queries: Tensor
-    answers: Tensor
-    targets: Tensor
-    spans: list[_Span]
+
+class _Copied:
+    """The products of tiles by torch, with copies of the blocks, for a pool in any memory and of any dtype."""
+
+    def __init__(self, tiles: _Tiles, device: torch.device) -> None:
+        self._tiles = tiles
+        self._owner, self._pairs, self._runs = (
+            torch.from_numpy(each.reshape(-1)).to(device) for each in (tiles.owner, tiles.pairs, tiles.runs)
+        )
+
+    def score(self, keys: Tensor) -> None:
+        rows = self._tiles.q.index_select(0, self._owner)
+        scores = torch.bmm(rows, self._blocks(keys).transpose(1, 2))
+        _by_block(self._tiles.scores).index_copy_(1, self._pairs, scores.transpose(0, 1))
+
+    def sum(self, values: Tensor) -> None:
+        weights = _by_block(self._tiles.weights).index_select(1, self._pairs)
+        self._tiles.sums.copy_(torch.bmm(weights.transpose(0, 1), self._blocks(values)).transpose(0, 1))
+
+    def _blocks(self, pool: Tensor) -> Tensor:
+        """Return the block of each pair, float32 [M, KEY_BLOCK, D]."""
+        size, runs = pool.shape[-1], self._tiles.runs.shape[1]
+        copy = pool.view(-1, KEY_BLOCK // runs * size).index_select(0, self._runs)
+        return copy.view(-1, KEY_BLOCK, size).float()
+
+
+def _by_block(scores: Tensor) -> Tensor:
+    """Return scores [R, N, B * KEY_BLOCK] as [R, N * B, KEY_BLOCK]."""
+    return scores.view(len(scores), -1, KEY_BLOCK)
 
 
 class ReferenceAttention:
@@ -111,10 +184,14 @@ class ReferenceAttention:
         self._heads, self._group = num_heads, num_heads // self._kv_heads
         self._each = np.arange(self._kv_heads)
         self._run = math.gcd(self._page_size, KEY_BLOCK)  # keys that lie together, whatever the pages
-        run = self._run * self._head_size
-        self._pools = [list(each.view(len(each), -1, run)) for each in (pool.keys, pool.values)]
+        self._layers = list(zip(pool.keys, pool.values, strict=True))
+        self._device = pool.keys.device
+        plain = self._device.type == "cpu" and pool.keys.dtype == torch.float32 and self._run == KEY_BLOCK
+        self._in_place = plain and _MULTIPLY is not None
+        self._memory = torch.zeros(0, device=self._device)
+        self._hide = torch.tensor(-math.inf, device=self._device)
 
-    def plan(self, layout: StepLayout) -> list[_Tiles]:
+    def plan(self, layout: StepLayout) -> list[tuple[_Tiles, _Copied | _InPlace]]:
         """Lay out decodes in tiles of one token, and prefill chunks in tiles of up to TILE_ROWS query rows."""
         query_lens = layout.query_lens.numpy()
         slots = -(-int(layout.kv_lens.max()) // self._page_size)
@@ -123,7 +200,7 @@ class ReferenceAttention:
         groups = []
         for size, members in ((1, decode), (max(TILE_ROWS // self._group, 1), ~decode)):
             if members.any():
-                groups.append(self._tiles(size, np.flatnonzero(members), layout, table))
+                groups += self._tiles(size, np.flatnonzero(members), layout, table)
         return groups
 
     def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
@@ -132,13 +209,15 @@ class ReferenceAttention:
 
     def plan_decode(
         self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
-    ) -> list[_Tiles]:
+    ) -> list[tuple[_Tiles, _Copied | _InPlace]]:
         """Read the lengths from the device, so that no CUDA graph can hold the step."""
         ones = torch.ones(len(lanes), dtype=torch.int64)
         return self.plan(StepLayout(ones, kv_lens.cpu().long(), len(lanes), lanes.cpu(), page_table))
 
-    def _tiles(self, size: int, sequences: Indices, layout: StepLayout, table: Indices) -> _Tiles:
-        """Lay out tiles of `size` tokens of these sequences; table: [S, slots]."""
+    def _tiles(
+        self, size: int, sequences: Indices, layout: StepLayout, table: Indices
+    ) -> list[tuple[_Tiles, _Copied | _InPlace]]:
+        """Lay out tiles of `size` tokens of these sequences, about SCORES at a time; table: [S, slots]."""
         lens = layout.query_lens.numpy()
         query_lens, first = lens[sequences], (lens.cumsum() - lens)[sequences]
         before = layout.kv_lens.numpy()[sequences] - query_lens
@@ -147,144 +226,95 @@ class ReferenceAttention:
         number = np.arange(len(owner)) - (per_sequence.cumsum() - per_sequence)[owner]
         offset = number[:, None] * size + np.arange(size)  # [n, size]: the query token's number in its sequence
         last = query_lens[owner, None] - 1
-        order = np.argsort(-(before[owner] + np.minimum(offset[:, -1:], last)[:, 0]), kind="stable")
-        owner, offset, last = owner[order], offset[order], last[order]
-        real = np.flatnonzero(offset <= last)
-        offset = np.minimum(offset, last)  # the padding of a tile repeats its last token
-        tokens, position = first[owner, None] + offset, before[owner, None] + offset
-        real = real[np.argsort(tokens.flat[real])]
-        rows = np.arange(padded_rows(size * self._group, self._head_size))
-        token, head = np.minimum(rows // self._group, size - 1), rows % self._group
-        queries = self._by_head(tokens[:, token]).swapaxes(1, 2) * self._group + head  # [n, K, R]
-        kv_head, head = np.divmod(np.arange(self._heads), self._group)
-        tile, token_of_tile = np.divmod(real[:, None], size)
-        answers = (tile * self._kv_heads + kv_head) * len(rows) + token_of_tile * self._group + head  # [tokens, H]
-        return _Tiles(
+        ends = before[owner] + np.minimum(offset[:, -1], last[:, 0])  # the position of each tile's last token
+        order = np.argsort(-ends, kind="stable")
+        found = []
+        while len(order):
+            blocks = int(ends[order[0]]) // KEY_BLOCK + 1
+            rows = padded_rows(size * self._group, self._head_size)
+            here, order = np.split(order, [max(SCORES // (rows * self._kv_heads * blocks * KEY_BLOCK), 1)])
+            real = offset[here] <= last[here]
+            inside = np.minimum(offset[here], last[here])  # the padding of a tile repeats its last token
+            of = owner[here]
+            tokens, position = first[of, None] + inside, before[of, None] + inside
+            found.append(self._lay_out(tokens, position, real, table[sequences[of]]))
+        return found
+
+    def _lay_out(
+        self, tokens: Indices, position: Indices, real: NDArray[np.bool_], table: Indices
+    ) -> tuple[_Tiles, _Copied | _InPlace]:
+        """Lay out tiles with these tokens and their positions, [n, size], and whether they are padding; table: [n,
+        slots]."""
+        (count, size), heads, group = tokens.shape, self._kv_heads, self._group
+        rows = np.arange(padded_rows(size * group, self._head_size))
+        token, head = np.minimum(rows // group, size - 1), rows % group
+        queries = self._by_head(tokens[:, token]).swapaxes(1, 2) * group + head  # [n, K, R]
+        seen = position[:, -1:] >= np.arange(0, position[0, -1] + 1, KEY_BLOCK)  # [n, B]
+        block, tile = np.nonzero(seen.T)
+        blocks = seen.shape[1]
+        key = block[:, None] * KEY_BLOCK + np.arange(0, KEY_BLOCK, self._run)  # the first key of each run
+        page = table[tile[:, None], np.minimum(key // self._page_size, table.shape[1] - 1)]
+        runs = (self._by_head(page) * self._page_size + (key % self._page_size)[..., None]).swapaxes(1, 2) // self._run
+        owner = self._by_head(tile).reshape(-1)
+        real_tile, real_token = np.nonzero(real)
+        number = np.argsort(tokens[real_tile, real_token])
+        real_tile, real_token = real_tile[number, None], real_token[number, None]
+        kv_head, of_group = np.divmod(np.arange(self._heads), group)
+        answers = (real_token * group + of_group) * len(owner) + real_tile * heads + kv_head  # [tokens, H]
+        head_tiles, width = count * heads, blocks * KEY_BLOCK
+        shapes = [(head_tiles, len(rows), self._head_size), *[(len(rows), head_tiles, width)] * 2]
+        q, scores, weights, sums = self._take([*shapes, (len(rows), len(owner), self._head_size)])
+        tiles = _Tiles(
+            targets=self._put(tokens[real_tile, real_token]),
             queries=self._put(queries),
             answers=self._put(answers),
-            targets=self._put(tokens.flat[real]),
-            spans=self._spans(position if size == 1 else position[:, token], table[sequences[owner]]),
-        )
+            rows=group if size == 1 else len(rows),
+            position=self._put(position if size == 1 else position[:, token]).view(count, -1).t()[..., None, None],
+            counts=(seen.sum(0) * heads).tolist(),
+            owner=owner,
+            pairs=owner * blocks + np.repeat(block, heads),
+            runs=runs.reshape(len(owner), -1),
+            q=q, scores=scores, weights=weights, sums=sums,
+        )  # fmt: skip
+        return tiles, _InPlace(tiles) if self._in_place else _Copied(tiles, self._device)
 
     def _by_head(self, numbers: Indices) -> Indices:
-        """Return numbers * K + head, [..., K]: the head tiles of tiles, or the runs of pages that are a run each."""
+        """Return numbers * K + head, [..., K]: the head tiles of tiles, or the heads of pages."""
         return numbers[..., None] * self._kv_heads + self._each
 
     def _put(self, array: Indices) -> Tensor:
         """Return the array as a flat tensor on the pool's device."""
-        return torch.from_numpy(array.reshape(-1)).to(self.pool.keys.device)
+        return torch.from_numpy(array.reshape(-1)).to(self._device)
 
-    def _spans(self, position: Indices, table: Indices) -> list[_Span]:
-        """Cut the blocks that the tiles see into spans; position: [n, R or 1], of the query rows; table: [n, slots]."""
-        seen = position[:, -1:] >= np.arange(0, position[0, -1] + 1, KEY_BLOCK)  # [n, blocks]
-        block, tile = np.nonzero(seen.T)
-        if self._page_size == KEY_BLOCK:
-            page = table[tile, block]
-            first, size = int(page.min()), int(page.max() - page.min()) + 1
-            if len(page) >= DENSE * size and np.bincount(page - first).max() == 1:
-                selected = slice(first * self._kv_heads, (first + size) * self._kv_heads)
-                return [self._span(position, tile, block, selected, size, page - first)]
-        counts = seen.sum(0)
-        numbers = (counts.cumsum() - counts) * self._kv_heads * KEY_BLOCK * self._head_size
-        spans = []
-        for blocks in np.split(np.arange(len(counts)), np.flatnonzero(np.diff(numbers // COPIED)) + 1):
-            chosen = (blocks[0] <= block) & (block <= blocks[-1])
-            runs = self._runs(table, tile[chosen], block[chosen])
-            spans.append(self._span(position, tile[chosen], block[chosen], runs, int(chosen.sum())))
-        return spans
+    def _take(self, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+        """Return float32 tensors of these shapes, in memory that all tiles use."""
+        sizes = [math.prod(shape) for shape in shapes]
+        if len(self._memory) < sum(sizes):
+            self._memory = torch.zeros(sum(sizes), device=self._device)
+        parts = torch.split(self._memory[: sum(sizes)], sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def _runs(self, table: Indices, tile: Indices, block: Indices) -> Tensor:
-        """Return the runs of a layer's pool that these blocks are made of, for each KV head: int64 [M * runs]."""
-        key = block[:, None] * KEY_BLOCK + np.arange(0, KEY_BLOCK, self._run)  # the first key of each run
-        page = table[tile[:, None], np.minimum(key // self._page_size, table.shape[1] - 1)]
-        first = self._by_head(page) * self._page_size + (key % self._page_size)[..., None]  # [tiles, runs, K]
-        return self._put(first.swapaxes(1, 2) // self._run)
-
-    def _span(
-        self,
-        position: Indices,
-        tile: Indices,
-        block: Indices,
-        selected: slice | Tensor,
-        size: int,
-        index: Indices | None = None,
-    ) -> _Span:
-        """Make the span of these tiles and blocks, block by block; index: which of `size` places in `selected` each
-        pair has; by default their own order."""
-        at = np.arange(size) if index is None else index
-        owner, start = np.zeros((2, size), np.int64)
-        owner[at], start[at] = tile, block * KEY_BLOCK
-        counts = np.bincount(block - block[0])
-        blocks = at[: counts[0], None].repeat(len(counts), 1)
-        blocks[tile, block - block[0]] = at
-        ahead = position[owner, :, None] - start[:, None, None] - np.arange(KEY_BLOCK)
-        return _Span(
-            selected=selected,
-            ahead=self._put(ahead.repeat(self._kv_heads, 0)).view(-1, *ahead.shape[1:]),
-            owner=self._put(self._by_head(owner)),
-            order=None if index is None else self._put(self._by_head(at)),
-            counts=(counts * self._kv_heads).tolist(),
-            blocks=self._put(self._by_head(blocks).swapaxes(1, 2)),
-        )
-
-    def attend(self, plan: list[_Tiles], layer: int, q: Tensor, window: int) -> Tensor:
-        rows = (q.float() * (self._head_size**-0.5 / LN_2)).view(-1, self._head_size)
-        found = [self._attend(tiles, layer, rows, window).view(-1, *q.shape[1:]).to(q.dtype) for tiles in plan]
+    def attend(self, plan: list[tuple[_Tiles, _Copied | _InPlace]], layer: int, q: Tensor, window: int) -> Tensor:
+        rows = (q.float() * self._head_size**-0.5).view(-1, self._head_size)
+        found = [self._attend(*each, layer, rows, window).view(-1, *q.shape[1:]).to(q.dtype) for each in plan]
         if len(found) == 1:
             return found[0]
         out = torch.empty_like(q)
-        for tiles, part in zip(plan, found, strict=True):
+        for (tiles, _), part in zip(plan, found, strict=True):
             out[tiles.targets] = part
         return out
 
-    def _attend(self, tiles: _Tiles, layer: int, q: Tensor, window: int) -> Tensor:
+    def _attend(self, tiles: _Tiles, products: _Copied | _InPlace, layer: int, q: Tensor, window: int) -> Tensor:
         """Return the answers, float32 [tokens * H, D], to scaled queries q [T * H, D]."""
-        first, *others = tiles.spans
-        q = q.index_select(0, tiles.queries).view(len(first.blocks) // len(first.counts), -1, self._head_size)
-        peak, (sums, *parts) = self._products(first, layer, q, window)
-        _add(sums, parts)
-        for span in others:
-            new_peak, parts = self._products(span, layer, q, window, peak)
-            sums[: len(new_peak)] *= (peak[: len(new_peak)] - new_peak).exp2_()
-            peak[: len(new_peak)] = new_peak
-            _add(sums, parts)
-        return (sums[..., :-1] / sums[..., -1:]).view(-1, self._head_size).index_select(0, tiles.answers)
-
-    def _products(
-        self, span: _Span, layer: int, q: Tensor, window: int, peak: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the softmax peaks of the head tiles of a span, and for each of its blocks the sums to be divided.
-
-        The peaks, [head tiles, R, 1], are logarithms to base 2, and at least `peak`, those of the blocks before. They
-        are whole numbers, so that a division by 2**peak rounds nothing (but for what is 2**-126 of the rest). The sums,
-        [head tiles of the block, R, D + 1], are those of exp2(scores - peak) times the values, and of it alone.
-        """
-        k, v = (_select(pool[layer], span.selected).view(-1, KEY_BLOCK, self._head_size) for pool in self._pools)
-        scores = torch.bmm(q.index_select(0, span.owner), k.transpose(1, 2))
-        hidden = span.hidden(window)
-        if hidden is not None:
-            scores.masked_fill_(hidden.keys, MASKED)
-        own = scores.amax(-1, keepdim=True).ceil_()
-        # Not exp2, which rounds otherwise at the end of a thread's share.
-        weights = scores.sub_(own).clamp_(min=FLOOR).mul_(LN_2).exp_()
-        if hidden is not None:
-            weights.mul_(hidden.visible)
-        sums = torch.cat((torch.bmm(weights, v), weights.sum(-1, keepdim=True)), -1)
-        new_peak = own.index_select(0, span.blocks).view(-1, len(span.counts), *own.shape[1:]).amax(1)
-        if peak is not None:
-            torch.maximum(new_peak, peak[: len(new_peak)], out=new_peak)
-        sums.mul_(own.sub_(new_peak.index_select(0, span.owner)).exp2_())
-        if span.order is not None:
-            sums = sums.index_select(0, span.order)
-        return new_peak, list(torch.split(sums, span.counts))
-
-
-def _select(pool: Tensor, selected: slice | Tensor) -> Tensor:
-    """Return runs of a layer's pool [runs, numbers] in float32."""
-    return (pool[selected] if isinstance(selected, slice) else pool.index_select(0, selected)).float()
-
-
-def _add(sums: Tensor, parts: list[Tensor]) -> None:
-    """Add each part to as many of the first `sums`, in order."""
-    for part in parts:
-        sums.narrow(0, 0, len(part)).add_(part)
+        keys, values = self._layers[layer]
+        torch.index_select(q, 0, tiles.queries, out=tiles.q.view(-1, self._head_size))
+        products.score(keys)
+        scores, weights = tiles.scores[: tiles.rows], tiles.weights[: tiles.rows]
+        by_head = scores.view(tiles.rows, -1, self._kv_heads, scores.shape[2])
+        torch.where(tiles.hidden(window), self._hide, by_head, out=by_head)
+        torch.softmax(scores, -1, out=weights)
+        products.sum(values)
+        first, *others = torch.split(tiles.sums, tiles.counts, 1)
+        for part in others:
+            first[: tiles.rows, : part.shape[1]] += part[: tiles.rows]
+        return tiles.sums.view(-1, self._head_size).index_select(0, tiles.answers)
