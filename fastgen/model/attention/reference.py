@@ -21,6 +21,7 @@ from collections.abc import Callable
 from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from fastgen.model.attention.interface import StepLayout
 from fastgen.model.kv_pool import KVPool
 
 KEY_BLOCK = 64
+KEY_STEP = 16
 TILE_ROWS = 48  # most query rows of a prefill tile
 SCORES = 2**20  # scores that are in memory at a time, about
 HIDDEN = torch.tensor(-math.inf)  # the score of a hidden key
@@ -61,8 +63,8 @@ class _Tiles:
     query rows of a head tile without a decode's padding. position: int64 [R or 1, n, 1, 1], of the query rows.
 
     counts: the number of head tiles that see each block. Pairs come block by block: owner, int64 [M], is the head tile
-    of each, pairs, int64 [M], owner * B + block, and runs, int64 [M, runs], the runs of keys that its block has in the
-    pool.
+    of each, pairs, int64 [M], owner * B + block, seen, int64 [M], the keys of the block up to the last one that the
+    tile sees, and runs, int64 [M, runs], the runs of keys that its block has in the pool.
 
     The rest is memory that other tiles use too. q: [N, R, D]; scores, weights: [R, N, B * KEY_BLOCK]; sums: [R, M, D],
     the products of weights and values.
@@ -76,6 +78,7 @@ class _Tiles:
     counts: list[int]
     owner: Indices
     pairs: Indices
+    seen: Indices
     runs: Indices
     q: Tensor
     scores: Tensor
@@ -93,18 +96,24 @@ class _Tiles:
 
 
 class _InPlace:
-    """The products of tiles by MKL, with blocks where they lie in a layer's pool [pages, K, P, D]."""
+    """The products of tiles by MKL, with blocks where they lie in a layer's pool [pages, K, P, D].
+
+    Of a block, only the first keys are read that a tile sees, a multiple of KEY_STEP.
+    """
 
     def __init__(self, tiles: _Tiles) -> None:
         rows, pairs, size = tiles.sums.shape
         count = tiles.scores[0].numel()
-        self._blocks = tiles.runs[:, 0] * (KEY_BLOCK * size * 4)  # bytes from the pool's begin
+        keys, place, groups = np.unique(-(-tiles.seen // KEY_STEP) * KEY_STEP, return_inverse=True, return_counts=True)
+        order = np.argsort(place, kind="stable")  # MKL wants products of a size together
+        self._blocks = tiles.runs[order, 0] * (KEY_BLOCK * size * 4)  # bytes from the pool's begin
         self._at = np.empty_like(self._blocks)
-        q = _addresses(tiles.q, tiles.owner * (rows * size))
-        scores, weights = (_addresses(x, tiles.pairs * KEY_BLOCK) for x in (tiles.scores, tiles.weights))
-        sums = _addresses(tiles.sums, np.arange(pairs) * size)
-        self._score = _batch(rows, KEY_BLOCK, size, (q, size), (self._at, size), (scores, count), transposed=True)
-        self._sum = _batch(rows, size, KEY_BLOCK, (weights, count), (self._at, size), (sums, pairs * size))
+        q = _addresses(tiles.q, tiles.owner[order] * (rows * size))
+        scores, weights = (_addresses(x, tiles.pairs[order] * KEY_BLOCK) for x in (tiles.scores, tiles.weights))
+        sums = _addresses(tiles.sums, order * size)
+        at, same = (self._at, size), np.ones_like(keys)
+        self._score = _batch(groups, rows * same, keys, size * same, (q, size), at, (scores, count), transposed=True)
+        self._sum = _batch(groups, rows * same, size * same, keys, (weights, count), at, (sums, pairs * size))
 
     def score(self, keys: Tensor) -> None:
         np.add(self._blocks, keys.data_ptr(), out=self._at)
@@ -121,9 +130,10 @@ def _addresses(x: Tensor, numbers: Indices) -> Indices:
 
 
 def _batch(
-    m: int,
-    n: int,
-    k: int,
+    groups: Indices,
+    m: Indices,
+    n: Indices,
+    k: Indices,
     a: tuple[Indices, int],
     b: tuple[Indices, int],
     c: tuple[Indices, int],
@@ -131,15 +141,23 @@ def _batch(
 ) -> Callable[[], object]:
     """Return the call that sets matrices c [m, n] to the products of a [m, k] and b, [k, n] or [n, k] if transposed.
 
-    a, b, c: the addresses of the matrices, read at each call, and the numbers from a row to the next.
+    groups: the number of products of each size m, n, k. a, b, c: the addresses of the matrices, read at each call, and
+    the numbers from a row to the next.
     """
     assert _MULTIPLY is not None
-    one, (a_at, a_row), (b_at, b_row), (c_at, c_row) = c_int * 1, a, b, c
-    flip = one(_TRANSPOSED if transposed else _PLAIN)
+    count = len(groups)
+
+    def same(kind: Any, value: float) -> Any:
+        return (kind * count)(*[value] * count)
+
+    sizes = (each.astype(np.int32).ctypes.data_as(c_void_p) for each in (m, n, k))
+    (a_at, a_row), (b_at, b_row), (c_at, c_row) = (
+        (at.ctypes.data_as(c_void_p), same(c_int, row)) for at, row in (a, b, c)
+    )
     return partial(
-        _MULTIPLY, _ROW_MAJOR, one(_PLAIN), flip, one(m), one(n), one(k), (c_float * 1)(1.0),
-        a_at.ctypes.data_as(c_void_p), one(a_row), b_at.ctypes.data_as(c_void_p), one(b_row), (c_float * 1)(0.0),
-        c_at.ctypes.data_as(c_void_p), one(c_row), 1, one(len(c_at)),
+        _MULTIPLY, _ROW_MAJOR, same(c_int, _PLAIN), same(c_int, _TRANSPOSED if transposed else _PLAIN), *sizes,
+        same(c_float, 1), a_at, a_row, b_at, b_row, same(c_float, 0), c_at, c_row, count,
+        groups.astype(np.int32).ctypes.data_as(c_void_p),
     )  # fmt: skip
 
 
@@ -273,6 +291,7 @@ class ReferenceAttention:
             counts=(seen.sum(0) * heads).tolist(),
             owner=owner,
             pairs=owner * blocks + np.repeat(block, heads),
+            seen=np.repeat(np.minimum(position[tile, -1] + 1 - block * KEY_BLOCK, KEY_BLOCK), heads),
             runs=runs.reshape(len(owner), -1),
             q=q, scores=scores, weights=weights, sums=sums,
         )  # fmt: skip
