@@ -19,7 +19,7 @@ from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, batch_sizes, prefi
 from fastgen.kernels.launch import current
 from fastgen.kernels.state import DecodeInput, advance
 from fastgen.model.attention import Attention, StepLayout
-from fastgen.model.host_tier import Arrivals, HostTier
+from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.sampler import LARGE, LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
 from fastgen.model.transformer import Ends, StepInput, Transformer
@@ -307,9 +307,9 @@ class Runner:
             lanes, slots, pages = upload(updates, self.device)
             self.page_table.index_put_((lanes, slots), pages.int())
 
-    def _move_pages(self, batch: Batch) -> Arrivals | None:
-        """Save, wipe and load pages. Loads are only started; the result lets layers wait for them."""
-        arrivals = None
+    def _move_pages(self, batch: Batch) -> dict[int, torch.cuda.Event]:
+        """Save, wipe and load pages. Loads are only started; see HostTier.load for the result."""
+        arrivals = {}
         if batch.saves:
             assert self.host is not None
             self.host.save(batch.saves)
@@ -346,7 +346,7 @@ class Runner:
         logits = self._logits[:count] if self.group.rank == 0 else None
         return Launched(batch, self._step.lanes[:count], self._step.kv_lens[:count], logits)
 
-    def _launch(self, batch: Batch, shared: bool, arrivals: Arrivals | None) -> Launched:
+    def _launch(self, batch: Batch, shared: bool, arrivals: dict[int, torch.cuda.Event]) -> Launched:
         """Launch any step kernel by kernel, or through the PrefillGraphs."""
         step, decodes = _Lengths.of(batch, self._kv_lens), len(batch.decodes)
         parts = [step] if self.group.exchange is None else step.parts(decodes)

@@ -8,11 +8,11 @@ Ordering of the streams:
 - A copy waits for no earlier step. No sequence of a step in flight holds a page that is evicted or newly allocated, and
   its contents were computed by steps that the host has collected.
 - The step and the loads of the same batch as a save may overwrite its pages, so they wait until the pages are in
-staging
-  memory.
-- The step of a load waits for each group of layers before it computes the first layer of the group. - A load waits for
-the save that filled its slot. A save waits for all loads before it, because it may reuse their slots. - After an
-exception in a step, steps in flight are not collected, so the device must be idle before pages are allocated
+  staging memory.
+- The step of a load waits for each group of layers before it computes the first layer of the group.
+- A load waits for the save that filled its slot. A save waits for all loads before it, because it may reuse their
+  slots.
+- After an exception in a step, steps in flight are not collected, so the device must be idle before pages are allocated
   again (`Runner.settle`).
 
 On the CPU the same code runs without streams.
@@ -35,19 +35,6 @@ from fastgen.model.kv_pool import KVPool
 STAGING_BYTES = 1 << 28
 STAGING_PAGES = 64  # at most
 GROUPS = 4  # of layers; more groups arrive earlier, and cost the host more time: one copy for each page and group
-
-
-@dataclass(frozen=True)
-class Arrivals:
-    """The loads of a step. events: by the first layer of each group; empty on the CPU, where loads are complete."""
-
-    events: dict[int, torch.cuda.Event]
-
-    def wait(self, layer: int) -> None:
-        """Make work launched from now on, on the current stream, wait until this layer's pages are in the pool."""
-        event = self.events.get(layer)
-        if event is not None:
-            event.wait()
 
 
 @dataclass(frozen=True)
@@ -132,8 +119,12 @@ class HostTier:
             self._gathered.wait()
             self._gathered.wait(self._in)
 
-    def load(self, pairs: Sequence[tuple[int, int]]) -> Arrivals:
-        """Copy slots to pages, pairs (slot, page). A layer may use the pages after it has waited for the Arrivals."""
+    def load(self, pairs: Sequence[tuple[int, int]]) -> dict[int, torch.cuda.Event]:
+        """Copy slots to pages, pairs (slot, page).
+
+        Returns events by the first layer of each group: before that layer is launched, the current stream must wait
+        for the event. On the CPU there are none, and the loads are complete.
+        """
         with on_stream(self._in):
             for saved in {self._saved.pop(slot) for slot, _ in pairs if slot in self._saved}:
                 saved.wait()
@@ -149,7 +140,7 @@ class HostTier:
                     group.arrived.record()
             if self._loaded is not None:
                 self._loaded.record()
-        return Arrivals({group.first: group.arrived for group in self._groups if group.arrived is not None})
+        return {group.first: group.arrived for group in self._groups if group.arrived is not None}
 
     def _event(self) -> torch.cuda.Event | None:
         """Return an event, None on the CPU. It is recorded anew in each step, after all waits for the last

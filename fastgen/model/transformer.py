@@ -10,8 +10,8 @@ head size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
 from fastgen.model.attention import Attention, StepLayout
 from fastgen.model.config import ModelConfig
-from fastgen.model.host_tier import Arrivals
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.rope import rope_tables
 from fastgen.model.weights import Shard
@@ -146,13 +145,13 @@ class StepInput:
     """The input of a step, or of one half of a step that is cut in two.
 
     token_ids: int64 [T]; mapping: their positions and slots; plan: of Attention.plan; ends: None if all rows are
-    wanted; arrivals: loads of pages that the step must wait for."""
+    wanted; arrivals: of HostTier.load, loads of pages that the step must wait for."""
 
     token_ids: Tensor
     mapping: SlotMapping
     plan: Any
     ends: Ends | None = None
-    arrivals: Arrivals | None = None
+    arrivals: Mapping[int, torch.cuda.Event] = field(default_factory=dict)
 
     @property
     def wanted(self) -> int:
@@ -161,8 +160,8 @@ class StepInput:
 
     def wait(self, number: int) -> None:
         """Make work launched from now on wait until the loaded pages of a layer are in the pool."""
-        if self.arrivals is not None:
-            self.arrivals.wait(number)
+        if number in self.arrivals:
+            self.arrivals[number].wait()
 
 
 @dataclass(eq=False)
@@ -242,29 +241,54 @@ class Transformer:
 
     def targets(self) -> dict[str, Shard]:
         """Return this rank's shard of each Hugging Face parameter, by name. Weights must not be packed."""
-        c, whole, rank = self.config, self._whole, self.group.rank
-        vocab = whole.vocab_size, rank * self._vocab
+        c, whole = self.config, self._whole
         found = {"model.norm.weight": Shard.whole(self.norm.weight)}
-        found["model.embed_tokens.weight"] = _rows(self.embedding, *vocab)
+        found["model.embed_tokens.weight"] = self._shard(self.embedding, whole.vocab_size)
         if not c.tied:
-            found["lm_head.weight"] = _rows(self.lm_head.weight, *vocab)
-        q, kv, inner = c.num_heads * c.head_size, c.num_kv_heads * c.head_size, c.intermediate_size
-        first_kv = rank * whole.num_kv_heads // self.group.size * c.head_size
-        heads = _Cut(q, whole.num_heads * c.head_size, rank * q)
-        kv_heads = _Cut(kv, whole.num_kv_heads * c.head_size, first_kv)
-        share = _Cut(inner, whole.intermediate_size, rank * inner)
+            found["lm_head.weight"] = self._shard(self.lm_head.weight, whole.vocab_size)
+        # By tensor: the rows or columns of this rank, and of all ranks.
+        heads = c.num_heads * c.head_size, whole.num_heads * c.head_size
+        kv_heads = c.num_kv_heads * c.head_size, whole.num_kv_heads * c.head_size
+        inner = c.intermediate_size, whole.intermediate_size
         for number, layer in enumerate(self.layers):
             at = f"model.layers.{number}."
             found[at + "input_layernorm.weight"] = Shard.whole(layer.input_norm.weight)
             found[at + "post_attention_layernorm.weight"] = Shard.whole(layer.post_norm.weight)
             qkv = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-            found |= _by_rows(layer.qkv, at + "self_attn.", qkv)
-            found |= _by_columns(layer.o, at + "self_attn.o_proj", heads, c.o_bias)
-            found |= _by_rows(layer.gate_up, at + "mlp.", {"gate_proj": share, "up_proj": share})
-            found |= _by_columns(layer.down, at + "mlp.down_proj", share, c.mlp_bias)
+            found |= self._by_rows(layer.qkv, at + "self_attn.", qkv)
+            found |= self._by_columns(layer.o, at + "self_attn.o_proj", heads[1], c.o_bias)
+            found |= self._by_rows(layer.gate_up, at + "mlp.", {"gate_proj": inner, "up_proj": inner})
+            found |= self._by_columns(layer.down, at + "mlp.down_proj", inner[1], c.mlp_bias)
             if layer.head_norm:
                 found[at + "self_attn.q_norm.weight"] = Shard.whole(layer.head_norm.q)
                 found[at + "self_attn.k_norm.weight"] = Shard.whole(layer.head_norm.k)
+        return found
+
+    def _shard(self, view: Tensor, whole: int, dim: int = 0) -> Shard:
+        """Return this rank's shard of a tensor with `whole` indices in dimension `dim`. The ranks hold equal parts in
+        order; if there are fewer parts than ranks, successive ranks hold the same part."""
+        size = view.shape[dim]
+        start = self.group.rank * (whole // size) // self.group.size * size
+        return Shard(view, (*view.shape[:dim], whole, *view.shape[dim + 1 :]), dim, start)
+
+    def _by_rows(self, linear: Linear, prefix: str, parts: dict[str, tuple[int, int]]) -> dict[str, Shard]:
+        """Return the shards of which a fused linear layer consists, by name. parts: the rows of each, of this rank and
+        of all ranks."""
+        sizes = [own for own, _ in parts.values()]
+        found = {}
+        for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
+            if fused is not None:
+                for (name, (_, whole)), view in zip(parts.items(), torch.split(fused, sizes), strict=True):
+                    found[f"{prefix}{name}.{kind}"] = self._shard(view, whole)
+        return found
+
+    def _by_columns(self, linear: Linear, name: str, whole: int, bias: bool) -> dict[str, Shard]:
+        """Return the shards of a linear layer whose `whole` columns are split. The first rank has all of a bias, others
+        none."""
+        found = {name + ".weight": self._shard(linear.weight, whole, 1)}
+        if bias:
+            view = linear.weight.new_empty(0) if linear.bias is None else linear.bias
+            found[name + ".bias"] = Shard(view, linear.weight.shape[:1])
         return found
 
     def pack(self) -> None:
@@ -422,37 +446,3 @@ class Transformer:
 def checkpoint_shards(config: ModelConfig) -> dict[str, Shard]:
     """Return the whole tensors of a checkpoint by Hugging Face name, as shards without memory."""
     return Transformer(config, torch.float32, torch.device("meta"), context=1).targets()
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A range of a dimension of size `whole`: `size` indices from `start` on."""
-
-    size: int
-    whole: int
-    start: int
-
-
-def _rows(view: Tensor, whole: int, start: int) -> Shard:
-    return Shard(view, (whole, *view.shape[1:]), 0, start)
-
-
-def _by_rows(linear: Linear, prefix: str, cuts: dict[str, _Cut]) -> dict[str, Shard]:
-    """Return the shards of which a fused linear layer consists, by name."""
-    sizes = [cut.size for cut in cuts.values()]
-    found = {}
-    for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
-        if fused is not None:
-            for (name, cut), view in zip(cuts.items(), torch.split(fused, sizes), strict=True):
-                found[f"{prefix}{name}.{kind}"] = _rows(view, cut.whole, cut.start)
-    return found
-
-
-def _by_columns(linear: Linear, name: str, cut: _Cut, bias: bool) -> dict[str, Shard]:
-    """Return the shards of a linear layer that is split by columns. The first rank has all of a bias, others none."""
-    outputs = linear.weight.shape[0]
-    found = {name + ".weight": Shard(linear.weight, (outputs, cut.whole), 1, cut.start)}
-    if bias:
-        view = linear.weight.new_empty(0) if linear.bias is None else linear.bias
-        found[name + ".bias"] = Shard(view, (outputs,))
-    return found

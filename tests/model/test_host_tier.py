@@ -91,9 +91,7 @@ def test_random_traffic_is_what_plain_copies_make_of_it(layers: int, staging: in
         pages[1][:, overwritten] = 0
         count = draw.randint(1, len(slots))
         loads = list(zip(draw.sample(sorted(slots), count), draw.sample(range(20), count), strict=True))
-        arrivals = tier.load(loads)
-        for layer in range(layers):
-            arrivals.wait(layer)
+        assert not tier.load(loads)  # they are complete
         for slot, page in loads:
             pages[:, :, page] = slots[slot]
         assert torch.equal(pool.whole, pages)
@@ -143,26 +141,31 @@ def test_what_comes_back_from_the_host_is_gone_on_with(family: Path, staging: in
 
 
 class Late:
-    """Loads that arrive layer by layer, when they are waited for."""
+    """A layer's loads, which arrive when they are waited for."""
 
-    def __init__(self, tier: HostTier, pool: KVPool, pairs: list[tuple[int, int]]) -> None:
-        self.tier, self.pool, self.pairs = tier, pool, pairs
-        self.waited: list[int] = []
+    def __init__(self, tier: HostTier, pool: KVPool, pairs: list[tuple[int, int]], layer: int) -> None:
+        self.tier, self.pool, self.pairs, self.layer = tier, pool, pairs, layer
+        self.waits = 0
 
-    def wait(self, layer: int) -> None:
-        self.waited.append(layer)
+    def wait(self) -> None:
+        self.waits += 1
         for slot, page in self.pairs:
-            self.pool.whole[:, layer, page] = self.tier.slots[slot, layer]
+            self.pool.whole[:, self.layer, page] = self.tier.slots[slot, self.layer]
 
 
 def test_each_layer_waits_for_its_own_pages(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt, late = random_ids(75), []
+    prompt, late = random_ids(75), dict[int, Late]()
     runner = make_runner(llama, max_model_len=200)
     expected = continued(runner, prompt, 5, moved=False)
     runner.host = tier = HostTier(runner.pool, 8)
-    monkeypatch.setattr(tier, "load", lambda pairs: late.append(Late(tier, runner.pool, pairs)) or late[0])
+
+    def load(pairs: list[tuple[int, int]]) -> dict[int, Late]:
+        late.update({layer: Late(tier, runner.pool, pairs, layer) for layer in range(3)})
+        return late
+
+    monkeypatch.setattr(tier, "load", load)
     assert continued(runner, prompt, 5, moved=True) == expected
-    assert late[0].waited == [0, 1, 2]
+    assert [each.waits for each in late.values()] == [1, 1, 1]
 
 
 def test_a_page_may_be_saved_given_out_and_loaded_elsewhere_in_one_step(llama: Path) -> None:
