@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -17,22 +18,32 @@ USUAL_CHARS = 8  # most tokens have at most so many characters
 CLEARLY_MORE = 1000  # tokens; cutting a text changes far fewer
 BROKEN = "\ufffd"
 
+# The class that AutoTokenizer takes for a model_type and a tokenizer_class. To import AutoTokenizer takes seconds more:
+# it imports all families of models, and in some versions of transformers torch's compiler.
+DIRECT = {
+    ("llama", "PreTrainedTokenizerFast"): "PreTrainedTokenizerFast",
+    ("llama", "TokenizersBackend"): "PreTrainedTokenizerFast",
+    ("qwen2", "Qwen2Tokenizer"): "Qwen2TokenizerFast",
+    ("qwen3", "Qwen2Tokenizer"): "Qwen2TokenizerFast",
+}
+
+# Held while transformers is imported. It replaces its own module then, and a thread that waits would get the old one.
+_importing = threading.Lock()
+
 
 class Tokenizer:
     """A Hugging Face tokenizer, as far as generation needs it. Raises ValueError for files that can not be read."""
 
     def __init__(self, folder: Path) -> None:
-        # transformers is slow to import, and a model without a tokenizer does not need it.
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
+        plain = import_transformers()
         try:
-            self.hf: Any = AutoTokenizer.from_pretrained(folder, config=_light_config(folder))
+            self.hf: Any = _class_of(folder).from_pretrained(folder)
         except Exception as error:  # transformers and tokenizers raise errors of many kinds, and bare ones
             raise ValueError(
                 f"the tokenizer in {folder} can not be read ({type(error).__name__}: {error}); fetch its files again, "
                 "or give another one"
             ) from error
-        kind, plain = type(self.hf), PreTrainedTokenizerFast
+        kind = type(self.hf)
         # If the class does not override decode, its backend gives the same text in a fifth of the time; text is decoded
         # at each token.
         self._backend: Any = None
@@ -93,21 +104,26 @@ class Tokenizer:
         return str(self.hf.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
 
-def _light_config(folder: Path) -> Any:
-    """Return the model config that AutoTokenizer needs, or None if it must read the config itself. That takes 2 s, as
-    it imports the validation of configs, and with it torch's compiler."""
-    from transformers import PretrainedConfig
+def import_transformers() -> Any:
+    """Import the part of transformers that tokenizers need, in a second or more, and return their base class."""
+    with _importing:
+        from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast
+
+
+def _class_of(folder: Path) -> Any:
+    """Return the class of transformers that reads the tokenizer of a folder."""
+    import transformers
 
     try:
         tokenizer = json.loads((folder / "tokenizer_config.json").read_bytes())
         model = json.loads((folder / "config.json").read_bytes())
     except FileNotFoundError:
-        return None
-    if "tokenizer_class" not in tokenizer or "auto_map" in tokenizer:
-        return None
-    fields: dict[str, Any] = {name: model[name] for name in ("model_type", "model_name") if name in model}
-    fields["name_or_path"] = str(folder)
-    return PretrainedConfig(**fields)
+        return transformers.AutoTokenizer
+    names = (model.get("model_type"), tokenizer.get("tokenizer_class"))
+    name = "AutoTokenizer" if "auto_map" in tokenizer else DIRECT.get(names, "AutoTokenizer")
+    return getattr(transformers, name)
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import fastgen
-from fastgen.cli import chat
+from fastgen.cli import chat, command
 from fastgen.request import Completion, Event, RequestOutput, SamplingParams
 
 
@@ -82,4 +82,5 @@ class FakeGenerator:
 
 if __name__ == "__main__":
     fastgen.Generator = FakeGenerator
+    command.import_transformers = lambda: None
     sys.exit(chat.main())

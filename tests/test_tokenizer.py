@@ -6,6 +6,8 @@ import itertools
 import json
 import logging
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +249,10 @@ def test_a_tokenizer_without_chat_template_takes_no_messages(talker: Path) -> No
         encode_prompt([{"role": "user", "content": "hello"}], tokenizer)
 
 
-@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer", None])
-@pytest.mark.parametrize("model", ["llama", "mistral", "qwen3", None])
+@pytest.mark.parametrize(
+    "named", ["PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "Qwen2Tokenizer", None]
+)
+@pytest.mark.parametrize("model", ["llama", "mistral", "qwen2", "qwen3", None])
 def test_a_tokenizer_is_the_one_that_transformers_makes(
     named: str | None, model: str | None, talker: Path, tmp_path: Path
 ) -> None:
@@ -259,5 +263,24 @@ def test_a_tokenizer_is_the_one_that_transformers_makes(
     shutil.copy(talker / "tokenizer.json", tmp_path)
     ours, theirs = Tokenizer(tmp_path).hf, AutoTokenizer.from_pretrained(tmp_path)
     assert type(ours) is type(theirs)
+    assert ours.init_kwargs == theirs.init_kwargs
+    for field in ("chat_template", "special_tokens_map", "added_tokens_decoder", "name_or_path"):
+        assert getattr(ours, field) == getattr(theirs, field)
     for text in TEXTS:
         assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+
+
+def test_the_usual_tokenizers_import_little_and_in_any_thread(talker: Path) -> None:
+    program = f"""
+import sys, threading
+from pathlib import Path
+from fastgen.tokenizer import Tokenizer, import_transformers
+
+beside = threading.Thread(target=import_transformers)
+beside.start()
+assert Tokenizer(Path({str(talker)!r})).encode("hello")
+beside.join()
+assert "transformers" in sys.modules
+assert "transformers.models.auto.tokenization_auto" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from fastgen import __version__
 from fastgen.cli.chat_backends import Backend, LocalBackend, RefusedError, Reply, ServerBackend
-from fastgen.cli.command import exiting_on_ctrl_c, one_line, run_tool
+from fastgen.cli.command import loading_model, one_line, run_tool
 from fastgen.cli.options import MODEL, SAMPLING, add_flag, flag, variable
 from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.request import SamplingParams
@@ -304,7 +304,7 @@ def _chat(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
 
 
 def _load_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
-    with exiting_on_ctrl_c():
+    with loading_model():
         from fastgen import Generator  # importing torch takes seconds
         from fastgen.model.config import sampling_defaults
 

@@ -6,11 +6,14 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
 from typing import Any
+
+from fastgen.tokenizer import import_transformers
 
 
 def needed(module: str, extra: str, what: str) -> Any:
@@ -47,10 +50,11 @@ def one_line(error: object) -> str:
 
 
 @contextmanager
-def exiting_on_ctrl_c() -> Iterator[None]:
-    """End the process at a Ctrl-C within, where a model loads and there is nothing to keep.
+def loading_model() -> Iterator[None]:
+    """Import transformers in a thread while the block imports torch and loads a model. Ctrl-C ends the process.
 
-    A KeyboardInterrupt may be lost in some __del__ of an import, or wait for the threads of a download.
+    Both imports read thousands of files, and wait for the disk. A KeyboardInterrupt may be lost in some __del__ of an
+    import, or wait for the threads of a download, and there is nothing to keep.
     """
 
     def leave(signum: int, frame: FrameType | None) -> None:
@@ -59,6 +63,7 @@ def exiting_on_ctrl_c() -> Iterator[None]:
 
     before = signal.signal(signal.SIGINT, leave)
     try:
+        threading.Thread(target=import_transformers).start()
         yield
     finally:
         signal.signal(signal.SIGINT, before)

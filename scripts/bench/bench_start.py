@@ -2,9 +2,10 @@
 word.
 
 First with an empty folder for Triton's cache ("cold"), then with what was left there ("warm"). `marks` are seconds
-since the process was started; `parts` are seconds that its parts took: loading the weights, compiling kernels, running
-the largest steps, capturing graphs. `kernels` says of each kernel how long it took, how much of that in Python, and
-whether it was compiled ahead, by one of several threads, or late, at its first launch.
+since the process was started; a thread of its own reads the tokenizer, until the mark `tokenizer`. `parts` are seconds
+that parts of the start took: finding the device, loading the weights, compiling kernels, running the largest steps,
+capturing graphs. `kernels` says of each kernel how long it took, how much of that in Python, and whether it was
+compiled ahead, by one of several threads, or late, at its first launch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import bench_parts
 MEASURED = """
 import json, sys, threading, time
 marks, parts, kernels, within = {"interpreter": time.time()}, {}, [], []
+import fastgen
 
 
 def measure(owner, name, part):
@@ -52,22 +54,41 @@ def note(*, src, metadata, metadata_group, times, cache_hit):
     kernels.append({**known, "late": late, "cached": cache_hit})
 
 
-from fastgen.engine import startup
-from fastgen import Generator, SamplingParams
-from fastgen.cli import chat
-from fastgen.cli.chat_backends import LocalBackend
-from fastgen.kernels.launch import triton
-from fastgen.engine.runner import Runner
+def resolve(name, resolve=fastgen.__getattr__):
+    found = resolve(name)
+    if name == "Generator" and "imported" not in marks:
+        marks["imported"] = time.time()
+        instrument()
+    return found
 
-marks["imported"] = time.time()
-for name, part in (("_build_model", "weights"), ("_compile", "compile"), ("_run_largest_steps", "largest_steps")):
-    measure(startup, name, part)
-measure(Runner, "capture", "graphs")
-if triton is not None:
-    triton.knobs.compilation.listener = note
+
+def instrument():
+    from fastgen import generator
+    from fastgen.engine import startup
+    from fastgen.engine.runner import Runner
+    from fastgen.kernels.launch import triton
+    from fastgen.ranks import start
+
+    def find_tokenizer(*arguments, find=generator._find_tokenizer):
+        found = find(*arguments)
+        marks["tokenizer"] = time.time()
+        return found
+
+    generator._find_tokenizer = find_tokenizer
+    measure(start, "find_device", "device")
+    for name, part in (("_build_model", "weights"), ("_compile", "compile"), ("_run_largest_steps", "largest_steps")):
+        measure(startup, name, part)
+    measure(Runner, "capture", "graphs")
+    if triton is not None:
+        triton.knobs.compilation.listener = note
+
+
+fastgen.__getattr__ = resolve
 """
 
 FIRST_TOKEN = """
+from fastgen import Generator, SamplingParams
+
 generator = Generator(sys.argv[1], **json.loads(sys.argv[2]))
 marks["generator"] = time.time()
 outputs = generator.generate([list(range(3, 131))], SamplingParams(max_tokens=1, ignore_eos=True))
@@ -76,6 +97,10 @@ marks["first_token"] = time.time()
 """
 
 FIRST_WORD = """
+from fastgen.cli import chat
+from fastgen.cli.chat_backends import LocalBackend
+
+
 def check(self, messages, check=LocalBackend.check):
     marks["generator"] = time.time()
     check(self, messages)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from fastgen import __version__
-from fastgen.cli.command import exiting_on_ctrl_c, needed, run_tool
+from fastgen.cli.command import loading_model, needed, run_tool
 from fastgen.cli.gen.outputs import Lines, Output, Parts, begin, parquet_schema
 from fastgen.cli.gen.rows import PARQUET, SUFFIXES, Source, read_rows
 from fastgen.cli.gen.work import (
@@ -170,7 +170,7 @@ def _working(args: argparse.Namespace, source: Source, done: Sequence[int], seed
         backend = needed("fastgen.cli.gen.ray_backend", "ray", "actors of Ray")
         yield backend.work_on_ray(args, make, rows, source.total - sum(done))
         return
-    with exiting_on_ctrl_c():
+    with loading_model():
         gen, ask = make()
     with gen:
         yield work(ask, rows, gen.stream)
