@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -313,10 +314,7 @@ class Generator:
         midway, generating raises RuntimeError until an update that is not partial is complete.
         """
         update = Update(named, checkpoint_shards(self.model_config), partial, self._interrupt.reading)
-
-        def change() -> int:
-            return self._update_weights(update, version, in_flight)
-
+        change = functools.partial(self._update_weights, update, version, in_flight)
         with self._interrupt:
             following: int = change() if self._team is None else self._team.call("update_weights", change, update)
             self._weights.version = following  # of ranks above 0, too

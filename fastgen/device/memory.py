@@ -12,12 +12,12 @@ import math
 import mmap
 import weakref
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastgen.device import cuda_driver
 from fastgen.device.pinned import Pinned
 from fastgen.kernels.launch import current
 
@@ -159,39 +159,26 @@ ON_DEVICE = 1  # CU_MEM_ALLOCATION_TYPE_PINNED and CU_MEM_LOCATION_TYPE_DEVICE
 READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
-_ADDRESS, _HANDLE, _SIZE, _FLAGS = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint64
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
-_FUNCTIONS: dict[str, list[Any]] = {
-    "cuMemGetAllocationGranularity": [_POINTER, _POINTER, _INT],
-    "cuMemAddressReserve": [_POINTER, _SIZE, _SIZE, _ADDRESS, _FLAGS],
-    "cuMemAddressFree": [_ADDRESS, _SIZE],
-    "cuMemCreate": [_POINTER, _SIZE, _POINTER, _FLAGS],
-    "cuMemMap": [_ADDRESS, _SIZE, _SIZE, _HANDLE, _FLAGS],
-    "cuMemSetAccess": [_ADDRESS, _SIZE, _POINTER, _SIZE],
-    "cuMemUnmap": [_ADDRESS, _SIZE],
-    "cuMemRelease": [_HANDLE],
-}
-
 
 class _Location(ctypes.Structure):
     """CUmemLocation"""
 
-    _fields_ = [("type", _INT), ("id", _INT)]
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
 
 
 class _Allocation(ctypes.Structure):
     """CUmemAllocationProp"""
 
     _fields_ = [
-        ("type", _INT), ("handle_types", _INT), ("location", _Location), ("win32_metadata", _POINTER),
-        ("flags", ctypes.c_uint8 * 8),
+        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location),
+        ("win32_metadata", ctypes.c_void_p), ("flags", ctypes.c_uint8 * 8),
     ]  # fmt: skip
 
 
 class _Access(ctypes.Structure):
     """CUmemAccessDesc"""
 
-    _fields_ = [("location", _Location), ("flags", _INT)]
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
 class _Mapped:
@@ -203,10 +190,7 @@ class _Mapped:
 
 
 class CudaDriver:
-    """Addresses and physical memory of a GPU. Sizes and addresses are multiples of `granularity`.
-
-    https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
-    """
+    """Addresses and physical memory of a GPU. Sizes and addresses are multiples of `granularity`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -230,18 +214,19 @@ class CudaDriver:
     def map(self, address: int, size: int) -> None:
         """Take physical memory and map it. Raises torch.OutOfMemoryError if there is too little."""
         handle = ctypes.c_uint64()
-        create = "cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._allocation), 0
-        status = self._status(*create)
-        if status == OUT_OF_MEMORY:
-            release_memory(str(self._device))
-            status = self._status(*create)
+        create = ctypes.byref(handle), size, ctypes.byref(self._allocation), 0
+        with current(self._device):
+            status = cuda_driver.library().cuMemCreate(*create)
+            if status == OUT_OF_MEMORY:
+                release_memory(str(self._device))
+                status = cuda_driver.library().cuMemCreate(*create)
         if status == OUT_OF_MEMORY:
             free = device_memory(str(self._device))
             raise torch.OutOfMemoryError(
                 f"{size / 1e9:.2f} GB of {self._device} are needed, and {free / 1e9:.2f} are free; free as much, and "
                 "call torch.cuda.empty_cache() where it was torch's"
             )
-        _check("cuMemCreate", status)
+        cuda_driver.check("cuMemCreate", status)
         try:
             self._call("cuMemMap", address, size, 0, handle, 0)
         finally:
@@ -261,24 +246,6 @@ class CudaDriver:
         """Return mapped memory as uint8 [size]. The tensor keeps `owner` alive."""
         return torch.as_tensor(_Mapped(address, size, owner), device=self._device)
 
-    def _status(self, name: str, *arguments: Any) -> int:
-        with current(self._device):
-            status: int = getattr(_driver(), name)(*arguments)
-        return status
-
     def _call(self, name: str, *arguments: Any) -> None:
-        _check(name, self._status(name, *arguments))
-
-
-def _check(name: str, status: int) -> None:
-    if status:
-        raise RuntimeError(f"the GPU's driver refuses {name} (CUDA error {status})")
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    """Load the driver's library, with the types of its functions."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    for name, arguments in _FUNCTIONS.items():
-        getattr(driver, name).argtypes = arguments
-    return driver
+        with current(self._device):
+            cuda_driver.call(name, *arguments)

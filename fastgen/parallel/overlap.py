@@ -33,16 +33,15 @@ each wait comes after the write that it waits for. This holds even where the GPU
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastgen.device import cuda_driver
 from fastgen.kernels.norm import RMSNorm, sum_norm
 from fastgen.parallel.errors import DepartedError
 
@@ -208,7 +207,6 @@ class SideStream:
         # High priority: else its few kernels would wait until the products of the other half leave room.
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._handle = self._stream.cuda_stream
-        self._driver = _driver()
 
     def begin(self) -> None:
         """Let all later operations wait for what the current stream holds now."""
@@ -216,15 +214,15 @@ class SideStream:
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Copy `size` bytes."""
-        _check(self._driver.cuMemcpyAsync(target, source, size, self._handle))
+        cuda_driver.call("cuMemcpyAsync", target, source, size, self._handle)
 
     def write(self, address: int, value: int) -> None:
         """Set a flag, after all copies so far."""
-        _check(self._driver.cuStreamWriteValue32_v2(self._handle, address, value, 0))
+        cuda_driver.call("cuStreamWriteValue32_v2", self._handle, address, value, 0)
 
     def wait(self, address: int, value: int) -> None:
         """Wait until a flag is `value`, or is beyond it by less than 2 ** 31."""
-        _check(self._driver.cuStreamWaitValue32_v2(self._handle, address, value, 0))
+        cuda_driver.call("cuStreamWaitValue32_v2", self._handle, address, value, 0)
 
     def launch(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function whose launches go to this stream."""
@@ -240,20 +238,3 @@ class SideStream:
         """Return whether all operations are done."""
         idle: bool = self._stream.query()
         return idle
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    """Return the CUDA driver, with the types of the functions that are called. With flags of 0, a write comes after a
-    memory barrier, and a wait ends at the value or a later one, in the order of numbers that wrap around."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    stream, address, value, flags = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
-    driver.cuMemcpyAsync.argtypes = [address, address, ctypes.c_size_t, stream]
-    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
-        getattr(driver, name).argtypes = [stream, address, value, flags]
-    return driver
-
-
-def _check(status: int) -> None:
-    if status:
-        raise RuntimeError(f"the GPU's driver can not copy between ranks (CUDA error {status})")

@@ -12,7 +12,7 @@ import torch
 from fake_driver import MB, FakeDriver
 from torch import Tensor
 
-from fastgen.device import memory
+from fastgen.device import cuda_driver, memory
 from fastgen.device.memory import CudaDriver, DeviceMemory, memory_on
 
 CPU = torch.device("cpu")
@@ -134,7 +134,7 @@ class FakeLibrary:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     made = FakeLibrary()
-    monkeypatch.setattr(memory, "_driver", lambda: made)
+    monkeypatch.setattr(cuda_driver, "library", lambda: made)
     monkeypatch.setattr(memory, "release_memory", lambda device: made.calls.append(("release", [device])))
     for name, result in {"mem_get_info": (5 * MB, 7 * MB), "current_device": 3, "synchronize": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
