@@ -330,7 +330,7 @@ class Generator:
         """Give device memory back to the driver, between two uses; return the number of bytes that this freed.
 
         tags: "weights", "kv_cache" or both. Addresses stay valid, and so do CUDA graphs; memory that torch caches is
-            given back too. With "kv_cache" the prefix cache is emptied, except for the pages in the host tier.
+            given back too. With "kv_cache" the prefix cache and the host tier are emptied.
         keep_weights: True: `wake` restores the weights from pinned copies on the host, which are allocated at the first
             call and kept for the next. False: the weights are dropped, and after `wake` nothing can be generated until
             `update_weights` was called with all of them.
@@ -370,7 +370,7 @@ class Generator:
             return
         self._runner.wake(sorted(wanted))
         if "kv_cache" in wanted:
-            self._scheduler.pages.drop_device_pages()
+            self._scheduler.drop_prefixes()
         state.asleep -= wanted
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 BACKUPS = 16  # most pages that a step saves ahead; their transfer takes half of the shortest steps' time
@@ -86,7 +86,6 @@ class PageAllocator:
         self._fresh: dict[int, None] = {}
         self._saves: dict[int, int] = {}  # slot -> page
         self._loads: dict[int, int] = {}  # slot -> page
-        self._forgotten: list[int] = []  # slots of `_loads` whose nodes were dropped
         self._copies: list[tuple[int, int]] = []
 
     @property
@@ -116,7 +115,9 @@ class PageAllocator:
     def adopt(self, pages: list[int], nodes: list[Node]) -> None:
         """Fill an empty page table with the pages of a match, and load those on the host. The pages for them must be
         available."""
-        for node in nodes:  # reference all pages before a load, which may evict idle ones
+        for node in reversed(nodes):  # reference all pages and keep all slots before a load, which may evict idle pages
+            if node.slot >= 0:
+                self._host.move_to_end(node)
             if node.page < 0:
                 self._loads[node.slot] = -1
             else:
@@ -125,11 +126,9 @@ class PageAllocator:
                 self._refs[node.page] += 1
         for node in nodes:
             if node.page < 0:
-                self._load(node)
+                node.page = self._loads[node.slot] = self._allocate()
+                self._nodes[node.page] = node
             pages.append(node.page)
-        for node in reversed(nodes):
-            if node.slot >= 0:
-                self._host.move_to_end(node)
         self.references += len(nodes)
 
     def fork(self, pages: list[int], source: list[int], copy: bool) -> None:
@@ -190,38 +189,24 @@ class PageAllocator:
     def index(self, tip: Node | None, pages: list[int], tokens: list[int], stop: int) -> Node | None:
         """Index the pages of a table behind `tip`, its last indexed page or the root, up to page number `stop`.
 
-        Return the new tip. If the tokens of a page are indexed already with another page, that page is replaced if it
-        is idle; if a sequence holds it, indexing ends: the result is None, which is also the result for a tip of None.
+        Return the new tip. If the tokens of a page are indexed already with another page, indexing ends: the result is
+        None, which is also the result for a tip of None.
         """
         size = self.page_size
         while tip is not None and tip.depth < stop:
             at = tip.depth
             key = tuple(tokens[at * size : (at + 1) * size])
-            node = Node(tip, key, pages[at])
-            if key in tip.children and not self._replace(tip.children[key], node):
+            if key in tip.children:
                 return None
+            node = Node(tip, key, pages[at])
             self._nodes[node.page] = tip.children[key] = node
             tip = node
         return tip
 
-    def _replace(self, old: Node, new: Node) -> bool:
-        """Free the page and the slot of a node, and give its children to a new one. Return False if a sequence holds
-        its page."""
-        if old.page >= 0:
-            if self._refs[old.page]:
-                return False
-            self._take_from_idle(old)
-            self._nodes[old.page] = None
-            heapq.heappush(self._free, old.page)
-        if old.slot >= 0:
-            self._free_slots.append(self._lose_slot(old))
-        new.children = old.children
-        for child in new.children.values():
-            child.parent = new
-        return True
-
     def drop_index(self) -> None:
-        """Empty the prefix cache and the host tier. Sequences keep their pages, which are not indexed."""
+        """Empty the prefix cache and the host tier, between two steps. Sequences keep their pages, which are not
+        indexed."""
+        assert not self._loads
         self.root = Node()
         for node in self._idle:
             heapq.heappush(self._free, node.page)
@@ -230,28 +215,7 @@ class PageAllocator:
         self._host.clear()
         self._nodes = [None] * self.num_pages
         self._saves.clear()
-        self._free_slots = [slot for slot in range(self.host_pages)[::-1] if slot not in self._loads]
-        self._forgotten = list(self._loads)
-
-    def drop_device_pages(self) -> None:
-        """Drop the contents of all pages on the device, and keep those of the host tier. No sequence may hold pages,
-        and no step may be in flight."""
-        assert not self.references
-        assert not self._loads
-        for node in [*self._walk()]:
-            if node.slot < 0 or node.slot in self._saves:
-                self._unlink(node)  # and its descendants, which could not match without it
-            node.page = -1
-        left = set(self._walk())
-        order = [*(node for node in self._host if node not in self._idle), *self._idle]  # as after evicting all
-        self._host = OrderedDict((node, None) for node in order if node in left)
-        used = {node.slot for node in self._host}
-        self._free_slots = [slot for slot in range(self.host_pages)[::-1] if slot not in used]
-        self._idle.clear()
-        self._clean = 0
-        self._nodes = [None] * self.num_pages
-        self._free = list(range(self.num_pages))
-        self._saves.clear()
+        self._free_slots = list(range(self.host_pages))[::-1]
 
     def _evict(self) -> int:
         """Return the page of the least recently used idle node, and save its KV to the host tier if possible."""
@@ -297,36 +261,23 @@ class PageAllocator:
         none."""
         if self._free_slots:
             return self._free_slots.pop()
-        for _ in range(len(self._host)):
-            node = next(iter(self._host))
-            if node.slot in self._loads:
-                self._host.move_to_end(node)
-                continue
-            if node.page < 0:
-                assert not node.children, "children are evicted first"
-                self._unlink(node)
-            return self._lose_slot(node)
-        return -1
-
-    def _lose_slot(self, node: Node) -> int:
+        node = next((node for node in self._host if node.slot not in self._loads), None)
+        if node is None:
+            return -1
+        if node.page < 0:
+            assert not node.children, "children are evicted first"
+            self._unlink(node)
         slot, node.slot = node.slot, -1
         del self._host[node]
         self._saves.pop(slot, None)
         self._clean -= node in self._idle
         return slot
 
-    def _load(self, node: Node) -> None:
-        page = self._allocate()
-        self._loads[node.slot] = page
-        node.page = page
-        self._nodes[page] = node
-
     @staticmethod
     def _unlink(node: Node) -> None:
-        """Take a node, and with it its descendants, out of the tree."""
+        """Take a node without children out of the tree."""
         assert node.parent is not None, "the root stays"
-        if node.parent.children.get(node.tokens) is node:
-            del node.parent.children[node.tokens]
+        del node.parent.children[node.tokens]
 
     # ------------------------------------------------------------------------------------------ once a step
 
@@ -342,18 +293,8 @@ class PageAllocator:
         self._fresh.clear()
         self._saves.clear()
         self._loads.clear()
-        self._free_slots += self._forgotten
-        self._forgotten.clear()
         self._copies.clear()
         return changes
-
-    def _walk(self) -> Iterator[Node]:
-        """Yield all nodes, parents before their children."""
-        stack = [*self.root.children.values()]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
 
     # ------------------------------------------------------------------------------------------ check
 
@@ -373,7 +314,9 @@ class PageAllocator:
         self._check_changes(held)
 
     def _check_tree(self, tables: list[list[int]]) -> None:
-        nodes = [*self._walk()]
+        nodes = [*self.root.children.values()]
+        for node in nodes:
+            nodes += node.children.values()
         assert {node.page: node for node in nodes if node.page >= 0} == {
             page: node for page, node in enumerate(self._nodes) if node is not None
         }
@@ -399,9 +342,9 @@ class PageAllocator:
 
     def _check_changes(self, held: Counter[int]) -> None:
         saved = [node.slot for node in self._host]
-        slots = [*self._free_slots, *self._forgotten, *saved]
+        slots = [*self._free_slots, *saved]
         assert sorted(slots) == list(range(self.host_pages)), "a slot is lost, doubled or made up"
-        assert {*self._saves, *self._loads} <= {*self._forgotten, *saved}
+        assert {*self._saves, *self._loads} <= {*saved}
         targets = [*self._fresh, *self._loads.values(), *(page for _, page in self._copies)]
         assert len(set(targets)) == len(targets)
         assert all(held[page] for page in (*targets, *(source for source, _ in self._copies)))

@@ -158,18 +158,10 @@ def run_pool(seed: int) -> Counter[str]:
             if rng.random() < 0.5:
                 pool.release(source)
             pool.seen["forks"] += 1
-        elif kind < 0.97:
+        elif kind >= 0.98:
             pool.allocator.drop_index()
             assert not pool.cached(tokens)
             pool.allocator.check(pool.tables)
-        else:
-            for table in list(pool.tables):
-                pool.release(table)
-            pool.memory.clear()
-            pool.allocator.drop_device_pages()
-            pool.allocator.check([])
-            assert pool.allocator.available == pool.allocator.num_pages
-            pool.seen["kept on the host"] += pool.cached(tokens)
     for table in list(pool.tables):
         pool.release(table)
     assert pool.allocator.available == pool.allocator.num_pages
@@ -184,7 +176,6 @@ def test_what_matches_is_what_was_computed_after_any_operations() -> None:
         except AssertionError as error:
             raise AssertionError(f"run_pool({seed}): {error}") from error
     assert min(seen[name] for name in ("matched", "saves", "loads", "copies", "forks")) > 100, seen
-    assert seen["kept on the host"] > 10
 
 
 def test_a_match_is_the_longest_cached_prefix_of_full_pages_within_the_limit() -> None:
@@ -196,19 +187,6 @@ def test_a_match_is_the_longest_cached_prefix_of_full_pages_within_the_limit() -
     assert pool.cached([*tokens[:6], 0, 0, 0]) == 2
     assert pool.cached([0, *tokens[1:]]) == 0
     assert pool.cached(tokens[3:]) == 0
-
-
-def test_a_save_that_no_step_has_made_is_lost_with_the_pool() -> None:
-    pool = Pool(2, 1, host_pages=4)
-    pool.release(pool.take([1, 2]))
-    table: list[int] = []
-    assert pool.allocator.grow(table, 1)
-    assert pool.allocator._saves
-    pool.allocator.release(table)
-    pool.allocator.drop_device_pages()
-    pool.allocator.check([])
-    assert not pool.cached([1, 2])
-    assert not pool.step().saves
 
 
 class Colliding(int):
