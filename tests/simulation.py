@@ -134,11 +134,11 @@ class Simulation:
     def update_weights(self) -> None:
         """Update the weights between two steps. Running sequences keep their KV, or compute it again."""
         self.settle()
-        recompute = self.rng.random() < 0.5
+        recompute, running = self.rng.random() < 0.5, len(self.scheduler.running)
         self.scheduler.drop_prefixes()
         if recompute:
-            self.seen["computed again"] += len(self.scheduler.running)
             self.scheduler.preempt_all()
+        self.seen["computed again"] += running - len(self.scheduler.running)
         self._check()
         self.runner.version += 1
         self.seen["updates"] += 1

@@ -1,8 +1,8 @@
 """The scheduler: which lanes decode, which chunks prefill, which sequences are admitted or preempted. No torch here.
 
 In a step of steady decode, the host's work is a few short loops over the lanes that decode. All other work follows
-changes: `_prefilling` and `_decoding` are updated as sequences come and go, and `_limits` holds for each lane the
-number of computed tokens at which it needs another page, or ends.
+changes: `_decoding` is updated as sequences come and go, and `_limits` holds for each lane the number of computed tokens
+at which it needs another page, or ends.
 """
 
 from __future__ import annotations
@@ -14,35 +14,30 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from fastgen.engine.admission import RETRY_STEPS, LengthEstimate, PageReservations
+from fastgen.engine.admission import LengthEstimate, PageReservations
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.outputs import Stats
 from fastgen.engine.pages import Node, PageAllocator
 from fastgen.request import Batch, LaneStart, Prefill, Score, Scored, Sequence, Status, StepResult
 
+RETRY_STEPS = 8  # from a rejected admission until the next attempt, if no sequence leaves meanwhile
+
 
 class Scheduler:
     """Turns sequences into Batches, and the results of Batches into longer sequences.
 
-    Within the token budget of a step, decodes go first, then prefill chunks in order of arrival. A step may be
-    scheduled before the step before it is read. If a sequence then turns out to have ended, it keeps its lane until the
-    token too many is read and dropped.
+    Within the token budget of a step, decodes go first, then prefill chunks in order of arrival. So at most one sequence,
+    the youngest, is in the middle of its prefill when a step is complete. A step may be scheduled before the step before
+    it is read. If a sequence then turns out to have ended, it keeps its lane until the token too many is read and
+    dropped.
 
-    **Admission.** A sequence reserves the pages that it is expected to fill: the pages of its known tokens and of an
-    output as long as `estimate` predicts, up to its max_len. A sequence past its reservation reserves one page beyond
-    those it holds. The first waiting sequence is admitted if its reservation, less the pages that others hold already,
-    fits the pool beside the reservations of all running sequences, or if it will fit at any later time because running
-    sequences reach their max_len and leave. A sequence is always admitted when nothing runs. So as long as outputs end
-    as predicted, or at a max_tokens below that, nothing is preempted and no prefill is computed twice.
+    **Admission.** The first waiting sequence gets a lane, and pages for its known tokens, when `PageReservations.fits`
+    finds that the pages it is expected to fill fit beside those of all running sequences.
 
     **Sharing.** The full pages of a prompt are indexed when the step that computes them is scheduled, the pages of an
     output when the sequence leaves. An admitted sequence begins behind its longest cached prefix. When the last chunk
     of a prompt is scheduled, the next waiting sequences with the same tokens become its forks: they share its pages,
     draw from its last row, and compute nothing. A last page that is partly filled is copied for each fork.
-
-    **Waves.** If nothing else will come (`closed`) and not all sequences fit at once, the number of running sequences
-    is limited such that all waves are equal: a small remainder at the end would take as long as a wave and leave the
-    GPU idle. The next wave begins before the end of the one ahead, as soon as all of it will have room.
 
     **Preemption.** If predictions were too low and pages run out, the youngest running sequence gives up its lane and
     its pages, and later computes again what is not cached. `running` is in order of arrival.
@@ -63,28 +58,24 @@ class Scheduler:
         """
         config = self.config
         self.pages = PageAllocator(config.num_pages, config.page_size, config.host_pages)
-        self.reservations = PageReservations(self.pages, self.estimate, config.max_seqs)
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self.reservations = PageReservations(config, self.pages, self.estimate)
+        self.waiting: OrderedDict[Sequence, int] = OrderedDict()  # with the pages that it was expected to reserve
         self.running: list[Sequence] = []
         self.lanes: list[Sequence | None] = [None] * config.max_seqs
         self.in_flight = 0  # steps scheduled and not yet updated
         self._free_lanes = list(range(config.max_seqs))
-        # By lane, in order of arrival. A sequence that has ended is in neither. A sequence whose last token is in
-        # flight leaves `_decoding` at the next `schedule`.
-        self._prefilling: dict[int, Sequence] = {}
+        # By lane, in order of arrival, without those that have ended. A sequence whose last token is in flight leaves it
+        # at the next `schedule`.
         self._decoding: dict[int, Sequence] = {}
         self._decodes: tuple[int, ...] = ()  # of the last step
         self._limits = [0] * config.max_seqs  # by decoding lane: the computed tokens at which it needs a page, or ends
         self._masked: set[int] = set()  # lanes
         self._tips: list[Node | None] = [None] * config.max_seqs  # by lane: its last indexed page, or the root
-        self._stale: set[int] = set()  # lanes with KV of old weights
-        self._rejected: tuple[object, ...] = ()  # the last rejected admission, and what it depended on
+        self._pause = 0  # steps without an attempt to admit
         self._starts: list[LaneStart] = []
         self._page_updates: list[tuple[int, int, tuple[int, ...]]] = []
         for sequence in [s for s in sequences if s.status is not Status.FINISHED]:
-            self.stats.preemptions += sequence.status is Status.RUNNING
-            requeue(sequence)
-            self.add(sequence)
+            self._requeue(sequence)
             if sequence.output_len:  # the exception may have come between the last token and the end
                 self._end_at(sequence, sequence.token_ids[-1])
 
@@ -99,12 +90,18 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Append a sequence to the queue."""
-        self.waiting[sequence] = None
-        self.reservations.waiting_pages += self.reservations.expected(sequence)
+        self.waiting[sequence] = self.reservations.expected(sequence)
+        self.reservations.waiting_pages += self.waiting[sequence]
+
+    def _unqueue(self, sequence: Sequence) -> None:
+        self.reservations.waiting_pages -= self.waiting.pop(sequence)
+        self._pause = 0
 
     def drop_prefixes(self) -> None:
-        """Empty the prefix cache: KV of the old weights is not given to another sequence."""
-        self._stale = {sequence.lane for sequence in self.running}
+        """Empty the prefix cache: KV of the old weights is not given to another sequence. A prefill that is not complete
+        begins again, so that forks share KV of the new weights alone. No step may be in flight."""
+        if self._in_prefill:
+            self._preempt(self.running[-1])
         self._tips = [None] * self.config.max_seqs
         self.pages.drop_index()
 
@@ -172,13 +169,16 @@ class Scheduler:
         # The last token is drawn when all tokens before it are computed.
         self._limits[sequence.lane] = min(len(sequence.pages) * self.config.page_size, sequence.max_len - 1)
 
+    @property
+    def _in_prefill(self) -> bool:
+        """True if known tokens of the youngest running sequence are to be computed; those of all others are."""
+        return bool(self.running) and self.running[-1].computed < self.running[-1].prefill_len
+
     def _schedule_prefills(self, budget: int) -> list[Prefill]:
+        """Continue the prefill that is not complete, then admit sequences, until `budget` tokens are scheduled."""
         chunks: list[Prefill] = []
-        for sequence in list(self._prefilling.values()):
-            if budget:
-                chunks.append(self._chunk(sequence, budget))
-                budget -= len(chunks[-1].tokens)
-        while budget and self._admit():
+        self._pause = max(0, self._pause - 1)
+        while budget and (self._in_prefill or self._admit()):
             chunks.append(self._chunk(self.running[-1], budget))
             budget -= len(chunks[-1].tokens)
         return chunks
@@ -187,14 +187,11 @@ class Scheduler:
         """Schedule the next known tokens of a sequence, at most `budget`."""
         start = sequence.computed
         end = min(sequence.prefill_len, start + budget)
-        ends = end == sequence.prefill_len
-        sample = ends and end < sequence.max_len
+        sample = sequence.prefill_len == end < sequence.max_len
         sequence.computed = end
         sequence.pending += sample
         self.stats.prefilled_tokens += end - start
         self._index(sequence, end)
-        if ends:
-            del self._prefilling[sequence.lane]
         if sample:
             self._start_decoding(sequence)
         return Prefill(
@@ -217,24 +214,19 @@ class Scheduler:
     def _admit(self) -> bool:
         """Admit the first waiting sequence if its reservation fits: it gets a lane, the cached pages that match its
         known tokens, and pages for the other known tokens."""
-        if not self.waiting or not self._free_lanes:
+        if not self.waiting or not self._free_lanes or self._pause:
             return False
         sequence = next(iter(self.waiting))
-        clock = self.running[0].computed // RETRY_STEPS if self.running else 0
-        attempt = (sequence, self.reservations.sum, len(self.running), self.closed, clock)
-        if attempt == self._rejected:
-            return False
         nodes = self.pages.match(sequence.token_ids, cacheable(sequence) if self.config.prefix_cache else 0)
         expected = self.reservations.expected(sequence)
         if not self._fits(sequence, expected, expected - self.pages.held(nodes)):
-            self._rejected = attempt
+            self._pause = RETRY_STEPS
             return False
         tip = nodes[-1] if nodes else self.pages.root
         self._start(sequence, expected, tip if self.config.prefix_cache else None)
         self.pages.adopt(sequence.pages, nodes)
         sequence.computed = len(nodes) * self.config.page_size
         self._count_cached(sequence, sequence.computed)
-        self._prefilling[sequence.lane] = sequence
         self._send_pages(sequence, 0)
         grown = self._grow(sequence, sequence.prefill_len)
         assert grown, "admitted without enough pages"
@@ -244,7 +236,7 @@ class Scheduler:
         """Admit the next waiting sequences that have the same known tokens as `source`, whose last chunk is scheduled;
         return their lanes."""
         forks: list[int] = []
-        while self.waiting and self._free_lanes and source.lane not in self._stale:
+        while self.waiting and self._free_lanes:
             sequence, known = next(iter(self.waiting)), len(source.token_ids)
             if sequence.score_start is not None or sequence.max_len <= known or sequence.token_ids != source.token_ids:
                 break
@@ -262,20 +254,7 @@ class Scheduler:
         return tuple(forks)
 
     def _fits(self, sequence: Sequence, expected: int, need: int) -> bool:
-        """Return True if a waiting sequence may run. expected: the pages of its reservation; need: the part of them
-        that no other sequence holds."""
-        running, waiting, count = len(self.running), len(self.waiting), 1
-        if not running:
-            return True
-        wave = running + 1  # the most sequences that may run at a time
-        if self.closed:
-            wave = -(-(running + waiting) // self.reservations.waves(expected, need))
-        if running >= wave:
-            count = (waiting - 1) % wave + 1  # the wave ahead is full: admit all that the next wave lacks, or none
-        elif self.reservations.fits(need):
-            return True
-        budget = self.config.max_step_tokens - min(running + count, self.config.max_seqs) + 1
-        return self.reservations.will_fit(sequence, count, self.running, budget)
+        return self.reservations.fits(sequence, expected, need, self.running, len(self.waiting), self.closed)
 
     def _start(self, sequence: Sequence, expected: int, tip: Node | None) -> None:
         """Move a sequence from the queue to a lane."""
@@ -287,9 +266,8 @@ class Scheduler:
         if sequence.started is None:
             sequence.started = time.monotonic()
         self.lanes[lane] = sequence
-        del self.waiting[sequence]
+        self._unqueue(sequence)
         self.running.append(sequence)
-        self.reservations.waiting_pages -= expected
         self.reservations.reserve(lane, expected)
         if sequence.mask is not None:
             self._masked.add(lane)
@@ -312,7 +290,7 @@ class Scheduler:
         return True
 
     def _send_pages(self, sequence: Sequence, first: int) -> None:
-        """Put the pages of a sequence, from slot `first` of its table on, into the next batch."""
+        """Put the pages of a sequence, from entry `first` of its table on, into the next batch."""
         if first < len(sequence.pages):
             self._page_updates.append((sequence.lane, first, tuple(sequence.pages[first:])))
 
@@ -347,7 +325,7 @@ class Scheduler:
                 continue
             token_ids = sequence.token_ids
             sequence.drawn.append(row)
-            token_ids.append(token)  # last: `requeue` drops values without a token, should an exception come between
+            token_ids.append(token)  # last: `_requeue` drops values without a token, should an exception come between
             if token in sequence.stop_ids or len(token_ids) == sequence.max_len:
                 self._end_at(sequence, token)
                 if sequence.watched or sequence.status is not alive:
@@ -379,13 +357,12 @@ class Scheduler:
         elif sequence.status is Status.RUNNING:
             self._leave(sequence)
         elif sequence in self.waiting:
-            self.reservations.waiting_pages -= self.reservations.expected(sequence)
-            del self.waiting[sequence]
+            self._unqueue(sequence)
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
         sequence.status = Status.FINISHED
         if reason in ("stop", "length") and sequence.output_len:
-            self.reservations.learn(sequence.output_len, self.running, self.waiting)
+            self.estimate.learn(sequence.output_len)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence with the tokens it has. No step may be in flight."""
@@ -402,13 +379,21 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         assert not sequence.pending
         self._leave(sequence)
-        sequence.status = Status.WAITING
-        sequence.computed = 0
-        sequence.error = None
-        sequence.preemptions += 1
-        self.stats.preemptions += 1
-        self.add(sequence)
+        self._requeue(sequence)
         self.waiting.move_to_end(sequence, last=False)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Let a sequence wait, with the tokens that it has."""
+        preempted = sequence.status is Status.RUNNING
+        sequence.preemptions += preempted
+        self.stats.preemptions += preempted
+        sequence.pages.clear()
+        sequence.lane = -1
+        sequence.computed = sequence.pending = 0
+        sequence.status = Status.WAITING
+        sequence.finish_reason = sequence.stop_reason = sequence.error = None
+        sequence.drawn.cut(sequence.output_len)
+        self.add(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence's lane and pages back."""
@@ -417,14 +402,12 @@ class Scheduler:
         self.running.remove(sequence)
         self.pages.release(sequence.pages)
         self.reservations.reserve(lane, 0)
-        self._prefilling.pop(lane, None)
+        self._pause = 0
         self._decoding.pop(lane, None)
         self._masked.discard(lane)
-        self._stale.discard(lane)
         self._tips[lane] = None
         self.lanes[lane] = None
         heapq.heappush(self._free_lanes, lane)
-        self._starts = [start for start in self._starts if start.lane != lane]
         self._page_updates = [update for update in self._page_updates if update[0] != lane]
         sequence.lane = -1
 
@@ -448,14 +431,13 @@ class Scheduler:
             assert sequence.computed <= sequence.length
             assert len(sequence.pages) * self.config.page_size >= sequence.computed
             assert len(sequence.token_ids) <= sequence.max_len
-            reserved = self.reservations.of(sequence.lane)
-            assert len(sequence.pages) <= reserved <= self.reservations.expected(sequence)
+            assert len(sequence.pages) <= self.reservations.reserved[sequence.lane]
         self._check_derived()
 
     def _check_derived(self) -> None:
         """Assert that the state which is updated from step to step equals what follows from the sequences."""
         alive = [s for s in self.running if s.status is Status.RUNNING]
-        assert list(self._prefilling.values()) == [s for s in alive if s.computed < s.prefill_len]
+        assert all(s.computed >= s.prefill_len for s in self.running[:-1])
         # A sequence whose last token is in flight leaves `_decoding` when the next step is scheduled.
         decoding = [s for s in self._decoding.values() if s.length < s.max_len]
         assert decoding == [s for s in alive if s.computed >= s.prefill_len and s.length < s.max_len]
@@ -463,12 +445,11 @@ class Scheduler:
             limit = min(len(sequence.pages) * self.config.page_size, sequence.max_len - 1)
             assert sequence.computed <= self._limits[sequence.lane] == limit
         assert self._masked == {s.lane for s in self.running if s.mask is not None}
-        assert self._stale <= {s.lane for s in self.running}
         for sequence in self.running:
             tip = self._tips[sequence.lane]
             assert tip in (None, self.pages.root) or sequence.pages[tip.depth - 1] == tip.page
-        assert self.reservations.sum == sum(self.reservations.of(s.lane) for s in self.running)
-        assert self.reservations.waiting_pages == sum(map(self.reservations.expected, self.waiting))
+        assert self.reservations.sum == sum(self.reservations.reserved[s.lane] for s in self.running)
+        assert self.reservations.waiting_pages == sum(self.waiting.values())
 
 
 # ------------------------------------------------------------------------------------------------- one sequence
@@ -537,14 +518,3 @@ def accepts(sequence: Sequence, token: int) -> bool:
             sequence.error = f"the mask raised {error!r}"
             return False
     return True
-
-
-def requeue(sequence: Sequence) -> None:
-    """Return a sequence to the state before it ran, but keep its tokens."""
-    sequence.pages.clear()
-    sequence.lane = -1
-    sequence.computed = sequence.pending = 0
-    sequence.preemptions += sequence.status is Status.RUNNING
-    sequence.status = Status.WAITING
-    sequence.finish_reason = sequence.stop_reason = sequence.error = None
-    sequence.drawn.cut(sequence.output_len)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hash_model import VOCAB, HashMask, expected, hopeful, make_config
+from hash_model import VOCAB, HashMask, InexactEstimate, expected, hopeful, make_config
 from simulation import Simulation, request, run
 from test_scheduler import stopping
 
@@ -70,28 +70,25 @@ def test_answers_that_end_early_let_more_run_at_a_time() -> None:
         arrivals.append((0, sequence))
     simulation = Simulation(config, arrivals).run()
     assert simulation.scheduler.stats.preemptions == 0
-    assert max(len(batch.decodes) + len(batch.prefills) for batch in simulation.batches[:5]) == 600 // 129
+    assert max(len(batch.decodes) + len(batch.prefills) for batch in simulation.batches[:5]) == 600 // 65
     assert most_running(simulation) > 20
-    assert simulation.scheduler.estimate.tokens == 256
+    assert simulation.scheduler.estimate.average < 20
 
 
 def test_answers_that_outgrow_the_expectation_are_preempted_and_end_well() -> None:
     config = make_config(max_model_len=120, max_seqs=8, max_step_tokens=16, page_size=4, num_pages=60)
-    scheduler = Scheduler(config, LengthEstimate(average=2, least=4, exact=False))
+    scheduler = Scheduler(config, InexactEstimate(average=4))
     run(config, *(request(config, 5, 60, seed=seed) for seed in range(12)), scheduler=scheduler)
     assert 0 < scheduler.stats.preemptions < 40
-    assert scheduler.estimate.tokens > 50  # the later ones were expected to get long
+    assert scheduler.estimate.average > 25  # the later ones were expected to get long
 
 
-def test_the_expectation_is_twice_the_average_of_what_has_finished() -> None:
-    estimate = LengthEstimate()
-    assert estimate.tokens == 2048
+def test_the_expectation_is_the_average_of_what_has_finished() -> None:
+    estimate, sequence = LengthEstimate(), stopping(make_config(), at=3)
+    assert estimate.of(sequence) == 1024
     for _ in range(200):
         estimate.learn(700)
-    assert estimate.tokens == pytest.approx(1400, rel=0.01)
-    for _ in range(200):
-        estimate.learn(3)
-    assert estimate.tokens == 256
+    assert estimate.of(sequence) == pytest.approx(700, rel=0.01)
 
 
 def test_only_whole_answers_are_learnt_from() -> None:
@@ -112,7 +109,7 @@ def test_only_whole_answers_are_learnt_from() -> None:
 def test_an_end_that_is_certain_is_expected_whatever_others_did() -> None:
     """A maximum of tokens with a stop id, or a string or a mask, is only a maximum."""
     config = make_config(max_model_len=400, max_seqs=8, page_size=4, num_pages=101)
-    scheduler = Scheduler(config, LengthEstimate(average=4, least=0))
+    scheduler = Scheduler(config, LengthEstimate(average=8))
     certain = request(config, 4, 300)
     assert scheduler.reservations.expected(certain) == 76
     for params in ({"stop": ("ab",)}, {"mask": HashMask(0)}):

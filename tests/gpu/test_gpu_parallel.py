@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hash_model import hopeful
 from test_gpu import CHATS
 from test_logits import forget, reference, token_logprobs, write_config
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
-from fastgen.engine.admission import LengthEstimate
-from fastgen.engine.scheduler import Scheduler
 from fastgen.request import Completion, Prompt, RequestOutput
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than 2 GPUs that torch can use")
@@ -65,7 +64,7 @@ def one_gpu() -> dict[str, list[RequestOutput]]:
 def parallel(one_gpu: dict[str, list[RequestOutput]]) -> Iterator[Generator]:
     """A Generator on several GPUs, with few pages, which admits more sequences than these hold."""
     with Generator(**FLOAT32, **FEW_PAGES, tensor_parallel=RANKS) as gen:
-        gen._scheduler = Scheduler(gen.config, LengthEstimate(average=0, least=0, weight=0, exact=False))
+        gen._scheduler = hopeful(gen.config)
         yield gen
 
 
