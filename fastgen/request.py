@@ -263,7 +263,9 @@ class Sequence:
     """The state of one sample of a request in the engine.
 
     token_ids: the tokens that the host knows: the prompt and the output so far. pending: tokens that launched steps
-    sample and the host has not read. computed: tokens whose KV launched steps write.
+    sample and the host has not read. computed: tokens whose KV launched steps write. limit: computed tokens at which it
+    needs another page, or ends. reserved: pages that it is expected to fill. tip: the Node of its last indexed page, or
+    the root; None if its pages are not indexed.
     """
 
     request_id: str | int
@@ -284,6 +286,9 @@ class Sequence:
     prefill_len: int = 0  # tokens known when it took its lane; it decodes behind them
     computed: int = 0
     pending: int = 0
+    limit: int = 0
+    reserved: int = 0
+    tip: Any = None
     preemptions: int = 0
     watched: bool = True  # `Scheduler.update` returns it at each new token, and not only at its end
     started: float | None = None  # time.monotonic() when it first took a lane
@@ -391,10 +396,6 @@ class Batch:
     saves: tuple[tuple[int, int], ...] = ()
     loads: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decodes) + sum(len(chunk.tokens) for chunk in self.prefills)
 
     @property
     def sampling(self) -> tuple[int, ...]:

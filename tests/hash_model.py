@@ -167,6 +167,11 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
 # ----------------------------------------------------------------------------------------------- the runner
 
 
+def num_tokens(batch: Batch) -> int:
+    """Return the tokens that a step computes."""
+    return len(batch.decodes) + sum(len(chunk.tokens) for chunk in batch.prefills)
+
+
 @dataclass
 class Launched:
     batch: Batch

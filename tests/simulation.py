@@ -16,6 +16,7 @@ from hash_model import (
     drawn_first,
     expected,
     make_sequence,
+    num_tokens,
     text_stop,
 )
 
@@ -179,7 +180,7 @@ class Simulation:
         decode."""
         on = {lane: s for lane, s in enumerate(self.scheduler.lanes) if s is not None}
         lanes = [*batch.decodes, *(lane for chunk in batch.prefills for lane in (chunk.lane, *chunk.forks))]
-        assert 0 < batch.num_tokens <= self.config.max_step_tokens, "over the token budget"
+        assert 0 < num_tokens(batch) <= self.config.max_step_tokens, "over the token budget"
         assert [on[lane] for lane in batch.decodes] == ready, "a decode waits"
         assert len(set(lanes)) == len(lanes), "a lane is twice in a step"
         assert all(on[lane].status is Status.RUNNING for lane in lanes), "an ended sequence goes on"

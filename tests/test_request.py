@@ -189,7 +189,6 @@ def test_the_lanes_that_draw_are_the_decodes_then_the_prompts_that_end() -> None
     )
     batch = Batch(decodes=(3, 2), prefills=prefills, starts=(), pages=(), masked=False)
     assert batch.sampling == (3, 2, 4, 1)
-    assert batch.num_tokens == 2 + 3 + 2 + 1
 
 
 def make_sequence() -> Sequence:

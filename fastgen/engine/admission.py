@@ -57,7 +57,6 @@ class PageReservations:
         self.estimate = estimate
         self.sum = 0  # of the running sequences
         self.waiting_pages = 0  # the sum of what the waiting sequences were expected to reserve when they came
-        self.reserved = [0] * config.max_seqs  # by lane
 
     def expected(self, sequence: Sequence) -> int:
         """Return the pages to reserve for a sequence: as predicted, and at least one more than it needs now."""
@@ -66,14 +65,14 @@ class PageReservations:
         predicted = max(count(sequence.prompt_len + self.estimate.of(sequence)), now + 1)
         return min(predicted, max(now, count(sequence.max_len - 1)))  # the last token needs no KV
 
-    def reserve(self, lane: int, num_pages: int) -> None:
-        self.sum += num_pages - self.reserved[lane]
-        self.reserved[lane] = num_pages
+    def reserve(self, sequence: Sequence, num_pages: int) -> None:
+        self.sum += num_pages - sequence.reserved
+        sequence.reserved = num_pages
 
     def extend(self, sequence: Sequence) -> None:
         """Renew the reservation of a running sequence if its table has filled it."""
-        if len(sequence.pages) >= self.reserved[sequence.lane]:
-            self.reserve(sequence.lane, self.expected(sequence))
+        if len(sequence.pages) >= sequence.reserved:
+            self.reserve(sequence, self.expected(sequence))
 
     @property
     def growth(self) -> int:
@@ -123,7 +122,7 @@ class PageReservations:
         known, room = len(sequence.token_ids), self.pages.num_pages
         if self.pages.references + self.pages.count(known) * count > room:
             return False  # not even now
-        rows = [(s.length, s.prefill_len - s.computed, s.max_len, self.reserved[s.lane], 1) for s in running]
+        rows = [(s.length, s.prefill_len - s.computed, s.max_len, s.reserved, 1) for s in running]
         rows.append((known, known, sequence.max_len, expected, count))
         lengths, prefills, most, reserved, counts = np.array([*zip(*rows, strict=True)], dtype=np.int32)
         budget = self.config.max_step_tokens - min(len(running) + count, self.config.max_seqs) + 1  # for prefills

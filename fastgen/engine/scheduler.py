@@ -1,8 +1,8 @@
 """The scheduler: which lanes decode, which chunks prefill, which sequences are admitted or preempted. No torch here.
 
 In a step of steady decode, the host's work is a few short loops over the lanes that decode. All other work follows
-changes: `_decoding` is updated as sequences come and go, and `_limits` holds for each lane the number of computed tokens
-at which it needs another page, or ends.
+changes: `_decoding` is updated as sequences come and go, and a sequence needs attention when its computed tokens reach
+its `limit`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from fastgen.engine.admission import LengthEstimate, PageReservations
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.outputs import Stats
-from fastgen.engine.pages import Node, PageAllocator
+from fastgen.engine.pages import PageAllocator
 from fastgen.request import Batch, LaneStart, Prefill, Score, Scored, Sequence, Status, StepResult
 
 RETRY_STEPS = 8  # from a rejected admission until the next attempt, if no sequence leaves meanwhile
@@ -26,10 +26,10 @@ RETRY_STEPS = 8  # from a rejected admission until the next attempt, if no seque
 class Scheduler:
     """Turns sequences into Batches, and the results of Batches into longer sequences.
 
-    Within the token budget of a step, decodes go first, then prefill chunks in order of arrival. So at most one sequence,
-    the youngest, is in the middle of its prefill when a step is complete. A step may be scheduled before the step before
-    it is read. If a sequence then turns out to have ended, it keeps its lane until the token too many is read and
-    dropped.
+    Within the token budget of a step, decodes go first, then prefill chunks in order of arrival. So at most one
+    sequence, the youngest, is in the middle of its prefill when a step is complete. A step may be scheduled before the
+    step before it is read. If a sequence then turns out to have ended, it keeps its lane until the token too many is
+    read and dropped.
 
     **Admission.** The first waiting sequence gets a lane, and pages for its known tokens, when `PageReservations.fits`
     finds that the pages it is expected to fill fit beside those of all running sequences.
@@ -64,13 +64,11 @@ class Scheduler:
         self.lanes: list[Sequence | None] = [None] * config.max_seqs
         self.in_flight = 0  # steps scheduled and not yet updated
         self._free_lanes = list(range(config.max_seqs))
-        # By lane, in order of arrival, without those that have ended. A sequence whose last token is in flight leaves it
-        # at the next `schedule`.
+        # By lane, in order of arrival, without sequences that have ended. A sequence whose last token is in flight
+        # leaves it at the next `schedule`.
         self._decoding: dict[int, Sequence] = {}
         self._decodes: tuple[int, ...] = ()  # of the last step
-        self._limits = [0] * config.max_seqs  # by decoding lane: the computed tokens at which it needs a page, or ends
         self._masked: set[int] = set()  # lanes
-        self._tips: list[Node | None] = [None] * config.max_seqs  # by lane: its last indexed page, or the root
         self._pause = 0  # steps without an attempt to admit
         self._starts: list[LaneStart] = []
         self._page_updates: list[tuple[int, int, tuple[int, ...]]] = []
@@ -98,11 +96,12 @@ class Scheduler:
         self._pause = 0
 
     def drop_prefixes(self) -> None:
-        """Empty the prefix cache: KV of the old weights is not given to another sequence. A prefill that is not complete
-        begins again, so that forks share KV of the new weights alone. No step may be in flight."""
+        """Empty the prefix cache: KV of the old weights is not given to another sequence. A prefill that is not
+        complete begins again, so that forks share KV of the new weights alone. No step may be in flight."""
         if self._in_prefill:
             self._preempt(self.running[-1])
-        self._tips = [None] * self.config.max_seqs
+        for sequence in self.running:
+            sequence.tip = None
         self.pages.drop_index()
 
     def preempt_all(self) -> None:
@@ -137,8 +136,7 @@ class Scheduler:
 
     def _schedule_decodes(self) -> tuple[int, ...] | None:
         """Return the lanes that decode; None if pages ran out and the step in flight may free some."""
-        limits = self._limits
-        for sequence in [s for lane, s in self._decoding.items() if s.computed == limits[lane]]:
+        for sequence in [s for s in self._decoding.values() if s.computed == s.limit]:
             if sequence.lane >= 0 and not self._pass_limit(sequence):  # lane < 0: preempted for an older sequence
                 return None
         for sequence in self._decoding.values():
@@ -167,7 +165,7 @@ class Scheduler:
 
     def _set_limit(self, sequence: Sequence) -> None:
         # The last token is drawn when all tokens before it are computed.
-        self._limits[sequence.lane] = min(len(sequence.pages) * self.config.page_size, sequence.max_len - 1)
+        sequence.limit = min(len(sequence.pages) * self.config.page_size, sequence.max_len - 1)
 
     @property
     def _in_prefill(self) -> bool:
@@ -222,8 +220,9 @@ class Scheduler:
         if not self._fits(sequence, expected, expected - self.pages.held(nodes)):
             self._pause = RETRY_STEPS
             return False
-        tip = nodes[-1] if nodes else self.pages.root
-        self._start(sequence, expected, tip if self.config.prefix_cache else None)
+        self._start(sequence, expected)
+        if self.config.prefix_cache:
+            sequence.tip = nodes[-1] if nodes else self.pages.root
         self.pages.adopt(sequence.pages, nodes)
         sequence.computed = len(nodes) * self.config.page_size
         self._count_cached(sequence, sequence.computed)
@@ -244,7 +243,8 @@ class Scheduler:
             expected = self.reservations.expected(sequence)
             if not self._fits(sequence, expected, expected - len(source.pages) + copy):
                 break
-            self._start(sequence, expected, self._tips[source.lane])
+            self._start(sequence, expected)
+            sequence.tip = source.tip
             self.pages.fork(sequence.pages, source.pages, copy)
             sequence.computed, sequence.pending = known, 1
             self._count_cached(sequence, known - 1)
@@ -256,19 +256,17 @@ class Scheduler:
     def _fits(self, sequence: Sequence, expected: int, need: int) -> bool:
         return self.reservations.fits(sequence, expected, need, self.running, len(self.waiting), self.closed)
 
-    def _start(self, sequence: Sequence, expected: int, tip: Node | None) -> None:
+    def _start(self, sequence: Sequence, expected: int) -> None:
         """Move a sequence from the queue to a lane."""
-        lane = heapq.heappop(self._free_lanes)
+        sequence.lane = lane = heapq.heappop(self._free_lanes)
         sequence.prefill_len = len(sequence.token_ids)
-        self._tips[lane] = tip
-        sequence.lane = lane
         sequence.status = Status.RUNNING
         if sequence.started is None:
             sequence.started = time.monotonic()
         self.lanes[lane] = sequence
         self._unqueue(sequence)
         self.running.append(sequence)
-        self.reservations.reserve(lane, expected)
+        self.reservations.reserve(sequence, expected)
         if sequence.mask is not None:
             self._masked.add(lane)
         self._starts.append(lane_start(sequence))
@@ -297,8 +295,7 @@ class Scheduler:
     def _index(self, sequence: Sequence, num_tokens: int) -> None:
         """Index the pages that are full of a sequence's first `num_tokens` tokens."""
         stop = min(num_tokens // self.config.page_size, len(sequence.pages))
-        tip = self._tips[sequence.lane]
-        self._tips[sequence.lane] = self.pages.index(tip, sequence.pages, sequence.token_ids, stop)
+        sequence.tip = self.pages.index(sequence.tip, sequence.pages, sequence.token_ids, stop)
 
     # ---------------------------------------------------------------------------------------------------- update
 
@@ -388,8 +385,8 @@ class Scheduler:
         sequence.preemptions += preempted
         self.stats.preemptions += preempted
         sequence.pages.clear()
-        sequence.lane = -1
-        sequence.computed = sequence.pending = 0
+        sequence.lane, sequence.tip = -1, None
+        sequence.computed = sequence.pending = sequence.reserved = 0
         sequence.status = Status.WAITING
         sequence.finish_reason = sequence.stop_reason = sequence.error = None
         sequence.drawn.cut(sequence.output_len)
@@ -401,11 +398,10 @@ class Scheduler:
         self._index(sequence, min(len(sequence.token_ids), sequence.computed))
         self.running.remove(sequence)
         self.pages.release(sequence.pages)
-        self.reservations.reserve(lane, 0)
+        self.reservations.reserve(sequence, 0)
         self._pause = 0
         self._decoding.pop(lane, None)
         self._masked.discard(lane)
-        self._tips[lane] = None
         self.lanes[lane] = None
         heapq.heappush(self._free_lanes, lane)
         self._page_updates = [update for update in self._page_updates if update[0] != lane]
@@ -431,7 +427,7 @@ class Scheduler:
             assert sequence.computed <= sequence.length
             assert len(sequence.pages) * self.config.page_size >= sequence.computed
             assert len(sequence.token_ids) <= sequence.max_len
-            assert len(sequence.pages) <= self.reservations.reserved[sequence.lane]
+            assert len(sequence.pages) <= sequence.reserved
         self._check_derived()
 
     def _check_derived(self) -> None:
@@ -443,12 +439,12 @@ class Scheduler:
         assert decoding == [s for s in alive if s.computed >= s.prefill_len and s.length < s.max_len]
         for sequence in self._decoding.values():
             limit = min(len(sequence.pages) * self.config.page_size, sequence.max_len - 1)
-            assert sequence.computed <= self._limits[sequence.lane] == limit
+            assert sequence.computed <= sequence.limit == limit
         assert self._masked == {s.lane for s in self.running if s.mask is not None}
         for sequence in self.running:
-            tip = self._tips[sequence.lane]
+            tip = sequence.tip
             assert tip in (None, self.pages.root) or sequence.pages[tip.depth - 1] == tip.page
-        assert self.reservations.sum == sum(self.reservations.reserved[s.lane] for s in self.running)
+        assert self.reservations.sum == sum(s.reserved for s in self.running)
         assert self.reservations.waiting_pages == sum(self.waiting.values())
 
 

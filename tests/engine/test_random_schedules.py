@@ -214,7 +214,8 @@ class KeepsOldKV(Scheduler):
 class IndexesOldKV(Scheduler):
     def drop_prefixes(self) -> None:
         super().drop_prefixes()
-        self._tips = [sequence and self.pages.root for sequence in self.lanes]
+        for sequence in self.running:
+            sequence.tip = self.pages.root
 
 
 class ForgetsLaneStart(Scheduler):
