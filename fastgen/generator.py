@@ -251,7 +251,7 @@ class Generator:
         for active in [self._active[id] for id in dict.fromkeys(wanted) if id in self._active]:
             for sample in active.samples:
                 if sample.sequence in self._owners:
-                    self._scheduler.abort(sample.sequence)
+                    self._scheduler.finish(sample.sequence, "abort")
                     sample.update_text(self.tokenizer)
                     del self._owners[sample.sequence]
             self._close_request(active)
@@ -458,7 +458,8 @@ class Generator:
         finally:
             self._scheduler.reset(self._owners)
             for sequence, (_, sample) in list(self._owners.items()):
-                sample.reset_text(self.tokenizer)
+                if sample.text is not None and self.tokenizer is not None:
+                    sample.begin_text(self.tokenizer)
                 if sample.text is not None or sequence.status is Status.FINISHED:
                     self._process(sequence)
 

@@ -128,7 +128,7 @@ class Simulation:
     def abort(self, sequence: Sequence) -> None:
         self.settle()
         if sequence in self.open:
-            self.scheduler.abort(sequence)
+            self.scheduler.finish(sequence, "abort")
             self._check()
             self._close(sequence)
 

@@ -359,8 +359,14 @@ def test_an_abort_returns_what_there_is(gen: Generator) -> None:
 def test_leaving_early_aborts_in_the_order_of_arrival(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next to go is then the first of those that wait, which is found at once."""
     aborted: list[Sequence] = []
-    abort = gen._scheduler.abort
-    monkeypatch.setattr(gen._scheduler, "abort", lambda sequence: (aborted.append(sequence), abort(sequence)))
+    finish = gen._scheduler.finish
+
+    def record(sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        if reason == "abort":
+            aborted.append(sequence)
+        finish(sequence, reason, stop_reason)
+
+    monkeypatch.setattr(gen._scheduler, "finish", record)
     requests = (Request([5, 6], SHORT, f"{i * 7919 % 1000}") for i in range(1000))
     outputs = gen._serve(requests, ahead=1000)
     next(outputs)

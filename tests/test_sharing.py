@@ -73,7 +73,7 @@ def test_cold_and_warm_as_apart(name: str, family: Path, apart: list[Answer]) ->
 )
 def test_a_host_tier_that_thrashes_as_apart(page_size: int, family: Path, apart: list[Answer]) -> None:
     options = {"page_size": page_size, "num_pages": 176 // page_size, "max_seqs": 3, "max_step_tokens": 40}
-    with Generator(family, **options, host_cache_gb=host_gb(family, 100 / page_size, page_size)) as gen:
+    with Generator(family, **options, host_cache_gb=host_gb(family, 200 / page_size, page_size)) as gen:
         for _ in range(3):
             assert answers(gen, REQUESTS) == apart
         assert gen.stats.pages_saved > 20

@@ -24,7 +24,7 @@ from fastgen.request import (
     Sequence,
     TokenMask,
 )
-from fastgen.tokenizer import OutputText, Tokenizer, encode_prompt
+from fastgen.tokenizer import Tokenizer, encode_prompt
 
 
 class InputProcessor:
@@ -90,7 +90,10 @@ class InputProcessor:
         ]
         if score is not None:
             _want_scores(sequences[0], *score)
-        samples = [ActiveSample(sequence, self._text(sequence, queue)) for sequence in sequences]
+        samples = [ActiveSample(sequence) for sequence in sequences]
+        if self.tokenizer is not None and (queue is None or params.stop_strings):
+            for sample in samples:
+                sample.begin_text(self.tokenizer)
         if resume is not None:
             self._resume(samples[0], resume)
         return ActiveRequest(id, ids, samples, queue, added=time.perf_counter())
@@ -142,13 +145,6 @@ class InputProcessor:
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("this model has no tokenizer files, so stop strings can not be found; use stop_token_ids")
         return ids
-
-    def _text(self, sequence: Sequence, queue: OutputQueue | None) -> OutputText | None:
-        """Return the text to update at each token; None if it is needed only at the end, or never."""
-        stops = sequence.params.stop_strings
-        if self.tokenizer is None or (queue is not None and not stops):
-            return None
-        return OutputText(self.tokenizer, sequence.token_ids, stops)
 
     def _next_seed(self) -> int:
         digest = hashlib.blake2b(self._seed + b":%d" % next(self._seeds), digest_size=8).digest()

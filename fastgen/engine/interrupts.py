@@ -56,22 +56,20 @@ class DeferredInterrupt:
     def reading(self, items: Iterable[T]) -> Iterator[T]:
         """Yield the items of a user's iterable. Ctrl-C is not deferred while the iterable makes its next item."""
         iterator = iter(items)
-        while found := self._next(iterator):
-            yield found.pop()  # so that no reference is held while the next item is made
-
-    def _next(self, iterator: Iterator[T]) -> list[T]:
-        """Return the next item in a list, or an empty list at the end."""
-        installed = self._installed
-        self.check()
-        try:
-            if installed:
-                self._replace(self._handler, signal.default_int_handler)
-            return [next(iterator)]
-        except StopIteration:
-            return []
-        finally:
-            if installed:
-                self._replace(signal.default_int_handler, self._handler)
+        while True:
+            installed = self._installed
+            self.check()
+            try:
+                if installed:
+                    self._replace(self._handler, signal.default_int_handler)
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                if installed:
+                    self._replace(signal.default_int_handler, self._handler)
+            yield item
+            del item  # no reference is held while the next item is made
 
     def _replace(self, old: Handler, new: Handler) -> None:
         """Install `new` if the current handler is `old`. A handler that code in the block has installed stays."""

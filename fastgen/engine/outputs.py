@@ -90,7 +90,7 @@ class ActiveSample:
     """One sample of a request in the engine, with its text and the position up to which events were emitted."""
 
     sequence: Sequence
-    text: OutputText | None  # updated at each token if events show it or stop strings may end it; else made at the end
+    text: OutputText | None = None  # updated at each token where events or stop strings need it; else made at the end
     ids_read: int = 0  # ids that are in the text
     emitted: tuple[int, int] = (0, 0)  # ids and characters in events so far
 
@@ -99,8 +99,7 @@ class ActiveSample:
         sequence, params = self.sequence, self.sequence.params
         if tokenizer is None:
             return None
-        if self.text is None:
-            self.text = OutputText(tokenizer, sequence.token_ids[: sequence.prompt_len], params.stop_strings)
+        text = self.text or self.begin_text(tokenizer)
         end = sequence.output_len - isinstance(sequence.stop_reason, int)  # a stop id is not part of the text
         finished = sequence.status is Status.FINISHED
         while self.ids_read < end or finished:
@@ -108,18 +107,18 @@ class ActiveSample:
             upto = min(self.ids_read + 1, end) if params.stop_strings else end
             new = sequence.token_ids[sequence.prompt_len + self.ids_read : sequence.prompt_len + upto]
             last = finished and upto == end
-            stop = self.text.push(new, may_stop=upto > params.min_tokens, last=last)
+            stop = text.push(new, may_stop=upto > params.min_tokens, last=last)
             self.ids_read = upto
             if stop is not None or last:
                 return stop
         return None
 
-    def reset_text(self, tokenizer: Tokenizer | None) -> None:
-        """Begin the text anew, after an exception that may have interrupted `update_text`."""
-        if self.text is not None and tokenizer is not None:
-            sequence = self.sequence
-            prompt = sequence.token_ids[: sequence.prompt_len]
-            self.text, self.ids_read = OutputText(tokenizer, prompt, sequence.params.stop_strings), 0
+    def begin_text(self, tokenizer: Tokenizer) -> OutputText:
+        """Begin the text, or begin it anew after an exception that may have interrupted `update_text`."""
+        sequence = self.sequence
+        prompt = sequence.token_ids[: sequence.prompt_len]
+        self.text, self.ids_read = OutputText(tokenizer, prompt, sequence.params.stop_strings), 0
+        return self.text
 
     def resume(self, completion: Completion, tokenizer: Tokenizer | None) -> str | None:
         """Begin with the tokens of a completion of the same prompt, which count as emitted; return the stop string that

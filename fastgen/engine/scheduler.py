@@ -269,7 +269,12 @@ class Scheduler:
         self.reservations.reserve(sequence, expected)
         if sequence.mask is not None:
             self._masked.add(lane)
-        self._starts.append(lane_start(sequence))
+        counted = tuple(sequence.token_ids) if sequence.params.penalized else ()
+        self._starts.append(
+            LaneStart(
+                lane, sequence.params, sequence.seed, sequence.index, sequence.prompt_len, sequence.stop_ids, counted
+            )
+        )
 
     def _count_cached(self, sequence: Sequence, num_tokens: int) -> None:
         self.stats.cached_tokens += num_tokens
@@ -346,7 +351,7 @@ class Scheduler:
             self.finish(sequence, "length")
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence. A running one leaves its lane now, or when its token in flight is read."""
+        """End a sequence with the tokens it has. It leaves its lane now, or when its token in flight is read."""
         if sequence.status is Status.FINISHED:
             return
         if sequence.pending:
@@ -361,16 +366,20 @@ class Scheduler:
         if reason in ("stop", "length") and sequence.output_len:
             self.estimate.learn(sequence.output_len)
 
-    def abort(self, sequence: Sequence) -> None:
-        """End a sequence with the tokens it has. No step may be in flight."""
-        assert not self.in_flight
-        self.finish(sequence, "abort")
-
     def fill_masks(self, batch: Batch, vocab_size: int) -> np.ndarray:
-        """Return the allowed tokens of the lanes that draw: int32 [R, ceil(V / 32)]. All lanes must be updated."""
+        """Return the allowed tokens of the lanes that draw: int32 [R, ceil(V / 32)]. All lanes must be updated.
+
+        If a mask raises, no token is allowed: the token is then -1 and ends this sequence alone.
+        """
         rows = np.full((len(batch.sampling), -(-vocab_size // 32)), -1, dtype=np.int32)
         for row, lane in zip(rows, batch.sampling, strict=True):
-            fill_mask(self._on(lane), row)
+            sequence = self._on(lane)
+            if sequence.mask is not None and sequence.status is Status.RUNNING:
+                try:
+                    sequence.mask.fill(row)
+                except Exception as error:  # the user's code
+                    sequence.error = f"the mask raised {error!r}"
+                    row[:] = 0
         return rows
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -451,19 +460,6 @@ class Scheduler:
 # ------------------------------------------------------------------------------------------------- one sequence
 
 
-def lane_start(sequence: Sequence) -> LaneStart:
-    """Return the state that a sequence's lane begins with."""
-    return LaneStart(
-        lane=sequence.lane,
-        params=sequence.params,
-        seed=sequence.seed,
-        index=sequence.index,
-        prompt_len=sequence.prompt_len,
-        stop_ids=sequence.stop_ids,
-        token_ids=tuple(sequence.token_ids) if sequence.params.penalized else (),
-    )
-
-
 def cacheable(sequence: Sequence) -> int:
     """Return how many known tokens may come from the prefix cache. The last one is computed, since its row is drawn
     from, and so is the token before each position whose prompt logprob is wanted."""
@@ -488,17 +484,6 @@ def keep_scores(sequence: Sequence, scored: Scored) -> None:
     sequence.prompt_logprobs[scored.start : end] = scored.logprobs
     if scored.top_logprobs is not None:
         sequence.prompt_top_logprobs[scored.start : end] = scored.top_logprobs
-
-
-def fill_mask(sequence: Sequence, row: np.ndarray) -> None:
-    """Write the tokens that a sequence's mask allows into a row. If the mask raises, allow none: the token is then -1
-    and ends this sequence alone."""
-    if sequence.mask is not None and sequence.status is Status.RUNNING:
-        try:
-            sequence.mask.fill(row)
-        except Exception as error:  # the user's code
-            sequence.error = f"the mask raised {error!r}"
-            row[:] = 0
 
 
 def accepts(sequence: Sequence, token: int) -> bool:

@@ -193,7 +193,7 @@ def test_an_aborted_sequence_leaves_with_what_it_has(turns: int) -> None:
     assert aborted.output_len == max(0, turns - 2)  # three chunks of prompt; the step in flight counts
     assert waiting is Status.WAITING
     assert not simulation.scheduler.running
-    simulation.scheduler.abort(aborted)  # once more is harmless
+    simulation.scheduler.finish(aborted, "abort")  # once more is harmless
     simulation.arrivals.clear()
     simulation.run()
     assert neighbour.finish_reason == "length"
