@@ -18,11 +18,6 @@ from fastgen.request import Event, RequestOutput, SamplingParams, TokenMask
 if TYPE_CHECKING:
     from fastgen.generator import Generator
 
-KINDS: dict[str, type[ChatRequest | CompletionRequest]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-}
-
 
 class Line(Strict):
     """A row of a batch file."""
@@ -70,7 +65,9 @@ class BatchJob:
         line = check_request(Line, {name: row.columns.get(name) for name in Line.model_fields})
         if line.body.get("stream"):
             raise ApiError(400, "stream is not supported in a batch; leave it out", "stream", "unsupported_parameter")
-        return check_request(KINDS[line.url], line.body)
+        if line.url == "/v1/chat/completions":
+            return check_request(ChatRequest, line.body)
+        return check_request(CompletionRequest, line.body)
 
     def _mask(self, request: GenerationRequest, grammar: str) -> TokenMask:
         """Return the compiled grammar of a request. Raises ApiError."""

@@ -121,7 +121,11 @@ def run(args: argparse.Namespace) -> int:
         if number == source.total:
             _say(f"nothing is left to do of {number} rows")
             return 0
-        with _working(args, source, done, seed) as working, _bar(source.total, number) as bar:
+        seconds = 0.1 if sys.stderr.isatty() else LOG_SECONDS
+        with (
+            _working(args, source, done, seed) as working,
+            tqdm(total=source.total, initial=number, unit="row", mininterval=seconds, dynamic_ncols=True) as bar,
+        ):
             working = in_order(working, done) if args.ordered else working
             tally, stopped = write_all(working, output, bar, args.strict)
     _say(f"{tally}; in {path}")
@@ -202,11 +206,6 @@ def _load(args: argparse.Namespace) -> Generator:
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling parameters among the options."""
     return {name: value for name in (*SAMPLING, "stop") if (value := getattr(args, name)) is not None}
-
-
-def _bar(total: int | None, done: int) -> tqdm[Any]:
-    seconds = 0.1 if sys.stderr.isatty() else LOG_SECONDS
-    return tqdm(total=total, initial=done, unit="row", mininterval=seconds, dynamic_ncols=True)
 
 
 def _say(text: str) -> None:

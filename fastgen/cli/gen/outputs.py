@@ -25,7 +25,6 @@ from typing import Any
 
 from fastgen.cli.gen.rows import PARQUET, parquet_file, pyarrow, read_rows
 from fastgen.cli.gen.work import Record, check_added
-from fastgen.cli.options import flag
 
 PART_BYTES = 64 << 20  # size of a part in memory
 PART_SECONDS = 300.0  # time that a row may wait for its part to be written
@@ -35,7 +34,7 @@ SCHEMA_ROWS = 1024  # rows of JSON whose types are found at a time
 def begin(output: Output, job: Mapping[str, Any], rows: int, seed: int | None) -> tuple[bytearray, int]:
     """Begin a job, or continue it; return a byte for each row, which is 1 if the row is done, and the seed of the job.
 
-    output: opened. job: all that defines the job, by the names of options. seed: None for the seed that the job began
+    output: opened. job: all that defines the job, by names for messages. seed: None for the seed that the job began
     with. Raises ValueError if the output is of another job.
     """
     name, done = output.path.name, bytearray(rows)
@@ -46,22 +45,14 @@ def begin(output: Output, job: Mapping[str, Any], rows: int, seed: int | None) -
     if not output.about.exists():
         raise ValueError(f"{name} has records, and no {output.about.name} describes their job; give another -o")
     about = json.loads(output.about.read_bytes())
-    for option in {**about["job"], **job}:
-        before, after = about["job"].get(option), job.get(option)
-        if before != after and option == "input":
-            raise ValueError(f"{name} was begun with another input, or it has changed since; give another -o")
-        if before != after:
-            change = f"{flag(option)} {_shown(before)}, and now it is {_shown(after)}"
-            raise ValueError(f"{name} was begun with {change}; give another -o, or the options that it began with")
+    if changed := [each for each in {**about["job"], **job} if about["job"].get(each) != job.get(each)]:
+        what = f"another {', '.join(changed)}, as {output.about} says"
+        raise ValueError(f"{name} was begun with {what}; give another -o, or what it was begun with")
     for index in output.recover():
         if index >= rows or done[index]:
             raise ValueError(f"{output.path} has row {index} twice, or the input does not have it; remove its record")
         done[index] = 1
     return done, about["seed"]
-
-
-def _shown(value: Any) -> str:
-    return "not given" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _save(path: Path, data: bytes) -> None:

@@ -228,12 +228,12 @@ def test_a_job_without_a_seed_goes_on_with_the_one_it_began_with(fggen: Fggen) -
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda: ["--max-tokens", 6, "--seed", 3], "begun with --max-tokens 5, and now it is 6"),
-        (lambda: [*SHORT, "--temperature", 0], "begun with --temperature not given, and now it is 0.0"),
-        (lambda: ["--max-tokens", 5], "begun with --seed 3, and now it is not given"),
-        (lambda: [*SHORT, "--ordered"], "begun with --ordered not given, and now it is true"),
-        (lambda: write("in.jsonl", *PROMPTS[::-1]) and SHORT, "begun with another input"),
-        (lambda: write("in.jsonl", *PROMPTS, PROMPTS[0]) and SHORT, "begun with another input"),
+        (lambda: ["--max-tokens", 6, "--seed", 3], "begun with another max_tokens, as out.jsonl.fggen.json says"),
+        (lambda: [*SHORT, "--temperature", 0], "begun with another temperature, as"),
+        (lambda: ["--max-tokens", 5], "begun with another seed, as"),
+        (lambda: [*SHORT, "--ordered"], "begun with another ordered, as"),
+        (lambda: write("in.jsonl", *PROMPTS[::-1]) and SHORT, "begun with another input, as"),
+        (lambda: write("in.jsonl", *PROMPTS, PROMPTS[0]) and SHORT, "begun with another input, as"),
     ],
 )
 def test_another_job_is_refused(
