@@ -16,13 +16,14 @@ from fastgen.device.pinned import upload, upload_together
 from fastgen.device.threads import FreeCores
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, batch_sizes, prefill_sizes, shared_sizes
+from fastgen.kernels import scoring
 from fastgen.kernels.launch import current
 from fastgen.kernels.state import DecodeInput, advance
 from fastgen.model.attention import Attention, StepLayout
 from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
-from fastgen.model.sampler import LARGE, LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
-from fastgen.model.transformer import Ends, StepInput, Transformer
+from fastgen.model.sampler import LARGE, LaneState, SampleOutput, SamplePlan, plan_flags, sample
+from fastgen.model.transformer import StepInput, Transformer
 from fastgen.model.weights import Update, write
 from fastgen.parallel.errors import DepartedError
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
@@ -381,7 +382,7 @@ class Runner:
             ends = None
             if few:
                 layout = part.ends.layout(self.page_table, len(part.rows), own_shared)
-                ends = Ends(rows[row : row + len(part.rows)] - start, layout)
+                ends = rows[row : row + len(part.rows)] - start, layout
             mapping = self.model.slot_mapping(self.pool, positions[here], slots[here], count)
             inputs.append(StepInput(ids[here], mapping, plan, ends, arrivals))
             start, row = start + count, row + len(part.rows)
@@ -410,8 +411,9 @@ class Runner:
                     logits = self.model.logits(rows[part])
                     if logits is None:
                         continue
-                    output = score(logits, targets[part], temperatures[part], wanted.top)
-                    sent = (self._to_host(x) for x in output)
+                    logprobs, _ = scoring.score(logits, targets[part], temperatures[part])
+                    top = scoring.alternatives(logits, wanted.top) if wanted.top else (None, None)
+                    sent = (self._to_host(x) for x in (logprobs, *top))
                     found.append(_Scores(chunk.lane, chunk.start + wanted.row + 1 + at, *sent))  # type: ignore[arg-type]
             first += len(chunk.tokens)
         return found

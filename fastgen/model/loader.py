@@ -50,16 +50,13 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
 
     A hub repository gives its configuration, its tokenizer and, with `weights`, the safetensors files that its index
     names, or else `model.safetensors`. The cache of huggingface_hub suffices if the hub can not be reached. Raises
-    ValueError if the model is neither a folder nor on the hub, if access to it needs a login, or if it has no
-    config.json (with `weights`; a tokenizer alone needs none).
+    ValueError if the model is neither a folder nor on the hub, or if access to it needs a login.
     """
     folder = BUNDLED if model is None else Path(model).expanduser()
     if not folder.is_dir() and model is not None:
         folder = _fetch_model(str(model), revision, weights)
     elif revision is not None:
         raise ValueError(f"revision={revision!r} goes with a hub id, and {folder} is a folder")
-    if weights and not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json; a checkpoint folder in Hugging Face's format is needed")
     return folder
 
 

@@ -168,10 +168,9 @@ class LaneState:
     last_token: int64 [S], each lane's last token (0 for NO_TOKEN, so that it can always be embedded). table: int64 [S,
     14], the parameters: the integers of _Rows from seed on, then the bits of its floats as float64. token_ids, addends:
     int64 and float32 [S, MAX_BIASES], (token, addend) pairs, a lane's biases and then its stop ids. widest: the most
-    pairs that a lane has had. counts, in_prompt: see below; they take 5 bytes a lane and token of the vocabulary. A
-    GPU's memory is divided at the start, so they are allocated then; on the CPU when the first penalized lane starts. A
-    lane's counts are rebuilt from its tokens at each start. draws: this rank draws; other ranks receive the tokens, and
-    keep only `last_token` up to date."""
+    pairs that a lane has had. counts: int32 [S, V], the occurrences of tokens in a penalized lane's answer, and
+    in_prompt: bool [S, V]; both are rebuilt from the lane's tokens when it starts. draws: this rank draws; other ranks
+    receive the tokens, and keep only `last_token` up to date."""
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
     def __init__(self, max_seqs: int, vocab_size: int, device: torch.device, draws: bool = True) -> None:
@@ -184,19 +183,12 @@ class LaneState:
         self.token_ids = torch.zeros(max_seqs, width, dtype=torch.int64, device=device)
         self.addends = torch.zeros(max_seqs, width, dtype=torch.float32, device=device)
         self.widest = 0
-        self.in_prompt: Tensor | None = None  # [S, V] bool
-        self.counts: Tensor | None = None  # [S, V] int32, occurrences in the answer
+        cells = max_seqs if draws else 0, vocab_size
+        self.counts = torch.zeros(cells, dtype=torch.int32, device=device)
+        self.in_prompt = torch.zeros(cells, dtype=torch.bool, device=device)
         self._workspace: sampling.Scratch | None = None
-        if device.type == "cuda" and draws:
-            self.allocate_counts()
-            self.workspace(max_seqs)
 
-    @torch.inference_mode(False)
-    def allocate_counts(self) -> None:
-        shape = (len(self.last_token), self.vocab_size)
-        self.counts = torch.zeros(shape, dtype=torch.int32, device=self.last_token.device)
-        self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.last_token.device)
-
+    @torch.inference_mode(False)  # as above
     def workspace(self, rows: int) -> sampling.Scratch:
         """Return scratch memory of the kernels for at least `rows` rows; the same memory until more rows need it."""
         if self._workspace is None or self._workspace.rows < rows:
@@ -213,7 +205,7 @@ class LaneState:
         rows = []
         for s in starts:
             if id(s.params) not in shared:
-                shared[id(s.params)] = self._integers(s.params), _float_bits(s.params)
+                shared[id(s.params)] = _numbers(s.params, self.vocab_size)
             integers, floats = shared[id(s.params)]
             seed = (s.seed + 2**63) % 2**64 - 2**63  # the low 64 bits, as int64: seeds -1 and 2**64 - 1 are one
             stops = len(s.stop_ids) if s.params.min_tokens else 0
@@ -226,17 +218,13 @@ class LaneState:
         if penalized:
             self._count(penalized)
 
-    def _integers(self, params: SamplingParams) -> list[int]:
-        top_k = min(params.top_k or self.vocab_size, self.vocab_size)
-        return [params.min_tokens, top_k, int(params.penalized), len(params.logit_bias or ())]
-
     def _write_pairs(self, starts: Sequence[LaneStart]) -> None:
         """Write the biases and stop ids of these lanes into the token table. Old pairs behind them stay, unused."""
         alike: dict[tuple[int, frozenset[int]], list[LaneStart]] = {}  # lanes with one list are written at once
         for s in starts:
             alike.setdefault((id(s.params), s.stop_ids), []).append(s)
         for together in alike.values():
-            pairs = [*_bias(together[0].params), *_stops(together[0])]
+            pairs = _pairs(together[0])
             if pairs:
                 count = len(pairs)
                 tokens, addends = np.array(pairs, dtype=np.float64).T
@@ -250,10 +238,6 @@ class LaneState:
     def _count(self, starts: Sequence[LaneStart]) -> None:
         """Rebuild the penalty counts of these lanes from their tokens."""
         device = self.last_token.device
-        if self.counts is None or self.in_prompt is None:
-            self.allocate_counts()
-        assert self.counts is not None
-        assert self.in_prompt is not None
         known = [np.array(s.token_ids, dtype=np.int64) + s.lane * self.vocab_size for s in starts]
         prompts = np.concatenate([tokens[: s.prompt_len] for tokens, s in zip(known, starts, strict=True)])
         answers = np.concatenate([tokens[s.prompt_len :] for tokens, s in zip(known, starts, strict=True)])
@@ -276,7 +260,7 @@ class LaneState:
         """Store tokens [R] as the last tokens of lanes [R], and count those of penalized rows (int [R], 1 or 0)."""
         tokens = tokens.clamp(min=0)
         self.last_token[lanes] = tokens
-        if penalized is not None and self.counts is not None:
+        if penalized is not None:
             self.counts.view(-1).index_add_(0, lanes * self.vocab_size + tokens, penalized.int())
 
 
@@ -299,8 +283,8 @@ def _launch_draw(
 ) -> SampleOutput:
     truncated = plan.top_k_or_p or plan.min_p
     out, kept = sampling.draw(
-        logits, state, lanes, positions, state.workspace(len(lanes)), edited=plan.edits, truncated=truncated,
-        cut=plan.top_k_or_p, mask=mask, keep=plan.keep_mask,
+        logits, state, lanes, positions, state.workspace(len(lanes)),  # type: ignore[arg-type]  # Lanes admits None
+        edited=plan.edits, truncated=truncated, cut=plan.top_k_or_p, mask=mask, keep=plan.keep_mask,
     )  # fmt: skip
     output = SampleOutput(out[:4])
     if kept is not None:
@@ -339,21 +323,6 @@ def _draw_twin(
 draw = Kernel(_launch_draw, _draw_twin)
 
 
-def score(
-    logits: Tensor, targets: Tensor, temperatures: Tensor | None = None, top: int = 0
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the logprobs, float32 [R], of targets, int64 [R], under logits [R, V] / temperatures, and alternatives.
-
-    temperatures: float32 [R], above 0; None stands for 1. The alternatives are the `top` tokens with the largest raw
-    logprobs (temperature 1), as ids and logprobs [R, top]; None for top = 0.
-    """
-    logits = logits.contiguous()
-    logprobs, totals = scoring.score(logits, targets, temperatures)
-    if not top:
-        return logprobs, None, None
-    return logprobs, *scoring.alternatives(logits, top, None if temperatures is not None else totals)
-
-
 def _edit(
     state: LaneState,
     rows: _Rows,
@@ -364,7 +333,7 @@ def _edit(
     mask: Tensor | None,
 ) -> Tensor:
     """Return logits [R, V] after penalties, bias, min_tokens and mask; the argument itself if there are none."""
-    if plan.penalties and state.counts is not None and state.in_prompt is not None:
+    if plan.penalties:
         counts, in_prompt = state.counts[lanes], state.in_prompt[lanes]
         answered = counts > 0
         repeated = torch.where(logits > 0, logits / rows.repetition, logits * rows.repetition)
@@ -443,21 +412,21 @@ def _kept(kept: Tensor, rows: _Rows, tokens: Tensor) -> Tensor:
     return torch.where(rows.temperature == 0, chosen, kept)
 
 
-def _float_bits(params: SamplingParams) -> list[int]:
-    """Return a lane's floats in the order of _Rows, as the bits of float64."""
+def _numbers(params: SamplingParams, vocab: int) -> tuple[list[int], list[int]]:
+    """Return a lane's integers in the order of _Rows, from min_tokens to biases, and its floats as bits of float64."""
+    top_k = min(params.top_k or vocab, vocab)
     temperature = max(params.temperature, 1 / LARGE) if params.temperature else 0.0
     repetition = max(params.repetition_penalty, 1 / LARGE)
     bounded = map(_bounded, (temperature, params.min_p, repetition, params.presence_penalty, params.frequency_penalty))
     bits: list[int] = np.array([*bounded, params.top_p], dtype=np.float64).view(np.int64).tolist()
-    return bits
+    return [params.min_tokens, top_k, int(params.penalized), len(params.logit_bias or ())], bits
 
 
-def _bias(params: SamplingParams) -> list[tuple[int, float]]:
-    return [(token, _bounded(bias)) for token, bias in (params.logit_bias or {}).items()]
-
-
-def _stops(start: LaneStart) -> list[tuple[int, float]]:
-    return [(token, float("-inf")) for token in sorted(start.stop_ids)] if start.params.min_tokens else []
+def _pairs(start: LaneStart) -> list[tuple[int, float]]:
+    """Return the biases of a lane, then its stop ids if it has min_tokens, as (token, addend)."""
+    pairs = [(token, _bounded(bias)) for token, bias in (start.params.logit_bias or {}).items()]
+    stops = sorted(start.stop_ids) if start.params.min_tokens else []
+    return pairs + [(token, float("-inf")) for token in stops]
 
 
 def _bounded(value: float) -> float:

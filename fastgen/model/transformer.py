@@ -130,33 +130,24 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Ends:
-    """The tokens of a step whose logits are wanted, one a sequence.
-
-    rows: int64 [R], their rows in the step; layout: of a step that has these tokens alone.
-    """
-
-    rows: Tensor
-    layout: StepLayout
-
-
-@dataclass(frozen=True)
 class StepInput:
     """The input of a step, or of one half of a step that is cut in two.
 
-    token_ids: int64 [T]; mapping: their positions and slots; plan: of Attention.plan; ends: None if all rows are
-    wanted; arrivals: of HostTier.load, loads of pages that the step must wait for."""
+    token_ids: int64 [T]; mapping: their positions and slots; plan: of Attention.plan. ends: the rows of the tokens
+    whose logits are wanted, int64 [R], one a sequence, and the layout of a step that has these tokens alone; None if
+    all rows are wanted. arrivals: of HostTier.load, loads of pages that the step must wait for.
+    """
 
     token_ids: Tensor
     mapping: SlotMapping
     plan: Any
-    ends: Ends | None = None
+    ends: tuple[Tensor, StepLayout] | None = None
     arrivals: Mapping[int, torch.cuda.Event] = field(default_factory=dict)
 
     @property
     def wanted(self) -> int:
         """The number of rows after the last layer, without padding."""
-        return len(self.token_ids if self.ends is None else self.ends.rows)
+        return len(self.token_ids if self.ends is None else self.ends[0])
 
     def wait(self, number: int) -> None:
         """Make work launched from now on wait until the loaded pages of a layer are in the pool."""
@@ -357,12 +348,12 @@ class Transformer:
         """
         step, plan = batch.step, batch.step.plan
         if step.ends is not None and number == len(self.layers) - 1:
-            wanted = step.ends.rows
+            wanted, layout = step.ends
             batch.residual = ReplicatedResidual(self.group, self._padded(batch.residual.rows(wanted)))
             q = q[wanted]
             if not len(q):
                 return q.flatten(1)
-            plan = attention.plan(step.ends.layout)
+            plan = attention.plan(layout)
         with span("attention"):
             return attention.attend(plan, number, q[: step.mapping.real], self.layers[number].window).flatten(1)
 

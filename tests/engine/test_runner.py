@@ -251,7 +251,7 @@ def test_the_last_layer_computes_the_row_of_all_forks_once(llama: Path, monkeypa
         runner.model, "forward", lambda steps, *rest: ends.append(steps[0].ends) or forward(steps, *rest)
     )
     siblings(runner, random_ids(20), forked=True, steps=0)
-    assert ends[-1].rows.tolist() == [0, 24, 25], "lane 3, all siblings, lane 5; of 26 rows"
+    assert ends[-1][0].tolist() == [0, 24, 25], "lane 3, all siblings, lane 5; of 26 rows"
 
 
 def test_of_a_step_in_two_parts_the_first_alone_has_the_decodes_that_share(

@@ -54,7 +54,6 @@ class Draw:
 
     def state(self) -> LaneState:
         state = LaneState(len(self.params) + 1, self.logits.shape[1], DEVICE)
-        state.allocate_counts()
         lanes = self.lanes.tolist()
         state.start(
             [

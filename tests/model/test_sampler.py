@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.kernels import sampler_rows
+from fastgen.kernels import sampler_rows, scoring
 from fastgen.kernels.sampler_rows import gumbel, philox
 from fastgen.model import sampler
-from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan, plan_flags, sample, score
+from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan, plan_flags, sample
 from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
 
 CPU = torch.device("cpu")
@@ -482,8 +482,6 @@ def test_counts_grown_step_by_step_are_those_of_a_restart() -> None:
         resumed.start([lane_start(1, params, token_ids=(1, 1, 2, 4, 6, 6))])  # what an earlier lane left behind
         resumed.start([lane_start(1, params, seed=8, token_ids=tuple(tokens))])
         for grown, rebuilt in ((state.counts, resumed.counts), (state.in_prompt, resumed.in_prompt)):
-            assert grown is not None
-            assert rebuilt is not None
             assert torch.equal(grown[2], rebuilt[1])
         logits = random_logits(2, VOCAB, seed=step)
         positions = torch.tensor([len(tokens)] * 2)
@@ -491,18 +489,8 @@ def test_counts_grown_step_by_step_are_those_of_a_restart() -> None:
         out = sample(state, lanes, positions, logits, plan)
         assert row_bits(out, 0, params) == row_bits(again, 0, params)
         tokens.append(int(out.tokens[0]))
-    assert state.counts is not None
     assert not state.counts[:2].any()  # the plain lane and the idle one
     assert state.counts[2].sum() == 25
-
-
-def test_counts_are_allocated_with_the_first_penalized_lane() -> None:
-    state = LaneState(4, VOCAB, CPU)
-    state.start([lane_start(1, SamplingParams(logit_bias={1: 1.0}))])
-    assert state.counts is None
-    state.start([lane_start(2, SamplingParams(presence_penalty=0.5), token_ids=PROMPT)])
-    assert state.counts is not None
-    assert state.counts.shape == (4, VOCAB)
 
 
 def test_a_lane_started_anew_keeps_nothing_of_the_one_before() -> None:
@@ -582,26 +570,20 @@ def test_scores_are_log_softmax_at_the_targets() -> None:
     logits = random_logits(6, VOCAB, scale=4.0)
     targets = torch.tensor([0, 39, 4, 4, 17, 2])
     temperatures = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.1, 1.0])
-    logprobs, ids, tops = score(logits, targets, temperatures, 3)
+    logprobs, _ = scoring.score(logits, targets, temperatures)
+    ids, tops = scoring.alternatives(logits, 3)
     expected = (logits.double() / temperatures.double()[:, None]).log_softmax(1).gather(1, targets[:, None])[:, 0]
     np.testing.assert_allclose(logprobs, expected, atol=4e-6)
-    assert ids is not None
-    assert tops is not None
     assert torch.equal(tops, logits.log_softmax(1).topk(3).values)
     assert torch.equal(ids, logits.topk(3).indices)
-    plain, no_ids, no_tops = score(logits, targets)
-    assert no_ids is None
-    assert no_tops is None
-    assert torch.equal(plain[[0, 3, 5]], logprobs[[0, 3, 5]])
 
 
 def test_a_score_at_temperature_1_is_the_raw_logprob_of_the_draw() -> None:
     logits = random_logits(1, VOCAB)
     out = draw(logits[0], SamplingParams(top_k=3, logprobs=4), rows=20)
-    logprobs, ids, tops = score(logits.expand(20, -1), out.tokens, torch.ones(20), 4)
+    logprobs, _ = scoring.score(logits.expand(20, -1), out.tokens, torch.ones(20))
+    ids, tops = scoring.alternatives(logits.expand(20, -1), 4)
     assert torch.equal(logprobs, out.raw_logprobs)
-    assert ids is not None
-    assert tops is not None
     assert out.top_ids is not None
     assert out.top_logprobs is not None
     assert torch.equal(ids, out.top_ids)
