@@ -113,7 +113,6 @@ class ServerBackend:
         self._url = url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._model, self._fields = model, fields
-        self._stream_options = {"include_usage": True}
 
     def check(self, messages: Sequence[Message]) -> None:
         """Find the model among those of the server. Raises ValueError or ServerError if that fails."""
@@ -122,7 +121,7 @@ class ServerBackend:
         if response.status_code != 200:
             raise ValueError(_error_of(response))
         try:
-            served = {str(entry["id"]): entry for entry in response.json()["data"]}
+            served = [str(entry["id"]) for entry in response.json()["data"]]
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{self._url} is no OpenAI-style API: {response.text[:EXCERPT]!r}") from None
         if self._model is None:
@@ -131,10 +130,6 @@ class ServerBackend:
             if len(served) > 1:
                 raise ValueError(f"the server has several models; choose one by --model: {', '.join(served)}")
             (self._model,) = served
-        entry = served.get(self._model) or (next(iter(served.values())) if len(served) == 1 else {})
-        self.max_model_len = entry.get("max_model_len")
-        if entry.get("owned_by") == "fastgen":  # other servers may refuse fields that OpenAI does not have
-            self._stream_options["continuous_usage_stats"] = True
 
     def answer(self, messages: Sequence[Message], say: Callable[[str], None], interrupt: DeferredInterrupt) -> Reply:
         reply = Reply()
@@ -154,7 +149,7 @@ class ServerBackend:
     def _chunks(self, messages: Sequence[Message]) -> Generator[dict[str, Any], None, None]:
         """Yield the chunks of an answer. Raises RefusedError or ServerError."""
         body = {"model": self._model, "messages": messages, **self._fields}
-        body |= {"stream": True, "stream_options": self._stream_options}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
         with (
             self._client() as client,
             client.stream("POST", f"{self._url}/chat/completions", json=body) as response,
