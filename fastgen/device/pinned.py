@@ -30,10 +30,7 @@ class Pinned:
         free = _free_memory()
         if num_bytes > free:
             raise ValueError(f"{wanted}, of which {free / 1e9:.1f} GB are free; {advice}")
-        try:
-            raw = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
-        except MemoryError as error:
-            raise ValueError(f"{wanted}, which can not be had; {advice}") from error
+        raw = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
         start = -raw.ctypes.data % ALIGNMENT
         self.bytes = torch.from_numpy(raw[start : start + num_bytes])
         if device.type == "cuda" and num_bytes:

@@ -358,14 +358,15 @@ class Runner:
         if graphs:
             padding = graphs.size_of(total) - total
         few = len(step.rows) < total and not any(chunk.score for chunk in batch.prefills)  # rows behind the last layer
+        written = np.concatenate([step.lanes, step.forks])
         owners, at, page_size = np.repeat(step.lanes, step.query_lens), step.positions(), self.config.page_size
         slots = self._tables[owners, at // page_size].astype(np.int64) * page_size + at % page_size
         ids, positions, slots, lanes, kv_lens, rows, drawn_from, drawing, drawn_at = upload_together([
             step.token_ids(batch, padding),
             np.pad(at, (0, padding)),
             np.pad(slots, (0, padding), constant_values=-1),
-            np.concatenate([step.lanes, step.forks]),
-            np.concatenate([step.kv_lens, self._kv_lens[step.forks]]),
+            written,
+            self._kv_lens[written],
             step.rows,
             np.repeat(np.arange(len(step.rows)) if few else step.rows, step.draws[step.draws > 0]),
             np.array(batch.sampling, dtype=np.int64),
