@@ -75,6 +75,8 @@ class SamplePlan:
         return self.penalties or self.bias or self.min_tokens
 
 
+GREEDY = SamplePlan(draws=False, penalties=False, bias=False, min_tokens=False, top_k_or_p=False, min_p=False)
+
 _NEEDS = ("greedy", "draws", "penalties", "bias", "min_tokens", "top_k_or_p", "min_p", "keep_mask")
 """Fields of SamplePlan with a bit each in `plan_flags`, from bit 0 on."""
 
@@ -299,6 +301,8 @@ def _draw_twin(
     logits: Tensor, state: LaneState, lanes: Tensor, positions: Tensor, plan: SamplePlan, mask: Tensor | None
 ) -> SampleOutput:
     logits = logits.float()
+    if plan == GREEDY and mask is None:
+        return _take_likeliest(logits, state, lanes)
     rows = state.rows(lanes)
     edited = _edit(state, rows, lanes, positions, logits, plan, mask)
     best = edited.amax(1, keepdim=True)
@@ -318,6 +322,19 @@ def _draw_twin(
     if plan.top_logprobs:
         output.top_ids, output.top_logprobs = scoring.alternatives.twin(logits, plan.top_logprobs)
     return output
+
+
+def _take_likeliest(logits: Tensor, state: LaneState, lanes: Tensor) -> SampleOutput:
+    """Return what `_draw_twin` does for GREEDY, which needs no parameters of the lanes."""
+    tokens = logits.argmax(1)
+    raw_logprobs = logits.log_softmax(1).gather(1, tokens[:, None]).squeeze(1)
+    possible = logits.gather(1, tokens[:, None]).isfinite().squeeze(1)
+    packed = torch.zeros(4, len(logits), dtype=torch.int32, device=logits.device)
+    packed[0] = tokens.masked_fill_(~possible, NO_TOKEN)
+    packed[1:3].view(torch.float32).masked_fill_(~possible, float("nan"))
+    packed[3] = raw_logprobs.view(torch.int32)
+    state.drew(lanes, tokens, None)
+    return SampleOutput(packed)
 
 
 draw = Kernel(_launch_draw, _draw_twin)

@@ -24,6 +24,7 @@ from fastgen.kernels import batch_invariant, epilogue
 from fastgen.kernels.launch import Chip
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
+from fastgen.model import cpu
 from fastgen.model.attention import Attention, StepLayout
 from fastgen.model.config import ModelConfig
 from fastgen.model.kv_pool import KVPool
@@ -100,7 +101,7 @@ def apply(
     many rows go through BLAS.
     """
     if norm is not None:
-        x = rms_norm(x, norm.weight, norm.eps, delta)
+        x = _normed(x, norm, delta)
     if _fuses(x, linear):
         # The torch twin of the kernel would have other bits, so a batch-invariant layer has no fallback.
         multiply = batch_invariant.product.launch if linear.batch_invariant else batch_invariant.product
@@ -111,8 +112,21 @@ def apply(
         return add.addmm_(x, linear.weight.t())  # cuBLAS adds it in the product
     y = linear(x, out_dtype)
     if swiglu:
-        y = epilogue.swiglu(y)
+        y = cpu.swiglu(y) if _plain(y) else epilogue.swiglu(y)
     return y if add is None else add.add_(y)
+
+
+def _plain(x: Tensor) -> bool:
+    """Return whether the operations of fastgen.model.cpu take x."""
+    return x.device.type == "cpu" and x.dtype == torch.float32
+
+
+def _normed(x: Tensor, norm: RMSNorm, delta: Tensor | None = None) -> Tensor:
+    """Return the RMSNorm of x [T, N], to which delta [T, N] is added in place before."""
+    if _plain(x) and delta is None:
+        return cpu.rms_norm(x, norm.weight, norm.eps)
+    normed: Tensor = rms_norm(x, norm.weight, norm.eps, delta)
+    return normed
 
 
 @dataclass(frozen=True)
@@ -399,6 +413,8 @@ class Transformer:
                 rope = batch_invariant.RopeWrite(mapping, keys, values)
                 return apply(layer.qkv, x, norm=norm, delta=delta, rope=rope)
             qkv = apply(layer.qkv, x, norm=norm, delta=delta)
+            if layer.head_norm is None and _plain(qkv):
+                return cpu.rope_write(qkv, mapping, keys, values)
             turned: Tensor = rope_write(qkv, mapping, keys, values, layer.head_norm)
             return turned
 
@@ -423,7 +439,7 @@ class Transformer:
         """Return logits, float32 [R, V], of rows x [R, hidden] of `forward`, in `out` if given; None on ranks above
         0."""
         if x.device.type == "cpu":
-            own = self.lm_head(rms_norm(self._padded(x), self.norm.weight, self.norm.eps))[: len(x)].float()
+            own = self.lm_head(_normed(self._padded(x), self.norm))[: len(x)].float()
         else:
             own = apply(self.lm_head, x, norm=self.norm, out_dtype=torch.float32)
         return self.group.gather(own, out)

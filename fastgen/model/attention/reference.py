@@ -33,7 +33,7 @@ from fastgen.model.attention.interface import StepLayout
 from fastgen.model.kv_pool import KVPool
 
 KEY_BLOCK = 64
-KEY_STEP = 16
+KEY_STEP = 16  # keys of a block, of which products take a multiple
 TILE_ROWS = 48  # most query rows of a prefill tile
 SCORES = 2**20  # scores that are in memory at a time, about
 HIDDEN = torch.tensor(-math.inf)  # the score of a hidden key
@@ -60,7 +60,8 @@ class _Tiles:
 
     targets: int64 [tokens], the step's tokens whose answers are here. queries: int64 [N * R], the rows of q.view(T * H,
     D) of the head tiles; padding repeats a row. answers: int64 [tokens * H], rows of sums.view(R * M, D). rows: the
-    query rows of a head tile without a decode's padding. position: int64 [R or 1, n, 1, 1], of the query rows.
+    query rows of a head tile without a decode's padding. sequences: int64 [n], the one of each tile. position: int64
+    [R or 1, n, 1, 1], of the query rows.
 
     counts: the number of head tiles that see each block. Pairs come block by block: owner, int64 [M], is the head tile
     of each, pairs, int64 [M], owner * B + block, seen, int64 [M], the keys of the block up to the last one that the
@@ -74,6 +75,7 @@ class _Tiles:
     queries: Tensor
     answers: Tensor
     rows: int
+    sequences: Indices
     position: Tensor
     counts: list[int]
     owner: Indices
@@ -85,6 +87,12 @@ class _Tiles:
     weights: Tensor
     sums: Tensor
     _hidden: dict[int, Tensor] = field(default_factory=dict)
+
+    def move(self, ends: Tensor) -> None:
+        """Set the positions of decodes; ends: int64 [S], the KV lengths. No tile may see another number of
+        KEY_STEPs."""
+        self.position = (ends[self.sequences] - 1).to(self.position.device).view(1, -1, 1, 1)
+        self._hidden.clear()
 
     def hidden(self, window: int) -> Tensor:
         """Return whether a query row must not see a key: bool [R or 1, n, 1, B * KEY_BLOCK]."""
@@ -207,18 +215,31 @@ class ReferenceAttention:
         plain = self._device.type == "cpu" and pool.keys.dtype == torch.float32 and self._run == KEY_BLOCK
         self._in_place = plain and _MULTIPLY is not None
         self._memory = torch.zeros(0, device=self._device)
+        self._key: tuple[object, ...] | None = None  # what `_plan`, the last one of decodes alone, depends on
+        self._plan: list[tuple[_Tiles, _Copied | _InPlace]] = []
         self._hide = torch.tensor(-math.inf, device=self._device)
 
     def plan(self, layout: StepLayout) -> list[tuple[_Tiles, _Copied | _InPlace]]:
-        """Lay out decodes in tiles of one token, and prefill chunks in tiles of up to TILE_ROWS query rows."""
-        query_lens = layout.query_lens.numpy()
-        slots = -(-int(layout.kv_lens.max()) // self._page_size)
+        """Lay out decodes in tiles of one token, and prefill chunks in tiles of up to TILE_ROWS query rows.
+
+        The result may be attended until the next call. Steps of the same decodes have one, until a sequence needs
+        other pages or another KEY_STEP.
+        """
+        query_lens, kv_lens = layout.query_lens.numpy(), layout.kv_lens.numpy()
+        slots = -(-int(kv_lens.max()) // self._page_size)
         table = layout.page_table.cpu().numpy()[layout.lanes.numpy(), :slots].astype(np.int64)
         decode = query_lens == 1
+        key = (table.shape, table.tobytes(), (-(-kv_lens // KEY_STEP)).tobytes()) if decode.all() else None
+        if key is not None and key == self._key:
+            for tiles, _ in self._plan:
+                tiles.move(layout.kv_lens)
+            return self._plan
         groups = []
         for size, members in ((1, decode), (max(TILE_ROWS // self._group, 1), ~decode)):
             if members.any():
                 groups += self._tiles(size, np.flatnonzero(members), layout, table)
+        if key is not None:
+            self._key, self._plan = key, groups
         return groups
 
     def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
@@ -255,14 +276,14 @@ class ReferenceAttention:
             inside = np.minimum(offset[here], last[here])  # the padding of a tile repeats its last token
             of = owner[here]
             tokens, position = first[of, None] + inside, before[of, None] + inside
-            found.append(self._lay_out(tokens, position, real, table[sequences[of]]))
+            found.append(self._lay_out(sequences[of], tokens, position, real, table[sequences[of]]))
         return found
 
     def _lay_out(
-        self, tokens: Indices, position: Indices, real: NDArray[np.bool_], table: Indices
+        self, sequences: Indices, tokens: Indices, position: Indices, real: NDArray[np.bool_], table: Indices
     ) -> tuple[_Tiles, _Copied | _InPlace]:
-        """Lay out tiles with these tokens and their positions, [n, size], and whether they are padding; table: [n,
-        slots]."""
+        """Lay out tiles of these sequences, [n], with these tokens at these positions, [n, size]; real: not padding;
+        table: [n, slots]."""
         (count, size), heads, group = tokens.shape, self._kv_heads, self._group
         rows = np.arange(padded_rows(size * group, self._head_size))
         token, head = np.minimum(rows // group, size - 1), rows % group
@@ -287,6 +308,7 @@ class ReferenceAttention:
             queries=self._put(queries),
             answers=self._put(answers),
             rows=group if size == 1 else len(rows),
+            sequences=sequences,
             position=self._put(position if size == 1 else position[:, token]).view(count, -1).t()[..., None, None],
             counts=(seen.sum(0) * heads).tolist(),
             owner=owner,
