@@ -117,9 +117,7 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -math.inf, math.inf)
         _number("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
         if self.seed is not None:
-            check_integer("seed", self.seed, -(2**63))
-            if self.seed >= 2**64:
-                raise ValueError(f"seed is {self.seed}; it must fit in 64 bits")
+            check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 check_integer(name, value, 0, min(MAX_LOGPROBS, vocab_size))
@@ -379,8 +377,8 @@ class Batch:
     """One step, and the changes of the lanes since the step before. Plain data, so that every rank can replay it.
 
     decodes: lanes that continue with the token they sampled last; the step computes them first. prefills: chunks, which
-    follow. starts: new lanes. pages: page-table updates (lane, first slot, pages). masked: a lane that samples has a
-    TokenMask, so that the sampler waits for the tokens of the step before.
+    follow. starts: new lanes. pages: page-table updates (lane, index of the first page, pages). masked: a lane that
+    samples has a TokenMask, so that the sampler waits for the tokens of the step before.
 
     fresh: newly allocated pages, whose contents are undefined. saves: (page, host slot), copied to the host tier before
     the step computes; loads: (host slot, page), from it, after the saves. copies: (page, page), partly filled pages for

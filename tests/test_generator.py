@@ -119,7 +119,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "n of True": ([5], SamplingParams(n=True), "n must be an integer, not True"),
     "n scores": ([5], SamplingParams(n=2, max_tokens=0, prompt_logprobs=0), "n is 2 with max_tokens=0"),
     "min above max": ([5], SamplingParams(min_tokens=3, max_tokens=2), "min_tokens is 3, above max_tokens"),
-    "seed too large": ([5], SamplingParams(seed=2**64), "must fit in 64 bits"),
+    "seed too large": ([5], SamplingParams(seed=2**64), "it must be from -9223372036854775808 to 18446744073709551615"),
     "empty stop": ([5], SamplingParams(stop=["a", ""]), "a stop string is empty"),
     "stop of ids": ([5], SamplingParams(stop=[5]), "stop must be a string or a list of strings, not 5"),  # type: ignore[list-item]
     "stop id outside": ([5], SamplingParams(stop_token_ids=[VOCAB]), f"stop_token_ids holds the id {VOCAB}"),
