@@ -214,10 +214,6 @@ class Drawn:
         """Return the lists that are not None, by name."""
         return {name: values for name in _DRAWN if (values := getattr(self, name)) is not None}
 
-    def since(self, start: int) -> dict[str, Any]:
-        """Return copies of the lists from token `start` on, by name."""
-        return {name: values[start:] for name, values in self.lists().items()}
-
     def rows(self) -> Iterable[tuple[Any, ...]]:
         """Return the values of each token, in an order that `append` takes."""
         lists = self.logprobs, self.untruncated_logprobs, self.raw_logprobs

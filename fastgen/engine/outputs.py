@@ -142,7 +142,7 @@ class ActiveSample:
             id=sequence.request_id,
             index=sequence.index,
             token_ids=sequence.token_ids[sequence.prompt_len + ids :],
-            **sequence.drawn.since(ids),
+            **{name: values[ids:] for name, values in sequence.drawn.lists().items()},
             text=text[chars:],
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,

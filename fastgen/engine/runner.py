@@ -232,7 +232,7 @@ class Runner:
             shared = self._detect_sharing(batch.decodes)
             replay = self.graphs and not batch.prefills
             launched = self._replay(batch, shared) if replay else self._launch(batch, shared, arrivals)
-            if batch.copies:
+            if batch.copies:  # of pages that this step has filled
                 sources, targets = zip(*batch.copies, strict=True)
                 self.pool.copy(*upload_together([np.array(sources), np.array(targets)], self.device))
             if not batch.masked:

@@ -414,7 +414,7 @@ class Scheduler:
         self.lanes[lane] = None
         heapq.heappush(self._free_lanes, lane)
         self._page_updates = [update for update in self._page_updates if update[0] != lane]
-        sequence.lane = -1
+        sequence.lane, sequence.tip = -1, None
 
     def _on(self, lane: int) -> Sequence:
         sequence = self.lanes[lane]
