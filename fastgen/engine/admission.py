@@ -10,7 +10,7 @@ from fastgen.engine.config import EngineConfig
 from fastgen.engine.pages import PageAllocator
 from fastgen.request import Sequence
 
-MOST_ENDS = 64  # times at which `will_fit` counts pages, at most
+MOST_ENDS = 64  # times at which `_will_fit` counts pages, at most
 LEAVING_STEPS = 4  # steps from the one that computes a sequence's last token until its pages are released
 
 
