@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -33,6 +34,8 @@ from fastgen.cli.serve.service import ServedModel, Service
 OPEN = ("/health", "/ready", "/metrics")  # routes without the API key
 LARGE = 65536  # bytes; larger bodies are parsed in a thread
 DISCARDED = 8  # multiple of the size limit that is read of a larger body, so that its client reads the response
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(service: Service) -> Starlette:
@@ -79,19 +82,18 @@ async def _handle(request: Request, error: Exception) -> Response:
 
 
 class _Routes:
+    """The routes of a service. posts: by path, with the kind of their bodies."""
+
     def __init__(self, service: Service) -> None:
         self._service = service
         self._created = int(time.time())
-
-    def under(self, prefix: str) -> list[Route]:
-        """Return all routes, with a prefix of their paths."""
-        posts = {
-            "/chat/completions": self.chat,
-            "/completions": self.completions,
-            "/tokenize": self.tokenize,
-            "/detokenize": self.detokenize,
+        self._posts: dict[str, tuple[Handler, type[Strict]]] = {
+            "/chat/completions": (self.chat, ChatRequest),
+            "/completions": (self.completions, CompletionRequest),
+            "/tokenize": (self.tokenize, TokenizeRequest),
+            "/detokenize": (self.detokenize, DetokenizeRequest),
         }
-        gets = {
+        self._gets: dict[str, Handler] = {
             "/models": self.models,
             "/models/{name:path}": self.model,
             "/tokenizer_info": self.tokenizer_info,
@@ -100,11 +102,11 @@ class _Routes:
             "/metrics": self.metrics,
             "/openapi.json": self.openapi,
         }
-        return [
-            Route(prefix + path, handler, methods=[method])
-            for method, handlers in (("POST", posts), ("GET", gets))
-            for path, handler in handlers.items()
-        ]
+
+    def under(self, prefix: str) -> list[Route]:
+        """Return all routes, with a prefix of their paths."""
+        posts = [Route(prefix + path, handler, methods=["POST"]) for path, (handler, _) in self._posts.items()]
+        return posts + [Route(prefix + path, handler, methods=["GET"]) for path, handler in self._gets.items()]
 
     async def chat(self, request: Request) -> Response:
         return GenerationResponse(self._service, await self._read(ChatRequest, request))
@@ -158,7 +160,23 @@ class _Routes:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(openapi())
+        """Return the OpenAPI schema, with every field of requests. Answers and errors are as OpenAI describes them."""
+        place, schemas = "#/components/schemas/", dict[str, Any]()
+        error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
+        answers: dict[str, Any] = {"200": {"description": "An answer", "content": {"*/*": {}}}}
+        answers["default"] = {"description": "An error", "content": {"application/json": {"schema": error}}}
+        paths: dict[str, Any] = {
+            "/v1" + path.replace(":path", ""): {"get": {"responses": answers}} for path in self._gets
+        }
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        paths["/v1/models/{name}"]["parameters"] = [name]
+        for path, (_, kind) in self._posts.items():
+            schema = kind.model_json_schema(ref_template=f"{place}{{model}}")
+            schemas |= {**schema.pop("$defs", {}), kind.__name__: schema}
+            body = {"required": True, "content": {"application/json": {"schema": {"$ref": place + kind.__name__}}}}
+            paths[f"/v1{path}"] = {"post": {"requestBody": body, "responses": answers}}
+        info = {"title": "fgserve", "version": __version__}
+        return json_response({"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}})
 
     async def _read(self, kind: type[RequestT], request: Request) -> RequestT:
         """Read and check the body of a request. Raises ApiError."""
@@ -176,40 +194,3 @@ class _Routes:
         if size > LARGE:
             return await asyncio.to_thread(read_request, kind, bytes(body))
         return read_request(kind, bytes(body))
-
-
-# ------------------------------------------------------------------------------------------------- schema
-
-
-def openapi() -> dict[str, Any]:
-    """Return the OpenAPI schema, with every field of requests. Answers and errors are as OpenAI describes them."""
-    posts: dict[str, type[Strict]] = {
-        "/v1/chat/completions": ChatRequest,
-        "/v1/completions": CompletionRequest,
-        "/v1/tokenize": TokenizeRequest,
-        "/v1/detokenize": DetokenizeRequest,
-    }
-    gets = ("/v1/models", "/v1/models/{name}", "/v1/tokenizer_info", "/v1/health", "/v1/ready", "/v1/metrics")
-    place = "#/components/schemas/"
-    schemas: dict[str, Any] = {}
-    error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
-    answers: dict[str, Any] = {"200": {"description": "An answer", "content": {"*/*": {}}}}
-    answers["default"] = {"description": "An error", "content": _json(error)}
-    paths: dict[str, Any] = {path: {"get": {"responses": answers}} for path in gets}
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    paths["/v1/models/{name}"]["parameters"] = [name]
-    for path, kind in posts.items():
-        schema = kind.model_json_schema(ref_template=f"{place}{{model}}")
-        schemas |= {**schema.pop("$defs", {}), kind.__name__: schema}
-        body = {"required": True, "content": _json({"$ref": place + kind.__name__})}
-        paths[path] = {"post": {"requestBody": body, "responses": answers}}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "fgserve", "version": __version__},
-        "paths": paths,
-        "components": {"schemas": schemas},
-    }
-
-
-def _json(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"application/json": {"schema": schema}}

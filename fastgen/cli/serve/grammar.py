@@ -39,7 +39,7 @@ def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
 
 def answer_rule(wanted: ResponseFormat | None) -> str | None:
     """Return the right side of the rule for a request's response_format; None for plain text. Raises ValueError."""
-    if wanted is not None and wanted.type == "json_schema":
+    if wanted is not None and wanted.json_schema is not None:
         return json_rule(wanted.json_schema.schema_, strict=bool(wanted.json_schema.strict))
     return None if wanted is None or wanted.type == "text" else json_rule({"type": "object"}, strict=True)
 

@@ -113,43 +113,31 @@ class ToolCall(Strict):
 Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
 
 
-class _Message(Strict):
-    role: str
+class ChatMessage(Strict):
+    """parsed: added by clients that have parsed an answer; ignored."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
+    parsed: Any = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
 
     @property
     def text(self) -> str | None:
         """The content as one text; parts are joined by newlines."""
         return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
 
-
-class GivenMessage(_Message):
-    role: Literal["system", "developer", "user"]
-    content: Content
-
-
-class AssistantMessage(_Message):
-    """parsed: added by clients that have parsed the content; ignored."""
-
-    role: Literal["assistant"]
-    parsed: Any = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
-
     @model_validator(mode="after")
-    def _check_content(self) -> AssistantMessage:
+    def _check_role(self) -> ChatMessage:
         if self.content is None and not self.tool_calls:
-            raise wrong("content", "is required, except in a message with tool_calls")
+            raise wrong("content", "is required, except in a message with tool_calls", "missing_required_parameter")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise wrong("tool_call_id", "is required in a message of a tool", "missing_required_parameter")
+        for field, role in (("tool_calls", "assistant"), ("parsed", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, field) is not None and self.role != role:
+                raise wrong(field, f"is only allowed in a message of the role {role}", "unsupported_parameter")
         return self
-
-
-class ToolMessage(_Message):
-    role: Literal["tool"]
-    content: Content
-    tool_call_id: str
-
-
-ChatMessage = Annotated[GivenMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 class ToolFunction(Strict):
@@ -194,16 +182,15 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
-class FreeFormat(Strict):
-    type: Literal["text", "json_object"]
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
-
-class SchemaFormat(Strict):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[FreeFormat | SchemaFormat, Field(discriminator="type")]
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise wrong("json_schema", "belongs to the type 'json_schema', which requires it")
+        return self
 
 
 # ------------------------------------------------------------------------------------------------- requests
@@ -439,14 +426,11 @@ def _api_error(error: ValidationError, data: Any) -> ApiError:
     path, details = max(found, key=lambda pair: len(pair[0]))  # the first of them
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
     kind = details["type"]
-    if kind in ("missing", "union_tag_not_found"):
+    if kind == "missing":
         return ApiError(400, f"{param} is required", param, "missing_required_parameter")
-    if kind in ("invalid_value", "unsupported_parameter"):
-        field = details["ctx"]["field"]
-        inside = param if path[-1:] == (field,) else f"{param}.{field}".removeprefix(".")
-        return ApiError(400, f"{inside} {details['ctx']['message']}", inside, kind)
-    if kind == "union_tag_invalid":
-        return ApiError(400, f"{param} should be one of {details['ctx']['expected_tags']}", param, "invalid_value")
+    if "field" in (context := details.get("ctx", {})):  # see `wrong`
+        inside = param if path[-1:] == (context["field"],) else f"{param}.{context['field']}".removeprefix(".")
+        return ApiError(400, f"{inside} {context['message']}", inside, kind)
     messages = dict.fromkeys(other["msg"] for at, other in found if at == path)
     reason = ", or ".join(_plain(message) for message in messages)
     return ApiError(
@@ -473,8 +457,6 @@ def _path(details: ErrorDetails, data: Any) -> tuple[str | int, ...]:
         elif isinstance(data, list) and isinstance(step, int):
             path.append(step)
             data = data[step] if step < len(data) else None
-    if details["type"].startswith("union_tag"):  # the field that selects the type
-        path.append(details["ctx"]["discriminator"].strip("'"))
     return tuple(path)
 
 

@@ -107,7 +107,7 @@ class Calling:
     def template_messages(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         """Return messages for the chat template: content is one string, the role developer becomes system, and the
         arguments of earlier calls become objects."""
-        calls = [call for message in messages if message.role == "assistant" for call in message.tool_calls or ()]
+        calls = [call for message in messages for call in message.tool_calls or ()]
         if self._syntax is None and (calls or any(message.role == "tool" for message in messages)):
             raise ValueError("messages of tools are not supported: this model's chat template has no format for them")
         names = {call.id: call.function.name for call in calls}
@@ -119,11 +119,11 @@ class Calling:
         written: dict[str, Any] = {"role": role, "content": message.text or ""}
         if message.name is not None:
             written["name"] = message.name
-        if message.role == "tool":
+        if message.tool_call_id is not None:
             written["tool_call_id"] = self._template_id(message.tool_call_id)
             if message.tool_call_id in names:
                 written.setdefault("name", names[message.tool_call_id])
-        if message.role == "assistant" and message.tool_calls:
+        if message.tool_calls:
             written["tool_calls"] = [self._template_call(call) for call in message.tool_calls]
         return written
 
