@@ -267,7 +267,7 @@ COPIED = (GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fiel
 class ChatRequest(GenerationFields):
     """A request to /chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "a"}]])
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None

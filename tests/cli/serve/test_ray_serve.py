@@ -201,7 +201,7 @@ def test_health_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
         replica = Replica(read_options([name, "--replicas", "2"], {}))
         app = await replica.__serve_build_asgi_app__()
         await replica.check_health()
-        assert "/v1/chat/completions" in app.openapi()["paths"]
+        assert "/v1/chat/completions" in {getattr(route, "path", None) for route in app.routes}
         (model,) = replica._service.models.values()
         assert model.engine._process is not None
         model.engine._process.kill()
