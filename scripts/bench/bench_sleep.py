@@ -10,6 +10,7 @@ from typing import Any
 
 import bench_engine
 import torch
+from bench_cpu import median_and_spread
 from bench_engine import write_report
 
 from fastgen import Generator
@@ -37,7 +38,7 @@ def bench_sleep(arguments: argparse.Namespace) -> None:
         updates = [seconds(lambda: generator.update_weights(weights))[0] for _ in range(REPEATS)]
         report: dict[str, Any] = {
             "weights_gb": sum(tensor.nbytes for tensor in weights.values()) / 1e9,
-            "update_weights": spread(updates),
+            "update_weights": median_and_spread(updates),
             "sleep": {name: turns(generator, options, weights) for name, options in SLEEPS.items()},
         }
     write_report(arguments, "sleep", report)
@@ -60,7 +61,12 @@ def turns(generator: Generator, options: dict[str, Any], weights: dict[str, torc
         if not options.get("keep_weights", True):
             generator.update_weights(weights)
         bench_engine.warm_up(generator, smoke=True)  # takes again what torch has given back
-    return {"freed_gb": statistics.median(freed), "first": slept[0], "sleep": spread(slept[1:]), "wake": spread(woke)}
+    return {
+        "freed_gb": statistics.median(freed),
+        "first": slept[0],
+        "sleep": median_and_spread(slept[1:]),
+        "wake": median_and_spread(woke),
+    }
 
 
 def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -72,7 +78,3 @@ def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start, found
-
-
-def spread(times: list[float]) -> dict[str, Any]:
-    return {"median": statistics.median(times), "spread": [min(times), max(times)]}

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import bench_engine
-import bench_parts
 
 MEASURED = """
 import json, sys, threading, time
@@ -128,14 +127,14 @@ def bench_start(arguments: argparse.Namespace) -> None:
     with bench_engine.dummy_folder(arguments.model, arguments.smoke) as folder:
         options = json.dumps(bench_engine.engine_options(arguments))
         report = cold_and_warm(FIRST_TOKEN, [str(folder), options], "first_token", arguments.smoke)
-    bench_parts.write_report(arguments, "start", report)
+    bench_engine.write_report(arguments, "start", report)
 
 
 def bench_chat(arguments: argparse.Namespace) -> None:
     """Measure the seconds from starting fgchat, with the bundled model, to the first word of its answer."""
     options = ["--device", "cpu", "--max-tokens", "8"] if arguments.smoke else []
     report = cold_and_warm(FIRST_WORD, [json.dumps(options)], "first_word", arguments.smoke)
-    bench_parts.write_report(argparse.Namespace(**{**vars(arguments), "model": "bundled"}), "chat", report)
+    bench_engine.write_report(argparse.Namespace(**{**vars(arguments), "model": "bundled"}), "chat", report)
 
 
 def cold_and_warm(program: str, arguments: list[str], last: str, smoke: bool) -> dict[str, Any]:

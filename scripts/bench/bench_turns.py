@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import bench_engine
 import numpy as np
@@ -23,17 +23,8 @@ from bench_limits import settings
 from fastgen import Generator, SamplingParams
 from fastgen.engine.config import token_bytes
 from fastgen.model.config import ModelConfig, parse_config
-from fastgen.request import Event
 
 Prompts = list[list[int]]
-
-
-class Engine(Protocol):
-    """The part of a Generator that the measurement uses."""
-
-    def add(self, prompt: list[int], params: SamplingParams) -> str | int: ...
-
-    def step(self) -> list[Event]: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,7 @@ class Answer:
 
 
 def ask(
-    engine: Engine, prompts: Prompts, generated: int, active: int, clock: Callable[[], float] = time.perf_counter
+    engine: Generator, prompts: Prompts, generated: int, active: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[Answer]:
     """Return answers of `generated` tokens each, in order, `active` at a time: the next is added as one finishes."""
     params = SamplingParams(temperature=1, max_tokens=generated, ignore_eos=True)
@@ -125,7 +116,7 @@ def random_prompts(count: int, tokens: int, vocab_size: int, draw: np.random.Gen
 
 
 def play(
-    engine: Engine, turns: Turns, vocab_size: int, clock: Callable[[], float] = time.perf_counter
+    engine: Generator, turns: Turns, vocab_size: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[list[Answer]]:
     """Play turn t of all conversations in round t; return the answers of each round, in the
     order of the requests."""
