@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fastgen.generator import Generator
 
 GENERATOR = {name: option for name, option in MODEL.items() if name != "seed"}  # rows have seeds of their own
+PARAMETERS = (*SAMPLING, "stop")
 SAME = ("revision", "tokenizer", "dtype", "max_model_len", "load")  # options of GENERATOR that define the job
 ROWS_ONLY = ("n", "template", "chat", "logprobs", "prefix")  # options that a batch file has no place for
 
@@ -141,15 +142,13 @@ def _check_options(args: argparse.Namespace, path: Path) -> None:
         raise ValueError(f"the suffix of {path} names no format; it must be one of {', '.join(SUFFIXES)}")
     if re.fullmatch(r"\w*", args.prefix, re.ASCII) is None:
         raise ValueError(f"--prefix is {args.prefix!r}; it may have letters, digits and _")
-    args.ray = args.ray or any(getattr(args, option.name) is not None for option in RAY)
+    args.ray = args.ray or bool(_given(args, (option.name for option in RAY)))
 
 
 def _identity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     """Return all that defines the job: with another input or other options, the output would be another."""
-    names = ("model", *SAME, *SAMPLING, "stop", "seed", "template", "chat", "logprobs", "prefix", "ordered")
-    given = {name: getattr(args, name) for name in names}
-    options = {name: value for name, value in given.items() if value is not None and value is not False and value != ""}
-    return {"input": source.fingerprint, **options}
+    names = ("model", *SAME, *PARAMETERS, "seed", "template", "chat", "logprobs", "prefix", "ordered")
+    return {"input": source.fingerprint, **_given(args, names)}
 
 
 def _output(args: argparse.Namespace, path: Path, source: Source) -> Output:
@@ -185,7 +184,7 @@ def _make(args: argparse.Namespace, batch: bool, seed: int) -> tuple[Generator, 
     from fastgen.model.config import sampling_defaults
 
     gen = _load(args)
-    params = SamplingParams(**{**sampling_defaults(gen.folder), **_sampling(args)})
+    params = SamplingParams(**{**sampling_defaults(gen.folder), **_given(args, PARAMETERS)})
     params.validate(gen.model_config.vocab_size)
     if batch:
         batches = needed("fastgen.cli.gen.batch", "serve", "OpenAI's batch files")
@@ -199,13 +198,12 @@ def _make(args: argparse.Namespace, batch: bool, seed: int) -> tuple[Generator, 
 def _load(args: argparse.Namespace) -> Generator:
     from fastgen.generator import Generator  # importing torch takes seconds
 
-    options = {name: value for name in GENERATOR if (value := getattr(args, name)) is not None}
-    return Generator(None if args.model == BUNDLED else args.model, **options)
+    return Generator(None if args.model == BUNDLED else args.model, **_given(args, GENERATOR))
 
 
-def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling parameters among the options."""
-    return {name: value for name in (*SAMPLING, "stop") if (value := getattr(args, name)) is not None}
+def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of some options that are given."""
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def _say(text: str) -> None:
@@ -217,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_intermixed_args(argv)
     try:
-        SamplingParams(**_sampling(args)).validate(vocab_size=1)
+        SamplingParams(**_given(args, PARAMETERS)).validate(vocab_size=1)
     except ValueError as error:
         parser.error(str(error))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
