@@ -25,28 +25,31 @@ from fastgen.cli.serve.ray import check_room, connect
 ROWS = 16  # of a bundle
 LANES = 512  # assumed for an engine without --max-seqs
 
-Engine = Any  # a fastgen.Generator, whose import takes seconds and which the driver does not need
+Make = Callable[[], tuple[Any, Ask]]
+"""A function that loads a Generator, whose import takes seconds, and makes the way to turn rows into its requests."""
 
 
 class Worker:
     """An actor with a Generator, which works on several bundles of rows at a time."""
 
-    def __init__(self, make: Callable[[], tuple[Engine, Ask]], folder: str, log_level: int) -> None:
+    def __init__(self, make: Make, folder: str, log_level: int) -> None:
         if os.path.isdir(folder):  # the driver's, to which relative paths refer, if this machine has it
             os.chdir(folder)
         logging.getLogger("fastgen").setLevel(log_level)
         self._rows: SimpleQueue[Row] = SimpleQueue()
         self._under_way: dict[int, Future[Done]] = {}  # by the indices of rows, waiting ones too
-        self._ended: Future[None] = Future()
+        self._error: Exception | None = None  # that has ended the thread
         Thread(target=self._run, args=(make,), daemon=True).start()
 
-    def _run(self, make: Callable[[], tuple[Engine, Ask]]) -> None:
+    def _run(self, make: Make) -> None:
         try:
             gen, ask = make()
             for done in work(ask, self._arriving(), gen.stream):
                 self._under_way.pop(done.index).set_result(done)
         except Exception as error:
-            self._ended.set_exception(error)
+            self._error = error  # before the futures are looked at: `do` adds its own first, then looks for an error
+            for future in list(self._under_way.values()):
+                future.set_exception(error)
 
     def _arriving(self) -> Iterator[Row | None]:
         while True:
@@ -64,17 +67,12 @@ class Worker:
                 found = self._under_way[row.index] = Future()
                 self._rows.put(row)
             waiting.append(asyncio.wrap_future(found))
-        records = asyncio.gather(*waiting)
-        ended = asyncio.wrap_future(self._ended)
-        await asyncio.wait((records, ended), return_when=asyncio.FIRST_COMPLETED)
-        if not records.done():
-            ended.result()
-        return await records
+        if self._error is not None:
+            raise self._error
+        return await asyncio.gather(*waiting)
 
 
-def work_on_ray(
-    args: argparse.Namespace, make: Callable[[], tuple[Engine, Ask]], rows: Iterator[Row], count: int
-) -> Work:
+def work_on_ray(args: argparse.Namespace, make: Make, rows: Iterator[Row], count: int) -> Work:
     """Answer `count` rows, and yield them in the order of completion.
 
     make: loads the model, in an actor. Raises ValueError, or the error of an actor.
@@ -110,9 +108,7 @@ def work_on_ray(
         ray.shutdown()
 
 
-def _start_actors(
-    args: argparse.Namespace, make: Callable[[], tuple[Engine, Ask]], bundles: int, calls: int
-) -> list[Any]:
+def _start_actors(args: argparse.Namespace, make: Make, bundles: int, calls: int) -> list[Any]:
     """Start actors, as many as get a bundle, each of which takes so many calls at a time. Raises ValueError."""
     import ray
 
