@@ -206,45 +206,6 @@ def test_each_choice_of_a_stream_is_a_role_then_content_then_a_reason(gen: Gener
     assert all("usage" not in chunk for chunk in chunks)
 
 
-def test_the_client_adds_chunks_up_to_the_message(tiny: Generator) -> None:
-    chat = Chat(tiny, n=2, stream=True, stream_options={"include_usage": True}, logprobs=True)
-    state: Any = ChatCompletionStreamState()
-    for chunk in chat.chunks():
-        state.handle_chunk(OpenAIChunk.model_validate(chunk))
-    final, whole = state.get_final_completion(), chat.whole()
-    assert [choice.message.content for choice in final.choices] == [
-        choice["message"]["content"] for choice in whole["choices"]
-    ]
-    assert final.usage.model_dump(exclude_none=True) == whole["usage"]
-
-
-def test_usage_comes_last_and_in_every_chunk_where_it_is_asked_for(gen: Generator) -> None:
-    options: dict[str, Any] = {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
-    chat = Chat(gen, **options)
-    usage = chat.whole()["usage"]
-    *chunks, last = chat.chunks()
-    assert (last["choices"], last["usage"]) == ([], usage)
-    assert all(chunk["choices"] and chunk["usage"] is None for chunk in chunks)
-    options["stream_options"]["continuous_usage_stats"] = True
-    *chunks, last = Chat(gen, **options).chunks()
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert (counts[0], counts[-1]) == (0, usage["completion_tokens"])
-    del options["stream_options"]["include_usage"]
-    *_, last = Chat(gen, **options).chunks()
-    assert last["choices"]
-    assert last["usage"]["completion_tokens"] == usage["completion_tokens"]
-
-
-def test_cached_tokens_of_the_prompt_are_reported(tiny: Generator) -> None:
-    content = "once upon a time " * 10
-    for expected in (False, True):
-        chat = Chat(tiny, messages=[{"role": "user", "content": content}])
-        details = chat.whole()["usage"]["prompt_tokens_details"]
-        assert details["cached_tokens"] == chat.events[-1].cached_tokens
-        assert (details["cached_tokens"] >= 16) == expected
-
-
 def test_reasons_and_raw_logprobs(tiny: Generator) -> None:
     chat = Chat(tiny, temperature=0, max_tokens=200, logprobs=True, top_logprobs=3)
     (choice,) = chat.whole()["choices"]
@@ -262,13 +223,6 @@ def test_reasons_and_raw_logprobs(tiny: Generator) -> None:
     stopped = Chat(tiny, temperature=0, stop=word).whole()["choices"][0]
     assert stopped["finish_reason"] == "stop"
     assert stopped["message"]["content"] == choice["message"]["content"].partition(word)[0]
-
-
-def test_a_seed_and_its_null_sampling_fields_give_one_answer(gen: Generator) -> None:
-    one = Chat(gen, seed=7, top_p=0, top_k=0, user="somebody").whole()
-    other = Chat(gen, seed=7, top_p=None, temperature=None, top_k=None, n=None).whole()
-    assert one["choices"] == other["choices"]
-    assert one["id"] != other["id"]
 
 
 class Calls:
@@ -414,55 +368,12 @@ def check_logprobs(vocabulary: Vocabulary, choice: dict[str, Any], ids: list[int
     assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_a_prompt_is_scored_as_the_engine_scores_it(tiny: Generator, tokens: int, stream: bool) -> None:
-    """Evaluation harnesses request an echo and at most one token, whose entry is the last."""
-    prompt = "The capital of France is Paris."
-    text = Text(tiny, prompt=prompt, echo=True, logprobs=1, max_tokens=tokens, temperature=0, stream=stream)
-    ids = text.prompts[0].ids
-    (expected,) = tiny.score([ids])
-    if stream:
-        total = add_up(text.chunks())[0]
-        logprobs, reason = total["logprobs"], total["reason"]
-    else:
-        (choice,) = text.whole()["choices"]
-        logprobs, reason = choice["logprobs"], choice["finish_reason"]
-    assert reason in ("length", "stop")
-    found = logprobs["token_logprobs"]
-    assert found[0] is None
-    assert found[1 : len(ids)] == expected[1:]
-    assert len(found) == len(ids) + tokens
-    greedy = [own == max(top.values()) for own, top in zip(found[1:], logprobs["top_logprobs"][1:], strict=True)]
-    hits = [own == pytest.approx(max(top.values())) for own, top in
-            zip(found[1:], logprobs["top_logprobs"][1:], strict=True)]  # fmt: skip
-    assert greedy == hits
-    assert tokens == 0 or greedy[-1]
-
-
-def test_echo_without_tokens_and_logprobs_is_the_prompt(tiny: Generator) -> None:
-    text = Text(tiny, prompt=[[1, 400], [1, 300]], echo=True, max_tokens=0)
-    whole = text.whole()
-    assert [choice["text"] for choice in whole["choices"]] == ["apital", "C"]
-    assert [choice["logprobs"] for choice in whole["choices"]] == [None, None]
-    assert whole["usage"]["completion_tokens"] == 0
-
-
 def test_an_end_of_text_at_once_is_one_entry(tiny: Generator) -> None:
     text = Text(tiny, prompt="a", echo=True, logprobs=2, max_tokens=5, logit_bias={"6": 100})
     (choice,) = text.whole()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("a", "stop")
     assert choice["logprobs"]["tokens"][len(text.prompts[0].ids) :] == ["<|end|>"]
     assert choice["logprobs"]["text_offset"][-1] == len("a")
-
-
-def test_chunks_of_completions_carry_usage_as_asked(gen: Generator) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    text = Text(gen, prompt=["The", "A"], stream=True, stream_options=options)
-    *chunks, last = text.chunks()
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert last["usage"]["completion_tokens"] == counts[-1] == text.whole()["usage"]["completion_tokens"]
 
 
 def test_values_that_json_lacks_are_replaced(tiny: Generator) -> None:
