@@ -22,7 +22,7 @@ from fastgen.kernels.state import DecodeInput, advance
 from fastgen.model.attention import Attention, StepLayout
 from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
-from fastgen.model.sampler import LARGE, LaneState, SampleOutput, SamplePlan, plan_flags, sample
+from fastgen.model.sampler import LARGE, LaneState, SampleOutput, SamplePlan, draw, plan_flags
 from fastgen.model.transformer import StepInput, Transformer
 from fastgen.model.weights import Update, write
 from fastgen.parallel.errors import DepartedError
@@ -254,7 +254,7 @@ class Runner:
         if launched.logits is not None:
             plan = SamplePlan.of(self._flags[list(launched.batch.sampling)])
             mask = None if masks is None else upload(masks, self.device)
-            drawn = sample(self.state, launched.lanes, launched.positions, launched.logits, plan, mask)
+            drawn = draw(launched.logits, self.state, launched.lanes, launched.positions, plan, mask)
             self.group.broadcast(drawn.packed[0])
             sent = (self._to_host(x) for x in (drawn.packed, drawn.top_ids, drawn.top_logprobs, drawn.kept))
             launched.sampled = SampleOutput(*sent)  # type: ignore[arg-type]
@@ -279,9 +279,8 @@ class Runner:
         output = launched.sampled
         if output is None:
             return result
-        packed = output.packed.numpy()
-        result.tokens = packed[0].tolist()
-        result.logprobs, result.untruncated_logprobs, result.raw_logprobs = packed[1:].view(np.float32).tolist()
+        result.tokens = output.packed[0].numpy().tolist()
+        result.logprobs, result.untruncated_logprobs, result.raw_logprobs = output.logprobs.numpy().tolist()
         params = [self._params[lane] for lane in launched.batch.sampling]
         if output.top_ids is not None and output.top_logprobs is not None:
             rows = zip(params, output.top_ids.tolist(), output.top_logprobs.tolist(), strict=True)

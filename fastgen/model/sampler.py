@@ -131,18 +131,8 @@ class SampleOutput:
 
     @property
     def logprobs(self) -> Tensor:
-        """[R] float32."""
-        return self.packed[1].view(torch.float32)
-
-    @property
-    def untruncated_logprobs(self) -> Tensor:
-        """[R] float32."""
-        return self.packed[2].view(torch.float32)
-
-    @property
-    def raw_logprobs(self) -> Tensor:
-        """[R] float32."""
-        return self.packed[3].view(torch.float32)
+        """[3, R] float32: the logprobs, the untruncated ones and the raw ones."""
+        return self.packed[1:].view(torch.float32)
 
 
 class _Rows(NamedTuple):
@@ -266,20 +256,6 @@ class LaneState:
             self.counts.view(-1).index_add_(0, lanes * self.vocab_size + tokens, penalized.int())
 
 
-def sample(
-    state: LaneState, lanes: Tensor, positions: Tensor, logits: Tensor, plan: SamplePlan, mask: Tensor | None = None
-) -> SampleOutput:
-    """Draw the next token of each row, and store it in `state`.
-
-    lanes: int64 [R]; a lane is named twice only if it is padding. positions: int32 or int64 [R], the position (from 0)
-    of the drawn token in prompt and answer. logits: [R, V], not changed. mask: int32 [R, ceil(V / 32)]; bit i of word w
-    is token 32 w + i, and a set bit allows it. The order is that of SamplingParams: penalties, bias, min_tokens, mask,
-    temperature, top-k, top-p, min-p.
-    """
-    output: SampleOutput = draw(logits.contiguous(), state, lanes, positions, plan, mask)
-    return output
-
-
 def _launch_draw(
     logits: Tensor, state: LaneState, lanes: Tensor, positions: Tensor, plan: SamplePlan, mask: Tensor | None
 ) -> SampleOutput:
@@ -300,6 +276,13 @@ def _launch_draw(
 def _draw_twin(
     logits: Tensor, state: LaneState, lanes: Tensor, positions: Tensor, plan: SamplePlan, mask: Tensor | None
 ) -> SampleOutput:
+    """Draw the next token of each row, and store it in `state`.
+
+    logits: [R, V], contiguous, not changed. lanes: int64 [R]; a lane is named twice only if it is padding. positions:
+    int32 or int64 [R], the position (from 0) of the drawn token in prompt and answer. mask: int32 [R, ceil(V / 32)];
+    bit i of word w is token 32 w + i, and a set bit allows it. The order is that of SamplingParams: penalties, bias,
+    min_tokens, mask, temperature, top-k, top-p, min-p.
+    """
     logits = logits.float()
     if plan == GREEDY and mask is None:
         return _take_likeliest(logits, state, lanes)

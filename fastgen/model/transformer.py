@@ -61,6 +61,8 @@ class Linear:
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         if out_dtype not in (None, x.dtype):
             assert self.bias is None
+            if x.device.type == "cpu":
+                return F.linear(x, self.weight).to(out_dtype)
             return torch.mm(x, self.weight.t(), out_dtype=out_dtype)
         if self.pack is not None:
             product: Tensor = torch.ops.mkl._mkl_linear(x, self.pack, self.weight, self.bias, len(x))
@@ -438,10 +440,7 @@ class Transformer:
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Return logits, float32 [R, V], of rows x [R, hidden] of `forward`, in `out` if given; None on ranks above
         0."""
-        if x.device.type == "cpu":
-            own = self.lm_head(_normed(self._padded(x), self.norm))[: len(x)].float()
-        else:
-            own = apply(self.lm_head, x, norm=self.norm, out_dtype=torch.float32)
+        own = apply(self.lm_head, self._padded(x), norm=self.norm, out_dtype=torch.float32)[: len(x)]
         return self.group.gather(own, out)
 
     def _padded(self, x: Tensor) -> Tensor:

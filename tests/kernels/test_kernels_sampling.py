@@ -76,12 +76,11 @@ class Draw:
         same = out.tokens == twin.tokens
         for row in (~same).nonzero().flatten().tolist():
             self.check_near(row, int(out.tokens[row]))
-        for name in ("logprobs", "untruncated_logprobs"):
-            ours, its = getattr(out, name)[same], getattr(twin, name)[same]
-            torch.testing.assert_close(ours, its, atol=4e-6, rtol=2e-6, equal_nan=True)
+        ours, its = out.logprobs[:2, same], twin.logprobs[:2, same]
+        torch.testing.assert_close(ours, its, atol=4e-6, rtol=2e-6, equal_nan=True)
         drawn = same & (twin.tokens >= 0)
         torch.testing.assert_close(
-            out.raw_logprobs[drawn], twin.raw_logprobs[drawn], atol=4e-6, rtol=2e-6, equal_nan=True
+            out.logprobs[2][drawn], twin.logprobs[2][drawn], atol=4e-6, rtol=2e-6, equal_nan=True
         )
         assert torch.equal(state.last_token[self.lanes], out.tokens.clamp(min=0))
         if same.all():
@@ -335,7 +334,7 @@ def test_where_nothing_can_be_drawn_only_that_row_has_no_token(bad: str) -> None
         logits[:3, 5000] = float(bad)
     out = Draw(logits, params, mask).check()
     assert out.tokens[:3].tolist() == [sampler.NO_TOKEN] * 3
-    assert out.logprobs[:3].isnan().all()
+    assert out.logprobs[0][:3].isnan().all()
     assert (out.tokens[3:] >= 0).all()
 
 
@@ -346,7 +345,7 @@ def test_a_forbidden_nan_does_no_harm() -> None:
     mask[:, 1] = 0
     out = Draw(logits, [GREEDY, SamplingParams(top_p=0.8)], mask).check()
     assert (out.tokens >= 0).all()
-    assert out.raw_logprobs.isnan().all()
+    assert out.logprobs[2].isnan().all()
 
 
 def test_a_row_is_the_same_to_the_bit_in_any_company() -> None:
@@ -403,7 +402,7 @@ def test_a_score_at_temperature_1_is_the_raw_logprob_of_the_draw() -> None:
     logits = randn(4)
     out, _ = Draw(logits, [SamplingParams(logprobs=6, top_k=5, repetition_penalty=1.3)] * 4).by(sampler.draw.launch)
     logprobs, totals = scoring.score.launch(logits, out.tokens)
-    assert torch.equal(logprobs, out.raw_logprobs)
+    assert torch.equal(logprobs, out.logprobs[2])
     ids, tops = scoring.alternatives.launch(logits, 6, totals)
     assert torch.equal(ids, out.top_ids)
     assert torch.equal(tops, out.top_logprobs)

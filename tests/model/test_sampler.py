@@ -14,7 +14,7 @@ from torch import Tensor
 from fastgen.kernels import sampler_rows, scoring
 from fastgen.kernels.sampler_rows import gumbel, philox
 from fastgen.model import sampler
-from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan, plan_flags, sample
+from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan, plan_flags
 from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
 
 CPU = torch.device("cpu")
@@ -29,6 +29,13 @@ def lane_start(lane: int, params: SamplingParams, seed: int | None = None, **oth
 
 def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 2.0) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def sample(
+    state: LaneState, lanes: Tensor, positions: Tensor, logits: Tensor, plan: SamplePlan, mask: Tensor | None = None
+) -> SampleOutput:
+    output: SampleOutput = sampler.draw(logits.contiguous(), state, lanes, positions, plan, mask)
+    return output
 
 
 def draw(
@@ -135,13 +142,13 @@ def test_draws_follow_the_exact_distribution(name: str) -> None:
     counts = np.bincount(out.tokens.numpy(), minlength=VOCAB)
     assert not counts[probs == 0].any()
     assert chi_square(counts, probs) < LIMIT
-    np.testing.assert_allclose(out.logprobs.numpy(), np.log(probs[out.tokens.numpy()]), atol=2e-6)
+    np.testing.assert_allclose(out.logprobs[0].numpy(), np.log(probs[out.tokens.numpy()]), atol=2e-6)
     whole = exact(logits, replace(params, top_k=0, top_p=1.0, min_p=0.0), allowed)
-    np.testing.assert_allclose(out.untruncated_logprobs.numpy(), np.log(whole[out.tokens.numpy()]), atol=2e-6)
+    np.testing.assert_allclose(out.logprobs[1].numpy(), np.log(whole[out.tokens.numpy()]), atol=2e-6)
     truncates = bool(params.top_k or params.top_p < 1 or params.min_p)
-    assert torch.equal(out.untruncated_logprobs, out.logprobs) == (not truncates)
+    assert torch.equal(out.logprobs[1], out.logprobs[0]) == (not truncates)
     raw = logits.double().log_softmax(0)[out.tokens]
-    np.testing.assert_allclose(out.raw_logprobs.numpy(), raw.numpy(), atol=2e-6)
+    np.testing.assert_allclose(out.logprobs[2].numpy(), raw.numpy(), atol=2e-6)
     assert out.kept is not None
     assert np.array_equal(out.kept[0].numpy(), probs > 0)
     assert (out.kept == out.kept[0]).all()
@@ -380,8 +387,8 @@ def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     for params in (SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(top_p=1e-9)):
         out = draw(logits, params, rows=3)
         assert out.tokens.tolist() == [5] * 3
-        assert out.logprobs.tolist() == [0.0] * 3
-    assert draw(logits, SamplingParams(temperature=0, top_k=2), rows=3).untruncated_logprobs.tolist() == [0.0] * 3
+        assert out.logprobs[0].tolist() == [0.0] * 3
+    assert draw(logits, SamplingParams(temperature=0, top_k=2), rows=3).logprobs[1].tolist() == [0.0] * 3
     zeros = torch.zeros(VOCAB)
     zeros[0] = -0.0  # equal to the others
     for params in (SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(top_p=1e-9)):
@@ -397,7 +404,7 @@ def test_greedy_follows_penalties_bias_and_mask_but_its_raw_logprob_does_not() -
     assert out.top_ids is not None
     assert out.top_logprobs is not None
     assert out.top_ids[0].tolist() == logits.topk(2).indices.tolist()
-    assert out.raw_logprobs.item() == out.top_logprobs[0, 1].item()
+    assert out.logprobs[2].item() == out.top_logprobs[0, 1].item()
     masked = draw(logits, SamplingParams(temperature=0), mask=as_mask({best + 1}, VOCAB))
     assert masked.tokens.item() == best + 1
 
@@ -411,7 +418,7 @@ def test_truncation_among_equals_keeps_the_lower_ids() -> None:
         assert out.kept is not None
         assert out.kept[0].nonzero().flatten().tolist() == kept
         assert set(out.tokens.tolist()) == set(kept)
-        np.testing.assert_allclose(out.logprobs, -math.log(3), atol=1e-6)
+        np.testing.assert_allclose(out.logprobs[0], -math.log(3), atol=1e-6)
     out = draw(logits, SamplingParams(top_k=1000, min_p=1.0, return_sampling_mask=True))
     assert out.kept is not None
     assert out.kept[0].sum() == VOCAB - 20
@@ -422,10 +429,10 @@ def test_extreme_temperatures(temperature: float) -> None:
     logits = random_logits(1, VOCAB, scale=50.0)[0]
     logits[3] = -math.inf
     out = draw(logits, SamplingParams(temperature=temperature), rows=4000)
-    assert out.logprobs.isfinite().all()
+    assert out.logprobs[0].isfinite().all()
     if temperature < 1:
         assert (out.tokens == logits.argmax()).all()
-        assert (out.logprobs == 0).all()
+        assert (out.logprobs[0] == 0).all()
     else:
         counts = np.bincount(out.tokens.numpy(), minlength=VOCAB)
         assert chi_square(counts, (logits > -math.inf).double().numpy() / (VOCAB - 1)) < LIMIT
@@ -441,7 +448,7 @@ def test_extreme_penalties_stay_numbers() -> None:
     ):
         out = draw(logits, SamplingParams(**fields), rows=50)
         assert (out.tokens >= 0).all()
-        assert out.logprobs.isfinite().all()
+        assert out.logprobs[0].isfinite().all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -461,11 +468,11 @@ def test_where_nothing_can_be_drawn_only_that_row_has_no_token(
         logits[0, 13] = bad
     out = sample(state, torch.arange(2), torch.tensor([9, 9]), logits, SamplePlan.of([params]), mask)
     assert out.tokens[0] == sampler.NO_TOKEN
-    assert out.logprobs[0].isnan()
-    assert out.untruncated_logprobs[0].isnan()
+    assert out.logprobs[0][0].isnan()
+    assert out.logprobs[1][0].isnan()
     assert state.last_token[0] == 0
     assert out.tokens[1] >= 0
-    assert out.logprobs[1].isfinite()
+    assert out.logprobs[0][1].isfinite()
 
 
 # Lanes.
@@ -583,7 +590,7 @@ def test_a_score_at_temperature_1_is_the_raw_logprob_of_the_draw() -> None:
     out = draw(logits[0], SamplingParams(top_k=3, logprobs=4), rows=20)
     logprobs, _ = scoring.score(logits.expand(20, -1), out.tokens, torch.ones(20))
     ids, tops = scoring.alternatives(logits.expand(20, -1), 4)
-    assert torch.equal(logprobs, out.raw_logprobs)
+    assert torch.equal(logprobs, out.logprobs[2])
     assert out.top_ids is not None
     assert out.top_logprobs is not None
     assert torch.equal(ids, out.top_ids)
@@ -597,5 +604,5 @@ def test_half_logits_are_read_as_float32_and_left_alone(dtype: torch.dtype) -> N
     before = logits.clone()
     half, full = draw(logits, params, rows=30), draw(logits.float(), params, rows=30)
     assert torch.equal(half.tokens, full.tokens)
-    assert torch.equal(half.raw_logprobs, full.raw_logprobs)
+    assert torch.equal(half.logprobs[2], full.logprobs[2])
     assert torch.equal(logits, before)

@@ -71,12 +71,14 @@ class FlashAttention(PagedAttention):
         decodes, table = layout.decodes, layout.page_table
         if decodes == len(layout.query_lens):
             return super().plan(layout)
-        paged = super().plan(_decodes_of(layout)) if decodes else PagedPlan(table, {})
+        paged = PagedPlan(table, {})
+        if decodes:
+            query_lens, kv_lens, lanes = (x[:decodes] for x in (layout.query_lens, layout.kv_lens, layout.lanes))
+            paged = super().plan(replace(layout, query_lens=query_lens, kv_lens=kv_lens, lanes=lanes))
         starts = np.concatenate([[0], layout.query_lens.numpy().cumsum()])[decodes:]
         chunks = starts, layout.kv_lens.numpy()[decodes:], layout.lanes.numpy()[decodes:]
-        on_device = upload_together([each.astype(np.int32) for each in chunks], table.device)
-        begin, kv_lens, lanes = on_device
-        return FlashPlan(table, paged.work, decodes, begin, kv_lens, table.index_select(0, lanes))
+        begin, ends, owners = upload_together([each.astype(np.int32) for each in chunks], table.device)
+        return FlashPlan(table, paged.work, decodes, begin, ends, table.index_select(0, owners))
 
     def attend(self, plan: PagedPlan, layer: int, q: Tensor, window: int) -> Tensor:
         if not isinstance(plan, FlashPlan):
@@ -116,11 +118,3 @@ class FlashAttention(PagedAttention):
                 pages = starts.new_zeros(sequences, 2 * KEY_TILE)
                 plan = FlashPlan(pages, {}, 0, starts, starts.new_full((sequences,), length), pages)
                 self._flash(plan, 0, q, window)
-
-
-def _decodes_of(layout: StepLayout) -> StepLayout:
-    """Return the layout of a step's decodes alone."""
-    first = slice(layout.decodes)
-    return replace(
-        layout, query_lens=layout.query_lens[first], kv_lens=layout.kv_lens[first], lanes=layout.lanes[first]
-    )

@@ -206,13 +206,10 @@ class _SharedTable:
         ends, counts, members, tiles = torch.split(self._whole, sizes)
         bases = torch.zeros(windows, sizes[0], dtype=torch.int32, device=device)
         self.rows = work_tiles.SharedRows(tiles, members, ends, counts, bases)
-        self._empty = True
 
     def clear(self) -> None:
         """Share nothing."""
-        if not self._empty:
-            self._whole.zero_()
-            self._empty = True
+        self._whole.zero_()
 
     def write(self, found: SharedTiles) -> None:
         """Send what rows share, without waiting for the device. Rows after the last one share nothing."""
@@ -225,5 +222,4 @@ class _SharedTable:
             part[: len(each)] = torch.from_numpy(each)
         if self._whole.device.type == "cuda":
             host = host.pin_memory()
-        self._empty = False
         self._whole[: len(host)].copy_(host, non_blocking=True)
