@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -37,9 +38,12 @@ def _function(library: str | None, name: str) -> Callable[..., int] | None:
     return found
 
 
-def mkl_function(name: str) -> Callable[..., int] | None:
-    """Return a function of the MKL within torch, or None where there is none."""
-    return _function(_LIBTORCH, name)
+def mkl_function(name: str, returns: type = ctypes.c_int) -> Callable[..., int] | None:
+    """Return a function of the MKL within torch, which returns a type of ctypes; None where there is none."""
+    found: Any = _function(_LIBTORCH, name)
+    if found is not None:
+        found.restype = returns
+    return cast("Callable[..., int] | None", found)
 
 
 _LIBTORCH = next(map(str, Path(torch.__file__).parent.glob("lib/libtorch_cpu.*")), None)

@@ -114,7 +114,7 @@ def test_dummy_weights_generate(llama: Path) -> None:
 def test_a_packed_product_has_the_same_bits_for_any_number_of_rows_and_threads(outputs: int, inputs: int) -> None:
     torch.manual_seed(0)
     plain = Linear(torch.randn(outputs, inputs), torch.randn(outputs))
-    packed, x = plain.packed(), torch.randn(64 * PACKED_ROW_TILE, inputs)
+    packed, x = plain.packed(torch.empty(plain.pack_size)), torch.randn(64 * PACKED_ROW_TILE, inputs)
     assert torch.equal(packed.unpacked().weight, plain.weight)
     expected = packed(x)
     torch.testing.assert_close(expected, plain(x), atol=1e-3, rtol=1e-5)
