@@ -214,7 +214,7 @@ def test_a_context_that_the_pool_can_not_hold_is_refused(llama: Path, caplog: py
     assert "holds a context of 48 tokens" in caplog.text
     with pytest.raises(ValueError, match=r"max_model_len is 100.*hold a context of 48"):
         Generator(llama, max_model_len=100, page_size=16, num_pages=4)
-    with pytest.raises(ValueError, match="lower num_pages"):
+    with pytest.raises(ValueError, match="lower these, num_pages"):
         Generator(llama, num_pages=10**12)
 
 

@@ -316,7 +316,8 @@ def _explain_out_of_memory(config: EngineConfig, free: int) -> Iterator[None]:
         if isinstance(error, MemoryError):
             where = "the host's memory"
         raise ValueError(
-            f"{where} does not suffice for the weights and a step of max_step_tokens={config.max_step_tokens} over "
-            f"max_seqs={config.max_seqs}: lower these, memory_fraction, num_pages or kv_cache_gb, end other programs "
-            f"that hold the memory, or use a smaller model or device='cpu' ({_first_line(error)})"
+            f"{where} does not suffice for the weights, the KV pool and a step of max_step_tokens="
+            f"{config.max_step_tokens} over max_seqs={config.max_seqs}: lower these, num_pages, kv_cache_gb or "
+            f"memory_fraction, end other programs that hold the memory, or use a smaller model or device='cpu' "
+            f"({_first_line(error)})"
         ) from error
