@@ -18,7 +18,7 @@ from fastgen.kernels.rope import SlotMapping
 @lru_cache
 def _constant(value: float) -> Tensor:
     with torch.inference_mode(False):
-        return torch.full((1,), value)
+        return torch.full((1,), value, dtype=torch.float32)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -36,7 +36,6 @@ KEY_BLOCK = 64
 KEY_STEP = 16  # keys of a block, of which products take a multiple
 TILE_ROWS = 48  # most query rows of a prefill tile
 SCORES = 2**20  # scores that are in memory at a time, about
-HIDDEN = torch.tensor(-math.inf)  # the score of a hidden key
 
 Indices = NDArray[np.int64]
 
@@ -214,10 +213,10 @@ class ReferenceAttention:
         self._device = pool.keys.device
         plain = self._device.type == "cpu" and pool.keys.dtype == torch.float32 and self._run == KEY_BLOCK
         self._in_place = plain and _MULTIPLY is not None
-        self._memory = torch.zeros(0, device=self._device)
+        self._memory = torch.zeros(0, dtype=torch.float32, device=self._device)
         self._key: tuple[object, ...] | None = None  # what `_plan`, the last one of decodes alone, depends on
         self._plan: list[tuple[_Tiles, _Copied | _InPlace]] = []
-        self._hide = torch.tensor(-math.inf, device=self._device)
+        self._hide = torch.tensor(-math.inf, dtype=torch.float32, device=self._device)
 
     def plan(self, layout: StepLayout) -> list[tuple[_Tiles, _Copied | _InPlace]]:
         """Lay out decodes in tiles of one token, and prefill chunks in tiles of up to TILE_ROWS query rows.
@@ -331,7 +330,7 @@ class ReferenceAttention:
         """Return float32 tensors of these shapes, in memory that all tiles use."""
         sizes = [math.prod(shape) for shape in shapes]
         if len(self._memory) < sum(sizes):
-            self._memory = torch.zeros(sum(sizes), device=self._device)
+            self._memory = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)
         parts = torch.split(self._memory[: sum(sizes)], sizes)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
