@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from fastgen import __version__
 from fastgen.cli.chat_backends import Backend, LocalBackend, RefusedError, Reply, ServerBackend
 from fastgen.cli.command import loading_model, one_line, run_tool
-from fastgen.cli.options import MODEL, SAMPLING, add_flag, flag, variable
+from fastgen.cli.options import MODEL, SAMPLING, add_flag, flag, given, variable
 from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.request import SamplingParams
 
@@ -39,6 +39,7 @@ Ready to chat!
 """
 
 LOCAL = ("model", "dtype", "device", "tensor_parallel")  # options of a model in this process
+SAMPLED = ("temperature", "top_p", "max_tokens")  # sampling parameters
 SERVED = ("api_key", "name")  # options of a model behind --url
 COMMANDS = "there are /r <N>, /m and /q (for a message, put a space before the /)"
 
@@ -277,24 +278,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0: done; 1: an error; 130: Ctrl-C; 141: the reader of stdout has gone. Bad options: 2."""
     parser = _parser()
     args = parser.parse_args(argv)
-    given = {
-        name: value for name in ("temperature", "top_p", "max_tokens") if (value := getattr(args, name)) is not None
-    }
     try:
         _check_place(args)
-        SamplingParams(**given, seed=args.seed).validate(vocab_size=1)
+        SamplingParams(**given(args, (*SAMPLED, "seed"))).validate(vocab_size=1)
     except ValueError as error:
         parser.error(str(error))
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a stray byte or a narrow locale must not end a chat
-    return run_tool("fgchat", args.verbose, lambda: _chat(args, given))
+    return run_tool("fgchat", args.verbose, lambda: _chat(args))
 
 
-def _chat(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
-    """Run the chat. given: the sampling parameters among the options."""
+def _chat(args: argparse.Namespace) -> int:
     try:
-        return _load_and_run(args, given) if args.url is None else _connect_and_run(args, given)
+        return _load_and_run(args) if args.url is None else _connect_and_run(args)
     except KeyboardInterrupt:
         _write(sys.stderr, "\n")
         return 130
@@ -303,15 +300,14 @@ def _chat(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
         return 141
 
 
-def _load_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
+def _load_and_run(args: argparse.Namespace) -> int:
     with loading_model():
         from fastgen import Generator  # importing torch takes seconds
         from fastgen.model.config import sampling_defaults
 
-        options = {name: value for name in (*LOCAL, "seed") if (value := getattr(args, name)) is not None}
         # One lane: there is one conversation, and each size of decode step would take time to prepare.
-        gen = Generator(max_seqs=1, **options)
-        params = SamplingParams(**{**sampling_defaults(gen.folder), **given})
+        gen = Generator(max_seqs=1, **given(args, (*LOCAL, "seed")))
+        params = SamplingParams(**{**sampling_defaults(gen.folder), **given(args, SAMPLED)})
     with gen:
         status = run(LocalBackend(gen, params), args.system)
         if args.verbose:
@@ -319,10 +315,9 @@ def _load_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
     return status
 
 
-def _connect_and_run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
+def _connect_and_run(args: argparse.Namespace) -> int:
     key = args.api_key or os.environ.get(variable("api_key")) or None
-    fields = given if args.seed is None else {**given, "seed": args.seed}
-    return run(ServerBackend(args.url, key, args.name, fields), args.system)
+    return run(ServerBackend(args.url, key, args.name, given(args, (*SAMPLED, "seed"))), args.system)
 
 
 def _check_place(args: argparse.Namespace) -> None:
@@ -343,7 +338,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     option = parser.add_argument
     option("model", nargs="?", metavar="MODEL", help="a hub id or a folder (default: fastgen's own small model)")
-    for name in ("temperature", "top_p", "max_tokens"):
+    for name in SAMPLED:
         add_flag(parser, SAMPLING[name])
     option("--system", metavar="TEXT", help="system prompt (default: none)")
     for name in ("seed", "dtype", "device", "tensor_parallel"):

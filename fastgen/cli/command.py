@@ -1,4 +1,4 @@
-"""Parts that the command-line tools share: optional packages, exit statuses, and Ctrl-C while a model loads."""
+"""Parts that the command-line tools share: optional packages, notes, exit statuses, and Ctrl-C while a model loads."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def needed(module: str, extra: str, what: str) -> Any:
         ) from None
 
 
+def note(tool: str, text: str) -> None:
+    """Print a line on stderr."""
+    print(f"{tool}: {text}", file=sys.stderr, flush=True)
+
+
 def run_tool(name: str, verbose: bool, run: Callable[[], int]) -> int:
     """Run a tool and return its exit status. An exception is one line on stderr and the status 1."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
@@ -41,7 +46,7 @@ def run_tool(name: str, verbose: bool, run: Callable[[], int]) -> int:
         if verbose:
             logging.getLogger(__name__).exception("traceback:")
         kind = "" if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: "
-        print(f"{name}: error: {kind}{one_line(error)}", file=sys.stderr, flush=True)
+        note(name, f"error: {kind}{one_line(error)}")
         return 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import Any
 
 from fastgen.engine.options import OPTIONS, Option
@@ -43,6 +44,11 @@ def flag(name: str) -> str:
 
 def variable(name: str) -> str:
     return PREFIX + name.upper()
+
+
+def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of some options that are given."""
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def read(option: Option, text: str) -> Value:

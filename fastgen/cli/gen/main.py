@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from fastgen import __version__
-from fastgen.cli.command import loading_model, needed, run_tool
+from fastgen.cli.command import loading_model, needed, note, run_tool
 from fastgen.cli.gen.outputs import Lines, Output, Parts, begin, parquet_schema
 from fastgen.cli.gen.rows import PARQUET, SUFFIXES, Source, read_rows
 from fastgen.cli.gen.work import (
@@ -33,7 +33,7 @@ from fastgen.cli.gen.work import (
     in_order,
     work,
 )
-from fastgen.cli.options import BUNDLED, MODEL, SAMPLING, add_flag, flag
+from fastgen.cli.options import BUNDLED, MODEL, SAMPLING, add_flag, flag, given
 from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.engine.options import Option
 from fastgen.request import SamplingParams
@@ -118,9 +118,9 @@ def run(args: argparse.Namespace) -> int:
     with output.opened():
         done, seed = begin(output, _identity(args, source), source.total, args.seed)
         if number := sum(done):
-            _say(f"{number} rows are in {path} already")
+            note("fggen", f"{number} rows are in {path} already")
         if number == source.total:
-            _say(f"nothing is left to do of {number} rows")
+            note("fggen", f"nothing is left to do of {number} rows")
             return 0
         seconds = 0.1 if sys.stderr.isatty() else LOG_SECONDS
         with (
@@ -129,9 +129,9 @@ def run(args: argparse.Namespace) -> int:
         ):
             working = in_order(working, done) if args.ordered else working
             tally, stopped = write_all(working, output, bar, args.strict)
-    _say(f"{tally}; in {path}")
+    note("fggen", f"{tally}; in {path}")
     if stopped:
-        _say("stopped; the same command goes on from here")
+        note("fggen", "stopped; the same command goes on from here")
     return 130 if stopped else 0
 
 
@@ -142,19 +142,21 @@ def _check_options(args: argparse.Namespace, path: Path) -> None:
         raise ValueError(f"the suffix of {path} names no format; it must be one of {', '.join(SUFFIXES)}")
     if re.fullmatch(r"\w*", args.prefix, re.ASCII) is None:
         raise ValueError(f"--prefix is {args.prefix!r}; it may have letters, digits and _")
-    args.ray = args.ray or bool(_given(args, (option.name for option in RAY)))
+    args.ray = args.ray or bool(given(args, (option.name for option in RAY)))
 
 
 def _identity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     """Return all that defines the job: with another input or other options, the output would be another."""
     names = ("model", *SAME, *PARAMETERS, "seed", "template", "chat", "logprobs", "prefix", "ordered")
-    return {"input": source.fingerprint, **_given(args, names)}
+    return {"input": source.fingerprint, **given(args, names)}
 
 
 def _output(args: argparse.Namespace, path: Path, source: Source) -> Output:
     if source.batch:
-        if given := [flag(name) for name in ROWS_ONLY if getattr(args, name)]:
-            raise ValueError(f"{given[0]} is not for OpenAI's batch files, whose bodies have all options; leave it out")
+        if excess := [flag(name) for name in ROWS_ONLY if getattr(args, name)]:
+            raise ValueError(
+                f"{excess[0]} is not for OpenAI's batch files, whose bodies have all options; leave it out"
+            )
         if path.suffix == PARQUET:
             raise ValueError("the answers of an OpenAI batch are lines of JSON; write .jsonl")
         return Lines(path, r'\{"id": "batch_req_(\d+)",')
@@ -184,7 +186,7 @@ def _make(args: argparse.Namespace, batch: bool, seed: int) -> tuple[Generator, 
     from fastgen.model.config import sampling_defaults
 
     gen = _load(args)
-    params = SamplingParams(**{**sampling_defaults(gen.folder), **_given(args, PARAMETERS)})
+    params = SamplingParams(**{**sampling_defaults(gen.folder), **given(args, PARAMETERS)})
     params.validate(gen.model_config.vocab_size)
     if batch:
         batches = needed("fastgen.cli.gen.batch", "serve", "OpenAI's batch files")
@@ -198,16 +200,7 @@ def _make(args: argparse.Namespace, batch: bool, seed: int) -> tuple[Generator, 
 def _load(args: argparse.Namespace) -> Generator:
     from fastgen.generator import Generator  # importing torch takes seconds
 
-    return Generator(None if args.model == BUNDLED else args.model, **_given(args, GENERATOR))
-
-
-def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return those of some options that are given."""
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
-
-
-def _say(text: str) -> None:
-    print(f"fggen: {text}", file=sys.stderr, flush=True)
+    return Generator(None if args.model == BUNDLED else args.model, **given(args, GENERATOR))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -215,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_intermixed_args(argv)
     try:
-        SamplingParams(**_given(args, PARAMETERS)).validate(vocab_size=1)
+        SamplingParams(**given(args, PARAMETERS)).validate(vocab_size=1)
     except ValueError as error:
         parser.error(str(error))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
@@ -225,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return run(args)
         except KeyboardInterrupt:
-            _say("stopped; the same command goes on")
+            note("fggen", "stopped; the same command goes on")
             return 130
 
     return run_tool("fggen", args.verbose, interruptible)

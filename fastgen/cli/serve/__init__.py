@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from fastgen.cli.command import needed
+from fastgen.cli.command import needed, note
 
 
 def command() -> int:
@@ -12,7 +10,7 @@ def command() -> int:
     try:
         main = needed("fastgen.cli.serve.main", "serve", "fgserve").main
     except ValueError as error:
-        print(f"fgserve: error: {error}", file=sys.stderr)
+        note("fgserve", f"error: {error}")
         return 2
     status: int = main()
     return status

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from fastgen.cli.command import run_tool
+from fastgen.cli.command import note, run_tool
 from fastgen.cli.serve.answers import FAREWELL_SECONDS
 from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.options import Options, read_options
@@ -100,7 +100,7 @@ async def serve(options: Options) -> None:
     loop.run_in_executor(None, import_tokenizers)  # while the first engine loads
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    _say(f"listening at {_url(listener)}")
+    note("fgserve", f"listening at {_url(listener)}")
     serving = asyncio.create_task(server.serve([listener]))
     keeping = asyncio.create_task(service.run())
     loaded = asyncio.create_task(_report_loaded(service))
@@ -121,16 +121,12 @@ async def serve(options: Options) -> None:
 
 async def _report_loaded(service: Service) -> None:
     await service.loaded.wait()
-    _say(f"ready: {', '.join(service.models)}")
+    note("fgserve", f"ready: {', '.join(service.models)}")
 
 
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _say(text: str) -> None:
-    print(f"fgserve: {text}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,7 +139,7 @@ def _run(options: Options) -> int:
     if options.server.replicas or options.server.max_replicas:
         from fastgen.cli.serve.ray import serve_replicas
 
-        serve_replicas(options, _say)
+        serve_replicas(options)
     else:
         asyncio.run(serve(options))
     return 0

@@ -34,7 +34,7 @@ class ServerOptions:
         60.0, "seconds without a step, with work to do, after which /health is 503", low=0, above=True
     )
     restart: bool = option(True, "restart an engine that has died, once")
-    verbose: bool = option(False, "log requests, engines and tracebacks")
+    verbose: bool = option(False, "log what engines do, and tracebacks")
     replicas: int | None = option(
         None, "servers like this one behind one address, by Ray Serve", unset="this one, without Ray", low=1
     )

@@ -13,14 +13,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 
-from fastgen.cli.command import needed
+from fastgen.cli.command import needed, note
 from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.options import Options, gpus, make_options
 from fastgen.cli.serve.service import Service, import_tokenizers
@@ -127,8 +126,8 @@ def connect() -> None:
     signal.signal(signal.SIGTERM, terminated)  # Ray has replaced it
 
 
-def serve_replicas(options: Options, report: Callable[[str], None]) -> None:
-    """Serve until a SIGINT or SIGTERM. report: prints a line. Raises OSError, ValueError or RuntimeError where it can
+def serve_replicas(options: Options) -> None:
+    """Serve until a SIGINT or SIGTERM. Raises OSError, ValueError or RuntimeError where it can
     not serve. Call it in the main thread."""
     server = options.server
     try:
@@ -145,10 +144,10 @@ def serve_replicas(options: Options, report: Callable[[str], None]) -> None:
             port = _free_port(server.host, server.port)
             http = {"host": server.host, "port": port}
             serve.start(http_options=http, logging_config={"log_level": "INFO" if server.verbose else "ERROR"})
-            report(f"listening at http://{f'[{server.host}]' if ':' in server.host else server.host}:{port}")
+            note("fgserve", f"listening at http://{f'[{server.host}]' if ':' in server.host else server.host}:{port}")
             try:
                 _deploy(options)
-                report(f"ready: {', '.join(model.name for model in options.models)}")
+                note("fgserve", f"ready: {', '.join(model.name for model in options.models)}")
                 threading.Event().wait()
             finally:
                 with suppress(KeyboardInterrupt):  # the second signal
