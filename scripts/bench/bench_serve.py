@@ -40,7 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sweep": {"prompt_tokens": 128, "tokens": 128, "concurrency": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]},
     "headline": {"prompt_tokens": 1024, "tokens": 128, "concurrency": [512], "requests": 512},
     "smoke": {"prompt_tokens": 16, "tokens": 8, "concurrency": [1, 4], "requests": 8},
-    "cost": {"prompt_tokens": 64, "tokens": 128, "requests": 128},
+    "cost": {"prompt_tokens": 64, "tokens": 128, "concurrency": [128], "requests": 128},
 }
 
 

@@ -168,8 +168,9 @@ class _Routes:
         paths: dict[str, Any] = {
             "/v1" + path.replace(":path", ""): {"get": {"responses": answers}} for path in self._gets
         }
-        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        paths["/v1/models/{name}"]["parameters"] = [name]
+        text = {"schema": {"type": "string"}}
+        paths["/v1/models/{name}"]["parameters"] = [{"name": "name", "in": "path", "required": True, **text}]
+        paths["/v1/tokenizer_info"]["parameters"] = [{"name": "model", "in": "query", **text}]
         for path, (_, kind) in self._posts.items():
             schema = kind.model_json_schema(ref_template=f"{place}{{model}}")
             schemas |= {**schema.pop("$defs", {}), kind.__name__: schema}

@@ -189,7 +189,8 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
         if (self.json_schema is None) == (self.type == "json_schema"):
-            raise wrong("json_schema", "belongs to the type 'json_schema', which requires it")
+            code = "missing_required_parameter" if self.json_schema is None else "unsupported_parameter"
+            raise wrong("json_schema", "belongs to the type 'json_schema', which requires it", code)
         return self
 
 

@@ -32,8 +32,9 @@ _BRACKETS = regex.compile(r'["\\{}\[\]]')
 _WS = r"[ \t\r\n]*+"
 _STRING = r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
 _OTHER = rf'(?:"(?:type|id)"{_WS}:{_WS}{_STRING}{_WS},{_WS})*+'
-# Behind the arguments: further fields, and the bracket of the object, which small models forget.
-_REST = rf"(?:{_WS},{_WS}{_STRING}{_WS}:{_WS}{_STRING})*+{_WS}\}}?+"
+# Behind the arguments: further fields (text, a number, true, false or null), and the bracket of the object, which small
+# models forget.
+_REST = rf"(?:{_WS},{_WS}{_STRING}{_WS}:{_WS}(?:{_STRING}|[-+.\w]++))*+{_WS}\}}?+"
 
 
 @dataclass(frozen=True)

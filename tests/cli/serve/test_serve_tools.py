@@ -118,7 +118,7 @@ def written(name: str, arguments: str, syntax: Syntax, rng: random.Random) -> st
     forms = [
         f'{{"name": {said}, "{key}": {arguments}}}',
         f'{{ "type": "function", "name" : {said} ,\n"{key}":{arguments} }}',
-        f'{{"name": {said}, "{key}": {arguments}, "id": "a}}\\""}}',
+        f'{{"name": {said}, "{key}": {arguments}, "id": "a}}\\"", "index": -1.5, "last" : null}}',
     ]
     return rng.choice(forms)
 
