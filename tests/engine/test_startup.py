@@ -316,7 +316,7 @@ def test_out_of_memory_at_start_says_what_to_lower(
     monkeypatch.setattr(startup, "device_memory", lambda device: 3 * GB)
     where = "the host's memory" if isinstance(error, MemoryError) else r"of which 3\.0 GB were free,"
     first = re.escape(str(error).splitlines()[0].rstrip(".")) if str(error) else "MemoryError"
-    lower = r"max_step_tokens=77.*max_seqs=5: lower these, memory_fraction, .*end other programs.*device='cpu'"
+    lower = r"max_step_tokens=77.*max_seqs=5: lower these, num_pages, .*end other programs.*device='cpu'"
     with pytest.raises(ValueError, match=rf"{where} does not suffice.*{lower} \({first}\)$"):
         Generator(llama, max_seqs=5, max_step_tokens=77)
 
