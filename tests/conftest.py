@@ -29,6 +29,8 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported: kernels then run on CPU tensors
 
+from invariants import check_scheduler
+
 from fastgen import Generator
 from fastgen.kernels import batch_invariant
 
@@ -205,7 +207,7 @@ def fggen(gen: Generator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
 def check_idle(gen: Generator) -> None:
     """Nothing is kept of what has run."""
     assert gen.step() == []  # reads a token too many, if one is on its way
-    gen._scheduler.check()
+    check_scheduler(gen._scheduler)
     stats = gen.stats
     assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
     assert not gen._owners

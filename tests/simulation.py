@@ -19,6 +19,7 @@ from hash_model import (
     num_tokens,
     text_stop,
 )
+from invariants import check_scheduler
 
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.scheduler import Scheduler
@@ -271,7 +272,7 @@ class Simulation:
 
     def _check(self) -> None:
         if self.checks:
-            self.scheduler.check()
+            check_scheduler(self.scheduler)
             line = [self.order[s] for s in (*self.scheduler.running, *self.scheduler.waiting)]
             assert line == sorted(line), "the order of arrival is lost"
 

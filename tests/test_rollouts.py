@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import EOS, Script, Turns, check_idle, hf_logits, random_ids
 from hash_model import hopeful
+from invariants import check_scheduler
 
 from fastgen import Completion, Event, Generator, Request, SamplingParams
 from fastgen.engine.runner import Launched
@@ -52,7 +53,7 @@ def finish(gen: Generator) -> list[Event]:
         try:
             events += gen.step()
         except KeyboardInterrupt:
-            gen._scheduler.check()
+            check_scheduler(gen._scheduler)
     return events
 
 

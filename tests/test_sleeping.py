@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import new_weights
 from fake_driver import FakeDriver
+from invariants import check_scheduler
 from test_updating import LONG, OPTIONS, SHORT, SYSTEM, answers, old_weights
 
 from fastgen import Generator, Request
@@ -143,7 +144,7 @@ def test_the_prefix_cache_and_the_host_tier_are_empty(llama: Path) -> None:
             if not options.get("keep_weights", True):
                 gen.update_weights(old_weights(llama))
             found = gen.generate(SYSTEM, SHORT)[0]
-            gen._scheduler.check()
+            check_scheduler(gen._scheduler)
             return found.cached_tokens
 
     assert cached(tier=False) == 16

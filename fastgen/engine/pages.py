@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict
 from typing import NamedTuple
 
 BACKUPS = 16  # most pages that a step saves ahead; their transfer takes half of the shortest steps' time
@@ -295,56 +294,3 @@ class PageAllocator:
         self._loads.clear()
         self._copies.clear()
         return changes
-
-    # ------------------------------------------------------------------------------------------ check
-
-    def check(self, tables: Iterable[list[int]]) -> None:
-        """Assert the invariants that hold between any two calls. tables: all page tables."""
-        tables = list(tables)
-        held = Counter(page for table in tables for page in table)
-        assert self.references == sum(held.values())
-        idle = [node.page for node in self._idle]
-        assert sorted([*held, *idle, *self._free]) == list(range(self.num_pages)), "a page is lost, doubled or made up"
-        assert self._refs == [held[page] for page in range(self.num_pages)], "a page is lost, doubled or made up"
-        assert all(len(set(table)) == len(table) for table in tables), "a page is twice in a table"
-        self._check_tree(tables)
-        self._check_order(self._idle)
-        self._check_order(OrderedDict.fromkeys(node for node in self._host if node.page < 0))
-        assert self._clean == sum(node.slot >= 0 for node in self._idle)
-        self._check_changes(held)
-
-    def _check_tree(self, tables: list[list[int]]) -> None:
-        nodes = [*self.root.children.values()]
-        for node in nodes:
-            nodes += node.children.values()
-        assert {node.page: node for node in nodes if node.page >= 0} == {
-            page: node for page, node in enumerate(self._nodes) if node is not None
-        }
-        assert {node for node in nodes if node.slot >= 0} == self._host.keys()
-        for node in nodes:
-            assert node.parent is not None
-            assert node.parent.children[node.tokens] is node
-            assert node.depth == node.parent.depth + 1
-            assert len(node.tokens) == self.page_size
-            assert node.page >= 0 or node.slot >= 0, "a node is nowhere"
-            assert node.page < 0 or node.parent is self.root or node.parent.page >= 0, "its parent is not there"
-        for table in tables:
-            for at, page in enumerate(table):
-                indexed = self._nodes[page]
-                if indexed is not None:
-                    assert indexed.depth == at + 1
-                    assert indexed.parent is self.root or table[at - 1] == getattr(indexed.parent, "page", None)
-
-    def _check_order(self, nodes: OrderedDict[Node, None]) -> None:
-        place = {node: at for at, node in enumerate(nodes)}
-        for node, at in place.items():
-            assert node.parent not in place or place[node.parent] > at, "a parent would go before its child"
-
-    def _check_changes(self, held: Counter[int]) -> None:
-        saved = [node.slot for node in self._host]
-        slots = [*self._free_slots, *saved]
-        assert sorted(slots) == list(range(self.host_pages)), "a slot is lost, doubled or made up"
-        assert {*self._saves, *self._loads} <= {*saved}
-        targets = [*self._fresh, *self._loads.values(), *(page for _, page in self._copies)]
-        assert len(set(targets)) == len(targets)
-        assert all(held[page] for page in (*targets, *(source for source, _ in self._copies)))

@@ -421,41 +421,6 @@ class Scheduler:
         assert sequence is not None, f"lane {lane} is empty"
         return sequence
 
-    # ----------------------------------------------------------------------------------------------------- check
-
-    def check(self) -> None:
-        """Assert the invariants that hold between any two calls."""
-        self.pages.check(sequence.pages for sequence in self.running)
-        assert {s.lane: s for s in self.running} == {lane: s for lane, s in enumerate(self.lanes) if s is not None}
-        assert sorted([*self._free_lanes, *(s.lane for s in self.running)]) == list(range(self.config.max_seqs))
-        for sequence in self.waiting:
-            assert sequence.status is Status.WAITING
-            assert not sequence.pages
-            assert sequence.lane < 0
-        for sequence in self.running:
-            assert sequence.computed <= sequence.length
-            assert len(sequence.pages) * self.config.page_size >= sequence.computed
-            assert len(sequence.token_ids) <= sequence.max_len
-            assert len(sequence.pages) <= sequence.reserved
-        self._check_derived()
-
-    def _check_derived(self) -> None:
-        """Assert that the state which is updated from step to step equals what follows from the sequences."""
-        alive = [s for s in self.running if s.status is Status.RUNNING]
-        assert all(s.computed >= s.prefill_len for s in self.running[:-1])
-        # A sequence whose last token is in flight leaves `_decoding` when the next step is scheduled.
-        decoding = [s for s in self._decoding.values() if s.length < s.max_len]
-        assert decoding == [s for s in alive if s.computed >= s.prefill_len and s.length < s.max_len]
-        for sequence in self._decoding.values():
-            limit = min(len(sequence.pages) * self.config.page_size, sequence.max_len - 1)
-            assert sequence.computed <= sequence.limit == limit
-        assert self._masked == {s.lane for s in self.running if s.mask is not None}
-        for sequence in self.running:
-            tip = sequence.tip
-            assert tip in (None, self.pages.root) or sequence.pages[tip.depth - 1] == tip.page
-        assert self.reservations.sum == sum(s.reserved for s in self.running)
-        assert self.reservations.waiting_pages == sum(self.waiting.values())
-
 
 # ------------------------------------------------------------------------------------------------- one sequence
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Checkpoint, Turns, random_ids
+from invariants import check_scheduler
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 
@@ -183,6 +184,6 @@ def test_nothing_of_a_sequence_is_kept_when_it_has_ended() -> None:
     with bench_host.decoding(8, 100, 300) as gen:
         while gen.unfinished:
             gen._advance()
-        gen._scheduler.check()
+        check_scheduler(gen._scheduler)
         assert not gen._owners
         assert gen.stats.pages_used == 0

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 from conftest import Turns, check_idle, random_ids
+from invariants import check_scheduler
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -318,7 +319,7 @@ class Fuzz:
 
     def check(self) -> None:
         assert signal.getsignal(SIGINT) is signal.default_int_handler
-        self.gen._scheduler.check()
+        check_scheduler(self.gen._scheduler)
         active, untold = self.gen._active.keys(), {event.id for event in self.gen._events if event.finish_reason}
         assert active | untold >= self.open.keys(), "a request is lost"
         if self.stream is None:

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 
 import pytest
+from invariants import check_pages
 
 from fastgen.engine import pages as module
 from fastgen.engine.pages import Changes, Node, PageAllocator
@@ -45,11 +46,11 @@ def test_every_page_has_one_owner_after_any_operations(seed: int) -> None:
             assert not owner.keys() & set(new), f"seed {seed}: a page has two owners"
             assert new == sorted(set(range(num_pages)) - owner.keys())[: len(new)], "the lowest free pages go first"
             owner |= dict.fromkeys(new, index)
-        allocator.check(tables)
+        check_pages(allocator, tables)
         assert allocator.available == num_pages - len(owner)
     for table in tables:
         allocator.release(table)
-    allocator.check([])
+    check_pages(allocator, [])
     assert allocator.available == num_pages
 
 
@@ -101,7 +102,7 @@ class Pool:
         assert self.allocator.grow(table, len(tokens))
         tip = nodes[-1] if nodes else self.allocator.root
         self.allocator.index(tip, table, tokens, len(tokens) // self.page_size)
-        self.allocator.check(self.tables)
+        check_pages(self.allocator, self.tables)
         self.step()
         for at, page in enumerate(table):
             kept = tuple(tokens[: (at + 1) * self.page_size])
@@ -113,7 +114,7 @@ class Pool:
 
     def step(self) -> Changes:
         changes = self.allocator.take_changes()
-        self.allocator.check(self.tables)
+        check_pages(self.allocator, self.tables)
         for page, slot in changes.saves:
             self.host[slot] = self.memory[page]
         for slot, page in changes.loads:
@@ -127,7 +128,7 @@ class Pool:
     def release(self, table: list[int]) -> None:
         self.tables = [other for other in self.tables if other is not table]
         self.allocator.release(table)
-        self.allocator.check(self.tables)
+        check_pages(self.allocator, self.tables)
 
     def cached(self, tokens: list[int]) -> int:
         """How many pages of these tokens match."""
@@ -151,7 +152,7 @@ def run_pool(seed: int) -> Counter[str]:
             copy = bool(source) and pool.allocator._nodes[source[-1]] is None
             pool.allocator.fork(fork, source, copy)
             pool.tables.append(fork)
-            pool.allocator.check(pool.tables)
+            check_pages(pool.allocator, pool.tables)
             pool.step()
             if rng.random() < 0.5:
                 pool.release(fork)
@@ -161,7 +162,7 @@ def run_pool(seed: int) -> Counter[str]:
         elif kind >= 0.98:
             pool.allocator.drop_index()
             assert not pool.cached(tokens)
-            pool.allocator.check(pool.tables)
+            check_pages(pool.allocator, pool.tables)
     for table in list(pool.tables):
         pool.release(table)
     assert pool.allocator.available == pool.allocator.num_pages
@@ -221,7 +222,7 @@ def test_the_least_recently_used_goes_first_and_leaves_before_their_parents() ->
     for _ in range(6):
         held.append([])
         assert pool.allocator.grow(held[-1], 1)
-        pool.allocator.check(held)
+        check_pages(pool.allocator, held)
         found.append((pool.cached(old), pool.cached(new)))
     assert found == [(3, 4), (2, 4), (2, 3), (2, 2), (1, 1), (0, 0)]
 
@@ -278,7 +279,7 @@ def test_a_parent_is_not_dropped_before_what_is_behind_it(monkeypatch: pytest.Mo
     assert pool.cached([1, 2]) == 2
     pool.release(pool.take([7]))
     assert pool.cached([1, 2]) in (1, 2)
-    pool.allocator.check([])
+    check_pages(pool.allocator, [])
 
 
 def test_conversations_go_by_their_last_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +308,7 @@ def test_a_slot_that_is_loaded_from_is_not_saved_to_in_the_same_step() -> None:
     assert [pool.cached([1, 2]), pool.cached([3, 4])] == [2, 2]
     table: list[int] = []
     pool.allocator.adopt(table, pool.allocator.match([1, 2], 2))  # both slots are loaded from: there is no place
-    pool.allocator.check([table])
+    check_pages(pool.allocator, [table])
     pool.tables.append(table)
     changes = pool.step()
     assert (len(changes.loads), changes.saves) == (2, ())
@@ -337,12 +338,12 @@ def test_forks_hold_all_but_the_last_page_of_their_source_and_copies_of_that() -
     allocator.grow(source, 6)
     for fork in forks:
         allocator.fork(fork, source, copy=True)
-    allocator.check([source, *forks])
+    check_pages(allocator, [source, *forks])
     assert [fork[0] for fork in forks] == [source[0]] * 2
     assert allocator.take_changes().copies == tuple((source[1], fork[1]) for fork in forks)
     assert allocator.take_changes().copies == ()
     allocator.release(source)
-    allocator.check(forks)
+    check_pages(allocator, forks)
     assert allocator.available == 8 - 3
 
 
@@ -352,7 +353,7 @@ def test_forgotten_pages_are_free_and_held_ones_are_never_indexed_again() -> Non
     table = pool.take([4, 5])
     tip = pool.allocator.match([4, 5], 2)[-1]
     pool.allocator.drop_index()
-    pool.allocator.check(pool.tables)
+    check_pages(pool.allocator, pool.tables)
     assert len(pool.allocator._free) == 6
     assert [pool.cached([1]), pool.cached([4])] == [0, 0]
     assert tip is not pool.allocator.root
@@ -367,7 +368,7 @@ def test_a_page_whose_tokens_are_indexed_already_is_not_indexed_nor_are_those_be
     for table in tables:
         allocator.grow(table, 3)
         tips.append(allocator.index(allocator.root, table, [1, 2, 3], 2 if table is tables[0] else 3))
-    allocator.check(tables)
+    check_pages(allocator, tables)
     assert isinstance(tips[0], Node)
     assert tips[1] is None
     assert [node.page for node in allocator.match([1, 2, 3], 3)] == tables[0][:2]
@@ -389,7 +390,7 @@ def test_check_notices_a_fault(damage: str) -> None:
     pool = Pool(6, 2, host_pages=2)
     allocator = pool.allocator
     first, second = pool.take([1, 2, 3, 4]), pool.take([5, 6, 7, 8])
-    allocator.check([first, second])
+    check_pages(allocator, [first, second])
     if damage == "lost":
         first.pop()
     elif damage == "doubled in one":
@@ -411,4 +412,4 @@ def test_check_notices_a_fault(damage: str) -> None:
     else:
         allocator._refs[first[0]] += 1
     with pytest.raises(AssertionError):
-        allocator.check([first, second])
+        check_pages(allocator, [first, second])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from hash_model import HashMask, expected, hopeful, make_config, make_sequence
+from invariants import check_scheduler
 from simulation import Simulation, run
 
 from fastgen.engine.config import EngineConfig
@@ -273,7 +274,7 @@ def drive(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> int:
             drawn = {"logprobs": values, "untruncated_logprobs": values, "raw_logprobs": values}
             scheduler.update(before, StepResult(tokens=[1] * len(values), **drawn))
         before, most = batch, max(most, len(scheduler.running))
-    scheduler.check()
+    check_scheduler(scheduler)
     return most
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hash_model import HashMask, HashRunner, TroubleError, expected, hopeful, make_config, num_tokens
+from invariants import check_scheduler
 from simulation import Simulation, request, run
 
 from fastgen.engine.config import EngineConfig
@@ -113,7 +114,7 @@ def test_wants_more_while_pages_are_free_for_those_who_wait() -> None:
     scheduler.finish(next(iter(scheduler.waiting)), "abort")
     assert scheduler.wants_more
     assert scheduler.running[0] is first
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 # --------------------------------------------------------------------------------------------------- the end
@@ -261,7 +262,7 @@ def test_reset_forgets_what_is_in_flight_and_keeps_the_order() -> None:
     simulation.scheduler.reservations.sum += 1  # an exception in the middle of a sum
     simulation.scheduler.reservations.waiting_pages += 1
     simulation.scheduler.reset(sequences)
-    simulation.scheduler.check()
+    check_scheduler(simulation.scheduler)
     assert list(simulation.scheduler.waiting) == sequences
     assert len(simulation.scheduler.pages._free) == config.num_pages, "a prefix is cached that no step has computed"
     assert simulation.scheduler.in_flight == 0
@@ -278,7 +279,7 @@ def test_an_exception_between_the_last_token_and_the_end_ends_the_sequence() -> 
     for kept in first.drawn.lists().values():
         kept += [0.0, 0.0]
     scheduler.reset([first])
-    scheduler.check()
+    check_scheduler(scheduler)
     assert (first.status, first.finish_reason) == (Status.FINISHED, "length")
     assert not scheduler.busy
 
@@ -300,10 +301,10 @@ def test_check_notices_what_is_wrong() -> None:
         scheduler, sequence = Scheduler(config), request(config, 3, 4)
         scheduler.add(sequence)
         scheduler.schedule()
-        scheduler.check()
+        check_scheduler(scheduler)
         fault(scheduler, sequence)
         with pytest.raises(AssertionError):
-            scheduler.check()
+            check_scheduler(scheduler)
 
 
 def test_a_batch_replays_on_a_second_runner() -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from hash_model import hopeful
+from invariants import check_scheduler
 from test_gpu import CHATS
 from test_logits import forget, reference, token_logprobs, write_config
 from torch import Tensor
@@ -97,7 +98,7 @@ def test_greedy_answers_are_those_of_one_gpu(parallel: Generator, one_gpu: dict[
         check_alike(one, other)
     assert parallel.stats.preemptions - before.preemptions > 5
     assert parallel.stats.cached_tokens - before.cached_tokens > 100
-    parallel._scheduler.check()
+    check_scheduler(parallel._scheduler)
 
 
 def test_a_rest_of_the_cache_and_aborts_change_nothing(

@@ -1,0 +1,101 @@
+"""The invariants of scheduler and page allocator, which hold between any two calls of their methods."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+from fastgen.engine.pages import Node, PageAllocator
+from fastgen.engine.scheduler import Scheduler
+from fastgen.request import Status
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    config, running = scheduler.config, scheduler.running
+    check_pages(scheduler.pages, [sequence.pages for sequence in running])
+    assert {s.lane: s for s in running} == {lane: s for lane, s in enumerate(scheduler.lanes) if s is not None}
+    assert sorted([*scheduler._free_lanes, *(s.lane for s in running)]) == list(range(config.max_seqs))
+    for sequence in scheduler.waiting:
+        assert sequence.status is Status.WAITING
+        assert not sequence.pages
+        assert sequence.lane < 0
+    for sequence in running:
+        assert sequence.computed <= sequence.length
+        assert len(sequence.pages) * config.page_size >= sequence.computed
+        assert len(sequence.token_ids) <= sequence.max_len
+        assert len(sequence.pages) <= sequence.reserved
+    _check_derived(scheduler)
+
+
+def _check_derived(scheduler: Scheduler) -> None:
+    """The state which is updated from step to step equals what follows from the sequences."""
+    running, pages = scheduler.running, scheduler.pages
+    alive = [s for s in running if s.status is Status.RUNNING]
+    assert all(s.computed >= s.prefill_len for s in running[:-1])
+    # A sequence whose last token is in flight leaves `_decoding` when the next step is scheduled.
+    decoding = [s for s in scheduler._decoding.values() if s.length < s.max_len]
+    assert decoding == [s for s in alive if s.computed >= s.prefill_len and s.length < s.max_len]
+    for sequence in scheduler._decoding.values():
+        limit = min(len(sequence.pages) * scheduler.config.page_size, sequence.max_len - 1)
+        assert sequence.computed <= sequence.limit == limit
+    assert scheduler._masked == {s.lane for s in running if s.mask is not None}
+    for sequence in running:
+        tip = sequence.tip
+        assert tip in (None, pages.root) or sequence.pages[tip.depth - 1] == tip.page
+    assert scheduler.reservations.sum == sum(s.reserved for s in running)
+    assert scheduler.reservations.waiting_pages == sum(scheduler.waiting.values())
+
+
+def check_pages(pages: PageAllocator, tables: Iterable[list[int]]) -> None:
+    """tables: all page tables."""
+    tables = list(tables)
+    held = Counter(page for table in tables for page in table)
+    assert pages.references == sum(held.values())
+    idle = [node.page for node in pages._idle]
+    assert sorted([*held, *idle, *pages._free]) == list(range(pages.num_pages)), "a page is lost, doubled or made up"
+    assert pages._refs == [held[page] for page in range(pages.num_pages)], "a page is lost, doubled or made up"
+    assert all(len(set(table)) == len(table) for table in tables), "a page is twice in a table"
+    _check_tree(pages, tables)
+    _check_order(pages._idle)
+    _check_order(OrderedDict.fromkeys(node for node in pages._host if node.page < 0))
+    assert pages._clean == sum(node.slot >= 0 for node in pages._idle)
+    _check_changes(pages, held)
+
+
+def _check_tree(pages: PageAllocator, tables: list[list[int]]) -> None:
+    nodes = [*pages.root.children.values()]
+    for node in nodes:
+        nodes += node.children.values()
+    assert {node.page: node for node in nodes if node.page >= 0} == {
+        page: node for page, node in enumerate(pages._nodes) if node is not None
+    }
+    assert {node for node in nodes if node.slot >= 0} == pages._host.keys()
+    for node in nodes:
+        assert node.parent is not None
+        assert node.parent.children[node.tokens] is node
+        assert node.depth == node.parent.depth + 1
+        assert len(node.tokens) == pages.page_size
+        assert node.page >= 0 or node.slot >= 0, "a node is nowhere"
+        assert node.page < 0 or node.parent is pages.root or node.parent.page >= 0, "its parent is not there"
+    for table in tables:
+        for at, page in enumerate(table):
+            indexed = pages._nodes[page]
+            if indexed is not None:
+                assert indexed.depth == at + 1
+                assert indexed.parent is pages.root or table[at - 1] == getattr(indexed.parent, "page", None)
+
+
+def _check_order(nodes: OrderedDict[Node, None]) -> None:
+    place = {node: at for at, node in enumerate(nodes)}
+    for node, at in place.items():
+        assert node.parent not in place or place[node.parent] > at, "a parent would go before its child"
+
+
+def _check_changes(pages: PageAllocator, held: Counter[int]) -> None:
+    saved = [node.slot for node in pages._host]
+    slots = [*pages._free_slots, *saved]
+    assert sorted(slots) == list(range(pages.host_pages)), "a slot is lost, doubled or made up"
+    assert {*pages._saves, *pages._loads} <= {*saved}
+    targets = [*pages._fresh, *pages._loads.values(), *(page for _, page in pages._copies)]
+    assert len(set(targets)) == len(targets)
+    assert all(held[page] for page in (*targets, *(source for source, _ in pages._copies)))
