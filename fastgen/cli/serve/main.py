@@ -100,7 +100,7 @@ async def serve(options: Options) -> None:
     loop.run_in_executor(None, import_tokenizers)  # while the first engine loads
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    note("fgserve", f"listening at {_url(listener)}")
+    note("fgserve", f"listening at {server_options.url(listener.getsockname()[1])}")
     serving = asyncio.create_task(server.serve([listener]))
     keeping = asyncio.create_task(service.run())
     loaded = asyncio.create_task(_report_loaded(service))
@@ -122,11 +122,6 @@ async def serve(options: Options) -> None:
 async def _report_loaded(service: Service) -> None:
     await service.loaded.wait()
     note("fgserve", f"ready: {', '.join(service.models)}")
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

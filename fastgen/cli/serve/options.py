@@ -45,6 +45,10 @@ class ServerOptions:
     replica_cpus: float = option(1.0, "CPUs of a replica; less than 1 shares one", low=0)
     replica_gpus: float | None = option(None, "GPUs of a replica", unset="those of its models", low=0)
 
+    def url(self, port: int) -> str:
+        """Return the address of the server. port: the one that it has, which `port` 0 leaves open."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
+
 
 @dataclass(frozen=True)
 class ModelOptions:

@@ -144,7 +144,7 @@ def serve_replicas(options: Options) -> None:
             port = _free_port(server.host, server.port)
             http = {"host": server.host, "port": port}
             serve.start(http_options=http, logging_config={"log_level": "INFO" if server.verbose else "ERROR"})
-            note("fgserve", f"listening at http://{f'[{server.host}]' if ':' in server.host else server.host}:{port}")
+            note("fgserve", f"listening at {server.url(port)}")
             try:
                 _deploy(options)
                 note("fgserve", f"ready: {', '.join(model.name for model in options.models)}")
