@@ -35,7 +35,7 @@ class Simulation:
 
     Every step asserts the invariants of any schedule; `seen` counts events. trouble: the probability of an exception at
     each place where one may be raised. updates: the probability of a weight update at each turn. check: also check
-    every batch, and call the scheduler's `check` after every operation.
+    every batch, and the scheduler after every operation.
     """
 
     def __init__(

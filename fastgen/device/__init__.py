@@ -1,1 +1,1 @@
-"""The device, without any model: CUDA graphs, memory, pinned buffers, profiling."""
+"""The device, without any model: the CUDA driver, memory, pinned buffers, profiling, and threads of the CPU."""

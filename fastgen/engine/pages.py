@@ -46,8 +46,8 @@ class PageAllocator:
 
     A sequence's `pages` list is its page table: page i holds the KV of positions i * page_size onwards. The sequences
     own the lists; this class counts the references to each page. A page without references is either free or, if it is
-    indexed, idle. The lowest free page is allocated first, so that used pages lie close together: untouched memory
-    stays untouched, and attention on the CPU may read a range of pages as a whole.
+    indexed, idle. The lowest free page is allocated first, so that untouched memory stays untouched: on the CPU it
+    takes no space.
 
     **Prefix cache.** Full pages are indexed in a tree of Nodes, whose root stands for the version of the weights. A
     page is indexed only below the page before it in its table, so that a sequence which holds an indexed page holds all

@@ -197,7 +197,6 @@ def test_ranks_take_new_weights(split: Generator, whole: Generator, folder: Path
 
 
 def test_ranks_sleep_and_wake(split: Generator, folder: Path) -> None:
-    """The host tier, which holds some of the pages, stays awake."""
     some = REQUESTS[1:4] + REQUESTS[8:9]
     before = answers(split, some)
     split.sleep()
