@@ -60,10 +60,10 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     return folder
 
 
-def fill_random(targets: Mapping[str, Shard], seed: int = 0) -> None:
+def fill_random(targets: Mapping[str, Shard]) -> None:
     """Fill the views for `load="dummy"`: norm weights with 1, all others from a normal distribution of deviation 0.02.
 
-    The generator is on the views' device. The same seed, name, start and shape give the same values on the same kind of
+    The generator is on the views' device. The same name, start and shape give the same values on the same kind of
     device, whatever other views there are.
     """
     (device,) = {shard.view.device for shard in targets.values()}
@@ -73,7 +73,7 @@ def fill_random(targets: Mapping[str, Shard], seed: int = 0) -> None:
             if name.endswith("norm.weight"):
                 shard.view.fill_(1.0)
             else:
-                generator.manual_seed(zlib.crc32(f"{seed} {name} {shard.start}".encode()))
+                generator.manual_seed(zlib.crc32(f"{name} {shard.start}".encode()))
                 shard.view.normal_(0.0, 0.02, generator=generator)
 
 
