@@ -309,9 +309,9 @@ def _draw_twin(
 
 def _take_likeliest(logits: Tensor, state: LaneState, lanes: Tensor) -> SampleOutput:
     """Return what `_draw_twin` does for GREEDY, which needs no parameters of the lanes."""
-    tokens = logits.argmax(1)
+    best, tokens = logits.max(1)  # argmax takes three times as long on the CPU
     raw_logprobs = logits.log_softmax(1).gather(1, tokens[:, None]).squeeze(1)
-    possible = logits.gather(1, tokens[:, None]).isfinite().squeeze(1)
+    possible = best.isfinite()
     packed = torch.zeros(4, len(logits), dtype=torch.int32, device=logits.device)
     packed[0] = tokens.masked_fill_(~possible, NO_TOKEN)
     packed[1:3].view(torch.float32).masked_fill_(~possible, float("nan"))

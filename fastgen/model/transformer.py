@@ -42,6 +42,9 @@ ROW_TILE = 16
 PACKED_ROW_TILE = 4
 """The multiple for packed weights: with AVX2, MKL sums the rows after the last multiple of 4 in another order."""
 
+MLP_ROWS = 512
+"""Rows that the MLP takes at a time on the CPU: what lies between its products then stays in the cache."""
+
 PACK, MULTIPLY = mkl_function("cblas_sgemm_pack"), mkl_function("cblas_sgemm_compute")
 PACK_SIZE = mkl_function("cblas_sgemm_pack_get_size", returns=c_size_t)
 _ROW_MAJOR, _PLAIN, _TRANSPOSED, _PACKED, _RIGHT = 101, 111, 112, 151, 162  # of CBLAS
@@ -84,17 +87,30 @@ class Linear:
             return self._multiply(x)
         return F.linear(x, self.weight, self.bias)
 
+    def add_to(self, y: Tensor, x: Tensor) -> Tensor:
+        """Add the layer of x [T, in] to y [T, out] in place; return y."""
+        if self.pack is not None:
+            return self._accumulate(x, y if self.bias is None else y.add_(self.bias), keep=1)
+        if self.bias is None and x.device.type != "cpu":
+            return y.addmm_(x, self.weight.t())  # cuBLAS adds it in the product
+        return y.add_(self(x))
+
     def _multiply(self, x: Tensor) -> Tensor:
         """Return the layer of x [T, in] with the packed weight."""
+        y = self._accumulate(x, x.new_empty(len(x), self.weight.shape[0]), keep=0)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def _accumulate(self, x: Tensor, y: Tensor, keep: float) -> Tensor:
+        """Set y [T, out] to keep * y, plus the product of x [T, in] and the packed weight; return y."""
         assert MULTIPLY is not None
         assert self.pack is not None
+        assert y.is_contiguous()
         x, (outputs, inputs) = x.contiguous(), self.weight.shape
-        y = x.new_empty(len(x), outputs)
         MULTIPLY(
             _ROW_MAJOR, _PLAIN, _PACKED, len(x), outputs, inputs, _at(x), inputs, _at(self.pack), inputs,
-            c_float(0), _at(y), outputs,
+            c_float(keep), _at(y), outputs,
         )  # fmt: skip
-        return y if self.bias is None else y.add_(self.bias)
+        return y
 
     def packed(self, memory: Tensor) -> Linear:
         """Return the layer with its weight in the order of MKL's product, which would reorder it in each call; in
@@ -149,12 +165,12 @@ def apply(
         out: Tensor = multiply(x, linear.weight, linear.bias, batch_invariant.Fused(add, swiglu, rope, out_dtype))
         return out
     assert rope is None
-    if add is not None and linear.bias is None and x.device.type != "cpu":
-        return add.addmm_(x, linear.weight.t())  # cuBLAS adds it in the product
+    if add is not None:
+        return linear.add_to(add, x)
     y = linear(x, out_dtype)
     if swiglu:
         y = cpu.swiglu(y) if _plain(y) else epilogue.swiglu(y)
-    return y if add is None else add.add_(y)
+    return y
 
 
 def _plain(x: Tensor) -> bool:
@@ -440,6 +456,11 @@ class Transformer:
         layer, behind = self.layers[number], self.layers[number + 1 : number + 2]
         with span("mlp"):
             x, norm, delta = batch.residual.input(layer.post_norm)
+            if _plain(x) and self.group.size == 1:
+                for start in range(0, len(x), MLP_ROWS):
+                    part = x[start : start + MLP_ROWS]
+                    apply(layer.down, apply(layer.gate_up, part, norm=norm, swiglu=True), add=part)
+                return
             hidden = apply(layer.gate_up, x, norm=norm, delta=delta, swiglu=True)
             self._add(batch, layer.down, hidden, behind[0].input_norm if behind else None)
 

@@ -62,12 +62,13 @@ class _Tiles:
     query rows of a head tile without a decode's padding. sequences: int64 [n], the one of each tile. position: int64
     [R or 1, n, 1, 1], of the query rows.
 
-    counts: the number of head tiles that see each block. Pairs come block by block: owner, int64 [M], is the head tile
+    Pairs come block by block: owner, int64 [M], is the head tile
     of each, pairs, int64 [M], owner * B + block, seen, int64 [M], the keys of the block up to the last one that the
     tile sees, and runs, int64 [M, runs], the runs of keys that its block has in the pool.
 
     The rest is memory that other tiles use too. q: [N, R, D]; scores, weights: [R, N, B * KEY_BLOCK]; sums: [R, M, D],
-    the products of weights and values.
+    the products of weights and values. others: for each block behind the first, the sums of the first block to which
+    those of this one are added, and these, [rows, heads that see it, D].
     """
 
     targets: Tensor
@@ -76,7 +77,6 @@ class _Tiles:
     rows: int
     sequences: Indices
     position: Tensor
-    counts: list[int]
     owner: Indices
     pairs: Indices
     seen: Indices
@@ -85,6 +85,7 @@ class _Tiles:
     scores: Tensor
     weights: Tensor
     sums: Tensor
+    others: list[tuple[Tensor, Tensor]]
     _hidden: dict[int, Tensor] = field(default_factory=dict)
 
     def move(self, ends: Tensor) -> None:
@@ -302,19 +303,21 @@ class ReferenceAttention:
         head_tiles, width = count * heads, blocks * KEY_BLOCK
         shapes = [(head_tiles, len(rows), self._head_size), *[(len(rows), head_tiles, width)] * 2]
         q, scores, weights, sums = self._take([*shapes, (len(rows), len(owner), self._head_size)])
+        kept = group if size == 1 else len(rows)
+        first, *others = (part[:kept] for part in torch.split(sums, (seen.sum(0) * heads).tolist(), 1))
         tiles = _Tiles(
             targets=self._put(tokens[real_tile, real_token]),
             queries=self._put(queries),
             answers=self._put(answers),
-            rows=group if size == 1 else len(rows),
+            rows=kept,
             sequences=sequences,
             position=self._put(position if size == 1 else position[:, token]).view(count, -1).t()[..., None, None],
-            counts=(seen.sum(0) * heads).tolist(),
             owner=owner,
             pairs=owner * blocks + np.repeat(block, heads),
             seen=np.repeat(np.minimum(position[tile, -1] + 1 - block * KEY_BLOCK, KEY_BLOCK), heads),
             runs=runs.reshape(len(owner), -1),
             q=q, scores=scores, weights=weights, sums=sums,
+            others=[(first[:, : part.shape[1]], part) for part in others],
         )  # fmt: skip
         return tiles, _InPlace(tiles) if self._in_place else _Copied(tiles, self._device)
 
@@ -354,7 +357,6 @@ class ReferenceAttention:
         torch.where(tiles.hidden(window), self._hide, by_head, out=by_head)
         torch.softmax(scores, -1, out=weights)
         products.sum(values)
-        first, *others = torch.split(tiles.sums, tiles.counts, 1)
-        for part in others:
-            first[: tiles.rows, : part.shape[1]] += part[: tiles.rows]
+        for first, other in tiles.others:
+            first += other
         return tiles.sums.view(-1, self._head_size).index_select(0, tiles.answers)
