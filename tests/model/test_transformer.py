@@ -118,10 +118,15 @@ def test_a_packed_product_has_the_same_bits_for_any_number_of_rows_and_threads(o
     assert torch.equal(packed.unpacked().weight, plain.weight)
     expected = packed(x)
     torch.testing.assert_close(expected, plain(x), atol=1e-3, rtol=1e-5)
+    stream = torch.randn(len(x), outputs)
+    added = packed.add_to(stream.clone(), x)
+    torch.testing.assert_close(added, stream + expected, atol=1e-3, rtol=1e-5)
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             for rows in (1, 2, 3, 4, 5, 8, 16, 33, 64):
-                assert torch.equal(packed(x[: rows * PACKED_ROW_TILE]), expected[: rows * PACKED_ROW_TILE])
+                part = slice(rows * PACKED_ROW_TILE)
+                assert torch.equal(packed(x[part]), expected[part])
+                assert torch.equal(packed.add_to(stream[part].clone(), x[part]), added[part])
     finally:
         torch.set_num_threads(1)
