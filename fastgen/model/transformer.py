@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastgen.device.memory import memory_on
 from fastgen.device.profiling import span
-from fastgen.device.threads import mkl_function
+from fastgen.device.threads import at_most, mkl_function
 from fastgen.kernels import batch_invariant, epilogue
 from fastgen.kernels.launch import Chip
 from fastgen.kernels.norm import RMSNorm, rms_norm
@@ -40,7 +40,12 @@ ROW_TILE = 16
 """Multiple to which steps and logits are padded on the CPU: BLAS then sums all rows in one order."""
 
 PACKED_ROW_TILE = 4
-"""The multiple for packed weights: with AVX2, MKL sums the rows after the last multiple of 4 in another order."""
+"""The multiple for packed weights."""
+
+PACKED_INPUTS, PACKED_OUTPUTS = 256, 192
+"""The most inputs of a packed part of a weight, whose products are added in order, and the least outputs, to which rows
+of zeros are added. MKL sums longer rows in pieces whose size depends on the number of rows, and narrower products, or
+those of weights that several threads have packed, in other orders with AVX2."""
 
 MLP_ROWS = 512
 """Rows that the MLP takes at a time on the CPU: what lies between its products then stays in the cache."""
@@ -56,8 +61,15 @@ PACKS = None not in (PACK, PACK_SIZE, MULTIPLY)
 number of threads."""
 
 
-def _at(x: Tensor) -> c_void_p:
-    return c_void_p(x.data_ptr())
+def _at(x: Tensor, number: int = 0) -> c_void_p:
+    """Return the address of a number of a float32 tensor."""
+    return c_void_p(x.data_ptr() + 4 * number)
+
+
+def _pack_bytes(outputs: int, inputs: int) -> int:
+    """Return the bytes of a packed part of a weight, a multiple of 64."""
+    assert PACK_SIZE is not None
+    return -(-PACK_SIZE(_RIGHT, ROW_TILE, outputs, inputs) // 64) * 64
 
 
 PRODUCTS = ("qkv", "o", "gate_up", "down")
@@ -89,7 +101,7 @@ class Linear:
 
     def add_to(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the layer of x [T, in] to y [T, out] in place; return y."""
-        if self.pack is not None:
+        if self.pack is not None and len(self.weight) >= PACKED_OUTPUTS:
             return self._accumulate(x, y if self.bias is None else y.add_(self.bias), keep=1)
         if self.bias is None and x.device.type != "cpu":
             return y.addmm_(x, self.weight.t())  # cuBLAS adds it in the product
@@ -97,7 +109,9 @@ class Linear:
 
     def _multiply(self, x: Tensor) -> Tensor:
         """Return the layer of x [T, in] with the packed weight."""
-        y = self._accumulate(x, x.new_empty(len(x), self.weight.shape[0]), keep=0)
+        outputs = len(self.weight)
+        y = self._accumulate(x, x.new_empty(len(x), max(outputs, PACKED_OUTPUTS)), keep=0)
+        y = y if y.shape[1] == outputs else y[:, :outputs].contiguous()
         return y if self.bias is None else y.add_(self.bias)
 
     def _accumulate(self, x: Tensor, y: Tensor, keep: float) -> Tensor:
@@ -105,11 +119,14 @@ class Linear:
         assert MULTIPLY is not None
         assert self.pack is not None
         assert y.is_contiguous()
-        x, (outputs, inputs) = x.contiguous(), self.weight.shape
-        MULTIPLY(
-            _ROW_MAJOR, _PLAIN, _PACKED, len(x), outputs, inputs, _at(x), inputs, _at(self.pack), inputs,
-            c_float(keep), _at(y), outputs,
-        )  # fmt: skip
+        x, outputs, inputs, pack = x.contiguous(), y.shape[1], self.weight.shape[1], self.pack.data_ptr()
+        for first in range(0, inputs, PACKED_INPUTS):
+            size = min(PACKED_INPUTS, inputs - first)
+            MULTIPLY(
+                _ROW_MAJOR, _PLAIN, _PACKED, len(x), outputs, size, _at(x, first), inputs, c_void_p(pack), size,
+                c_float(1 if first else keep), _at(y), outputs,
+            )  # fmt: skip
+            pack += _pack_bytes(outputs, size)
         return y
 
     def packed(self, memory: Tensor) -> Linear:
@@ -118,18 +135,24 @@ class Linear:
         if self.pack is not None:
             return self
         assert PACK is not None
-        outputs, inputs = self.weight.shape
-        PACK(
-            _ROW_MAJOR, _RIGHT, _TRANSPOSED, ROW_TILE, outputs, inputs, c_float(1), _at(self.weight), inputs,
-            _at(memory),
-        )  # fmt: skip
+        weight = F.pad(self.weight, (0, 0, 0, max(PACKED_OUTPUTS - len(self.weight), 0))).contiguous()
+        (outputs, inputs), pack = weight.shape, memory.data_ptr()
+        for first in range(0, inputs, PACKED_INPUTS):
+            size = min(PACKED_INPUTS, inputs - first)
+            with at_most(1):
+                PACK(
+                    _ROW_MAJOR, _RIGHT, _TRANSPOSED, ROW_TILE, outputs, size, c_float(1), _at(weight, first), inputs,
+                    c_void_p(pack),
+                )  # fmt: skip
+            pack += _pack_bytes(outputs, size)
         return Linear(self.weight.new_empty(()).expand(self.weight.shape), self.bias, pack=memory)
 
     @property
     def pack_size(self) -> int:
         """The numbers that the packed weight takes, a multiple of 64 bytes."""
-        assert PACK_SIZE is not None
-        return -(-PACK_SIZE(_RIGHT, ROW_TILE, *self.weight.shape) // 64) * 16
+        outputs, inputs = self.weight.shape
+        parts = (min(PACKED_INPUTS, inputs - first) for first in range(0, inputs, PACKED_INPUTS))
+        return sum(_pack_bytes(max(outputs, PACKED_OUTPUTS), size) for size in parts) // 4
 
     def unpacked(self) -> Linear:
         """Return the layer with a plain weight: the product with the identity matrix, which rounds nothing."""
