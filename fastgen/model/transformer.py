@@ -42,10 +42,10 @@ ROW_TILE = 16
 PACKED_ROW_TILE = 4
 """The multiple for packed weights."""
 
-PACKED_INPUTS, PACKED_OUTPUTS = 256, 192
+PACKED_INPUTS, PACKED_OUTPUTS = 352, 192
 """The most inputs of a packed part of a weight, whose products are added in order, and the least outputs, to which rows
-of zeros are added. MKL sums longer rows in pieces whose size depends on the number of rows, and narrower products, or
-those of weights that several threads have packed, in other orders with AVX2."""
+of zeros are added. MKL sums longer rows (from 450 to 700 inputs on) in pieces whose size depends on the number of rows,
+and with AVX2 it sums narrower products, or those of weights that several threads have packed, in other orders."""
 
 MLP_ROWS = 512
 """Rows that the MLP takes at a time on the CPU: what lies between its products then stays in the cache."""
