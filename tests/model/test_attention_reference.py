@@ -43,7 +43,7 @@ class Case:
         )
         slots = [-(-length // page_size) for length in self.kv_lens]
         self.pool = KVPool(1, sum(slots) + 3, KV_HEADS, page_size, head_size, dtype, torch.device("cpu"))
-        self.pool.keys.fill_(1e4)
+        self.pool.keys.fill_(torch.nan)
         self.pool.values.fill_(1e4)
         pages = torch.from_numpy(rng.permutation(sum(slots) + 3)[: sum(slots)])
         self.table = torch.zeros(count, max(slots), dtype=torch.int64)
