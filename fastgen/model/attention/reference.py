@@ -86,25 +86,21 @@ class _Tiles:
     weights: Tensor
     sums: Tensor
     others: list[tuple[Tensor, Tensor]]
-    _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _hidden: dict[int, Tensor] = field(default_factory=dict)
 
     def move(self, ends: Tensor) -> None:
         """Set the positions of decodes; ends: int64 [S], the KV lengths. No tile may see another number of
         KEY_STEPs."""
         self.position = (ends[self.sequences] - 1).to(self.position.device).view(1, -1, 1, 1)
-        self._masks.clear()
+        self._hidden.clear()
 
-    def hide(self, window: int) -> None:
-        """Set the scores to -inf where a query row must not see the key, whatever they are."""
-        if window not in self._masks:
+    def hidden(self, window: int) -> Tensor:
+        """Return whether a query row must not see a key: bool [R or 1, n, 1, B * KEY_BLOCK]."""
+        if window not in self._hidden:
             ahead = self.position - torch.arange(self.scores.shape[2], device=self.position.device)
-            hidden = (ahead < 0).logical_or_(ahead >= window) if window else ahead < 0  # [R or 1, n, 1, keys]
-            keep = hidden.to(torch.int32).sub_(1)  # 0 where hidden: those scores may be NaN
-            self._masks[window] = keep, torch.where(hidden, -math.inf, 0.0)
-        keep, added = self._masks[window]
-        scores = self.scores[: self.rows].view(self.rows, len(self.sequences), -1, self.scores.shape[2])
-        scores.view(torch.int32).bitwise_and_(keep)  # two vectorized calls; torch.where is not one
-        scores.add_(added)
+            hidden = ahead < 0
+            self._hidden[window] = hidden.logical_or_(ahead >= window) if window else hidden
+        return self._hidden[window]
 
 
 class _InPlace:
@@ -221,6 +217,7 @@ class ReferenceAttention:
         self._memory = torch.zeros(0, dtype=torch.float32, device=self._device)
         self._key: tuple[object, ...] | None = None  # what `_plan`, the last one of decodes alone, depends on
         self._plan: list[tuple[_Tiles, _Copied | _InPlace]] = []
+        self._hide = torch.tensor(-math.inf, dtype=torch.float32, device=self._device)
 
     def plan(self, layout: StepLayout) -> list[tuple[_Tiles, _Copied | _InPlace]]:
         """Lay out decodes in tiles of one token, and prefill chunks in tiles of up to TILE_ROWS query rows.
@@ -356,7 +353,8 @@ class ReferenceAttention:
         torch.index_select(q, 0, tiles.queries, out=tiles.q.view(-1, self._head_size))
         products.score(keys)
         scores, weights = tiles.scores[: tiles.rows], tiles.weights[: tiles.rows]
-        tiles.hide(window)
+        by_head = scores.view(tiles.rows, -1, self._kv_heads, scores.shape[2])
+        torch.where(tiles.hidden(window), self._hide, by_head, out=by_head)
         torch.softmax(scores, -1, out=weights)
         products.sum(values)
         for first, other in tiles.others:
