@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float, c_size_t, c_void_p
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,7 +46,10 @@ PACKED_ROW_TILE = 4
 PACKED_INPUTS, PACKED_OUTPUTS = 352, 192
 """The most inputs of a packed part of a weight, whose products are added in order, and the least outputs, to which rows
 of zeros are added. MKL sums longer rows (from 450 to 700 inputs on) in pieces whose size depends on the number of rows,
-and with AVX2 it sums narrower products, or those of weights that several threads have packed, in other orders."""
+and with AVX2 it sums narrower products, or those of weights that 16 threads have packed, in other orders."""
+
+PACKING_THREADS = 8
+"""The most threads that pack a weight. Products of few rows take as many threads at most."""
 
 MLP_ROWS = 512
 """Rows that the MLP takes at a time on the CPU: what lies between its products then stays in the cache."""
@@ -66,6 +70,7 @@ def _at(x: Tensor, number: int = 0) -> c_void_p:
     return c_void_p(x.data_ptr() + 4 * number)
 
 
+@cache
 def _pack_bytes(outputs: int, inputs: int) -> int:
     """Return the bytes of a packed part of a weight, a multiple of 64."""
     assert PACK_SIZE is not None
@@ -139,7 +144,7 @@ class Linear:
         (outputs, inputs), pack = weight.shape, memory.data_ptr()
         for first in range(0, inputs, PACKED_INPUTS):
             size = min(PACKED_INPUTS, inputs - first)
-            with at_most(1):
+            with at_most(PACKING_THREADS):
                 PACK(
                     _ROW_MAJOR, _RIGHT, _TRANSPOSED, ROW_TILE, outputs, size, c_float(1), _at(weight, first), inputs,
                     c_void_p(pack),
