@@ -235,7 +235,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="the JSON file to write; without it none is written")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of runs of each workload (default 5)")
     parser.add_argument("--smoke", action="store_true", help="a few tokens")
-    bench_cpu(parser.parse_args(argv))
+    arguments = parser.parse_args(argv)
+    if arguments.out is not None and arguments.out.is_dir():
+        parser.error(f"--out {arguments.out} is a folder; name the JSON file")
+    bench_cpu(arguments)
 
 
 if __name__ == "__main__":  # started by Engine
