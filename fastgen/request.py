@@ -171,7 +171,7 @@ def _token_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and the parameters to continue it with. `id` returns on the output (None: the Generator makes one).
+    """A prompt and the parameters to continue it with. `id` returns on the output (None: the Generator makes one).
 
     resume: a completion of this prompt that ended by "length" or "abort", and is continued. With the same params, but
         for n=1 and perhaps a larger max_tokens (counted from the prompt's end), the tokens are those of a completion
@@ -370,7 +370,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step, and the changes of the lanes since the step before. Plain data, so that every rank can replay it.
+    """A step, and the changes of the lanes since the step before. Plain data, so that every rank can replay it.
 
     decodes: lanes that continue with the token they sampled last; the step computes them first. prefills: chunks, which
     follow. starts: new lanes. pages: page-table updates (lane, index of the first page, pages). masked: a lane that
@@ -439,7 +439,7 @@ class Event(Drawn):
 
 @dataclass(slots=True)
 class Completion(Drawn):
-    """One finished sample, with what was `Drawn` with each of its tokens.
+    """A finished sample, with what was `Drawn` with each of its tokens.
 
     token_ids: the generated ids, the stop token included. text: their text, cut before a stop string or stop id.
     finish_reason: "stop", "length", "abort" or "error". stop_reason: the stop id or string that ended it.

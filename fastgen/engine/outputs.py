@@ -87,7 +87,7 @@ def with_progress(outputs: Iterable[RequestOutput], total: int, show: bool) -> I
 
 @dataclass(eq=False)
 class ActiveSample:
-    """One sample of a request in the engine, with its text and the position up to which events were emitted."""
+    """A sample of a request in the engine, with its text and the position up to which events were emitted."""
 
     sequence: Sequence
     text: OutputText | None = None  # updated at each token where events or stop strings need it; else made at the end

@@ -56,7 +56,7 @@ def frame(message: object) -> bytes:
 
 
 class Channel:
-    """One end of a connection.
+    """An end of a connection.
 
     deliver: called by a thread with each message, in order, and with None at the end of the connection.
     """

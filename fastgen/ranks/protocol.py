@@ -169,7 +169,7 @@ def perform(request: Invoke | WriteGiven, runner: Runner, update: Update | None)
 
 
 class Rank(ABC):
-    """One rank. A rank that fails ends the group; then each call, on all ranks, raises a RuntimeError."""
+    """A rank. Its failure ends the group; then each call, on all ranks, raises a RuntimeError."""
 
     def __init__(self, build: Callable[[], Runner], peers: Peers, group: Group, spawned: Spawned | None = None) -> None:
         self._peers = peers

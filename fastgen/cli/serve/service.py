@@ -65,7 +65,7 @@ class AdmissionQueue:
 
 
 class ServedModel:
-    """One model. trouble: the reason why it fails; None while it works. facts: set once the engine has started."""
+    """A served model. trouble: the reason why it fails; None while it works. facts: set once the engine has started."""
 
     facts: ModelFacts
 
