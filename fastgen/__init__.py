@@ -5,13 +5,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastgen.async_generator import AsyncGenerator, EngineError
     from fastgen.generator import Generator
     from fastgen.request import Completion, Event, Request, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Event", "Generator", "Request", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "AsyncGenerator",
+    "Completion",
+    "EngineError",
+    "Event",
+    "Generator",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+]
 
-_HOMES = {"Generator": "fastgen.generator"}
+_HOMES = {
+    "AsyncGenerator": "fastgen.async_generator",
+    "EngineError": "fastgen.async_generator",
+    "Generator": "fastgen.generator",
+}
 
 
 def __getattr__(name: str) -> Any:

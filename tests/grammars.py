@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from fastgen.cli.serve.grammar import answer_rule
+from fastgen.cli.serve.prompts import answer_rule
 from fastgen.cli.serve.protocol import ResponseFormat
 from fastgen.request import TokenMask
 from fastgen.tokenizer import Tokenizer

@@ -93,12 +93,12 @@ class StubGenerator:
 
 
 def be_an_engine() -> None:
-    from fastgen.cli.serve import process
+    from fastgen import async_loop
 
     stub = ModuleType("fastgen.generator")
     stub.Generator = StubGenerator  # type: ignore[attr-defined]
     sys.modules["fastgen.generator"] = stub
-    process.main()
+    async_loop.main()
 
 
 def spawn(program: Sequence[str], started: list[subprocess.Popen[bytes]]) -> socket.socket:

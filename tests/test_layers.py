@@ -16,9 +16,12 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 # A folder of fastgen/, or a module beside them. A room imports from itself and from those behind it in this list.
 ROOMS = (
     "cli",
+    "async_loop",
+    "async_generator",
     "generator",
     "ranks",
     "engine",
+    "grammar",
     "model",
     "parallel",
     "device",
@@ -28,6 +31,8 @@ ROOMS = (
     "tiny",
 )
 WITHOUT_TORCH = (
+    "async_generator",
+    "grammar",
     "request",
     "tokenizer",
     "model.config",

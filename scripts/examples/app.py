@@ -5,10 +5,9 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, HTTPException
 
-from fastgen import SamplingParams
-from fastgen.cli.serve.engine import Engine
+from fastgen import AsyncGenerator, SamplingParams
 
-engine = Engine(seed=0)  # arguments are Generator's; this is the bundled model, in a process of its own
+engine = AsyncGenerator(seed=0)  # arguments are Generator's; this is the bundled model, in a process of its own
 
 
 @asynccontextmanager

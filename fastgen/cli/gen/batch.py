@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.gen.work import Record, RowRequests, seed_of
-from fastgen.cli.serve.grammar import Compiler
 from fastgen.cli.serve.prompts import GenerationReply, GenerationRequest, ModelFacts, grammar_field, prepare
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, Strict, check_request, refused
 from fastgen.cli.serve.replies import Vocabulary
+from fastgen.grammar import Compiler
 from fastgen.request import Event, RequestOutput, SamplingParams, TokenMask
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class BatchJob:
 
     @cached_property
     def _compiler(self) -> Compiler:
-        return Compiler.of(self._gen)
+        return Compiler.of(self._gen.tokenizer, self._gen.model_config)
 
     def ask(self, row: Row) -> RowRequests:
         try:

@@ -9,17 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastgen.cli.serve.grammar import answer_rule
 from fastgen.cli.serve.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponseFormat,
     TokenizeRequest,
     refused,
 )
 from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
 from fastgen.cli.serve.tools import Calling
+from fastgen.grammar import json_rule
 from fastgen.request import SamplingParams
 from fastgen.tokenizer import CLEARLY_MORE, Tokenizer
 
@@ -75,6 +76,13 @@ def _prepare_chat(model: ModelFacts, request: ChatRequest) -> tuple[ChatReply, s
     except ValueError as error:
         raise refused(error, grammar_field(request)) from None
     return ChatReply(request, model.name, PromptTokens(ids), model.vocabulary, calling.parser), grammar
+
+
+def answer_rule(wanted: ResponseFormat | None) -> str | None:
+    """Return the right side of the rule for a request's response_format; None for plain text. Raises ValueError."""
+    if wanted is not None and wanted.json_schema is not None:
+        return json_rule(wanted.json_schema.schema_, strict=bool(wanted.json_schema.strict))
+    return None if wanted is None or wanted.type == "text" else json_rule({"type": "object"}, strict=True)
 
 
 def grammar_field(request: GenerationRequest) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
 
-from fastgen.cli.serve.engine import joined
+from fastgen.async_generator import joined
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest
 from fastgen.cli.serve.tools import ToolParser
 from fastgen.request import Event

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fastgen.cli.serve.engine import Engine
+from fastgen.async_generator import AsyncGenerator
 from fastgen.cli.serve.options import ModelOptions, Options
 from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import ApiError
@@ -71,11 +71,11 @@ class ServedModel:
 
     def __init__(self, options: ModelOptions, queue: AdmissionQueue) -> None:
         self.name, self.queue, self._options = options.name, queue, options
-        self.engine = Engine(options.model, name=options.name, **options.generator)
+        self.engine = AsyncGenerator(options.model, name=options.name, **options.generator)
         self.trouble: str | None = None
 
     async def start(self) -> None:
-        """Start the engine and read the tokenizer. Raises what Engine.start raises."""
+        """Start the engine and read the tokenizer. Raises what AsyncGenerator.start raises."""
         await self.engine.start()
         self.facts = await asyncio.to_thread(self._read_facts)
 
@@ -218,7 +218,7 @@ class Metrics(Collector):
     """All metrics of a server, in the format of Prometheus: counts of the engines, by the names of their models, and
     latencies of requests. The counts start at 0 again when an engine is restarted."""
 
-    def __init__(self, engines: Mapping[str, Engine]) -> None:
+    def __init__(self, engines: Mapping[str, AsyncGenerator]) -> None:
         self._engines = engines
         self._registry = CollectorRegistry()
         self._registry.register(self)

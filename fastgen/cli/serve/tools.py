@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import regex
 
-from fastgen.cli.serve.grammar import json_rule
 from fastgen.cli.serve.protocol import ChatMessage, NamedTool, Tool, ToolCall
+from fastgen.grammar import json_rule
 from fastgen.tokenizer import Tokenizer
 
 Pattern = Any  # a compiled pattern of `regex`, which has no types

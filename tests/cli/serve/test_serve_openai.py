@@ -29,8 +29,8 @@ from pydantic import BaseModel, Field
 from serving import FGSERVE, Server, until
 
 from fastgen import Generator
-from fastgen.cli.serve.grammar import Compiler
 from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest
+from fastgen.grammar import Compiler
 from fastgen.request import RequestOutput
 
 pytestmark = pytest.mark.timeout(120)
@@ -329,7 +329,7 @@ def test_formats_of_answers(asker: Asker, gen: Generator) -> None:
     params: dict[str, Any] = {"max_tokens": 100, "temperature": 1.0, "seed": 2, "n": 2, "logit_bias": brief(gen)}
     for wanted in ({"type": "json_object"}, {"type": "json_schema", "json_schema": schema}):
         answer = asker.ask(messages=CHAT, response_format=wanted, **sent(params))
-        mask = Compiler.of(gen).compile(f"start: {rule_of(wanted)}")
+        mask = Compiler.of(gen.tokenizer, gen.model_config).compile(f"start: {rule_of(wanted)}")
         check(answer, [expected(gen, CHAT, **params, mask=mask)])
         assert [choice.reason for choice in answer.choices] == ["stop"] * 2
         assert all(isinstance(json.loads(choice.text), dict) for choice in answer.choices)

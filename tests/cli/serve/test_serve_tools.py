@@ -12,7 +12,6 @@ import pytest
 from grammars import MARKS, accepts, add, allowed, byte_level, walk
 
 from fastgen import Generator, SamplingParams
-from fastgen.cli.serve.grammar import Compiler, json_rule
 from fastgen.cli.serve.prompts import ModelFacts, prepare
 from fastgen.cli.serve.protocol import ApiError, ChatMessage, ChatRequest, NamedTool, Tool, read_request
 from fastgen.cli.serve.tools import (
@@ -26,6 +25,7 @@ from fastgen.cli.serve.tools import (
     find_syntax,
     new_call_id,
 )
+from fastgen.grammar import Compiler, json_rule
 from fastgen.tokenizer import Tokenizer
 
 SYNTAXES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
@@ -405,7 +405,9 @@ def test_a_generator_calls(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> N
     calling = calling_of(gen.tokenizer, TOOLS, choice="required", parallel=False)
     grammar = calling.grammar()
     assert grammar is not None
-    params = SamplingParams(n=3, max_tokens=300, temperature=1, seed=0, mask=Compiler.of(gen).compile(grammar))
+    params = SamplingParams(
+        n=3, max_tokens=300, temperature=1, seed=0, mask=Compiler.of(gen.tokenizer, gen.model_config).compile(grammar)
+    )
     for completion in gen.generate("hello", params)[0].completions:
         parser = calling.parser()
         assert parser is not None

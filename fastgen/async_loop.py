@@ -1,6 +1,6 @@
-"""The process of an engine: it owns a Generator and handles the messages of `engine.Engine`.
+"""The process of an AsyncGenerator: it owns a Generator, and handles the messages of the other process.
 
-    python -m fastgen.cli.serve.process FD
+    python -m fastgen.async_loop FD
 
 FD is the number of its end of a socket. The process ends with the socket, and with the process that started it.
 """
@@ -20,8 +20,8 @@ from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from fastgen.cli.serve.engine import Abort, EngineInfo, Refused, StepEnded, Submit, encode
-from fastgen.cli.serve.grammar import Compiler
+from fastgen.async_generator import Abort, EngineInfo, Refused, StepEnded, Submit, encode
+from fastgen.grammar import Compiler
 from fastgen.parallel.errors import portable
 from fastgen.ranks.channel import Channel, Failed, Start
 from fastgen.ranks.processes import end_with_parent
@@ -97,7 +97,7 @@ class EngineLoop:
 
     @cached_property
     def _compiler(self) -> Compiler:
-        return Compiler.of(self._gen)
+        return Compiler.of(self._gen.tokenizer, self._gen.model_config)
 
     def _compile(self, grammar: str) -> TokenMask:
         return self._compiler.compile(grammar)

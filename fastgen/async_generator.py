@@ -1,6 +1,6 @@
 """An asyncio client of a Generator that runs in a process of its own.
 
-    async with Engine("Qwen/Qwen3-8B", max_seqs=128) as engine:
+    async with AsyncGenerator("Qwen/Qwen3-8B", max_seqs=128) as engine:
         with engine.submit([prompt_ids], SamplingParams(max_tokens=100)) as stream:
             async for events in stream: ...
 
@@ -41,7 +41,7 @@ _row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_POSITIONAL, *_KEYWORDS)
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """To the engine: a request. grammar: of its answers (see `grammar.Compiler`), or None for any answer."""
+    """To the engine: a request. grammar: of its answers (see `fastgen.grammar.Compiler`), or None for any answer."""
 
     number: int
     prompt: Prompt
@@ -133,7 +133,7 @@ class EventStream:
     Raises ValueError or TypeError where the engine does not accept the request, and EngineError where its process ends.
     """
 
-    def __init__(self, engine: Engine, numbers: range, samples: int, every_step: bool) -> None:
+    def __init__(self, engine: AsyncGenerator, numbers: range, samples: int, every_step: bool) -> None:
         self._engine, self._numbers, self._every_step = engine, numbers, every_step
         self._unfinished = len(numbers) * samples
         self._begun: set[int] = set()  # prompts with at least one event
@@ -181,7 +181,7 @@ class EventStream:
         self._news.set()
 
 
-class Engine:
+class AsyncGenerator:
     """A Generator in a process of its own, for use from one event loop.
 
     model, options: arguments of the Generator. name: the model's name in messages; default: `model`.
@@ -217,7 +217,7 @@ class Engine:
         self._loaded, self._closing, self._failure, self.dead = False, False, None, None
         self.stats = Stats()
         started: list[subprocess.Popen[bytes]] = []
-        connection = processes.spawn(("-m", "fastgen.cli.serve.process"), started)
+        connection = processes.spawn(("-m", "fastgen.async_loop"), started)
         reader, self._writer = await asyncio.open_unix_connection(sock=connection)
         (self._process,) = started
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -252,7 +252,7 @@ class Engine:
         await asyncio.wait([self._listener])
         self._process = None
 
-    async def __aenter__(self) -> Engine:
+    async def __aenter__(self) -> AsyncGenerator:
         await self.start()
         return self
 

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: response_format and tools as grammars, and grammars as masks of tokens.
+"""Answers that follow a grammar: JSON schemas as grammars, and grammars as masks of tokens.
 
 A grammar is a str in llguidance's variant of Lark, which processes can exchange; a Compiler makes a TokenMask of it for
 one tokenizer. llguidance compiles within milliseconds to a second, while other threads run.
@@ -10,15 +10,12 @@ import json
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from fastgen.model.config import ModelConfig
 from fastgen.tokenizer import Tokenizer
-
-if TYPE_CHECKING:  # the process of an engine does not import pydantic, and the HTTP process does not import torch
-    from fastgen.cli.serve.protocol import ResponseFormat
-    from fastgen.generator import Generator
 
 CACHED_GRAMMARS = 64
 # One space, or a newline with indentation. JSON allows any amount, in which small models get lost.
@@ -35,13 +32,6 @@ def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
         return f"%json {json.dumps({**schema, 'x-guidance': options}, allow_nan=False)}"
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the JSON schema is not JSON: {error}") from error
-
-
-def answer_rule(wanted: ResponseFormat | None) -> str | None:
-    """Return the right side of the rule for a request's response_format; None for plain text. Raises ValueError."""
-    if wanted is not None and wanted.json_schema is not None:
-        return json_rule(wanted.json_schema.schema_, strict=bool(wanted.json_schema.strict))
-    return None if wanted is None or wanted.type == "text" else json_rule({"type": "object"}, strict=True)
 
 
 class Compiler:
@@ -62,11 +52,11 @@ class Compiler:
         self._compiled = lru_cache(CACHED_GRAMMARS)(self._compile)
 
     @classmethod
-    def of(cls, gen: Generator) -> Compiler:
-        """Create the Compiler for a Generator's model."""
-        if gen.tokenizer is None:
+    def of(cls, tokenizer: Tokenizer | None, config: ModelConfig) -> Compiler:
+        """Create the Compiler for a model. Raises ValueError where it has no tokenizer, or no eos ids."""
+        if tokenizer is None:
             raise ValueError("this model has no tokenizer files, so its answers can not follow a grammar")
-        return cls(gen.tokenizer, gen.model_config.vocab_size, gen.model_config.eos_ids)
+        return cls(tokenizer, config.vocab_size, config.eos_ids)
 
     def compile(self, grammar: str) -> GrammarMask:
         """Return a new mask. Raises ValueError with the reason where the grammar or a schema in it is wrong."""

@@ -1,4 +1,4 @@
-"""engine.py and process.py: events between processes, and the loop of an engine in the process of the test."""
+"""async_loop.py: events between processes, and the loop of an engine in the process of the test."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any
 
-from fastgen.cli.serve import process
-from fastgen.cli.serve.engine import Abort, Submit, decode, encode, joined
-from fastgen.cli.serve.process import EngineLoop
+from fastgen import async_loop
+from fastgen.async_generator import Abort, Submit, decode, encode, joined
+from fastgen.async_loop import EngineLoop
 from fastgen.engine.outputs import Stats
 from fastgen.ranks.channel import Channel
 from fastgen.request import Event, SamplingParams
@@ -69,7 +69,7 @@ def test_arrivals_delay_a_step_for_a_limited_time_and_aborts_do_not() -> None:
     assert added == [*range(39), 40], "in order, without aborted ones"
     assert gen.calls[0] == ("abort", [39, 41])
     steps = [at for at, (name, _) in enumerate(gen.calls) if name == "step"]
-    most = int(process.INTAKE_SECONDS / 0.004) + 1
+    most = int(async_loop.INTAKE_SECONDS / 0.004) + 1
     assert all(then - at - 1 <= most for at, then in pairwise(steps))
     assert steps[0] <= most + 1
 

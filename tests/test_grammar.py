@@ -16,8 +16,9 @@ from grammars import MARKS, accepts, allowed, byte_level, rule_of, walk
 
 import fastgen
 from fastgen import Generator, SamplingParams
-from fastgen.cli.serve.grammar import Compiler, GrammarMask, answer_rule
+from fastgen.cli.serve.prompts import answer_rule
 from fastgen.cli.serve.replies import Vocabulary as Words
+from fastgen.grammar import Compiler, GrammarMask
 from fastgen.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -221,7 +222,7 @@ def test_a_schema_that_is_not_json_is_an_error() -> None:
 
 
 def test_a_generator_answers_in_json(gen: Generator) -> None:
-    mask = Compiler.of(gen).compile(grammar(SCHEMA))
+    mask = Compiler.of(gen.tokenizer, gen.model_config).compile(grammar(SCHEMA))
     assert isinstance(mask, GrammarMask)
     (out,) = gen.generate("hello", SamplingParams(n=4, max_tokens=400, seed=1, temperature=1, mask=mask))
     assert out.error is None
@@ -236,4 +237,4 @@ def test_a_generator_answers_in_json(gen: Generator) -> None:
 
 def test_without_a_tokenizer_there_are_no_grammars(llama: Path) -> None:
     with Generator(llama, seed=0) as gen, pytest.raises(ValueError, match="no tokenizer"):
-        Compiler.of(gen)
+        Compiler.of(gen.tokenizer, gen.model_config)

@@ -1,4 +1,4 @@
-"""engine.py: a Generator in a process of its own, used by an asyncio program."""
+"""async_generator.py: a Generator in a process of its own, used by an asyncio program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import serve_stub
 
 import fastgen
 from fastgen import Generator
-from fastgen.cli.serve.engine import Engine, EngineError, EventStream
+from fastgen.async_generator import AsyncGenerator, EngineError, EventStream
 from fastgen.ranks import processes
 from fastgen.request import Event, SamplingParams
 
@@ -37,7 +37,7 @@ class Client:
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
-        self.engine = Engine(**OPTIONS)
+        self.engine = AsyncGenerator(**OPTIONS)
 
     async def start(self) -> None:
         _, self.reference = await asyncio.gather(self.engine.start(), asyncio.to_thread(Generator, **OPTIONS))
@@ -64,7 +64,7 @@ def client(shared: Client) -> Iterator[Client]:
     shared.run(until_idle(shared.engine))
 
 
-async def until_idle(engine: Engine, seconds: float = 10.0) -> None:
+async def until_idle(engine: AsyncGenerator, seconds: float = 10.0) -> None:
     """Wait until the engine reports no request and no page, later than all messages that were sent to it before."""
     deadline, old = time.monotonic() + seconds, engine.stats
     engine._abort(range(0))  # an idle engine reports its state after each message
@@ -246,7 +246,7 @@ def test_a_reader_of_the_complete_answer_is_woken_twice(client: Client) -> None:
 # ------------------------------------------------------------------------------------------------ ends
 
 
-async def by_cancelling(engine: Engine, stream: EventStream) -> None:
+async def by_cancelling(engine: AsyncGenerator, stream: EventStream) -> None:
     task = asyncio.create_task(collect(stream))
     while not engine.stats.running:
         await asyncio.sleep(0.01)
@@ -255,14 +255,14 @@ async def by_cancelling(engine: Engine, stream: EventStream) -> None:
         await task
 
 
-async def by_leaving(engine: Engine, stream: EventStream) -> None:
+async def by_leaving(engine: AsyncGenerator, stream: EventStream) -> None:
     with stream:
         await anext(stream)
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
 
 
-async def at_once(engine: Engine, stream: EventStream) -> None:
+async def at_once(engine: AsyncGenerator, stream: EventStream) -> None:
     with stream:
         pass
 
@@ -325,7 +325,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "spawn", serve_stub.spawn)
 
 
-async def stall(engine: Engine) -> None:
+async def stall(engine: AsyncGenerator) -> None:
     with engine.submit([[5]], LONG) as stream:
         await anext(stream)
         os.kill(pid(engine), signal.SIGINT)  # ignored
@@ -340,7 +340,7 @@ async def stall(engine: Engine) -> None:
     assert engine.stalled == 0
 
 
-async def die(engine: Engine, how: str, kill: Callable[[], Any]) -> None:
+async def die(engine: AsyncGenerator, how: str, kill: Callable[[], Any]) -> None:
     streams = [engine.submit([[5]], replace(LONG, n=2)) for _ in range(3)]
     await anext(streams[0])
     started = time.monotonic()
@@ -361,7 +361,7 @@ async def die(engine: Engine, how: str, kill: Callable[[], Any]) -> None:
 @pytest.mark.usefixtures("stubs")
 def test_a_stall_is_detected_and_a_dead_engine_can_be_restarted() -> None:
     async def main() -> None:
-        async with Engine() as engine:
+        async with AsyncGenerator() as engine:
             await stall(engine)
             await die(engine, "was killed by SIGKILL", lambda: os.kill(pid(engine), signal.SIGKILL))
             restart = asyncio.create_task(engine.restart(max_seqs=9))
@@ -376,7 +376,7 @@ def test_a_stall_is_detected_and_a_dead_engine_can_be_restarted() -> None:
     asyncio.run(main())
 
 
-def pid(engine: Engine) -> int:
+def pid(engine: AsyncGenerator) -> int:
     assert engine._process is not None
     return engine._process.pid
 
@@ -388,10 +388,10 @@ def python(code: str) -> subprocess.CompletedProcess[bytes]:
 
 PARENT = """
 import asyncio, os, signal
-from fastgen.cli.serve.engine import Engine
+from fastgen.async_generator import AsyncGenerator
 
 async def main():
-    engine = Engine()
+    engine = AsyncGenerator()
     starting = asyncio.create_task(engine.start())
     while engine._process is None:
         await asyncio.sleep(0.001)
@@ -415,7 +415,7 @@ def test_an_engine_ends_with_its_parent() -> None:
 @pytest.mark.usefixtures("stubs")
 def test_a_generator_that_fails_to_start_reports_its_reason() -> None:
     async def main() -> None:
-        engine = Engine("broken", name="mine")
+        engine = AsyncGenerator("broken", name="mine")
         with pytest.raises(RuntimeError, match="the engine of mine is not ready"):
             engine.submit([[1]], SamplingParams())
         with pytest.raises(ValueError, match="broken is broken; mend it"):
@@ -437,7 +437,7 @@ def test_a_generator_that_fails_to_start_reports_its_reason() -> None:
 )
 def test_a_process_that_dies_while_it_loads(code: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        engine = Engine("a model")
+        engine = AsyncGenerator("a model")
         with pytest.raises(RuntimeError, match=f"the engine of a model {how}"):
             await engine.start()
         assert await engine.died() == engine.dead
@@ -451,7 +451,7 @@ def test_a_process_that_dies_while_it_loads(code: str, how: str, monkeypatch: py
 
 def test_a_start_that_is_cancelled_leaves_no_process() -> None:
     async def main() -> None:
-        engine = Engine()
+        engine = AsyncGenerator()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.start(), 0.2)
         assert engine._process is None
@@ -464,5 +464,5 @@ def test_a_start_that_is_cancelled_leaves_no_process() -> None:
 
 
 def test_the_client_does_not_import_torch() -> None:
-    code = "import sys, fastgen.cli.serve.engine; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    code = "import sys, fastgen.async_generator; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     assert python(code).returncode == 0
