@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.engine.outputs import Stats
+from fastgen.grammar import params_rule
 from fastgen.ranks import processes
 from fastgen.ranks.channel import HEAD, Failed, Start, frame
 from fastgen.request import Event, Prompt, SamplingParams
@@ -277,7 +278,7 @@ class AsyncGenerator:
         """Begin a request of one or more prompts; return the stream of its events.
 
         prompts: preferably lists of ids; the engine tokenizes other prompts between two steps. params: without a mask.
-        grammar: see `grammar.Compiler`; each answer follows it. every_step: False for a reader that needs the complete
+        grammar: see `fastgen.grammar`; each answer follows it. every_step: False for a reader that needs the complete
         answer only; then the stream has one list for the first event of each prompt and one for all other events.
 
         Raises ValueError or TypeError for wrong params, and RuntimeError where the engine is not ready.
@@ -287,6 +288,10 @@ class AsyncGenerator:
         params.validate(self.info.vocab_size)
         if params.mask is not None:
             raise ValueError("a mask can not be sent to an engine; give a grammar instead")
+        rule = params_rule(params)
+        if rule is not None:
+            params = replace(params, json_schema=None, regex=None, choice=None, grammar=None)
+            grammar = f"start: {rule}"
         if not self._streams:
             self._progress = time.monotonic()
         numbers = range(self._next_number, self._next_number + len(prompts))

@@ -1,21 +1,25 @@
-"""Answers that follow a grammar: JSON schemas as grammars, and grammars as masks of tokens.
+"""Structured output: JSON schemas, regular expressions and choices as grammars, and grammars as masks of tokens.
 
 A grammar is a str in llguidance's variant of Lark, which processes can exchange; a Compiler makes a TokenMask of it for
-one tokenizer. llguidance compiles within milliseconds to a second, while other threads run.
+one tokenizer. llguidance compiles within milliseconds to a second, while other threads run. The functions that end in
+`_rule` return the right side of a rule, so that "start: " before it is a grammar, and other rules can hold it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from fastgen.model.config import ModelConfig
+from fastgen.request import SamplingParams
 from fastgen.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # fgserve's HTTP process, which writes grammars, does not load NumPy
+    import numpy as np
 
 CACHED_GRAMMARS = 64
 # One space, or a newline with indentation. JSON allows any amount, in which small models get lost.
@@ -23,7 +27,7 @@ WHITESPACE = r" |\n[ \t]{0,20}"
 
 
 def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
-    """Return the right side of a grammar rule for a JSON value of a schema, with properties in the schema's order.
+    """Return the rule of a JSON value of a schema, with properties in the schema's order.
 
     strict: schema keywords that can not be enforced are an error; otherwise they are ignored. Raises ValueError.
     """
@@ -34,16 +38,71 @@ def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
         raise ValueError(f"the JSON schema is not JSON: {error}") from error
 
 
+def regex_rule(pattern: str) -> str:
+    """Return the rule of a text that a regular expression matches as a whole, in the syntax of Rust's crate regex."""
+    written = {"/": r"\x2F", "\n": r"\x0A"}  # these can not stand between the slashes of a literal
+
+    def write(found: re.Match[str]) -> str:
+        if found[0] == "\\":
+            raise ValueError("regex ends with a backslash, which escapes nothing")
+        return written.get(found[0][-1], found[0])
+
+    return "/" + re.sub(r"(?s)\\.?|[/\n]", write, pattern) + "/"
+
+
+def choice_rule(choices: Sequence[str]) -> str:
+    """Return the rule of one of some texts."""
+    return " | ".join(map(quoted, choices))
+
+
+def lark_rule(grammar: str) -> str:
+    """Return the rule of a text that a whole grammar describes, in llguidance's variant of Lark with a rule `start`."""
+    return f"%lark {{\n{grammar}\n}}"
+
+
+def quoted(text: str) -> str:
+    """Return a text as a literal of a grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def params_rule(params: SamplingParams) -> str | None:
+    """Return the rule of the structured output that parameters ask for; None for any text. They are validated."""
+    if params.json_schema is not None:
+        return json_rule(_read_schema(params.json_schema), strict=True)
+    if params.regex is not None:
+        return regex_rule(params.regex)
+    if params.choice is not None:
+        return choice_rule(params.choice)
+    return None if params.grammar is None else lark_rule(params.grammar)
+
+
+def _read_schema(schema: Any) -> Mapping[str, Any]:
+    """Return a JSON schema from a mapping, from its JSON, or from a class of pydantic."""
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"json_schema is not JSON: {error}") from None
+    if not isinstance(schema, Mapping):
+        raise TypeError(f"json_schema must be a JSON schema (a dict) or a class of pydantic, not {schema!r}")
+    return schema
+
+
 class Compiler:
     """Compiles grammars to masks for one tokenizer; keeps the last ones. Creating a Compiler takes a second for a large
     vocabulary, which may block other threads. Any thread may call `compile`.
 
     vocab_size: V of the model. eos_ids: the ids that end an answer; masks allow them where the grammar is complete.
+    Raises ValueError where llguidance is not installed, or the model has no eos_ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]) -> None:
-        from llguidance.hf import from_tokenizer
-
+        try:
+            from llguidance.hf import from_tokenizer
+        except ModuleNotFoundError:
+            raise ValueError("structured output needs the package llguidance; run: pip install llguidance") from None
         if not eos_ids:
             raise ValueError("this model has no end-of-sequence token, so an answer could not end where a grammar does")
         # A tokenizer may know more tokens than its model; `fill` drops these.
@@ -63,6 +122,7 @@ class Compiler:
         return deepcopy(self._compiled(grammar))
 
     def _compile(self, grammar: str) -> GrammarMask:
+        import numpy as np
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(grammar), log_level=0)
@@ -80,6 +140,8 @@ class GrammarMask:
         self._matcher, self.words = matcher, words
 
     def fill(self, row: np.ndarray) -> None:
+        import numpy as np
+
         bits = row if len(row) == self.words else np.empty(self.words, dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._check()

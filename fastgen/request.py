@@ -25,6 +25,7 @@ Prompt = str | SequenceOf[int] | SequenceOf[Message]
 """Text, token ids, or chat messages."""
 
 MAX_LOGPROBS = 20
+STRUCTURES = ("json_schema", "regex", "choice", "grammar")
 
 MAX_BIASES = 4096
 """The most tokens whose logits logit_bias and min_tokens may change together in one request."""
@@ -64,6 +65,10 @@ class SamplingParams:
         always returned.
     prompt_logprobs: score the prompt too, with this number of raw alternatives for each token.
     mask: a TokenMask that restricts the tokens.
+    json_schema, regex, choice, grammar: at most one of them, and no mask. The answer is JSON of this schema (a dict,
+        its JSON, or a class of pydantic), a text that this regular expression matches as a whole, one of these
+        strings, or a text of this grammar (Lark, as llguidance reads it); max_tokens may cut it off. They need the
+        package llguidance.
     return_sampling_mask: return the token ids that truncation kept, too.
     """
 
@@ -85,6 +90,10 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     mask: TokenMask | None = None
+    json_schema: Mapping[str, Any] | str | type | None = None
+    regex: str | None = None
+    choice: SequenceOf[str] | None = None
+    grammar: str | None = None
     return_sampling_mask: bool = False
 
     @property
@@ -94,6 +103,11 @@ class SamplingParams:
     @property
     def penalized(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def structure(self) -> list[str]:
+        """The names of the parameters that restrict answers to a structure."""
+        return [name for name in ("mask", *STRUCTURES) if getattr(self, name) is not None]
 
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError, or TypeError for a value of the wrong type, naming the parameter and what it may be."""
@@ -135,6 +149,20 @@ class SamplingParams:
                 raise TypeError(f"stop must be a string or a list of strings, not {text!r}")
             if not text:
                 raise ValueError("a stop string is empty and would end every output at once; remove it")
+        self._check_structure()
+
+    def _check_structure(self) -> None:
+        if len(self.structure) > 1:
+            raise ValueError(f"{' and '.join(self.structure)} are given together; give one of them")
+        for name, text in (("regex", self.regex), ("grammar", self.grammar)):
+            if not isinstance(text, str | None):
+                raise TypeError(f"{name} must be a string, not {text!r}")
+        if self.choice is None:
+            return
+        if isinstance(self.choice, str) or not all(isinstance(text, str) for text in self.choice):
+            raise TypeError(f"choice must be a list of strings, not {self.choice!r}")
+        if not self.choice:
+            raise ValueError("choice is empty; give at least one string")
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:

@@ -309,11 +309,12 @@ def test_a_wrong_request_fails_alone(client: Client) -> None:
 
 
 def test_an_answer_follows_its_grammar(client: Client) -> None:
-    async def main() -> list[Event]:
-        params = SamplingParams(n=2, max_tokens=9)
-        return await collect(client.engine.submit([ids(4), ids(5)], params, 'start: "the mask"'))
+    async def main(params: SamplingParams, grammar: str | None = None) -> list[Event]:
+        return await collect(client.engine.submit([ids(4), ids(5)], params, grammar))
 
-    assert [event.text for event in client.run(main())] == ["the mask"] * 4
+    params = SamplingParams(n=2, max_tokens=9)
+    assert [event.text for event in client.run(main(params, 'start: "the mask"'))] == ["the mask"] * 4
+    assert [event.text for event in client.run(main(replace(params, choice=["the mask"])))] == ["the mask"] * 4
 
 
 # ------------------------------------------------------------------------------------------------ processes

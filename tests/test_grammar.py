@@ -1,15 +1,17 @@
-"""grammar.py: masks of response formats, over every kind of vocabulary; test_serve_tools.py has those of tools."""
+"""grammar.py: masks of structured output, over every kind of vocabulary; test_serve_tools.py has those of tools."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import pytest
 from conftest import EOS, VOCAB
 from grammars import MARKS, accepts, allowed, byte_level, rule_of, walk
@@ -18,7 +20,7 @@ import fastgen
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.prompts import answer_rule
 from fastgen.cli.serve.replies import Vocabulary as Words
-from fastgen.grammar import Compiler, GrammarMask
+from fastgen.grammar import Compiler, regex_rule
 from fastgen.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -222,9 +224,7 @@ def test_a_schema_that_is_not_json_is_an_error() -> None:
 
 
 def test_a_generator_answers_in_json(gen: Generator) -> None:
-    mask = Compiler.of(gen.tokenizer, gen.model_config).compile(grammar(SCHEMA))
-    assert isinstance(mask, GrammarMask)
-    (out,) = gen.generate("hello", SamplingParams(n=4, max_tokens=400, seed=1, temperature=1, mask=mask))
+    (out,) = gen.generate("hello", SamplingParams(n=4, max_tokens=400, seed=1, temperature=1, json_schema=SCHEMA))
     assert out.error is None
     ended = [completion for completion in out.completions if completion.finish_reason == "stop"]
     assert len(ended) >= 2
@@ -232,9 +232,78 @@ def test_a_generator_answers_in_json(gen: Generator) -> None:
         assert completion.token_ids[-1] == EOS
         check(json.loads(completion.text))
     assert len({completion.text for completion in ended}) > 1
-    assert "{" in gen.generate("hello", SamplingParams(max_tokens=3, temperature=0, mask=mask))[0].text
+    mask = Compiler.of(gen.tokenizer, gen.model_config).compile(grammar(SCHEMA))
+    (same,) = gen.generate("hello", SamplingParams(n=4, max_tokens=400, seed=1, temperature=1, mask=mask))
+    assert same.completions == out.completions
+
+
+class Answer(pydantic.BaseModel):
+    city: Literal["Paris", "Rome"]
+    days: int
+
+
+@pytest.mark.parametrize(
+    ("structure", "shape"),
+    [
+        ({"json_schema": Answer}, r'\{\s*"city"\s*:\s*"(Paris|Rome)"\s*,\s*"days"\s*:\s*-?\d+\s*\}'),
+        ({"json_schema": json.dumps({"type": "boolean"})}, "true|false"),
+        ({"regex": r"^\d{3}/[a-f]\\$"}, r"\d{3}/[a-f]\\"),
+        ({"choice": ["yes", 'no "way"\n', "日本"]}, 'yes|no "way"\n|日本'),
+        ({"grammar": 'start: sign? digits\nsign: "+" | "-"\ndigits: /[0-9]{2}/'}, r"[+-]?\d\d"),
+    ],
+)
+def test_answers_have_the_structure_that_parameters_ask_for(
+    gen: Generator, structure: dict[str, Any], shape: str
+) -> None:
+    params = SamplingParams(n=6, max_tokens=150, seed=2, **structure)
+    ended = [c for c in gen.generate("hello", params)[0].completions if c.finish_reason == "stop"]
+    assert len(ended) >= 4
+    for completion in ended:
+        assert re.fullmatch(shape, completion.text), completion.text
+
+
+@pytest.mark.parametrize(
+    ("structure", "kind", "reason"),
+    [
+        ({"json_schema": 5}, TypeError, "json_schema must be a JSON schema"),
+        ({"json_schema": "{"}, ValueError, "json_schema is not JSON"),
+        ({"json_schema": {"type": "x"}}, ValueError, "Invalid type: x"),
+        ({"regex": 5}, TypeError, "regex must be a string"),
+        ({"regex": "(a"}, ValueError, "unclosed group"),
+        ({"regex": "a\\"}, ValueError, "regex ends with a backslash"),
+        ({"choice": "ab"}, TypeError, "choice must be a list of strings"),
+        ({"choice": []}, ValueError, "choice is empty"),
+        ({"grammar": "start: x"}, ValueError, 'unknown name: "x"'),
+        ({"grammar": 'root ::= "a"'}, ValueError, "Expected token"),
+        ({"regex": "a", "choice": ["a"]}, ValueError, "regex and choice are given together"),
+    ],
+)
+def test_a_wrong_structure_is_an_error(
+    gen: Generator, structure: dict[str, Any], kind: type[Exception], reason: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(reason)):
+        gen.add("hello", SamplingParams(**structure))
+    assert gen.unfinished == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [("a/b", "a/b"), (r"a\/b", "a/b"), ("a\nb", "a\nb"), (r"\\/\n", "\\/\n"), ("", ""), ('"#', '"#')],
+)
+def test_a_pattern_may_hold_what_delimits_it(
+    vocabulary: Vocabulary, compiler: Compiler, pattern: str, text: str
+) -> None:
+    tokenizer, size, ends = vocabulary
+    mask = compiler.compile(f"start: {regex_rule(pattern)}")
+    assert accepts(mask, [*(encoded(tokenizer, text) if text else []), ends[0]], size)
+
+
+def test_without_llguidance_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, gen: Generator) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    with pytest.raises(ValueError, match="run: pip install llguidance"):
+        Compiler(gen.tokenizer, 5, [0])
 
 
 def test_without_a_tokenizer_there_are_no_grammars(llama: Path) -> None:
     with Generator(llama, seed=0) as gen, pytest.raises(ValueError, match="no tokenizer"):
-        Compiler.of(gen.tokenizer, gen.model_config)
+        gen.add([5], SamplingParams(choice=["a"]))

@@ -10,9 +10,11 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
+from functools import cached_property
 from numbers import Integral, Real
 
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
+from fastgen.grammar import Compiler, params_rule
 from fastgen.model.config import ModelConfig
 from fastgen.request import (
     MAX_BIASES,
@@ -38,6 +40,15 @@ class InputProcessor:
         self.model, self.tokenizer, self.context = model, tokenizer, context
         self._seed = os.urandom(8) if seed is None else str(seed).encode()
         self._seeds = itertools.count()
+
+    @cached_property
+    def _compiler(self) -> Compiler:
+        return Compiler.of(self.tokenizer, self.model)
+
+    def _mask_of(self, params: SamplingParams) -> TokenMask | None:
+        """Return the mask of parameters, which the samples share so far. Raises ValueError or TypeError."""
+        rule = params_rule(params)
+        return params.mask if rule is None else self._compiler.compile(f"start: {rule}")
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError or TypeError for parameters that the model can not be sampled with."""
@@ -72,7 +83,7 @@ class InputProcessor:
             raise ValueError(f"start is {score[0]}; it must be from 0 to the sequence's length, {len(ids)}")
         if resume is not None:
             check_resumed(resume, params, self.model.vocab_size)
-        seed, stop_ids = self._seed_of(request), self._stop_ids(params)
+        seed, stop_ids, mask = self._seed_of(request), self._stop_ids(params), self._mask_of(params)
         most = self.context if params.max_tokens is None else len(ids) + params.max_tokens
         sequences = [
             Sequence(
@@ -84,7 +95,7 @@ class InputProcessor:
                 max_len=min(most, self.context),
                 seed=seed,
                 stop_ids=stop_ids,
-                mask=_copy_mask(params.mask),
+                mask=_copy_mask(mask),
             )
             for index in (range(params.n) if resume is None else (resume.index,))
         ]

@@ -79,7 +79,7 @@ def _prepare_chat(model: ModelFacts, request: ChatRequest) -> tuple[ChatReply, s
 
 
 def answer_rule(wanted: ResponseFormat | None) -> str | None:
-    """Return the right side of the rule for a request's response_format; None for plain text. Raises ValueError."""
+    """Return the rule of a request's response_format; None for plain text. Raises ValueError."""
     if wanted is not None and wanted.json_schema is not None:
         return json_rule(wanted.json_schema.schema_, strict=bool(wanted.json_schema.strict))
     return None if wanted is None or wanted.type == "text" else json_rule({"type": "object"}, strict=True)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import regex
 
 from fastgen.cli.serve.protocol import ChatMessage, NamedTool, Tool, ToolCall
-from fastgen.grammar import json_rule
+from fastgen.grammar import json_rule, quoted
 from fastgen.tokenizer import Tokenizer
 
 Pattern = Any  # a compiled pattern of `regex`, which has no types
@@ -177,7 +177,7 @@ class Calling:
         assert self._syntax is not None
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(self._callable)))]
         for i, tool in enumerate(self._callable):
-            begins = _quoted(f'{{"name": {json.dumps(tool.name)}, "{self._syntax.arguments}": ')
+            begins = quoted(f'{{"name": {json.dumps(tool.name)}, "{self._syntax.arguments}": ')
             rules.append(f'call_{i}: {begins} {json_rule(tool.takes, strict=bool(tool.strict))} "}}"')
         return rules
 
@@ -204,7 +204,7 @@ class Calling:
         if token is not None:
             rules = [f"text: <[^{token}]>*", f"before: text <[{token}]>"]
         else:  # a lazy rule ends at the first occurrence of its end
-            rules = ["text: TEXT", f"before[lazy]: TEXT {_quoted(self._syntax.opens)}", r"TEXT: /(.|\n)*/"]
+            rules = ["text: TEXT", f"before[lazy]: TEXT {quoted(self._syntax.opens)}", r"TEXT: /(.|\n)*/"]
         if self._syntax is HERMES and self._parallel:
             return [f"start: ({self._one('before')})* text", *rules]
         return [f"start: {self._calls('before')} | text", *rules]
@@ -216,11 +216,7 @@ class Calling:
     def _mark(self, mark: str) -> str:
         """Return a mark for a grammar: by its id if it is a token, since llguidance does not match tokens as text."""
         token = self._token(mark)
-        return _quoted(mark) if token is None else f"<[{token}]>"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+        return quoted(mark) if token is None else f"<[{token}]>"
 
 
 # ------------------------------------------------------------------------------------------------- parsing

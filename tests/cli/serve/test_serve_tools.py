@@ -405,9 +405,7 @@ def test_a_generator_calls(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> N
     calling = calling_of(gen.tokenizer, TOOLS, choice="required", parallel=False)
     grammar = calling.grammar()
     assert grammar is not None
-    params = SamplingParams(
-        n=3, max_tokens=300, temperature=1, seed=0, mask=Compiler.of(gen.tokenizer, gen.model_config).compile(grammar)
-    )
+    params = SamplingParams(n=3, max_tokens=300, temperature=1, seed=0, grammar=grammar)
     for completion in gen.generate("hello", params)[0].completions:
         parser = calling.parser()
         assert parser is not None
