@@ -181,7 +181,8 @@ class _Routes:
 
     async def _read(self, kind: type[RequestT], request: Request) -> RequestT:
         """Read and check the body of a request. Raises ApiError."""
-        limit = int(self._service.options.max_body_mb * 1e6)
+        options = self._service.options
+        limit = int(options.max_body_mb * 1e6)
         body, size = bytearray(), 0
         async with limited(self._service):
             async for piece in request.stream():
@@ -193,5 +194,5 @@ class _Routes:
         if size > limit:
             raise ApiError(413, f"the body is larger than {limit} bytes; send less", code="request_too_large")
         if size > LARGE:
-            return await asyncio.to_thread(read_request, kind, bytes(body))
-        return read_request(kind, bytes(body))
+            return await asyncio.to_thread(read_request, kind, bytes(body), options.strict)
+        return read_request(kind, bytes(body), options.strict)

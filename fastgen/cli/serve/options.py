@@ -23,6 +23,7 @@ class ServerOptions:
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 is all of this machine's")
     port: int = option(5678, "0 takes a free one", low=0, high=65535)
     api_key: str | None = option(None, "key that clients have to send", unset="none is needed")
+    strict: bool = option(False, "refuse fields of OpenAI's API that have no effect here")
     max_queued_requests: int = option(
         16384, "samples (n per prompt) of a model that may wait for their first token", low=1
     )

@@ -1,13 +1,14 @@
 """Requests of OpenAI's API: strict checks of their fields, and their sampling parameters.
 
-A field that is not supported is an error that names it. null is the default of every field.
+A field of a request that is not supported is an error that names it, unless it can not change the answer. Unknown keys
+of messages are dropped. null is the default of every field.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Annotated, Any, Literal, LiteralString, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, LiteralString, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -17,6 +18,7 @@ from pydantic import (
     FiniteFloat,
     Tag,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -29,6 +31,14 @@ MAX_CHOICES = 128
 MAX_STOPS = 64
 INT32 = 2**31 - 1
 BIASED = "^[0-9]{1,10}$"  # keys of logit_bias
+
+UNSUPPORTED = "is not supported; leave it out"
+_OLD_CALLS = "is the old form of tool calls, which is not supported; use tools, tool_choice and tool_calls"
+HINTS = {
+    "functions": _OLD_CALLS,
+    "function_call": _OLD_CALLS,
+    "suffix": "is not supported; write the tokens of your model for a text before and after a gap into the prompt",
+}  # by field that is not supported: what to do instead
 
 _StopId = Annotated[int, Field(ge=0, le=INT32)]
 _Stop = Annotated[str, Field(min_length=1)]  # an empty one would end every answer at its beginning
@@ -59,7 +69,10 @@ def wrong(field: str, message: str, code: LiteralString = "invalid_value") -> Py
 
 
 class Strict(BaseModel):
-    """A part of a request: unknown fields are errors, types are not converted, and a null field counts as left out."""
+    """A part of a request: unknown fields are errors, types are not converted, and a null field counts as left out.
+
+    without_effect: fields that are accepted and not used; they are errors too if the validation's context has "strict".
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -68,17 +81,34 @@ class Strict(BaseModel):
         protected_namespaces=(),
         json_schema_extra={"additionalProperties": {"type": "null"}},
     )
+    without_effect: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
+    def _drop_nulls(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None}
+        refused: frozenset[str] = cls.without_effect if info.context and info.context.get("strict") else frozenset()
         for name in given:  # stop at the first unknown field: there may be very many
-            if name not in cls.model_fields and all(field.alias != name for field in cls.model_fields.values()):
-                raise wrong(name, "is not supported; leave it out", "unsupported_parameter")
+            if name in refused or not cls._knows(name):
+                raise wrong(name, HINTS.get(name, UNSUPPORTED), "unsupported_parameter")
         return given
+
+    @classmethod
+    def _knows(cls, name: str) -> bool:
+        return name in cls.model_fields or any(field.alias == name for field in cls.model_fields.values())
+
+
+class History(Strict):
+    """A part of a message. Clients send messages back with keys that servers and libraries have added, which are
+    dropped; a key that holds a part of what was said is an error."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+
+    @classmethod
+    def _knows(cls, name: str) -> bool:
+        return name not in ("audio", "function_call")
 
 
 class StreamOptions(Strict):
@@ -86,40 +116,35 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    without_effect = frozenset({"include_obfuscation"})
 
 
-class TextPart(Strict):
+class TextPart(History):
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Strict):
-    """arguments: a JSON object as text. parsed_arguments: added by clients that have parsed it; ignored."""
+class CalledFunction(History):
+    """arguments: a JSON object as text, incomplete if max_tokens has cut it off."""
 
     name: str
     arguments: str
-    parsed_arguments: Any = None
 
 
-class ToolCall(Strict):
-    """index: added by clients that have assembled the call from chunks; ignored."""
-
+class ToolCall(History):
     id: str
     type: Literal["function"]
     function: CalledFunction
-    index: int | None = Field(None, ge=0)
 
 
 Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
 
 
-class ChatMessage(Strict):
-    """parsed: added by clients that have parsed an answer; ignored."""
-
+class ChatMessage(History):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    parsed: Any = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
@@ -134,7 +159,7 @@ class ChatMessage(Strict):
             raise wrong("content", "is required, except in a message with tool_calls", "missing_required_parameter")
         if self.role == "tool" and self.tool_call_id is None:
             raise wrong("tool_call_id", "is required in a message of a tool", "missing_required_parameter")
-        for field, role in (("tool_calls", "assistant"), ("parsed", "assistant"), ("tool_call_id", "tool")):
+        for field, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, field) is not None and self.role != role:
                 raise wrong(field, f"is only allowed in a message of the role {role}", "unsupported_parameter")
         return self
@@ -197,13 +222,32 @@ class ResponseFormat(Strict):
 # ------------------------------------------------------------------------------------------------- requests
 
 
-class GenerationFields(Strict):
+class Unused(Strict):
+    """Fields of OpenAI's API that can not change the answer: bills, caches, safety, and hints to other models."""
+
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="equal to n")
+    metadata: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    verbosity: str | None = None
+
+
+class GenerationFields(Unused):
     """The common fields of both generating endpoints; SamplingParams documents most of them."""
+
+    without_effect = frozenset(Unused.model_fields)
 
     model: str | None = None
     temperature: FiniteFloat | None = Field(None, ge=0)
     top_p: FiniteFloat | None = Field(None, ge=0, le=1, description="0 is off, as 1 is")
-    top_k: int | None = Field(None, ge=0, le=INT32)
+    top_k: int | None = Field(None, ge=-1, le=INT32, description="0 and -1 are all")
     min_p: FiniteFloat | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
@@ -234,7 +278,9 @@ class GenerationFields(Strict):
         return bias
 
     @model_validator(mode="after")
-    def _check_stream(self) -> GenerationFields:
+    def _check_counts(self) -> GenerationFields:
+        if self.best_of not in (None, self.choices):
+            raise wrong("best_of", "must equal n: answers are not ranked", "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "is only allowed when stream is true")
         return self
@@ -256,6 +302,8 @@ class GenerationFields(Strict):
         given = {name: value for name in COPIED if (value := getattr(self, name)) is not None}
         if self.top_p is not None:
             given["top_p"] = float(self.top_p) or 1.0
+        if self.top_k == -1:
+            given["top_k"] = 0
         if self.logit_bias is not None:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         return replace(defaults, **given, **others)
@@ -404,19 +452,19 @@ class DetokenizeRequest(Strict):
 RequestT = TypeVar("RequestT", bound=Strict)
 
 
-def read_request(kind: type[RequestT], body: bytes) -> RequestT:
-    """Parse and check a body. Raises ApiError, which names the wrong field."""
+def read_request(kind: type[RequestT], body: bytes, strict: bool = False) -> RequestT:
+    """Parse and check a body (see `check_request`). Raises ApiError, which names the wrong field."""
     try:
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-    return check_request(kind, data)
+    return check_request(kind, data, strict)
 
 
-def check_request(kind: type[RequestT], data: Any) -> RequestT:
-    """Check the value of a body. Raises ApiError, which names the wrong field."""
+def check_request(kind: type[RequestT], data: Any, strict: bool = False) -> RequestT:
+    """Check the value of a body. strict: refuse fields without effect. Raises ApiError, which names the wrong field."""
     try:
-        return kind.model_validate(data)
+        return kind.model_validate(data, context={"strict": strict})
     except ValidationError as error:
         raise _api_error(error, data) from None
 

@@ -107,7 +107,7 @@ class Calling:
 
     def template_messages(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         """Return messages for the chat template: content is one string, the role developer becomes system, and the
-        arguments of earlier calls become objects."""
+        arguments of earlier calls become objects, or stay text where they are none, as of a call that was cut off."""
         calls = [call for message in messages for call in message.tool_calls or ()]
         if self._syntax is None and (calls or any(message.role == "tool" for message in messages)):
             raise ValueError("messages of tools are not supported: this model's chat template has no format for them")
@@ -129,14 +129,12 @@ class Calling:
         return written
 
     def _template_call(self, call: ToolCall) -> dict[str, Any]:
-        name = call.function.name
         try:
             arguments = json.loads(call.function.arguments or "{}")
-        except ValueError as error:
-            raise ValueError(f"the arguments of a call of {name} are not JSON: {error}") from error
-        if not isinstance(arguments, dict):
-            raise ValueError(f"the arguments of a call of {name} must be a JSON object")
-        function = {"name": name, "arguments": arguments}
+        except (ValueError, RecursionError):
+            arguments = None
+        given = arguments if isinstance(arguments, dict) else call.function.arguments
+        function = {"name": call.function.name, "arguments": given}
         return {"type": "function", "id": self._template_id(call.id), "function": function}
 
     def _template_id(self, id: str) -> str:

@@ -52,7 +52,7 @@ def start() -> Iterator[Start]:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Server]:
     limits = "--max-queued-tokens=100 --max-queued-requests=3 --max-body-mb=0.001 --request-timeout=1.5"
-    server = Server(STUB, *limits.split(), "--stall-timeout=0.3", "--max-seqs=1")
+    server = Server(STUB, *limits.split(), "--stall-timeout=0.3", "--max-seqs=1", "--strict")
     yield server.await_ready()
     server.kill()
 
@@ -95,6 +95,11 @@ def test_a_full_queue_answers_503_with_retry_after(server: Server) -> None:
         assert (never.status_code, never.json()["error"]["param"]) == (400, "prompt")
         waiting.close()
         until(lambda: server.stats()["aborted_total"] >= 1)
+
+
+def test_a_strict_server_refuses_fields_without_effect(server: Server) -> None:
+    refused = server.post("/completions", {"prompt": [5], "store": False})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "store")
 
 
 def test_requests_have_an_end(server: Server) -> None:

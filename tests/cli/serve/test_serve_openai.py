@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field
 from serving import FGSERVE, Server, until
 
 from fastgen import Generator
-from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest
+from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, Unused
 from fastgen.grammar import Compiler
 from fastgen.request import RequestOutput
 
@@ -94,6 +94,7 @@ SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "user": ({"user": "somebody"}, {}),
     "top_k": ({**HOT, "top_k": 2}, {**HOT, "top_k": 2}),
     "top_k 0": ({**HOT, "top_k": 0}, HOT),
+    "top_k -1": ({**HOT, "top_k": -1}, HOT),
     "min_p": ({**HOT, "min_p": 0.5}, {**HOT, "min_p": 0.5}),
     "repetition_penalty": ({**HOT, "repetition_penalty": 3}, {**HOT, "repetition_penalty": 3}),
     "min_tokens": ({"min_tokens": 6, "stop": "e"}, {"min_tokens": 6, "stop": "e"}),
@@ -126,7 +127,8 @@ def test_a_field_does_what_it_does_for_a_generator(sampled: Sampled, case: str, 
     check(answer, [output])
     fields = SAMPLING[case][0]
     _, without = sampled["temperature" if HOT.items() < fields.items() else "nothing", endpoint]
-    assert (output.completions == without.completions) == (case in ("nothing", "user", "top_p 0", "top_k 0"))
+    idle = ("nothing", "user", "top_p 0", "top_k 0", "top_k -1")
+    assert (output.completions == without.completions) == (case in idle)
 
 
 @ENDPOINTS
@@ -139,6 +141,17 @@ def test_null_is_the_default(asker: Asker, gen: Generator, endpoint: str) -> Non
     check(answer, [expected(gen, prompt, seed=11, max_tokens=12)])
     create = endpoint_of(asker.client, prompt).create
     assert create(model="hermes", **to(prompt), temperature=None, seed=None, max_tokens=1, stream=None).choices
+
+
+@ENDPOINTS
+def test_fields_without_effect(asker: Asker, gen: Generator, endpoint: str) -> None:
+    unused = {
+        "best_of": 1, "metadata": {"a": "b"}, "modalities": ["text"], "reasoning_effort": "low", "store": True,
+        "prompt_cache_key": "x", "safety_identifier": "x", "service_tier": "auto", "verbosity": "low",
+    }  # fmt: skip
+    prompt = PROMPTS[endpoint]
+    answer = asker.ask(**to(prompt), seed=11, max_tokens=12, extra_body={**unused, "return_token_ids": True})
+    check(answer, [expected(gen, prompt, seed=11, max_tokens=12)])
 
 
 # ------------------------------------------------------------------------------------------------ prompts
@@ -160,19 +173,22 @@ def test_prompts_of_every_kind(asker: Asker, gen: Generator) -> None:
 def test_messages_of_every_kind(asker: Asker, gen: Generator) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     parts = [{"type": "text", "text": "what is"}, {"type": "text", "text": "12 + 30?"}]
+    cut = {"id": "b", "type": "function", "function": {"name": "f", "arguments": '{"x'}}
     messages: list[Any] = [
         {"role": "developer", "content": "Be brief."},
         {"role": "system", "content": [{"type": "text", "text": "Very brief."}], "name": "x"},
         {"role": "user", "content": parts},
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
         {"role": "tool", "content": [{"type": "text", "text": "42"}], "tool_call_id": "a"},
+        {"role": "assistant", "tool_calls": [cut], "provider_specific_fields": {"refusal": None}},
         {"role": "user", "content": "thanks"},
     ]
     answer = asker.ask(messages=messages, **sent({"max_tokens": 4, "temperature": 0}))
     assert gen.tokenizer is not None
     assert gen.tokenizer.decode(answer.prompts[0], special=True) == (
         "<s><|system|>Be brief.<|end|><|system|>Very brief.<|end|><|user|>what is\n12 + 30?<|end|><|assistant|>"
-        '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|end|><|user|>42<|end|>'
+        '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|end|><|user|>42<|end|><|assistant|>'
+        '<tool_call>\n{"name": "f", "arguments": "{\\"x"}\n</tool_call><|end|>'
         "<|user|>thanks<|end|><|assistant|>"
     )
     check(answer, [expected(gen, answer.prompts[0], max_tokens=4, temperature=0)])
@@ -467,9 +483,9 @@ def test_each_argument_of_the_client_is_accepted_or_named(asker: Asker, endpoint
     own = {*OURS, "return_token_ids"} | (
         {"add_generation_prompt", "chat_template_kwargs"} if endpoint == "chat" else set()
     )
-    assert kind.model_fields.keys() - known == own, "these go into extra_body"
+    assert kind.model_fields.keys() - known - Unused.model_fields.keys() == own, "these go into extra_body"
     others = known - kind.model_fields.keys() - {"extra_headers", "extra_query", "extra_body", "timeout"}
-    assert {"best_of", "suffix"} <= others if endpoint == "text" else {"audio", "store", "functions"} <= others
+    assert others == {"suffix"} if endpoint == "text" else {"audio", "functions", "function_call"} <= others
     for name in others:
         with pytest.raises(openai.BadRequestError) as caught:
             create(model="hermes", **to(prompt), **{name: 1})
