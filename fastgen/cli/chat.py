@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import termios
 import time
+import tty
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fastgen import __version__
@@ -42,6 +43,8 @@ LOCAL = ("model", "dtype", "device", "tensor_parallel")  # options of a model in
 SAMPLED = ("temperature", "top_p", "max_tokens")  # sampling parameters
 SERVED = ("api_key", "name")  # options of a model behind --url
 COMMANDS = "there are /r <N>, /m and /q (for a message, put a space before the /)"
+
+BLOCK_PROMPT = "... "  # in front of each line of a multiline message
 
 # A terminal would obey these characters: an answer must not move the cursor, retitle the window or hide text.
 _PRINTABLE: dict[int, int | None] = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
@@ -83,11 +86,31 @@ class Console:
         return line.removesuffix("\n")
 
     def read_block(self) -> str:
-        """Return the lines up to a single '.' or the end of input."""
+        """Return the lines up to a single '.' or the end of input (Ctrl-D)."""
         if self._blocks is not None:
-            return self._blocks.prompt("")
-        lines = iter(sys.stdin.readline, "")
-        return "".join(takewhile(lambda line: line.removesuffix("\n") != ".", lines))
+            return self._blocks.prompt([("fg:default", BLOCK_PROMPT)])
+        lines = []
+        with suppress(EOFError):
+            while (line := self.read(BLOCK_PROMPT)) != ".":
+                lines.append(line)
+        return "\n".join(lines)
+
+    @contextmanager
+    def typing_ahead(self) -> Iterator[None]:
+        """Keep what is typed between two calls of `read` for the next one, and out of the answers (no echo).
+
+        The terminal keeps keys as they come, not lines, so that the editor gets Ctrl-D and the arrows too. Ctrl-C is
+        still a signal. A terminal without line editing echoes, since nothing else shows what was typed there.
+        """
+        if self._lines is None:
+            yield
+            return
+        before = termios.tcgetattr(sys.stdin)
+        tty.setcbreak(sys.stdin, termios.TCSADRAIN)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
     def say(self, text: str) -> None:
         """Show a piece of an answer."""
@@ -133,10 +156,14 @@ def _editors(screen: TextIO) -> tuple[PromptSession[str], PromptSession[str]]:
         else:
             buffer.newline(copy_margin=False)
 
+    @keys.add("c-d")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
     editor: Any = partial(
         PromptSession, history=History(_history_file()), output=create_output(screen), enable_suspend=True
     )
-    return editor(), editor(multiline=True, key_bindings=keys)
+    return editor(), editor(multiline=True, key_bindings=keys, prompt_continuation=[("fg:default", BLOCK_PROMPT)])
 
 
 def _history_file() -> str:
@@ -270,7 +297,8 @@ def run(backend: Backend, system: str | None = None) -> int:
     backend.check(chat.messages("hello"))  # an error now is better than one after the first message
     if console.interactive:
         _write(console.screen, BANNER)
-    chat.loop()
+    with console.typing_ahead():
+        chat.loop()
     return int(chat.refused and not console.interactive)
 
 

@@ -96,6 +96,36 @@ def test_multiline_message(start):
     assert "\nuser:pasted\n/q;\n" in pasted
     child.sendline("/m")
     ask(child, ".", 2)  # nothing to say
+    child.sendline("/m")
+    child.expect(r"\.\.\. ")
+    child.sendline("by")
+    child.send("Ctrl-D\x04")
+    assert "user:by\nCtrl-D;\n" in at_prompt(child, 3)
+    child.sendline("/m")
+    child.expect(r"\.\.\. ")
+    child.sendeof()  # nothing to say
+    at_prompt(child, 3)
+
+
+def test_text_typed_ahead_is_the_next_message_and_not_in_the_answer(start):
+    child = start(PROGRAM, "--max-tokens", "300")
+    at_prompt(child, 1)
+    child.sendline("count")
+    child.expect(" 5 6 7 ")
+    child.send("dropped by Ctrl-C")
+    child.sendintr()
+    child.expect(STATS)
+    assert not re.search("[a-z]", said(child).removesuffix("held\n"))
+    at_prompt(child, 2)
+    child.sendline("count")
+    child.expect(" 5 6 7 ")
+    child.send("/r\nahead\n/m\nlines\n.\n\x04")
+    child.expect(r"\(cut at --max-tokens 300\)")
+    assert re.fullmatch(rf"[\d ]+\n{STATS}\n", said(child))
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert re.search(r"\nuser:ahead;\n(?s:.*);user:lines;\n", said(child))
+    assert child.exitstatus == 0
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(start):
@@ -147,7 +177,14 @@ def test_a_dumb_terminal_gets_plain_lines(start):
     assert child.before.replace("\r", "") == BANNER
     child.sendline("/m\na\nb\n.")
     child.expect("2> ")
-    assert "\nuser:a\nb;\n" in said(child)
+    assert "user:a\nb;\n" in said(child)
+    child.sendline("/m")
+    child.expect(r"\.\.\. ")
+    child.sendline("c")
+    child.expect(r"\.\.\. ")
+    child.sendeof()
+    child.expect("3> ")
+    assert "user:c;\n" in said(child)
     assert leave(child) == 0
 
 
