@@ -23,6 +23,7 @@ from fastgen.cli.chat_backends import Backend, LocalBackend, RefusedError, Reply
 from fastgen.cli.command import loading_model, one_line, run_tool
 from fastgen.cli.options import MODEL, SAMPLING, add_flag, flag, given, variable
 from fastgen.engine.interrupts import DeferredInterrupt
+from fastgen.model.config import BUNDLED_NAME
 from fastgen.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -365,7 +366,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     option = parser.add_argument
-    option("model", nargs="?", metavar="MODEL", help="a hub id or a folder (default: fastgen's own small model)")
+    option("model", nargs="?", metavar="MODEL", help=f"a hub id or a folder (default: {BUNDLED_NAME}, fastgen's own)")
     for name in SAMPLED:
         add_flag(parser, SAMPLING[name])
     option("--system", metavar="TEXT", help="system prompt (default: none)")

@@ -8,7 +8,6 @@ from typing import Any
 
 from fastgen.engine.options import OPTIONS, Option
 
-BUNDLED = "fastgen-tiny"  # name of the bundled model
 PREFIX = "FASTGEN_"
 
 Value = str | int | float | bool

@@ -15,6 +15,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
 
+from fastgen.model.config import BUNDLED_NAME
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ATTENTION = ("flash", "paged", "reference")
 MOST_SEQS = 8192  # limit of the kernels that list the work of a step
@@ -99,7 +101,7 @@ def options_of(cls: type) -> dict[str, Option]:
 class GeneratorOptions:
     """The arguments of a Generator, not yet checked (`check`); EngineConfig fills in what is left open."""
 
-    model: str | Path | None = option(None, "a folder in Hugging Face format or a hub id", unset="the bundled model")
+    model: str | Path | None = option(None, "a folder in Hugging Face format or a hub id", unset=BUNDLED_NAME)
     _: KW_ONLY
     revision: str | None = option(None, "revision of the hub id", unset="the newest one")
     tokenizer: str | Path | None = option(None, "folder or hub id of another tokenizer", unset="the model's own")

@@ -14,6 +14,8 @@ from typing import Any
 
 from fastgen.request import check_integer
 
+BUNDLED_NAME = "fastgen-tiny"
+
 
 @dataclass(frozen=True)
 class _Family:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from fastgen.device.pinned import on_stream
 from fastgen.device.threads import at_most
+from fastgen.model.config import BUNDLED_NAME
 from fastgen.model.weights import FLOATS, Shard, TensorMatcher
 
 BUNDLED = Path(__file__).parent.parent / "tiny"
@@ -46,14 +47,15 @@ _CONVERSION = (
 
 
 def resolve(model: str | Path | None, revision: str | None = None, weights: bool = True) -> Path:
-    """Return the local folder of a model: the bundled one (None), a folder, or a hub id, which is fetched if need be.
+    """Return the local folder of a model: the bundled one (BUNDLED_NAME or None), a folder, or a hub id.
 
-    A hub repository gives its configuration, its tokenizer and, with `weights`, the safetensors files that its index
-    names, or else `model.safetensors`. The cache of huggingface_hub suffices if the hub can not be reached. Raises
-    ValueError if the model is neither a folder nor on the hub, or if access to it needs a login.
+    A hub id is fetched if need be. A hub repository gives its configuration, its tokenizer and, with `weights`, the
+    safetensors files that its index names, or else `model.safetensors`. The cache of huggingface_hub suffices if the
+    hub can not be reached. Raises ValueError if the model is neither a folder nor on the hub, or if access to it needs
+    a login.
     """
-    folder = BUNDLED if model is None else Path(model).expanduser()
-    if not folder.is_dir() and model is not None:
+    folder = BUNDLED if model is None or model == BUNDLED_NAME else Path(model).expanduser()
+    if not folder.is_dir():
         folder = _fetch_model(str(model), revision, weights)
     elif revision is not None:
         raise ValueError(f"revision={revision!r} goes with a hub id, and {folder} is a folder")

@@ -260,7 +260,9 @@ def test_resolve_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match="revision='main' goes with a hub id"):
         resolve(tmp_path, revision="main")
     monkeypatch.setattr(loader, "BUNDLED", tmp_path)
-    assert resolve(None) == tmp_path
+    assert resolve(None) == resolve("fastgen-tiny") == tmp_path
+    with pytest.raises(ValueError, match="revision='main' goes with a hub id"):
+        resolve("fastgen-tiny", revision="main")
     for name in (tmp_path / "gone", "./gone", "a/b/c"):
         with pytest.raises(ValueError, match=r"(gone|a/b/c) is neither a folder nor a model on the hub"):
             resolve(name)

@@ -33,9 +33,10 @@ from fastgen.cli.gen.work import (
     in_order,
     work,
 )
-from fastgen.cli.options import BUNDLED, MODEL, SAMPLING, add_flag, flag, given
+from fastgen.cli.options import MODEL, SAMPLING, add_flag, flag, given
 from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.engine.options import Option
+from fastgen.model.config import BUNDLED_NAME
 from fastgen.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def _make(args: argparse.Namespace, batch: bool, seed: int) -> tuple[Generator, 
 def _load(args: argparse.Namespace) -> Generator:
     from fastgen.generator import Generator  # importing torch takes seconds
 
-    return Generator(None if args.model == BUNDLED else args.model, **given(args, GENERATOR))
+    return Generator(args.model, **given(args, GENERATOR))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -237,7 +238,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     option = parser.add_argument
     suffixes = ", ".join(SUFFIXES)
-    option("model", metavar="MODEL", help=f"a hub id or a folder; {BUNDLED} is fastgen's own small model")
+    option("model", metavar="MODEL", help=f"a hub id or a folder; {BUNDLED_NAME} is fastgen's own small model")
     option("inputs", metavar="INPUT", nargs="+", help=f"files, folders or globs ({suffixes}); - is stdin, JSONL")
     output_help = "a file of JSONL, or a folder of Parquet files, by its suffix"
     option("-o", "--output", required=True, metavar="OUTPUT", help=output_help)

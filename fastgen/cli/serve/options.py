@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 
 from fastgen import __version__
-from fastgen.cli.options import BUNDLED, MODEL, Value, add_flag, read_yaml, variable
+from fastgen.cli.options import MODEL, Value, add_flag, read_yaml, variable
 from fastgen.engine.options import Option, option, options_of
+from fastgen.model.config import BUNDLED_NAME
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def make_options(
     for place, entry in enumerate(entries):
         own = _read(entry, known, f"models[{place}]: ")
         model = str(own["model"]) if "model" in own else None
-        name = str(own.get("name", BUNDLED if model is None else model))
+        name = str(own.get("name", BUNDLED_NAME if model is None else model))
         if any(other.name == name for other in served):
             raise ValueError(f"two models are called {name!r}; give one of them another name in the file")
         chosen = {**settings, **own, **given}
@@ -127,7 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
         "(for clients) and options of models, which then hold for that one.",
         allow_abbrev=False,
     )
-    models_help = f"hub ids or folders [{variable('models')}, separated by spaces; models: the bundled one]"
+    models_help = f"hub ids or folders [{variable('models')}, separated by spaces; models: {BUNDLED_NAME}]"
     parser.add_argument("model", nargs="*", metavar="MODEL", help=models_help)
     parser.add_argument("--config", metavar="FILE", help=f"a YAML file [{variable('config')}]")
     for title, options in (("server", SERVER), ("models", MODEL)):

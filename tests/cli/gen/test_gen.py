@@ -286,10 +286,9 @@ def test_options_reach_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastgen.generator.Generator", Stub)
     parser = main.make_parser()
     options = ["--max-seqs", "4", "--no-prefix-cache", "--kv-cache-gb", "1.5", "--tensor-parallel", "2"]
-    for model in ("some/model", "fastgen-tiny"):
-        main._load(parser.parse_intermixed_args([model, "-o", "x.jsonl", *options, "a", "b"]))
+    main._load(parser.parse_intermixed_args(["some/model", "-o", "x.jsonl", *options, "a", "b"]))
     expected = {"max_seqs": 4, "prefix_cache": False, "kv_cache_gb": 1.5, "tensor_parallel": 2}
-    assert given == [("some/model", expected), (None, expected)]
+    assert given == [("some/model", expected)]
 
 
 def test_a_model_without_a_tokenizer_gives_ids(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
