@@ -96,7 +96,7 @@ class GenerationResponse(Response):
 
         try:
             async with limited(self._service, receive):
-                await _answer(self._service, self._request, send_begun)
+                await _answer(self._service, self._request, scope, send_begun)
         except Exception as error:
             if not begun:
                 raise
@@ -109,15 +109,16 @@ class GenerationResponse(Response):
                         await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def _answer(service: Service, request: GenerationRequest, send: Send) -> None:
-    """Answer a request. Raises ApiError."""
+async def _answer(service: Service, request: GenerationRequest, scope: Scope, send: Send) -> None:
+    """Answer a request; `scope` gets its meter. Raises ApiError."""
     model = service.choose(request.model)
-    meter = Meter(service.metrics, model.name)
+    scope["meter"] = meter = Meter(service.metrics, model.name)
     with model.queue.enter(_sizes(request), request.choices) as leave:
         reply, params, grammar = await asyncio.to_thread(prepare, model.facts, request)
         model.check_ready()  # it may have died meanwhile
         field = None if grammar is None else grammar_field(request)
         prompts = [prompt.ids for prompt in reply.prompts]
+        meter.prompt_tokens = sum(map(len, prompts))
         with model.engine.submit(prompts, params, grammar, every_step=bool(request.stream)) as stream:
             turns = _observed(stream, leave, meter, field)
             await (_send_stream if request.stream else _send_whole)(reply, turns, send)

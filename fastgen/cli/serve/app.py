@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastgen import __version__
+from fastgen.cli.command import note
 from fastgen.cli.serve.answers import GenerationResponse, as_api_error, error_response, json_response, limited
+from fastgen.cli.serve.options import ServerOptions
 from fastgen.cli.serve.prompts import detokenize, needed, tokenize, tokenizer_info
 from fastgen.cli.serve.protocol import (
     ApiError,
@@ -31,7 +38,8 @@ from fastgen.cli.serve.protocol import (
 )
 from fastgen.cli.serve.service import ServedModel, Service
 
-OPEN = ("/health", "/ready", "/metrics")  # routes without the API key
+OPEN = ("/health", "/ping", "/ready", "/metrics")  # routes without the API key
+REQUEST_ID = re.compile(r"[!-~]{1,128}")  # others are replaced
 LARGE = 65536  # bytes; larger bodies are parsed in a thread
 DISCARDED = 8  # multiple of the size limit that is read of a larger body, so that its client reads the response
 
@@ -40,31 +48,100 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def make_app(service: Service) -> Starlette:
     """Return the application of a service, which the caller runs and closes."""
-    routes = _Routes(service)
+    routes, origins = _Routes(service), service.options.origins
+    middleware = [Middleware(_Report, service=service), Middleware(_Guard, options=service.options)]
+    if origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+        middleware.insert(1, cors)
     app = Starlette(
         routes=[route for prefix in ("/v1", "") for route in routes.under(prefix)],
-        middleware=[Middleware(_KeyCheck, key=service.options.api_key)],
+        middleware=middleware,
         exception_handlers=dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), _handle),
     )
     app.router.redirect_slashes = False
     return app
 
 
-class _KeyCheck:
-    """Middleware that refuses requests without the API key, if there is one."""
+class _Report:
+    """Middleware that gives each request an id (its X-Request-Id, or a new one), counts its status, and logs it if that
+    is wanted. 499 stands for a client that has gone before its answer was complete."""
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app = app
-        self._wanted = None if key is None else f"Bearer {key}".encode()
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if self._wanted is not None and scope["type"] == "http" and scope["path"].removeprefix("/v1") not in OPEN:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._wanted):
-                message = "the API key is wrong or missing; send it as a bearer token"
-                app = error_response(ApiError(401, message, code="invalid_api_key"), {"WWW-Authenticate": "Bearer"})
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id", "")
+        name = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        start, status = time.monotonic(), 500
+
+        async def receive_watched() -> Message:
+            nonlocal status
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                status = 499
+            return message
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start" and status != 499:
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive_watched, send_named)
+        finally:
+            self._service.metrics.responses.labels(status).inc()
+            if self._service.options.access_log:
+                path = quote(scope["path"])  # has no line breaks, and never the query
+                end = f"id={name} {scope.get('meter', '')}".rstrip()
+                moment = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+                seconds = time.monotonic() - start
+                note("fgserve", f"{moment} {scope['method']} {path} {status} {seconds:.3f}s {end}")
+
+
+class _Guard:
+    """Middleware that refuses requests without the API key, if there is one, and posts of other servers' web pages.
+
+    A browser sends a page's post to any server, a local one too, and asks the server beforehand (CORS) only for content
+    types such as JSON's.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app, self._origins = app, options.origins
+        self._key = None if options.api_key is None else options.api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers, app = Headers(scope=scope), self._app
+        if self._key is not None and scope["path"].removeprefix("/v1") not in OPEN and not self._knows_key(headers):
+            message = "the API key is wrong or missing; send it as a bearer token"
+            app = error_response(ApiError(401, message, code="invalid_api_key"), {"WWW-Authenticate": "Bearer"})
+        elif scope["method"] == "POST" and self._is_foreign(headers):
+            message = f"pages of {headers['origin']} may not use this server; --allow-origin allows it"
+            app = error_response(ApiError(403, message, code="foreign_origin"))
         await app(scope, receive, send)
+
+    def _knows_key(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key or b"")
+
+    def _is_foreign(self, headers: Headers) -> bool:
+        """Return whether a page of another server sends this, without a browser's question beforehand."""
+        origin = headers.get("origin")
+        if origin is None or {"*", origin} & set(self._origins):
+            return False
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        return kind != "application/json" and urlsplit(origin).netloc != headers.get("host")
 
 
 async def _handle(request: Request, error: Exception) -> Response:
@@ -97,7 +174,9 @@ class _Routes:
             "/models": self.models,
             "/models/{name:path}": self.model,
             "/tokenizer_info": self.tokenizer_info,
+            "/version": self.version,
             "/health": self.health,
+            "/ping": self.health,
             "/ready": self.ready,
             "/metrics": self.metrics,
             "/openapi.json": self.openapi,
@@ -132,7 +211,9 @@ class _Routes:
         return json_response({"object": "list", "data": [self._card(model) for model in ready]})
 
     async def model(self, request: Request) -> Response:
-        """Describe the model that a request with this `model` would use."""
+        """Describe the model that a request with this `model` would use; list the models at /models/."""
+        if not request.path_params["name"]:
+            return await self.models(request)
         return json_response(self._card(self._service.choose(request.path_params["name"])))
 
     def _card(self, model: ServedModel) -> dict[str, Any]:
@@ -143,6 +224,9 @@ class _Routes:
             "owned_by": "fastgen",
             "max_model_len": model.facts.max_model_len,
         }
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
 
     async def health(self, request: Request) -> Response:
         """Answer 200 while all engines are idle or make progress."""

@@ -25,17 +25,28 @@ class ServerOptions:
     port: int = option(5678, "0 takes a free one", low=0, high=65535)
     api_key: str | None = option(None, "key that clients have to send", unset="none is needed")
     strict: bool = option(False, "refuse fields of OpenAI's API that have no effect here")
+    allow_origin: str | None = option(
+        None, "origins of web pages whose scripts may use this server (CORS), separated by spaces; * is any",
+        unset="those of this server",
+    )  # fmt: skip
+    ssl_certfile: str | None = option(None, "PEM file of the certificate, for HTTPS", unset="HTTP")
+    ssl_keyfile: str | None = option(None, "PEM file of the certificate's key", unset="in ssl_certfile")
     max_queued_requests: int = option(
         16384, "samples (n per prompt) of a model that may wait for their first token", low=1
     )
     max_queued_tokens: int = option(8_000_000, "tokens of the prompts of waiting samples", low=1)
     max_body_mb: float = option(8.0, "size of a request, in 10^6 bytes", low=0, above=True)
     request_timeout: float | None = option(None, "seconds that a request may take", unset="no end", low=0, above=True)
+    read_timeout: float = option(
+        60.0, "seconds for the head of a request, and between two parts of its body, until its connection is closed",
+        low=0, above=True,
+    )  # fmt: skip
     shutdown_timeout: float = option(30.0, "seconds that running requests have to finish after a SIGTERM", low=0)
     stall_timeout: float = option(
         60.0, "seconds without a step, with work to do, after which /health is 503", low=0, above=True
     )
     restart: bool = option(True, "restart an engine that has died, once")
+    access_log: bool = option(False, "log a line for each request, without its text")
     verbose: bool = option(False, "log what engines do, and tracebacks")
     replicas: int | None = option(
         None, "servers like this one behind one address, by Ray Serve", unset="this one, without Ray", low=1
@@ -47,9 +58,22 @@ class ServerOptions:
     replica_cpus: float = option(1.0, "CPUs of a replica; less than 1 shares one", low=0)
     replica_gpus: float | None = option(None, "GPUs of a replica", unset="those of its models", low=0)
 
+    def __post_init__(self) -> None:
+        if (self.replicas or 1) > (self.max_replicas or self.replicas or 1):
+            raise ValueError(f"max_replicas is {self.max_replicas}; it must be at least replicas, {self.replicas}")
+        if self.ssl_certfile and (self.replicas or self.max_replicas):
+            raise ValueError(
+                "ssl_certfile has no effect on replicas, which Ray serves over HTTP; leave one of them out"
+            )
+
+    @property
+    def origins(self) -> list[str]:
+        """The origins of allow_origin."""
+        return [origin.rstrip("/") for origin in (self.allow_origin or "").split()]
+
     def url(self, port: int) -> str:
         """Return the address of the server. port: the one that it has, which `port` 0 leaves open."""
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
+        return f"http{'s' if self.ssl_certfile else ''}://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +126,8 @@ def make_options(
     file = dict(file)
     entries = _entries(models, environment, file.pop("models", None) or [])
     variables = {variable(name): each for name, each in TABLE.items()}
-    texts = {name: text for name, text in environment.items() if name in variables and text}
+    empty = variable("api_key")  # an empty variable is as none, except this one: a server must not be open by mistake
+    texts = {name: text for name, text in environment.items() if name in variables and (text or name == empty)}
     given = {**_read(texts, variables), **(given or {})}
     settings = {**_read(file, TABLE, "the file: "), **given}
     server = ServerOptions(**{name: settings[name] for name in SERVER if name in settings})  # type: ignore[arg-type]
@@ -139,9 +164,23 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Loader(yaml.SafeLoader):
+    """A loader of YAML for which a repeated key is an error; PyYAML takes the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8; save it in that encoding") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if data is None:
@@ -157,9 +196,9 @@ def _read(data: Mapping[str, Any], known: Mapping[str, Option], where: str = "")
     for name, value in data.items():
         if name not in known:
             raise ValueError(f"{where}there is no option {name!r}; the options are {', '.join(known)}")
-        if value is not None:
+        if value is not None or name == "api_key":
             try:
-                found[known[name].name] = read_yaml(known[name], value)
+                found[known[name].name] = read_yaml(known[name], "" if value is None else value)
             except ValueError as error:
                 raise ValueError(f"{where}{name} {error}") from None
     return found

@@ -77,8 +77,6 @@ def application(options: Options, tries: int = 20) -> Application:
     least, most = server.replicas or 1, server.max_replicas
     count: dict[str, Any] = {"num_replicas": least}
     if most is not None:
-        if most < least:
-            raise ValueError(f"max_replicas is {most}; it must be at least replicas, {least}")
         bounds = {"min_replicas": least, "max_replicas": most}
         count = {"autoscaling_config": {**bounds, "target_ongoing_requests": server.replica_requests}}
     num_gpus = server.replica_gpus

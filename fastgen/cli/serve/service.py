@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -38,12 +38,13 @@ class AdmissionQueue:
         """Count a request in the block; yield a function that counts a prompt no longer, since it has its first token.
 
         sizes: tokens of each prompt; samples: answers to each. Raises ApiError where the queue is full. An empty queue
-        admits a request of any size, since it will never have more room.
+        admits prompts of any length, since it will never have more room.
         """
-        if len(sizes) > self._max_samples:
-            message = f"prompt holds {len(sizes)} prompts; one request may have {self._max_samples}"
-            raise ApiError(400, message, "prompt", "invalid_value")
         more = samples * len(sizes)
+        if more > self._max_samples:
+            message = f"{len(sizes)} prompts with n={samples} are {more} samples; one request may have "
+            field = "prompt" if len(sizes) > self._max_samples else "n"
+            raise ApiError(400, f"{message}{self._max_samples}", field, "invalid_value")
         full = self._samples + more > self._max_samples or self._tokens + sum(sizes) > self._max_tokens
         if self._samples and full:
             message = f"{self._samples} samples of prompts of {self._tokens} tokens are waiting; try again later"
@@ -224,6 +225,7 @@ class Metrics(Collector):
         self._registry.register(self)
         self.queue = self._histogram("queue", "from a request's arrival to its first step", SECONDS)
         self.first = self._histogram("first_token", "from a request's arrival to its first token", SECONDS)
+        self.responses = Counter("fastgen_responses", "HTTP responses", ["status"], registry=self._registry)
         self.gap = self._histogram("inter_token", "between tokens of a sample; without streaming, their mean", GAPS)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
@@ -243,27 +245,36 @@ class Metrics(Collector):
 
 
 class Meter:
-    """Measures one request from its arrival on."""
+    """Measures one request from its arrival on; its text is the end of the request's line in the access log."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._queue, self._first = metrics.queue.labels(model), metrics.first.labels(model)
         self._gap = metrics.gap.labels(model)
         self._arrival = time.monotonic()
-        self._started = False
         self._last: dict[tuple[str | int, int], float] = {}  # by prompt and sample: the time of the last tokens
+        self._queued: float | None = None  # seconds to the first step, and to the first token
+        self._first_token: float | None = None
+        self.model, self.prompt_tokens, self._tokens = model, 0, 0
 
     def observe(self, events: Iterable[Event]) -> None:
         """Record new events. The `id` of an event is the index of its prompt."""
         now = time.monotonic()
         for event in events:
-            if not self._started and event.started is not None:
-                self._started = True
-                self._queue.observe(event.started - self._arrival)
+            self._tokens += len(event.token_ids)
+            if self._queued is None and event.started is not None:
+                self._queued = event.started - self._arrival
+                self._queue.observe(self._queued)
             if not event.token_ids:
                 continue
             key = (event.id, event.index)
             if key in self._last:
                 self._gap.observe((now - self._last[key]) / len(event.token_ids))
-            elif not self._last:
-                self._first.observe(now - self._arrival)
+            elif self._first_token is None:
+                self._first_token = now - self._arrival
+                self._first.observe(self._first_token)
             self._last[key] = now
+
+    def __str__(self) -> str:
+        found = f"model={self.model} prompt_tokens={self.prompt_tokens} completion_tokens={self._tokens}"
+        times = {"queue": self._queued, "first_token": self._first_token}
+        return " ".join([found, *(f"{name}={value:.3f}s" for name, value in times.items() if value is not None)])

@@ -93,6 +93,9 @@ def test_a_full_queue_answers_503_with_retry_after(server: Server) -> None:
         assert post([5], n=3).status_code == 503, "and here too"
         never = post([[5]] * 4)
         assert (never.status_code, never.json()["error"]["param"]) == (400, "prompt")
+        never = post([[5], [5]], n=2)
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+        assert "2 prompts with n=2 are 4 samples; one request may have 3" in never.json()["error"]["message"]
         waiting.close()
         until(lambda: server.stats()["aborted_total"] >= 1)
 
@@ -289,6 +292,10 @@ def test_a_failed_start_reports_its_reason(monkeypatch: pytest.MonkeyPatch, caps
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["--port", str(taken.getsockname()[1])]) == 1
     assert capsys.readouterr().err.startswith("fgserve: error: [Errno 98] Address already in use")
+    assert main(["--port=0", f"--ssl-certfile={__file__}"]) == 1
+    assert capsys.readouterr().err.startswith(f"fgserve: error: no certificate and key in {__file__}, None: [SSL]")
+    assert main(["--port=0", "--ssl-keyfile=a"]) == 1
+    assert capsys.readouterr().err == "fgserve: error: ssl_keyfile needs ssl_certfile\n"
 
 
 # ------------------------------------------------------------------------------------------------ signals

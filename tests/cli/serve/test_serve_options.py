@@ -102,6 +102,12 @@ def test_models_on_other_gpus_or_with_a_share_of_their_own_are_left_alone(tmp_pa
         ([], "models: [{model: a, port: 3}]", {}, "models[0]: there is no option 'port'"),
         ([], "- a", {}, "must be a mapping"),
         ([], "a: [", {}, "is not YAML"),
+        ([], "port: 1\nport: 2", {}, "port is given twice"),
+        ([], "models: [{model: a, model: b}]", {}, "model is given twice"),
+        ([], "api_key:", {}, "the file: api_key is empty; give it a value, or leave it out"),
+        ([], None, {"FASTGEN_API_KEY": ""}, "FASTGEN_API_KEY is empty; give it a value, or leave it out"),
+        (["--replicas=2", "--max-replicas=1"], None, {}, "max_replicas is 1; it must be at least replicas, 2"),
+        (["--replicas=2", "--ssl-certfile=a"], None, {}, "ssl_certfile has no effect on replicas"),
         (["a", "a"], None, {}, "two models are called 'a'"),
         (["--config", "/nowhere"], None, {}, "No such file"),
     ],
@@ -118,3 +124,13 @@ def test_what_is_wrong_is_told(
         read(*argv, file=file, folder=tmp_path, **environment)
     assert ended.value.code == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_in_another_encoding_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_bytes("port: 3".encode("utf-8-sig"))
+    assert read("--config", str(file)).server.port == 3, "with a byte order mark"
+    file.write_bytes("api_key: clé".encode("latin-1"))
+    with pytest.raises(SystemExit):
+        read("--config", str(file))
+    assert f"{file} is not UTF-8; save it in that encoding" in capsys.readouterr().err

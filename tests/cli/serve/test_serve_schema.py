@@ -49,4 +49,4 @@ def test_answers_are_what_the_schema_says(server: Server, tmp_path: Path) -> Non
     posted = {"/v1/chat/completions", "/v1/completions", "/v1/tokenize", "/v1/detokenize"}
     assert {path for path, statuses in seen.items() if {200, 400, 405} <= statuses} == posted
     assert all(statuses == {200, 405} for path, statuses in seen.items() if path not in posted)
-    assert len(seen) == 11
+    assert len(seen) == 13
