@@ -24,18 +24,39 @@ if TYPE_CHECKING:  # fgserve's HTTP process, which writes grammars, does not loa
 CACHED_GRAMMARS = 64
 # One space, or a newline with indentation. JSON allows any amount, in which small models get lost.
 WHITESPACE = r" |\n[ \t]{0,20}"
+FREE_FORMATS = ("binary", "directory-path", "file-path", "password", "path")  # every string has them
+_VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords that hold values, not schemas
+_NAMING = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
 
 def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
     """Return the rule of a JSON value of a schema, with properties in the schema's order.
 
-    strict: schema keywords that can not be enforced are an error; otherwise they are ignored. Raises ValueError.
+    strict: schema keywords that can not be enforced are an error, except uniqueItems; otherwise they are ignored.
+    Raises ValueError.
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict}
     try:
+        schema = _enforceable(schema) if strict else schema
         return f"%json {json.dumps({**schema, 'x-guidance': options}, allow_nan=False)}"
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the JSON schema is not JSON: {error}") from error
+
+
+def _enforceable(schema: Any, named: bool = False) -> Any:
+    """Return a schema without FREE_FORMATS and uniqueItems, which llguidance refuses. named: the keys are names of
+    schemas, and no keywords."""
+    if isinstance(schema, list):
+        return [_enforceable(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        if named or key not in _VALUES | {"uniqueItems", "format"}:
+            kept[key] = _enforceable(value, not named and key in _NAMING)
+        elif key in _VALUES or (key == "format" and value not in FREE_FORMATS):
+            kept[key] = value
+    return kept
 
 
 def regex_rule(pattern: str) -> str:
@@ -167,4 +188,6 @@ def _reason(error: str) -> str:
     reason = " ".join(" ".join(lines).split())
     place, colon, rest = reason.partition("): ")
     reason = rest if colon and place.startswith("at ") else reason
+    if reason == "NoExtensionBias":
+        return "no text can follow the schema or grammar; a part of it may lead only to itself, as {'$ref': '#'} does"
     return reason.removeprefix("failed to compile JSON schema: ")[:500]

@@ -110,6 +110,10 @@ def encode_chat(
         messages = calling.template_messages(request.messages or ())
         return tokenizer.encode_chat(messages, request.add_generation_prompt is not False, variables, most)
     except ValueError as error:
+        if request.chat_template_kwargs:
+            plain = request.model_copy(update={"chat_template_kwargs": None})
+            encode_chat(plain, tokenizer, calling, most)  # raises if the messages are wrong
+            raise refused(error, "chat_template_kwargs") from None
         raise refused(error, "messages") from None
 
 

@@ -93,13 +93,14 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
             patch.setenv(name, "1")
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        patch.setenv("OPENAI_API_KEY", "secret")
         pytest.importorskip("lm_eval", reason="pip install 'lm_eval[api]==0.4.13'")
         yield Harness(folder)
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with Server(FGSERVE).await_ready() as server:
+    with Server(FGSERVE, "--api-key", "secret").await_ready() as server:
         yield server.url
 
 
@@ -163,6 +164,7 @@ def test_completions_come_to_what_transformers_computes(
     backend: str, harness: Harness, url: str, expected: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
     arguments = {"model": "tiny", "base_url": f"{url}/v1/completions", "max_length": CONTEXT, "max_retries": 1}
+    arguments["auth_token"] = "secret"
     arguments |= BACKENDS[backend]
     metrics, answers = harness.run("choose", "say", "roll", model="local-completions", model_args=arguments)
     wanted_metrics, wanted = expected

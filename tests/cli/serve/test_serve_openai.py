@@ -207,7 +207,8 @@ def test_chat_templates_take_variables(asker: Asker, gen: Generator) -> None:
     answer = asker.ask(**asked, extra_body=begun)
     assert gen.tokenizer.decode(answer.prompts[0], special=True).endswith("<|assistant|>I am")
     check(answer, [expected(gen, answer.prompts[0], max_tokens=5, temperature=0)])
-    assert asker.error(**asked, extra_body={"chat_template_kwargs": {"tokenize": 1}}).param == "messages"
+    for wrong in ({"tokenize": 1}, {"tools": 5, "self": 1}):
+        assert asker.error(**asked, extra_body={"chat_template_kwargs": wrong}).param == "chat_template_kwargs"
 
 
 # ------------------------------------------------------------------------------------------------ logprobs

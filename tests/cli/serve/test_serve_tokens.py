@@ -134,8 +134,17 @@ def test_a_chat_as_its_template_writes_it(chatty: Tokenizer) -> None:
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "conversation", "messages", "add_generation_prompt"])
 def test_variables_that_a_template_can_not_have(chatty: Tokenizer, name: str) -> None:
     request = ChatRequest(messages=HELLO, chat_template_kwargs={name: "x"})  # type: ignore[arg-type]
-    with pytest.raises(ApiError, match=name):
+    with pytest.raises(ApiError, match=name) as raised:
         encode_chat(request, chatty, Calling(chatty, []))
+    assert raised.value.param == "chat_template_kwargs"
+
+
+def test_wrong_messages_are_named_beside_variables(chatty: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chatty.hf, "chat_template", "{{ raise_exception('no ' + messages[0].content) }}")
+    request = ChatRequest(messages=HELLO, chat_template_kwargs={"mood": "glad"})  # type: ignore[arg-type]
+    with pytest.raises(ApiError, match="no hello") as raised:
+        encode_chat(request, chatty, Calling(chatty, []))
+    assert raised.value.param == "messages"
 
 
 def test_a_tokenizer_is_described(tokenizer: Tokenizer) -> None:
