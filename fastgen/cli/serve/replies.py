@@ -19,9 +19,9 @@ from typing import Any, Generic, TypeVar
 
 from fastgen.async_generator import joined
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest
-from fastgen.cli.serve.tools import ToolParser
 from fastgen.request import Event
 from fastgen.tokenizer import Tokenizer
+from fastgen.tool_parser import ToolParser, joined_message
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -176,7 +176,7 @@ class ChatReply(_BaseReply[ChatRequest]):
         self._count(event)
         choice = {
             "index": event.index,
-            "message": _message(self._deltas(event)),
+            "message": {**joined_message(self._deltas(event)), "refusal": None},
             "logprobs": self._logprobs(event),
             "finish_reason": self._reason(event),
         }
@@ -199,23 +199,6 @@ class ChatReply(_BaseReply[ChatRequest]):
     def _alternative(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._vocabulary.raw(token)
         return {"token": self._vocabulary.text(token), "logprob": max(LOWEST, logprob), "bytes": list(raw)}
-
-
-def _message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message that deltas add up to."""
-    content, calls = "", dict[int, dict[str, Any]]()
-    for delta in deltas:
-        content += delta.get("content", "")
-        for piece in delta.get("tool_calls", ()):
-            function = piece["function"]
-            if "id" in piece:
-                call = {"id": piece["id"], "type": "function", "function": {"name": function["name"], "arguments": ""}}
-                calls[piece["index"]] = call
-            calls[piece["index"]]["function"]["arguments"] += function.get("arguments", "")
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if calls:
-        message |= {"content": content or None, "tool_calls": list(calls.values())}
-    return message
 
 
 # ------------------------------------------------------------------------------------------------- completions

@@ -1,4 +1,4 @@
-"""tools.py: calls parsed from pieces of text, forced by grammars, written by chat templates."""
+"""tools.py: calls forced by grammars, and written by chat templates; test_tool_parser.py has their parser."""
 
 from __future__ import annotations
 
@@ -14,22 +14,12 @@ from grammars import MARKS, accepts, add, allowed, byte_level, walk
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.prompts import ModelFacts, prepare
 from fastgen.cli.serve.protocol import ApiError, ChatMessage, ChatRequest, NamedTool, Tool, read_request
-from fastgen.cli.serve.tools import (
-    HELD,
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    Calling,
-    Syntax,
-    ToolParser,
-    find_syntax,
-    new_call_id,
-)
+from fastgen.cli.serve.tools import Calling
 from fastgen.grammar import Compiler, json_rule
 from fastgen.tokenizer import Tokenizer
+from fastgen.tool_parser import HERMES, LLAMA, MISTRAL, find_syntax, parse_message
 
 SYNTAXES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
-NAMES = ("get_weather", "get", "add")
 
 # Short forms of the models' own templates.
 TEMPLATES = {
@@ -71,197 +61,6 @@ STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}}
 
 def calling_of(tokenizer: Tokenizer, tools: list[dict[str, Any]], **asked: Any) -> Calling:
     return Calling(tokenizer, [Tool.model_validate(tool) for tool in tools], **asked)
-
-
-# ------------------------------------------------------------------------------------------------- parsing
-
-
-def parse(syntax: Syntax, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Return the content of an answer, and the names and arguments of its calls."""
-    parser = ToolParser(syntax, NAMES)
-    deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.push("", last=True)
-    assert all(delta.get("content") or delta.get("tool_calls") for delta in deltas)
-    content, calls = add(deltas)
-    assert parser.calls == len(calls) == len({call[0] for call in calls})
-    return content, [call[1:] for call in calls]
-
-
-def cut(text: str, rng: random.Random) -> list[str]:
-    places = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.choice([1, 2, 5, 40]))))
-    return [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
-
-
-def splits(text: str, rng: random.Random) -> list[list[str]]:
-    """Return single characters, two pieces cut at every index or at some, and random pieces."""
-    places = range(len(text) + 1) if len(text) < 60 else rng.sample(range(len(text) + 1), 30)
-    return [list(text), *([text[:at], text[at:]] for at in places), *(cut(text, rng) for _ in range(20))]
-
-
-def same(syntax: Syntax, text: str, rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
-    """Parse a text; check that all ways to cut it give the same result."""
-    whole = parse(syntax, [text])
-    for pieces in splits(text, rng):
-        assert parse(syntax, pieces) == whole, pieces
-    return whole
-
-
-def random_arguments(rng: random.Random) -> str:
-    hard = ["", "x", 'a "quoted" } ]', "\\", "{[", "</tool_call>", "é\n\t", '{"name": "get", "arguments": {', "日本"]
-    value: dict[str, Any] = {
-        key: rng.choice([rng.choice(hard), 5, None, [rng.choice(hard)]]) for key in "abc"[: rng.randrange(4)]
-    }
-    return json.dumps(value, ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, None, 2]))
-
-
-def written(name: str, arguments: str, syntax: Syntax, rng: random.Random) -> str:
-    said, key = json.dumps(name), rng.choice(["arguments", "parameters"])
-    forms = [
-        f'{{"name": {said}, "{key}": {arguments}}}',
-        f'{{ "type": "function", "name" : {said} ,\n"{key}":{arguments} }}',
-        f'{{"name": {said}, "{key}": {arguments}, "id": "a}}\\"", "index": -1.5, "last" : null}}',
-    ]
-    return rng.choice(forms)
-
-
-def random_answer(name: str, rng: random.Random) -> tuple[str, str, list[tuple[str, str]]]:
-    """Return a random text, its content and its calls."""
-    syntax = SYNTAXES[name]
-    text = rng.choice(["", "", "Let me see: {x} [1] <b> <tool", " Well.\n\n* [a](b)"])
-    calls = [(rng.choice(NAMES), random_arguments(rng)) for _ in range(rng.randrange(1, 4))]
-    objects = [written(*call, syntax, rng) for call in calls]
-    blank = rng.choice(["", " ", "\n"])
-    if name == "hermes":
-        told = blank.join(f"<tool_call>{blank}{said}{blank}</tool_call>" for said in objects)
-    elif name == "mistral":
-        told = rng.choice(["[TOOL_CALLS]", "[TOOL_CALLS] ", ""]) + f"[{blank}" + f",{blank}".join(objects) + f"{blank}]"
-    else:
-        told = ("<|python_tag|>" if text else rng.choice(["<|python_tag|>", ""])) + rng.choice(["; ", "\n"]).join(
-            objects
-        )
-    after = rng.choice(["", "", "That is all.", "Done }"])
-    gap = rng.choice(["", "\n\n"])
-    return f"{text}{gap}{told}{blank}{after}", text + after, calls
-
-
-@pytest.mark.parametrize("name", SYNTAXES)
-def test_calls_and_content_are_parsed_from_any_pieces(name: str) -> None:
-    rng = random.Random(name)
-    for _ in range(40):
-        text, content, calls = random_answer(name, rng)
-        said, found = same(SYNTAXES[name], text, rng)
-        assert said == content, text
-        assert found == calls, text
-
-
-@pytest.mark.parametrize("name", SYNTAXES)
-def test_broken_answers_are_parsed_the_same_from_any_pieces(name: str) -> None:
-    rng = random.Random(name)
-    kept = 0
-    for _ in range(120):
-        text = random_answer(name, rng)[0]
-        for _ in range(rng.randrange(1, 4)):
-            at, end = sorted(rng.sample(range(len(text) + 1), 2))
-            text = (
-                text[:at]
-                + rng.choice(["", '"', "}", "{", "[", "]", "<", ",", text[at:end] * 2])
-                + text[min(end, at + 3) :]
-            )
-        content, calls = same(SYNTAXES[name], text, rng)
-        kept += not calls
-        assert calls or content == text, "what holds no call is content, all of it"
-    assert kept > 10
-
-
-@pytest.mark.parametrize(
-    ("syntax", "text"),
-    [
-        (HERMES, "plain"),
-        (HERMES, " plain, with white space \n"),
-        (HERMES, "<tool_call>\nget(5)\n</tool_call>"),
-        (HERMES, '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
-        (HERMES, '<tool_call>{"name": "get"}</tool_call>'),
-        (HERMES, '<tool_call>{"name": "get", "arguments": "x"}</tool_call>'),
-        (HERMES, '{"name": "get", "arguments": {}}'),
-        (HERMES, '<tool_call>{"name": "get", "argum'),
-        (HERMES, '<tool_call>{"arguments": {}, "name": "get"}</tool_call>'),
-        (HERMES, '<tool_call>{"id": "' + "x" * HELD + '", "name": "get", "arguments": {}}</tool_call>'),
-        (MISTRAL, "[1, 2]"),
-        (MISTRAL, '[{"name": "unknown", "arguments": {}}]'),
-        (MISTRAL, '{"name": "get", "arguments": {}}'),
-        (MISTRAL, "[TOOL_CALLS] no"),
-        (LLAMA, '{"name": "unknown", "parameters": {}}'),
-        (LLAMA, 'Say {"name": "get", "parameters": {}}'),
-        (LLAMA, '<|python_tag|>get.call(query="x")'),
-        (LLAMA, '{"answer": 5}'),
-    ],
-)
-def test_text_without_a_call_is_content(syntax: Syntax, text: str) -> None:
-    assert same(syntax, text, random.Random(0)) == (text, [])
-
-
-def test_a_call_with_its_mark_may_name_any_function() -> None:
-    for syntax, text in [
-        (HERMES, '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
-        (MISTRAL, '[TOOL_CALLS][{"name": "unknown", "arguments": {}}]'),
-        (LLAMA, '<|python_tag|>{"name": "unknown", "parameters": {}}'),
-    ]:
-        assert parse(syntax, [text]) == ("", [("unknown", "{}")])
-
-
-def test_a_call_without_its_mark_may_follow_text_of_mistral() -> None:
-    text = 'I will look. [{"name": "get", "arguments": {"a": [1]}}]'
-    assert same(MISTRAL, text, random.Random(0)) == ("I will look.", [("get", '{"a": [1]}')])
-
-
-def test_a_forgotten_bracket_costs_nothing_else() -> None:
-    text = (
-        '<tool_call>\n{"name": "get", "arguments": {"a": 1}\n</tool_call>\n<tool_call>{"name": "add", "arguments": {}}'
-    )
-    assert same(HERMES, text, random.Random(0)) == ("", [("get", '{"a": 1}'), ("add", "{}")])
-
-
-def test_arguments_come_as_they_are_written() -> None:
-    parser = ToolParser(HERMES, NAMES)
-    told = [
-        parser.push(piece)
-        for piece in ("Hi ", '<tool_call>{"name": "ge', 't", "arguments": ', '{"a"', ": 1", "}}", "x")
-    ]
-    assert told[0] == [{"content": "Hi"}]
-    assert told[1:3] == [[], []], "nothing before the name and the beginning of the arguments are known"
-    begin, first = told[3]
-    (call,) = begin["tool_calls"]
-    assert call == {"index": 0, "id": call["id"], "type": "function", "function": {"name": "get", "arguments": ""}}
-    pieces = [first, *itertools.chain(*told[4:6])]
-    assert [piece["tool_calls"][0] for piece in pieces] == [
-        {"index": 0, "function": {"arguments": part}} for part in ('{"a"', ": 1", "}")
-    ]
-    assert told[6] == [{"content": "x"}]
-    assert parser.push("", last=True) == []
-
-
-def test_an_answer_that_is_cut_off_leaves_a_call_that_is() -> None:
-    text = '[TOOL_CALLS] [{"name": "get", "arguments": {"a": "tw'
-    assert same(MISTRAL, text, random.Random(0)) == ("", [("get", '{"a": "tw')])
-
-
-def test_ids_are_what_mistral_takes() -> None:
-    ids = {new_call_id() for _ in range(100)}
-    assert len(ids) == 100
-    assert all(len(id) == 9 and id.isalnum() and id.isascii() for id in ids)
-
-
-def test_only_text_that_may_become_a_call_is_held() -> None:
-    """The work for a piece of text must not grow with the answer."""
-    parser = ToolParser(LLAMA, NAMES)
-    parser.push('{"name": "get", "parameters": {"a": "')
-    for _ in range(20_000):
-        parser.push("word ")
-        assert len(parser._text) == 0
-    for syntax in SYNTAXES.values():
-        parser = ToolParser(syntax, NAMES)
-        for _ in range(20_000):
-            parser.push(" [word] <b> {x}")
-            assert len(parser._text) < 5
 
 
 # ------------------------------------------------------------------------------------------------- grammars
@@ -486,8 +285,8 @@ def test_templates_get_tools_calls_and_results(model: Model) -> None:
 def test_a_call_written_by_a_template_is_parsed(model: Model) -> None:
     name, tokenizer, _, _ = model
     text = rendered(tokenizer, Calling(tokenizer, []), CONVERSATION[1:2])
-    _, ((function, arguments),) = parse(SYNTAXES[name], [text.partition("assistant")[2][1:]])
-    assert (function, json.loads(arguments)) == ("get_weather", json.loads(RIGHT))
+    message = parse_message(text.partition("assistant")[2][1:], SYNTAXES[name], ["get_weather"])
+    assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": json.loads(RIGHT)}
 
 
 def test_without_a_choice_the_template_has_no_tools(model: Model) -> None:
