@@ -77,11 +77,12 @@ class Tokenizer:
         prompting: bool = True,
         variables: Mapping[str, Any] | None = None,
         most: int | None = None,
+        continuing: bool = False,
     ) -> list[int]:
         """Return the ids of a conversation. The template adds its own special tokens.
 
         prompting: end with the beginning of an assistant's message. variables: of the template, such as tools. most:
-        see `encode`.
+        see `encode`. continuing: end within the last message, behind its text; not together with `prompting`.
         """
         if self.hf.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; give the prompt as text or ids")
@@ -91,7 +92,11 @@ class Tokenizer:
                 raise ValueError(f"{name} is not a variable of a chat template; leave it out")
         try:
             text = self.hf.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=prompting, **variables
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=prompting,
+                continue_final_message=continuing,
+                **variables,
             )
         except Exception as error:  # jinja2's own errors and the templates' raise_exception
             raise ValueError(f"the chat template does not take these messages: {error}") from error

@@ -20,7 +20,7 @@ from fastgen.cli.serve.protocol import (
 )
 from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
 from fastgen.cli.serve.tools import Calling
-from fastgen.grammar import json_rule
+from fastgen.grammar import json_rule, params_rule
 from fastgen.request import SamplingParams
 from fastgen.tokenizer import CLEARLY_MORE, Tokenizer
 
@@ -47,13 +47,14 @@ def prepare(model: ModelFacts, request: GenerationRequest) -> tuple[GenerationRe
     """Tokenize and check a request. Return its reply, which has no events yet, its sampling parameters and its grammar,
     which is not compiled yet. Raises ApiError. May take long, so call it in a thread."""
     reply: GenerationReply
-    grammar = None
     if isinstance(request, ChatRequest):
         reply, grammar = _prepare_chat(model, request)
     else:
         prompts = [encode_text(prompt, model, bool(request.echo)) for prompt in request.prompts]
         reply = CompletionReply(request, model.name, prompts, model.vocabulary)
         _check_echo(request, reply)
+        rule = structure_rule(request)
+        grammar = None if rule is None else f"start: {rule}"
     params = request.sampling_params(model.defaults)
     try:
         params.validate(model.vocab_size)
@@ -72,7 +73,7 @@ def _prepare_chat(model: ModelFacts, request: ChatRequest) -> tuple[ChatReply, s
         raise refused(error, "tools") from None
     ids = encode_chat(request, tokenizer, calling, model.max_model_len)
     try:
-        grammar = calling.grammar(answer_rule(request.response_format))
+        grammar = calling.grammar(structure_rule(request) or answer_rule(request.response_format))
     except ValueError as error:
         raise refused(error, grammar_field(request)) from None
     return ChatReply(request, model.name, PromptTokens(ids), model.vocabulary, calling.parser), grammar
@@ -85,8 +86,20 @@ def answer_rule(wanted: ResponseFormat | None) -> str | None:
     return None if wanted is None or wanted.type == "text" else json_rule({"type": "object"}, strict=True)
 
 
+def structure_rule(request: GenerationRequest) -> str | None:
+    """Return the rule of a structure that is asked for in the manner of vLLM, or None. Raises ApiError."""
+    for field, structure in request.structures.items():
+        try:
+            return params_rule(SamplingParams(**structure))
+        except (ValueError, TypeError) as error:
+            raise refused(error, field) from None
+    return None
+
+
 def grammar_field(request: GenerationRequest) -> str:
     """Return the name of the field that the grammar of a request comes from."""
+    if request.structures:
+        return next(iter(request.structures))
     wanted = request.response_format if isinstance(request, ChatRequest) else None
     return "tools" if wanted is None or wanted.type == "text" else "response_format"
 
@@ -108,7 +121,9 @@ def encode_chat(
     variables = {"tools": calling.template_tools, **(request.chat_template_kwargs or {})}
     try:
         messages = calling.template_messages(request.messages or ())
-        return tokenizer.encode_chat(messages, request.add_generation_prompt is not False, variables, most)
+        continuing = bool(request.continue_final_message)
+        prompting = request.add_generation_prompt is not False and not continuing
+        return tokenizer.encode_chat(messages, prompting, variables, most, continuing)
     except ValueError as error:
         if request.chat_template_kwargs:
             plain = request.model_copy(update={"chat_template_kwargs": None})

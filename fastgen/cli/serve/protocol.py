@@ -199,6 +199,38 @@ class NamedTool(Strict):
     type: Literal["function"]
     function: NamedFunction
 
+    @property
+    def names(self) -> list[str]:
+        """The functions that may be called."""
+        return [self.function.name]
+
+    @property
+    def required(self) -> bool:
+        """True if one of them must be called."""
+        return True
+
+
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
+
+
+class ChosenTools(Strict):
+    """The choice of some of the tools, while the chat template shows all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+    @property
+    def names(self) -> list[str]:
+        """The functions that may be called."""
+        return [tool.function.name for tool in self.allowed_tools.tools]
+
+    @property
+    def required(self) -> bool:
+        """True if one of them must be called."""
+        return self.allowed_tools.mode == "required"
+
 
 class JsonSchema(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
@@ -217,6 +249,30 @@ class ResponseFormat(Strict):
             code = "missing_required_parameter" if self.json_schema is None else "unsupported_parameter"
             raise wrong("json_schema", "belongs to the type 'json_schema', which requires it", code)
         return self
+
+
+class StructuredOutputs(Strict):
+    """The structure of an answer in the form of vLLM: one of the fields."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
+    grammar: str | None = None
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> StructuredOutputs:
+        if len(self.model_fields_set) != 1:
+            raise wrong("structured_outputs", "must have one field: json, regex, choice, grammar or json_object")
+        return self
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The same structure in the parameters of the engine."""
+        if self.json_object:
+            return {"json_schema": {"type": "object"}}
+        given = {"json_schema": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 # ------------------------------------------------------------------------------------------------- requests
@@ -264,6 +320,11 @@ class GenerationFields(Unused):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: str | None = None
 
     @field_validator("logit_bias", mode="before")
@@ -281,6 +342,9 @@ class GenerationFields(Unused):
     def _check_counts(self) -> GenerationFields:
         if self.best_of not in (None, self.choices):
             raise wrong("best_of", "must equal n: answers are not ranked", "unsupported_parameter")
+        if len(self.structures) > 1:
+            first, second = list(self.structures)[:2]
+            raise wrong(second, f"is given together with {first}; give one of them")
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "is only allowed when stream is true")
         return self
@@ -289,6 +353,15 @@ class GenerationFields(Unused):
     def choices(self) -> int:
         """Number of answers to each prompt."""
         return self.n or 1
+
+    @property
+    def structures(self) -> dict[str, dict[str, Any]]:
+        """The structure that a field asks for, in the parameters of the engine. A checked request has at most one."""
+        guided = {name: value for name in GUIDED if (value := getattr(self, name)) is not None}
+        found = {name: {GUIDED[name]: value} for name, value in guided.items()}
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = self.structured_outputs.params
+        return found
 
     @property
     def include_usage(self) -> bool:
@@ -309,6 +382,14 @@ class GenerationFields(Unused):
         return replace(defaults, **given, **others)
 
 
+# Fields of vLLM, and the parameters of the engine that they are.
+GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
 # Fields that SamplingParams has under the same name and with the same meaning.
 COPIED = (GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {"top_p", "logit_bias"}
 
@@ -323,9 +404,10 @@ class ChatRequest(GenerationFields):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -337,10 +419,14 @@ class ChatRequest(GenerationFields):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise wrong("tools", "has two functions with the same name")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise wrong("tool_choice", f"names {self.tool_choice.function.name!r}, which is not among the tools")
+        chosen = self.tool_choice.names if isinstance(self.tool_choice, NamedTool | ChosenTools) else []
+        if unknown := [name for name in chosen if name not in names]:
+            raise wrong("tool_choice", f"names {unknown[0]!r}, which is not among the tools")
         if self.tool_choice == "required" and not names:
             raise wrong("tool_choice", "is 'required', and there are no tools")
+        if self.structures and self.response_format is not None:
+            raise wrong("response_format", f"is given together with {next(iter(self.structures))}; give one of them")
+        check_continued(self)
         return self
 
     @property
@@ -357,6 +443,15 @@ class ChatRequest(GenerationFields):
         """Return the parameters of the engine. defaults: for fields that are left out."""
         limit = defaults.max_tokens if self.limit is None else self.limit
         return self._sampling_params(defaults, max_tokens=limit, logprobs=self.alternatives)
+
+
+def check_continued(request: ChatRequest | TokenizeRequest) -> None:
+    """Check `continue_final_message`. Raises the error of a field."""
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            raise wrong("add_generation_prompt", "begins another message, so it can not go with continue_final_message")
+        if not request.messages or not request.messages[-1].text:
+            raise wrong("continue_final_message", "needs text in the last message")
 
 
 def _kind_of_prompt(prompt: Any) -> str:
@@ -424,6 +519,7 @@ class TokenizeRequest(Strict):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -433,9 +529,10 @@ class TokenizeRequest(Strict):
             raise wrong("prompt", "or messages is required, and not both")
         if self.messages is not None and self.add_special_tokens is not None:
             raise wrong("add_special_tokens", "is only allowed with prompt: a chat template has its own special tokens")
-        for field in ("add_generation_prompt", "chat_template_kwargs"):
+        for field in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if self.prompt is not None and getattr(self, field) is not None:
                 raise wrong(field, "is only allowed with messages")
+        check_continued(self)
         return self
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from fastgen.cli.serve.protocol import ChatMessage, NamedTool, Tool, ToolCall
+from fastgen.cli.serve.protocol import ChatMessage, ChosenTools, NamedTool, Tool, ToolCall
 from fastgen.grammar import json_rule, quoted
 from fastgen.tokenizer import Tokenizer
 from fastgen.tool_parser import HERMES, LLAMA, MISTRAL, ToolParser, find_syntax
@@ -17,7 +17,7 @@ from fastgen.tool_parser import HERMES, LLAMA, MISTRAL, ToolParser, find_syntax
 class Calling:
     """The tool calling of one request.
 
-    tools, choice: the request's; a named tool must be called, and no other. parallel: an answer may have several calls.
+    tools, choice: the request's; no tool is called beside the chosen ones. parallel: an answer may have several calls.
     Raises ValueError where the model has no known syntax of calls, or a function's parameters are not an object.
     """
 
@@ -26,7 +26,7 @@ class Calling:
         tokenizer: Tokenizer,
         tools: Sequence[Tool],
         *,
-        choice: Literal["auto", "none", "required"] | NamedTool = "auto",
+        choice: Literal["auto", "none", "required"] | NamedTool | ChosenTools = "auto",
         parallel: bool = True,
     ) -> None:
         self._tokenizer, self._syntax = tokenizer, find_syntax(tokenizer)
@@ -37,9 +37,10 @@ class Calling:
                 raise ValueError(f"the parameters of the function {name} must be a JSON schema of an object")
         if self._tools and self._syntax is None:
             raise ValueError("tools are not supported: this model's chat template has no known format for tools")
-        named = choice.function.name if isinstance(choice, NamedTool) else None
-        self._required, self._parallel = choice == "required" or named is not None, parallel
-        self._callable = [tool.function for tool in self._tools if named in (None, tool.function.name)]
+        self._required = choice == "required" if isinstance(choice, str) else choice.required
+        self._parallel = parallel
+        chosen = [tool.function.name for tool in self._tools] if isinstance(choice, str) else choice.names
+        self._callable = [tool.function for tool in self._tools if tool.function.name in chosen]
         assert self._callable or not self._required, "a required call has no function"
 
     @property
@@ -95,18 +96,18 @@ class Calling:
         """Return the grammar of an answer; None if the model is free.
 
         A required call allows calls alone. Otherwise the answer is text or calls; it has a grammar if a tool is strict,
-        calls may not be parallel, or the text has a rule (`answer`, see answer_rule). The schema of a tool that is not
-        strict is enforced as far as possible.
+        some tools are not chosen, calls may not be parallel, or the text has a rule (`answer`, see answer_rule). The
+        schema of a tool that is not strict is enforced as far as possible.
         """
         syntax = self._syntax
         if not self._tools or syntax is None:
             return None if answer is None else f"start: {answer}"
-        mark = self._mark(syntax.opens)
+        mark, chosen = self._mark(syntax.opens), len(self._callable) < len(self._tools)
         if self._required:
             rules = [f"start: {self._calls('' if syntax is LLAMA else mark)}"]
         elif answer is not None:  # it may be JSON too, so only a mark begins a call
             rules = [f"start: {self._calls(mark)} | answer", f"answer: {answer}"]
-        elif any(tool.strict for tool in self._callable) or not self._parallel:
+        elif chosen or not self._parallel or any(tool.strict for tool in self._callable):
             rules = self._text_or_calls()
         else:
             return None

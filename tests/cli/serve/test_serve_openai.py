@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field
 from serving import FGSERVE, Server, until
 
 from fastgen import Generator
-from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, Unused
+from fastgen.cli.serve.protocol import GUIDED, ChatRequest, CompletionRequest, Unused
 from fastgen.grammar import Compiler
 from fastgen.request import RequestOutput
 
@@ -207,6 +207,13 @@ def test_chat_templates_take_variables(asker: Asker, gen: Generator) -> None:
     answer = asker.ask(**asked, extra_body=begun)
     assert gen.tokenizer.decode(answer.prompts[0], special=True).endswith("<|assistant|>I am")
     check(answer, [expected(gen, answer.prompts[0], max_tokens=5, temperature=0)])
+    begun_answer = [*CHAT, {"role": "assistant", "content": "Why did the"}]
+    asked["messages"] = begun_answer
+    answer = asker.ask(**asked, extra_body={"continue_final_message": True, "return_token_ids": True})
+    assert gen.tokenizer.decode(answer.prompts[0], special=True).endswith("<|assistant|>Why did the")
+    check(answer, [expected(gen, answer.prompts[0], max_tokens=5, temperature=0)])
+    told = asker.server.post("/tokenize", {"messages": begun_answer, "continue_final_message": True, "model": "hermes"})
+    assert told.json()["tokens"] == answer.prompts[0]
     for wrong in ({"tokenize": 1}, {"tools": 5, "self": 1}):
         assert asker.error(**asked, extra_body={"chat_template_kwargs": wrong}).param == "chat_template_kwargs"
 
@@ -359,6 +366,50 @@ def test_formats_of_answers(asker: Asker, gen: Generator) -> None:
     assert isinstance(parsed.choices[0].message.parsed, Sum)
 
 
+STRUCTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "json": ({"guided_json": Sum.model_json_schema()}, {"json_schema": Sum}),
+    "text of json": ({"guided_json": json.dumps(Sum.model_json_schema())}, {"json_schema": Sum}),
+    "regex": ({"guided_regex": "[a-c]{3}|/x"}, {"regex": "[a-c]{3}|/x"}),
+    "choice": ({"guided_choice": ["yes", 'no "é"']}, {"choice": ["yes", 'no "é"']}),
+    "grammar": ({"guided_grammar": 'start: "a" b\nb: "c" | "d"'}, {"grammar": 'start: "a" b\nb: "c" | "d"'}),
+    "new json": ({"structured_outputs": {"json": Sum.model_json_schema()}}, {"json_schema": Sum}),
+    "new choice": ({"structured_outputs": {"choice": ["yes", "no"]}}, {"choice": ["yes", "no"]}),
+    "any object": ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
+}  # by case: fields of vLLM, and the parameters of the Generator that they stand for
+
+
+def test_structures_in_the_manner_of_vllm(asker: Asker, gen: Generator) -> None:
+    params: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 2, "n": 2, "logit_bias": brief(gen)}
+    cases = [(endpoint, case) for endpoint in PROMPTS for case in STRUCTURES]
+    requests = []
+    for endpoint, case in cases:
+        fields = sent(params)
+        fields["extra_body"] |= STRUCTURES[case][0]
+        requests.append({**to(PROMPTS[endpoint]), **fields})
+    for (endpoint, case), answer in zip(cases, asker.ask_all(requests), strict=True):
+        check(answer, [expected(gen, PROMPTS[endpoint], **params, **STRUCTURES[case][1])])
+        if "regex" in case:
+            assert all(re.fullmatch("[a-c]{3}|/x", choice.text) for choice in answer.choices)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"guided_json": "{"}, "not JSON"),
+        ({"guided_json": {"type": "objekt"}}, "objekt"),
+        ({"guided_regex": "(a"}, "unclosed group"),
+        ({"guided_regex": "a\\"}, "backslash"),
+        ({"guided_grammar": "begin: x"}, "start"),
+        ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
+    ],
+)
+def test_a_wrong_structure_is_named(asker: Asker, fields: dict[str, Any], said: str) -> None:
+    for prompt in PROMPTS.values():
+        error = asker.error(**to(prompt), extra_body=fields)
+        assert (error.status_code, error.param) == (400, next(iter(fields)))
+        assert said in error.message
+
+
 def test_a_bad_schema_is_named(asker: Asker) -> None:
     schema = {"name": "x", "schema": {"type": "no such type"}}
     error = asker.error(messages=CHAT, response_format={"type": "json_schema", "json_schema": schema})
@@ -481,8 +532,8 @@ def test_each_argument_of_the_client_is_accepted_or_named(asker: Asker, endpoint
     prompt = PROMPTS[endpoint]
     create = endpoint_of(asker.client, prompt).create
     known = inspect.signature(create).parameters.keys()
-    own = {*OURS, "return_token_ids"} | (
-        {"add_generation_prompt", "chat_template_kwargs"} if endpoint == "chat" else set()
+    own = {*OURS, *GUIDED, "structured_outputs", "return_token_ids"} | (
+        {"add_generation_prompt", "chat_template_kwargs", "continue_final_message"} if endpoint == "chat" else set()
     )
     assert kind.model_fields.keys() - known - Unused.model_fields.keys() == own, "these go into extra_body"
     others = known - kind.model_fields.keys() - {"extra_headers", "extra_query", "extra_body", "timeout"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -209,6 +210,16 @@ def test_each_value_of_a_field_is_taken_or_the_field_is_named(kind: Any) -> None
         (ChatRequest, "tools", [{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
         (ChatRequest, "tool_choice", {"type": "function", "function": {"name": "f"}}, "tool_choice"),
         (ChatRequest, "tool_choice", "required", "tool_choice"),
+        (
+            ChatRequest,
+            "tool_choice",
+            {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}},
+            "tool_choice.allowed_tools.mode",
+        ),
+        (ChatRequest, "structured_outputs", {"regex": "a", "choice": ["a"]}, "structured_outputs"),
+        (ChatRequest, "structured_outputs", {}, "structured_outputs"),
+        (ChatRequest, "structured_outputs", {"structural_tag": "a"}, "structured_outputs.structural_tag"),
+        (CompletionRequest, "guided_choice", [], "guided_choice"),
         (ChatRequest, "response_format", {"type": "json_schema"}, "response_format.json_schema"),
         (ChatRequest, "response_format", {"type": "xml"}, "response_format.type"),
         (ChatRequest, "response_format", {}, "response_format.type"),
@@ -241,6 +252,23 @@ def test_an_error_names_its_place(kind: Any, field: str, value: Any, param: str)
     error = error_of(kind, **{field: value})
     assert error.param == param
     assert param in error.message
+
+
+def test_a_field_of_the_old_kind_says_what_is_new() -> None:
+    assert "write the tokens of your model" in error_of(CompletionRequest, suffix="x").message
+    assert "use tools" in error_of(ChatRequest, functions=[]).message
+
+
+def test_a_structure_is_given_once() -> None:
+    wanted = {"guided_regex": "a", "structured_outputs": {"json": {}}, "response_format": {"type": "json_object"}}
+    assert error_of(CompletionRequest, guided_regex="a", guided_choice=["a"]).param == "guided_choice"
+    for one, two in itertools.combinations(wanted, 2):
+        assert error_of(ChatRequest, **{name: wanted[name] for name in (one, two)}).param == two
+    assert (
+        error_of(ChatRequest, continue_final_message=True, add_generation_prompt=True).param == "add_generation_prompt"
+    )
+    empty = [{"role": "assistant", "content": ""}]
+    assert error_of(ChatRequest, messages=empty, continue_final_message=True).param == "continue_final_message"
 
 
 def test_two_limits_that_differ_are_an_error() -> None:

@@ -13,7 +13,7 @@ from grammars import MARKS, accepts, add, allowed, byte_level, walk
 
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.prompts import ModelFacts, prepare
-from fastgen.cli.serve.protocol import ApiError, ChatMessage, ChatRequest, NamedTool, Tool, read_request
+from fastgen.cli.serve.protocol import ApiError, ChatMessage, ChatRequest, ChosenTools, NamedTool, Tool, read_request
 from fastgen.cli.serve.tools import Calling
 from fastgen.grammar import Compiler, json_rule
 from fastgen.tokenizer import Tokenizer
@@ -120,6 +120,26 @@ def test_one_call_of_one_function(model: Model) -> None:
         ((name, arguments),) = forced(model, rng, choice=only, parallel=False)
         assert name == "get_weather"
         check(name, arguments)
+
+
+def chosen(mode: str) -> ChosenTools:
+    tools = [{"type": "function", "function": {"name": "get"}}]
+    return ChosenTools.model_validate({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}})
+
+
+def test_chosen_tools_alone_are_called(model: Model) -> None:
+    name, tokenizer, compiler, size = model
+    rng = random.Random(2)
+    for _ in range(4):
+        assert {function for function, _ in forced(model, rng, choice=chosen("required"))} == {"get"}
+    calling = calling_of(tokenizer, TOOLS, choice=chosen("auto"))
+    assert calling.template_tools == calling_of(tokenizer, TOOLS).template_tools, "the model is shown all"
+    grammar = calling.grammar()
+    assert grammar is not None
+    assert accepts(compiler.compile(grammar), [*ids_of(tokenizer, "Hello"), 0], size)
+    right, wrong = call_text(name, "{}").replace("get_weather", "get"), call_text(name, RIGHT)
+    assert accepts(compiler.compile(grammar), [*ids_of(tokenizer, right), 0], size)
+    assert not accepts(compiler.compile(grammar), ids_of(tokenizer, wrong), size)
 
 
 def call_text(name: str, body: str) -> str:
