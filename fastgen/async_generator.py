@@ -1,8 +1,8 @@
-"""An asyncio client of a Generator that runs in a process of its own.
+"""AsyncGenerator: a Generator for asyncio programs, in a process or a thread of its own.
 
-    async with AsyncGenerator("Qwen/Qwen3-8B", max_seqs=128) as engine:
-        with engine.submit([prompt_ids], SamplingParams(max_tokens=100)) as stream:
-            async for events in stream: ...
+    async with AsyncGenerator("Qwen/Qwen3-8B", max_seqs=128) as gen:
+        async for event in gen.stream("Once upon a time", SamplingParams(max_tokens=100)):
+            print(event.text, end="", flush=True)
 
 This module does not import torch. No method blocks the event loop on the engine.
 """
@@ -10,94 +10,29 @@ This module does not import torch. No method blocks the event loop on the engine
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
-import marshal
 import pickle
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from operator import attrgetter
+from collections.abc import AsyncGenerator as PyAsyncGenerator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+from fastgen.async_loop import Abort, Call, EngineInfo, Refused, Returned, StepEnded, Submit, decode, run_in_thread
 from fastgen.engine.outputs import Stats
 from fastgen.grammar import params_rule
 from fastgen.ranks import processes
 from fastgen.ranks.channel import HEAD, Failed, Start, frame
-from fastgen.request import Event, Prompt, SamplingParams
+from fastgen.request import Completion, Event, Prompt, RequestOutput, SamplingParams, Timings
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.01  # interval of checks whether the process has ended
-
-
-# ------------------------------------------------------------------------------------------------- messages
-
-# The constructor of Event takes the fields of its base class, Drawn, by keyword alone.
-_POSITIONAL = tuple(field.name for field in fields(Event) if not field.kw_only)
-_KEYWORDS = tuple(field.name for field in fields(Event) if field.kw_only)
-_row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_POSITIONAL, *_KEYWORDS)
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """To the engine: a request. grammar: of its answers (see `fastgen.grammar.Compiler`), or None for any answer."""
-
-    number: int
-    prompt: Prompt
-    params: SamplingParams
-    grammar: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """To the engine: end these requests. Nothing more is reported of them."""
-
-    numbers: range
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """From the engine when its Generator is ready: the facts that a server needs.
-
-    folder: the model's. tokenizer: folder or hub id of the tokenizer, None without one. max_model_len: maximum tokens
-    of prompt and answer together.
-    """
-
-    folder: str
-    tokenizer: str | None
-    max_model_len: int
-    vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """From the engine: a request is not accepted."""
-
-    number: int
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class StepEnded:
-    """From the engine after a step. events: as `encode` writes them. time: time.monotonic() at the end of the step, a
-    clock that all processes of a machine share. stats: sent a few times a second, and when the engine becomes idle."""
-
-    events: bytes
-    time: float
-    stats: Stats | None
-
-
-def encode(events: Iterable[Event]) -> bytes:
-    """Serialize events, many times faster than pickle does. Both processes run the same Python, as marshal requires."""
-    return marshal.dumps(list(map(_row, events)), 2)
-
-
-def decode(data: bytes) -> list[Event]:
-    """Return the events that `encode` has serialized."""
-    size = len(_POSITIONAL)
-    return [Event(*row[:size], **dict(zip(_KEYWORDS, row[size:], strict=True))) for row in marshal.loads(data)]
 
 
 def joined(events: list[Event]) -> list[Event]:
@@ -121,7 +56,7 @@ def _merge(events: list[Event]) -> Event:
 
 
 class EngineError(RuntimeError):
-    """The process of an engine has ended."""
+    """The engine of an AsyncGenerator has ended, or is not ready."""
 
 
 class EventStream:
@@ -131,11 +66,11 @@ class EventStream:
     has arrived since the last list was taken: a slow reader gets fewer and longer events. The iterator ends after the
     last event of every sample. Leaving the block before that aborts the request.
 
-    Raises ValueError or TypeError where the engine does not accept the request, and EngineError where its process ends.
+    Raises ValueError or TypeError where the engine does not accept the request, and EngineError where it ends.
     """
 
     def __init__(self, engine: AsyncGenerator, numbers: range, samples: int, every_step: bool) -> None:
-        self._engine, self._numbers, self._every_step = engine, numbers, every_step
+        self._engine, self.numbers, self._every_step = engine, numbers, every_step
         self._unfinished = len(numbers) * samples
         self._begun: set[int] = set()  # prompts with at least one event
         self._events: list[Event] = []
@@ -160,13 +95,13 @@ class EventStream:
 
     def __exit__(self, *_: object) -> None:
         if not self._ended:
-            self._engine._abort(self._numbers)
+            self._engine._abort(self.numbers)
             self._end()
         self._events = []
 
     def _put(self, event: Event) -> None:
         assert isinstance(event.id, int)
-        event.id = prompt = event.id - self._numbers.start
+        event.id = prompt = event.id - self.numbers.start
         self._events.append(event)
         if event.finish_reason is not None:
             self._unfinished -= 1
@@ -178,80 +113,85 @@ class EventStream:
 
     def _end(self, error: Exception | None = None) -> None:
         self._ended, self._error = True, error
-        self._engine._forget(self._numbers)
+        self._engine._forget(self.numbers)
         self._news.set()
 
 
 class AsyncGenerator:
-    """A Generator in a process of its own, for use from one event loop.
+    """A Generator for asyncio programs, in a process of its own or in a thread of this one. Use it from one event loop.
 
-    model, options: arguments of the Generator. name: the model's name in messages; default: `model`.
+    model, options: arguments of the Generator. own_process: True: the Generator runs in a process of its own, and this
+    one does not import torch; False: it runs in a thread, which takes turns with the event loop (the GIL), and which
+    takes masks and weights without copies. name: the model's name in messages; default: `model`.
 
-    dead: how the process ended; None while it runs. info: facts of the model, set by `start`. stats: the Generator's,
-    at most a quarter of a second old while it works.
+    dead: how the engine ended; None while it runs. info: facts of the model, set by `start`. stats: the Generator's, at
+    most a quarter of a second old while it works.
     """
 
     info: EngineInfo
 
-    def __init__(self, model: str | Path | None = None, *, name: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        own_process: bool = True,
+        name: str | None = None,
+        **options: Any,
+    ) -> None:
         self.name = name or ("the bundled model" if model is None else str(model))
         self.dead: str | None = None
         self.stats = Stats()
-        self._options = {"model": model, **options}
+        self._own_process, self._options = own_process, {"model": model, **options}
         self._next_number = 0
         self._streams: dict[str | int, EventStream] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._progress = 0.0  # time.monotonic() of the last step, or of the request that ended an idle time
-        self._process: subprocess.Popen[bytes] | None = None
+        self._peer: _Process | _Thread | None = None
         self._loaded = self._closing = False
         self._failure: Exception | None = None
 
-    # ------------------------------------------------------------------------------------ process
+    # ------------------------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Start the process and wait until its model is loaded.
+        """Start the engine and wait until its model is loaded.
 
-        Raises what the Generator raises (ValueError or TypeError for wrong arguments), and EngineError where the
+        Raises what the Generator raises (ValueError or TypeError for wrong arguments), and EngineError where its
         process dies.
         """
-        if self._process is not None:
+        if self._peer is not None:
             raise RuntimeError(f"the engine of {self.name} has been started; use restart")
         self._loaded, self._closing, self._failure, self.dead = False, False, None, None
         self.stats = Stats()
-        started: list[subprocess.Popen[bytes]] = []
-        connection = processes.spawn(("-m", "fastgen.async_loop"), started)
-        reader, self._writer = await asyncio.open_unix_connection(sock=connection)
-        (self._process,) = started
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._listener = asyncio.create_task(self._listen(reader, self._process))
+        self._peer = await _Process.start(self._options) if self._own_process else _Thread(self._options)
+        self._listener = asyncio.create_task(self._listen(self._peer))
         try:
-            self._send(Start(self._options, logging.getLogger("fastgen").getEffectiveLevel()))
             await self._ready
         except BaseException:
             await self.close()
             raise
 
     async def restart(self, **changes: Any) -> None:
-        """End the process, if it runs, and start another one; running requests fail. changes: new values of options."""
+        """End the engine, if it runs, and start another one; running requests fail. changes: new values of options."""
         await self.close()
         self._options.update(changes)
         await self.start()
 
     async def died(self) -> str:
-        """Wait until the process has ended; return `dead`."""
+        """Wait until the engine has ended; return `dead`."""
         await asyncio.wait([self._listener])
         assert self.dead is not None
         return self.dead
 
     async def close(self) -> None:
-        """End the process and wait for its end; running requests fail. Further calls have no effect."""
-        if self._process is None:
+        """End the engine and wait for its end; running requests fail. A process has a few seconds to end; a thread ends
+        after the step that runs, or when its model is loaded. Further calls have no effect."""
+        if self._peer is None:
             return
         self._closing = True
-        self._writer.close()  # the process ends with its connection
-        if not await _has_ended(self._process, processes.GRACE):
-            self._process.kill()
+        await self._peer.end()
         await asyncio.wait([self._listener])
-        self._process = None
+        self._peer = None
 
     async def __aenter__(self) -> AsyncGenerator:
         await self.start()
@@ -272,39 +212,92 @@ class AsyncGenerator:
 
     # ------------------------------------------------------------------------------------ requests
 
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> PyAsyncGenerator[Event, None]:
+        """Yield the events of a request, as they come; those of its n samples are mixed, and have an `index`.
+
+        The last event of a sample has a finish_reason, and an `error` where the sample failed. A reader that is slower
+        than the model gets fewer and longer events. Leaving the loop early, or the cancellation of its task, aborts the
+        request. Raises what `submit` and EventStream raise.
+        """
+        with self.submit([prompt], SamplingParams() if params is None else params) as stream:
+            async for events in stream:
+                for event in events:
+                    yield event
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+        """Return the output of one prompt; asyncio.gather waits for those of many. Cancellation aborts it. Raises what
+        `submit` and EventStream raise."""
+        added, first_token, events = time.perf_counter(), None, list[Event]()
+        params = SamplingParams() if params is None else params
+        with self.submit([prompt], params, every_step=False) as stream:
+            async for new in stream:
+                if first_token is None and any(event.token_ids for event in new):
+                    first_token = time.perf_counter() - added
+                events += new
+            id = stream.numbers.start
+        return _output(id, joined(events), Timings(first_token, time.perf_counter() - added))
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the Generator between two steps, such as `call("score", sequences)` or
+        `call("update_weights", state_dict, in_flight="keep")`; return its result or raise its error.
+
+        Arguments and result are pickled to and from a process of its own. A call that has begun is not cancelled.
+        """
+        peer = self._running_peer()
+        number = self._number(1).start
+        self._calls[number] = result = asyncio.get_running_loop().create_future()
+        try:
+            peer.send(Call(number, method, args, kwargs))
+            return await result
+        finally:
+            del self._calls[number]
+
     def submit(
         self, prompts: Sequence[Prompt], params: SamplingParams, grammar: str | None = None, *, every_step: bool = True
     ) -> EventStream:
         """Begin a request of one or more prompts; return the stream of its events.
 
-        prompts: preferably lists of ids; the engine tokenizes other prompts between two steps. params: without a mask.
-        grammar: see `fastgen.grammar`; each answer follows it. every_step: False for a reader that needs the complete
-        answer only; then the stream has one list for the first event of each prompt and one for all other events.
+        prompts: lists of ids, or other prompts, which the engine tokenizes between two steps. params: of each prompt;
+        a mask needs own_process=False. grammar: see `fastgen.grammar`; each answer follows it. every_step: False for a
+        reader that needs the complete answer only; then the stream has one list for the first event of each prompt and
+        one for all other events.
 
-        Raises ValueError or TypeError for wrong params, and RuntimeError where the engine is not ready.
+        Raises ValueError or TypeError for wrong params, and EngineError where the engine is not ready.
         """
-        if not self.ready:
-            raise EngineError(self.dead or f"the engine of {self.name} is not ready")
+        peer = self._running_peer()
         params.validate(self.info.vocab_size)
-        if params.mask is not None:
-            raise ValueError("a mask can not be sent to an engine; give a grammar instead")
+        if params.mask is not None and self._own_process:
+            raise ValueError(
+                "a mask can not be sent to another process; use json_schema, regex, choice or grammar, or give "
+                "own_process=False to the AsyncGenerator"
+            )
         rule = params_rule(params)
         if rule is not None:
             params = replace(params, json_schema=None, regex=None, choice=None, grammar=None)
             grammar = f"start: {rule}"
         if not self._streams:
             self._progress = time.monotonic()
-        numbers = range(self._next_number, self._next_number + len(prompts))
-        self._next_number = numbers.stop
+        numbers = self._number(len(prompts))
         stream = EventStream(self, numbers, int(params.n), every_step)
         for number, prompt in zip(numbers, prompts, strict=True):
             self._streams[number] = stream
-            self._send(Submit(number, prompt, params, grammar))
+            peer.send(Submit(number, prompt, params, grammar))
         return stream
 
+    def _running_peer(self) -> _Process | _Thread:
+        if self._peer is None or not self.ready:
+            raise EngineError(self.dead or f"the engine of {self.name} is not ready")
+        return self._peer
+
+    def _number(self, count: int) -> range:
+        """Return new numbers of requests or calls."""
+        numbers = range(self._next_number, self._next_number + count)
+        self._next_number = numbers.stop
+        return numbers
+
     def _abort(self, numbers: range) -> None:
-        if self.dead is None:
-            self._send(Abort(numbers))
+        if self._peer is not None and self.dead is None:
+            self._peer.send(Abort(numbers))
 
     def _forget(self, numbers: range) -> None:
         for number in numbers:
@@ -312,22 +305,14 @@ class AsyncGenerator:
 
     # ------------------------------------------------------------------------------------ messages
 
-    def _send(self, message: object) -> None:
-        self._writer.write(frame(message))  # the event loop sends later what the socket does not take now
-
-    async def _listen(self, reader: asyncio.StreamReader, process: subprocess.Popen[bytes]) -> None:
-        """Handle messages until the connection ends, then the end of the process."""
+    async def _listen(self, peer: _Process | _Thread) -> None:
+        """Handle messages until the engine ends, then its end."""
+        how = "sent a message that can not be read"
         try:
-            while True:
-                (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-                self._receive(pickle.loads(await reader.readexactly(length)))
-        except (asyncio.IncompleteReadError, OSError):
-            pass
-        except Exception:  # an unreadable message must not leave requests waiting
+            how = await peer.listen(self._receive)
+        except Exception:  # must not leave requests waiting
             log.exception("a message of the engine of %s", self.name)
-        self._writer.close()
-        await _has_ended(process, 0.5)
-        self._die(process.returncode)
+        self._die(how)
 
     def _receive(self, message: object) -> None:
         match message:
@@ -340,19 +325,27 @@ class AsyncGenerator:
                         stream._put(event)
             case Refused():
                 if stream := self._streams.get(message.number):
-                    self._abort(stream._numbers)
+                    self._abort(stream.numbers)
                     stream._end(message.error)
+            case Returned():
+                result = self._calls.get(message.number)
+                if result is None or result.done():  # cancelled
+                    return
+                if message.error is None:
+                    result.set_result(message.result)
+                else:
+                    result.set_exception(message.error)
             case EngineInfo():
                 self.info, self._loaded = message, True
-                self._ready.set_result(None)
+                if not self._ready.done():  # else the start was cancelled
+                    self._ready.set_result(None)
             case Failed():
                 self._failure = message.error
                 log.log(logging.ERROR if self._loaded else logging.INFO, "%s", message.trace)
             case _:
                 raise AssertionError(f"unexpected message from an engine: {message!r}")
 
-    def _die(self, status: int | None) -> None:
-        how = processes.describe_exit(status)
+    def _die(self, how: str) -> None:
         if self._closing:
             how = "was closed"
         elif self._failure is not None:
@@ -363,13 +356,120 @@ class AsyncGenerator:
         self.stats = replace(self.stats, running=0, waiting=0, pages_used=0)
         for stream in set(self._streams.values()):
             stream._end(EngineError(self.dead))
+        for result in self._calls.values():
+            if not result.done():
+                result.set_exception(EngineError(self.dead))
 
 
-async def _has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait at most `seconds` for the end of a process; return whether it has ended."""
-    deadline = time.monotonic() + seconds
-    while process.poll() is None:
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(POLL_SECONDS)
-    return True
+def _output(id: int, samples: list[Event], timings: Timings) -> RequestOutput:
+    """Return the output of a request. samples: one event each, of all tokens."""
+    completions = [
+        Completion(
+            index=event.index,
+            token_ids=event.token_ids,
+            **event.lists(),
+            text=event.text,
+            finish_reason=event.finish_reason or "",
+            stop_reason=event.stop_reason,
+            error=event.error,
+            weight_versions=event.weight_versions or [],
+        )
+        for event in samples
+    ]
+    first = samples[0]
+    return RequestOutput(
+        id=id,
+        prompt_token_ids=first.prompt_token_ids or [],
+        completions=completions,
+        prompt_logprobs=first.prompt_logprobs,
+        prompt_top_logprobs=first.prompt_top_logprobs,
+        cached_tokens=first.cached_tokens,
+        timings=timings,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- engines
+
+
+class _Process:
+    """The process of an engine, and the connection to it."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.process, self._reader, self._writer = process, reader, writer
+
+    @classmethod
+    async def start(cls, arguments: dict[str, Any]) -> _Process:
+        """Start a process, which loads the Generator with these arguments."""
+        started: list[subprocess.Popen[bytes]] = []
+        connection = processes.spawn(("-c", "from fastgen.async_loop import main; main()"), started)
+        self = cls(started[0], *await asyncio.open_unix_connection(sock=connection))
+        self.send(Start(arguments, logging.getLogger("fastgen").getEffectiveLevel()))
+        return self
+
+    def send(self, message: object) -> None:
+        self._writer.write(frame(message))  # the event loop sends later what the socket does not take now
+
+    async def listen(self, receive: Callable[[object], None]) -> str:
+        """Hand over messages until the connection ends; return how the process ended."""
+        try:
+            while True:
+                (length,) = HEAD.unpack(await self._reader.readexactly(HEAD.size))
+                receive(pickle.loads(await self._reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            self._writer.close()
+        await self._has_ended(0.5)
+        return processes.describe_exit(self.process.returncode)
+
+    async def end(self) -> None:
+        """End the process with its connection, and kill it if it lives on."""
+        self._writer.close()
+        if not await self._has_ended(processes.GRACE):
+            self.process.kill()
+
+    async def _has_ended(self, seconds: float) -> bool:
+        """Wait at most `seconds` for the end of the process; return whether it has ended."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None:
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(POLL_SECONDS)
+        return True
+
+
+class _Thread:
+    """The thread of an engine. It ends with the program, too."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        incoming: SimpleQueue[Any] = SimpleQueue()
+        self.send = incoming.put
+        self._loop, self._outgoing = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        self._thread = threading.Thread(
+            target=run_in_thread, args=(arguments, incoming, self._deliver), name="fastgen-engine", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self._stop)
+
+    def _deliver(self, message: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._outgoing.put_nowait, message)
+        except RuntimeError:  # the event loop was closed, so that nobody listens
+            self.send(None)
+
+    async def listen(self, receive: Callable[[object], None]) -> str:
+        """Hand over messages until the thread ends; return how it ended."""
+        while (message := await self._outgoing.get()) is not None:
+            receive(message)
+        self._thread.join()  # at once
+        atexit.unregister(self._stop)
+        return "has ended"
+
+    async def end(self) -> None:
+        self.send(None)
+
+    def _stop(self) -> None:
+        self.send(None)
+        self._thread.join()

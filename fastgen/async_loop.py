@@ -1,31 +1,33 @@
-"""The process of an AsyncGenerator: it owns a Generator, and handles the messages of the other process.
+"""The engine of an AsyncGenerator: a Generator, the loop that steps it, and the messages between loop and client.
 
-    python -m fastgen.async_loop FD
-
-FD is the number of its end of a socket. The process ends with the socket, and with the process that started it.
+The loop runs in a thread of the client's process (`run_in_thread`) or in a process of its own (`main`). Importing
+this module imports neither torch nor numpy.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import logging
+import marshal
 import os
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from fastgen.async_generator import Abort, EngineInfo, Refused, StepEnded, Submit, encode
+from fastgen.engine.outputs import Stats
 from fastgen.grammar import Compiler
 from fastgen.parallel.errors import portable
 from fastgen.ranks.channel import Channel, Failed, Start
 from fastgen.ranks.processes import end_with_parent
-from fastgen.request import Event, TokenMask
+from fastgen.request import Event, Prompt, SamplingParams, TokenMask
 
 if TYPE_CHECKING:
     from fastgen.generator import Generator
@@ -34,15 +36,129 @@ STATS_SECONDS = 0.25  # minimum interval between two messages with stats
 INTAKE_SECONDS = 0.02  # maximum time between two steps for adding new requests to the Generator
 
 
-class EngineLoop:
-    """Steps of a Generator while it has work, and messages between them. incoming: of the other process."""
+# ------------------------------------------------------------------------------------------------- messages
 
-    def __init__(self, gen: Generator, channel: Channel, incoming: SimpleQueue[Any]) -> None:
-        self._gen, self._channel, self._incoming = gen, channel, incoming
+# The constructor of Event takes the fields of its base class, Drawn, by keyword alone.
+_POSITIONAL = tuple(field.name for field in fields(Event) if not field.kw_only)
+_KEYWORDS = tuple(field.name for field in fields(Event) if field.kw_only)
+_row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_POSITIONAL, *_KEYWORDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """To the engine: a request. grammar: of its answers (see `fastgen.grammar.Compiler`), or None for any answer."""
+
+    number: int
+    prompt: Prompt
+    params: SamplingParams
+    grammar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """To the engine: end these requests. Nothing more is reported of them."""
+
+    numbers: range
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """To the engine: call a method of the Generator between two steps."""
+
+    number: int
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """From the engine: the result of a call, or its error."""
+
+    number: int
+    result: Any
+    error: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """From the engine when its Generator is ready: the facts that a server needs.
+
+    folder: the model's. tokenizer: folder or hub id of the tokenizer, None without one. max_model_len: maximum tokens
+    of prompt and answer together.
+    """
+
+    folder: str
+    tokenizer: str | None
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """From the engine: a request is not accepted."""
+
+    number: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """From the engine after a step. events: as `encode` writes them. time: time.monotonic() at the end of the step, a
+    clock that all processes of a machine share. stats: sent a few times a second, and when the engine becomes idle."""
+
+    events: bytes
+    time: float
+    stats: Stats | None
+
+
+def encode(events: Iterable[Event]) -> bytes:
+    """Serialize events, many times faster than pickle does. Both processes run the same Python, as marshal requires."""
+    return marshal.dumps(list(map(_row, events)), 2)
+
+
+def decode(data: bytes) -> list[Event]:
+    """Return the events that `encode` has serialized."""
+    size = len(_POSITIONAL)
+    return [Event(*row[:size], **dict(zip(_KEYWORDS, row[size:], strict=True))) for row in marshal.loads(data)]
+
+
+# ------------------------------------------------------------------------------------------------- the loop
+
+
+class EngineLoop:
+    """Steps of a Generator while it has work, and messages between them.
+
+    incoming: messages of the client; None ends the loop. send: sends a message to the client, without waiting for a
+    slow reader, which must not delay the steps. flush: waits until all is sent.
+    """
+
+    def __init__(
+        self,
+        gen: Generator,
+        incoming: SimpleQueue[Any],
+        send: Callable[[object], None],
+        flush: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._gen, self._incoming, self._send, self._flush = gen, incoming, send, flush
         self._arrived: dict[int, Submit] = {}  # requests to be added, in order
         self._compiling: dict[int, tuple[Submit, Future[TokenMask]]] = {}  # requests whose grammar is being compiled
         self._thread = ThreadPoolExecutor(1, "fastgen-compile")
         self._stats_sent = 0.0
+        self._ended = False
+
+    def run(self) -> None:
+        """Report that the Generator is ready, and run until the client ends the loop. Raises what `turn` raises."""
+        gen = self._gen
+        info = EngineInfo(
+            folder=str(gen.folder),
+            tokenizer=None if gen.tokenizer is None else str(gen.tokenizer.hf.name_or_path),
+            max_model_len=gen.max_model_len,
+            vocab_size=gen.model_config.vocab_size,
+        )
+        self._send(info)
+        while not self._ended:
+            self.turn()
 
     @property
     def idle(self) -> bool:
@@ -54,7 +170,7 @@ class EngineLoop:
         Raises what a step raises, and the error of an unreadable message."""
         wait: float | None = 0
         if self.idle:
-            self._channel.flush()
+            self._flush()
             wait = STATS_SECONDS if self._compiling else None  # stats during a compilation show that this process lives
         self._handle_messages(wait)
         self._take_compiled()
@@ -88,12 +204,23 @@ class EngineLoop:
                 for number in message.numbers:
                     self._arrived.pop(number, None)
                     self._compiling.pop(number, None)
+            case Call():
+                self._call(message)
             case Failed(error=Exception() as error):  # an unreadable message
                 raise error
+            case None:
+                self._ended = True
             case Future():
                 pass
             case _:
                 raise AssertionError(f"unexpected message to an engine: {message!r}")
+
+    def _call(self, call: Call) -> None:
+        try:
+            result = getattr(self._gen, call.method)(*call.args, **call.kwargs)
+            self._send(Returned(call.number, result, None))
+        except Exception as error:  # of this call, or of pickling its result
+            self._send(Returned(call.number, None, portable(error)))
 
     @cached_property
     def _compiler(self) -> Compiler:
@@ -117,9 +244,6 @@ class EngineLoop:
         except (ValueError, TypeError) as error:
             self._send(Refused(submit.number, portable(error)))
 
-    def _send(self, message: object) -> None:
-        self._channel.send(message, wait=False)  # a slow reader must not delay the steps
-
     def _report(self, events: list[Event]) -> None:
         now = time.monotonic()
         stats = None
@@ -127,6 +251,24 @@ class EngineLoop:
             self._stats_sent, stats = now, self._gen.stats
         if events or stats is not None:
             self._send(StepEnded(encode(events), now, stats))
+
+
+def make_generator(arguments: dict[str, Any]) -> Generator:
+    """Return a Generator. The first call imports torch, which takes seconds."""
+    from fastgen.generator import Generator
+
+    return Generator(**arguments)
+
+
+def run_in_thread(arguments: dict[str, Any], incoming: SimpleQueue[Any], send: Callable[[object], None]) -> None:
+    """Run an engine in this thread, with messages as EngineLoop has them. The last one is None.
+    arguments: of the Generator."""
+    try:
+        with make_generator(arguments) as gen:
+            EngineLoop(gen, incoming, send).run()
+    except BaseException as error:
+        send(Failed.of(error))
+    send(None)
 
 
 def serve(connection: socket.socket) -> None:
@@ -138,19 +280,8 @@ def serve(connection: socket.socket) -> None:
         assert isinstance(start, Start), start
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         logging.getLogger("fastgen").setLevel(start.log_level)
-        from fastgen.generator import Generator  # imports torch, which takes seconds, after the channel has opened
-
-        gen = Generator(**start.arguments)
-        info = EngineInfo(
-            folder=str(gen.folder),
-            tokenizer=None if gen.tokenizer is None else str(gen.tokenizer.hf.name_or_path),
-            max_model_len=gen.max_model_len,
-            vocab_size=gen.model_config.vocab_size,
-        )
-        channel.send(info)
-        loop = EngineLoop(gen, channel, incoming)
-        while True:
-            loop.turn()
+        gen = make_generator(start.arguments)
+        EngineLoop(gen, incoming, partial(channel.send, wait=False), channel.flush).run()
     except BaseException as error:
         with suppress(OSError):  # the other process may be gone
             channel.send(Failed.of(error))
@@ -158,10 +289,8 @@ def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
+    """Be the process of an engine, which ends with its socket and with the process that started it. The last argument
+    of the program is the number of its end of the socket."""
     faulthandler.enable()
     end_with_parent()
     serve(socket.socket(fileno=int(sys.argv[-1])))
-
-
-if __name__ == "__main__":
-    main()

@@ -463,6 +463,7 @@ class Event(Drawn):
     cached_tokens: int = 0  # see RequestOutput
     started: float | None = None  # with the sample's first event: time.monotonic() when it began to run
     weight_versions: list[tuple[int, int, int]] | None = None  # with the sample's last event: of all its tokens
+    prompt_token_ids: list[int] | None = None  # with the last event of the first sample
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ import serve_stub
 
 import fastgen
 from fastgen import Generator
-from fastgen.async_generator import AsyncGenerator, EngineError, EventStream
+from fastgen.async_generator import AsyncGenerator, EngineError, EventStream, _Process
 from fastgen.ranks import processes
 from fastgen.request import Event, SamplingParams
 
@@ -35,9 +36,9 @@ Result = TypeVar("Result")
 class Client:
     """An engine, its event loop, and an equal Generator in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, own_process: bool) -> None:
         self.runner = asyncio.Runner()
-        self.engine = AsyncGenerator(**OPTIONS)
+        self.engine = AsyncGenerator(own_process=own_process, **OPTIONS)
 
     async def start(self) -> None:
         _, self.reference = await asyncio.gather(self.engine.start(), asyncio.to_thread(Generator, **OPTIONS))
@@ -46,9 +47,9 @@ class Client:
         return self.runner.run(main)
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Client]:
-    client = Client()
+@pytest.fixture(scope="module", params=["process", "thread"])
+def shared(request: pytest.FixtureRequest) -> Iterator[Client]:
+    client = Client(own_process=request.param == "process")
     with client.runner:
         client.run(client.start())
         with client.reference:
@@ -243,6 +244,111 @@ def test_a_reader_of_the_complete_answer_is_woken_twice(client: Client) -> None:
     assert [token for (event,) in lists for token in event.token_ids] == output.completions[0].token_ids
 
 
+# ------------------------------------------------------------------------------------------------ calls
+
+
+@pytest.mark.parametrize("way", ["break", "cancel"])
+def test_a_reader_that_leaves_frees_its_sequences(client: Client, way: str) -> None:
+    async def read() -> str:
+        text = ""
+        async for event in client.engine.stream(ids(10), replace(LONG, n=2)):
+            text += event.text
+            if way == "break" and text:
+                break
+        return text
+
+    async def main() -> None:
+        task = asyncio.create_task(read())
+        if way == "cancel":
+            while not client.engine.stats.running:
+                await asyncio.sleep(0.01)
+            task.cancel()
+        await asyncio.wait([task])
+        await until_idle(client.engine)
+
+    before = client.engine.stats
+    client.run(main())
+    done = client.engine.stats.since(before)
+    assert (done.aborted, done.finished) == (1, 0)
+    assert done.generated_tokens < 1000
+
+
+def test_a_stream_and_a_whole_output_are_those_of_a_generator(client: Client) -> None:
+    prompt, params = "The sum of 2 and 3", SamplingParams(n=2, seed=3, max_tokens=12, prompt_logprobs=1, logprobs=1)
+
+    async def main() -> tuple[str, Any]:
+        events = [event async for event in client.engine.stream(prompt, params)]
+        return "".join(event.text for event in events if event.index == 1), await client.engine.generate(prompt, params)
+
+    text, output = client.run(main())
+    (wanted,) = client.reference.generate([prompt], params)
+    assert text == wanted.completions[1].text
+    assert output.completions == wanted.completions
+    assert output.prompt_token_ids == wanted.prompt_token_ids
+    assert output.prompt_logprobs[1:] == wanted.prompt_logprobs[1:]
+    assert output.prompt_top_logprobs == wanted.prompt_top_logprobs
+    assert 0 < output.timings.first_token <= output.timings.finished
+
+
+def test_a_slow_reader_gets_fewer_and_longer_events(client: Client) -> None:
+    async def main() -> list[int]:
+        sizes = []
+        async for event in client.engine.stream(ids(5), replace(LONG, max_tokens=40)):
+            sizes.append(len(event.token_ids))
+            while client.engine._streams:  # until the engine has ended the request
+                await asyncio.sleep(0.01)
+        return sizes
+
+    sizes = client.run(main())
+    assert len(sizes) == 2
+    assert sum(sizes) == 40
+
+
+def test_methods_of_the_generator_run_between_steps(client: Client) -> None:
+    async def main() -> None:
+        gen = client.engine
+        reading = asyncio.create_task(collect(gen.submit([ids(9)], replace(LONG, max_tokens=80))))
+        await asyncio.sleep(0.05)
+        (scores,) = await gen.call("score", [ids(6)], temperature=2.0)
+        assert scores[1:] == client.reference.score([ids(6)], temperature=2.0)[0][1:]
+        with pytest.raises(ValueError, match="1 requests are in flight"):
+            await gen.call("update_weights", {})
+        with pytest.raises(AttributeError, match="nothing"):
+            await gen.call("nothing")
+        if gen._own_process:
+            with pytest.raises((TypeError, AttributeError), match="pickle"):  # of the result
+                await gen.call("stream", [])
+        cancelled = asyncio.create_task(gen.call("score", [ids(7)]))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        assert len((await reading)[0].token_ids) == 80
+        assert not gen._calls
+
+    client.run(main())
+
+
+class Digits:
+    """A mask of two tokens."""
+
+    def fill(self, row: Any) -> None:
+        row[:] = 0
+        row[0] = 0b110000
+
+    def accept(self, token: int) -> None:
+        assert token in (4, 5)
+
+
+def test_a_mask_needs_the_same_process(client: Client) -> None:
+    async def main() -> Any:
+        return await client.engine.generate(ids(3), SamplingParams(mask=Digits(), max_tokens=5, ignore_eos=True))
+
+    if client.engine._own_process:
+        with pytest.raises(ValueError, match="own_process=False"):
+            client.run(main())
+    else:
+        assert set(client.run(main()).completions[0].token_ids) <= {4, 5}
+
+
 # ------------------------------------------------------------------------------------------------ ends
 
 
@@ -299,7 +405,6 @@ def test_a_wrong_request_fails_alone(client: Client) -> None:
         await refused(ValueError, "the id 5000", [5000], SamplingParams())
         await refused(ValueError, "the prompt is empty", [], SamplingParams())
         await refused(TypeError, "must hold integers", ["x"], SamplingParams())
-        await refused(ValueError, "give a grammar instead", ids(3), SamplingParams(mask=object()))  # type: ignore[arg-type]
         await refused(ValueError, "Invalid type: x", ids(3), SamplingParams(), grammar='start: %json {"type": "x"}')
         (event,) = await good
         assert len(event.token_ids) == 60
@@ -378,8 +483,8 @@ def test_a_stall_is_detected_and_a_dead_engine_can_be_restarted() -> None:
 
 
 def pid(engine: AsyncGenerator) -> int:
-    assert engine._process is not None
-    return engine._process.pid
+    assert isinstance(engine._peer, _Process)
+    return engine._peer.process.pid
 
 
 def python(code: str) -> subprocess.CompletedProcess[bytes]:
@@ -394,9 +499,9 @@ from fastgen.async_generator import AsyncGenerator
 async def main():
     engine = AsyncGenerator()
     starting = asyncio.create_task(engine.start())
-    while engine._process is None:
+    while engine._peer is None:
         await asyncio.sleep(0.001)
-    print(engine._process.pid, flush=True)
+    print(engine._peer.process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
@@ -423,7 +528,7 @@ def test_a_generator_that_fails_to_start_reports_its_reason() -> None:
             await engine.start()
         assert engine.dead is not None
         assert engine.dead.startswith("the engine of mine ")
-        assert engine._process is None
+        assert engine._peer is None
 
     asyncio.run(main())
 
@@ -455,7 +560,7 @@ def test_a_start_that_is_cancelled_leaves_no_process() -> None:
         engine = AsyncGenerator()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.start(), 0.2)
-        assert engine._process is None
+        assert engine._peer is None
         assert engine.dead == "the engine of the bundled model was closed"
 
     children = Path(f"/proc/self/task/{os.getpid()}/children")
@@ -464,6 +569,54 @@ def test_a_start_that_is_cancelled_leaves_no_process() -> None:
     assert children.read_text() == before
 
 
+def test_a_thread_ends_with_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an error of a step, by close, and where its model can not be loaded."""
+
+    def fail(gen: Generator) -> list[Event]:
+        raise RuntimeError("bad luck")
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="page_size"):
+            await AsyncGenerator(own_process=False, page_size=-1).start()
+        async with AsyncGenerator(own_process=False, **OPTIONS) as gen:
+            stream = gen.submit([ids(4)], LONG)
+            await gen.close()
+            with pytest.raises(EngineError, match="was closed"):
+                await anext(stream)
+            await gen.restart()
+            monkeypatch.setattr(Generator, "step", fail)
+            with pytest.raises(EngineError, match="the engine of the bundled model failed with RuntimeError: bad luck"):
+                await gen.generate(ids(4))
+            with pytest.raises(EngineError, match="bad luck"):
+                await gen.call("score", [ids(3)])
+
+    before = threading.enumerate()
+    asyncio.run(main())
+    assert not {thread.name for thread in set(threading.enumerate()) - set(before)} & {"fastgen-engine"}
+
+
+FORGETFUL = """
+import asyncio
+from fastgen import AsyncGenerator, SamplingParams
+
+async def main():
+    gen = AsyncGenerator(own_process=False)
+    await gen.start()
+    async for event in gen.stream("hello", SamplingParams(ignore_eos=True)):
+        break
+
+asyncio.run(main())
+print("done")
+"""
+
+
+def test_a_program_that_forgets_to_close_ends_well() -> None:
+    done = python(FORGETFUL)
+    assert (done.returncode, done.stdout) == (0, b"done\n")
+
+
 def test_the_client_does_not_import_torch() -> None:
-    code = "import sys, fastgen.async_generator; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    code = (
+        "import sys; from fastgen import AsyncGenerator; assert not {'torch', 'numpy', 'transformers'} & {*sys.modules}"
+    )
     assert python(code).returncode == 0

@@ -1,21 +1,37 @@
-"""The example of an app runs."""
+"""The app of docs/python.md runs."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import httpx
-from serving import Server
+from serving import Server, until
+
+GUIDE = Path(__file__).parents[1] / "docs" / "python.md"
+
+MORE = """
+@app.get("/long")
+async def long():
+    events = app.state.gen.stream("x", SamplingParams(max_tokens=1500, ignore_eos=True))
+    return StreamingResponse(event.text async for event in events)
 
 
-def test_the_app_counts_answers_and_tells_what_is_wrong() -> None:
-    command = ("-m", "uvicorn", "--app-dir", "scripts/examples", "app:app", "--port", "0")
+@app.get("/stats")
+async def stats():
+    return app.state.gen.stats
+"""
+
+
+def test_the_app_streams_answers_and_ends_those_of_clients_that_leave(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = (block for block in blocks if "FastAPI(" in block)
+    (tmp_path / "app.py").write_text(code + MORE, encoding="utf-8")
+    command = ("-m", "uvicorn", "--app-dir", str(tmp_path), "app:app", "--port", "0")
     with Server(command, listening=r"running on (\S+)") as server:
-        url = server.url
-        found = httpx.get(f"{url}/vote", params={"question": "what is 12 + 30?"}, timeout=30).json()
-        assert sum(found.values()) == 16
-        assert "42" in max(found, key=found.__getitem__)
-        long = httpx.get(f"{url}/vote", params={"question": "far too long " * 1000}, timeout=30)
-        assert (long.status_code, httpx.get(f"{url}/vote", params={"question": "?", "samples": 0}).status_code) == (
-            400,
-            400,
-        )
-        assert "context" in long.json()["detail"]
+        assert "42" in server.get("/ask", params={"question": "what is 12 + 30?"}, timeout=30).text
+        with httpx.stream("GET", f"{server.url}/long", timeout=30) as answer:
+            assert next(answer.iter_raw())
+        until(lambda: server.get("/stats").json()["aborted"] == 1)
+        stats = server.get("/stats").json()
+        assert (stats["finished"], stats["pages_used"]) == (1, 0)

@@ -16,8 +16,8 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 # A folder of fastgen/, or a module beside them. A room imports from itself and from those behind it in this list.
 ROOMS = (
     "cli",
-    "async_loop",
     "async_generator",
+    "async_loop",
     "generator",
     "ranks",
     "engine",
@@ -33,6 +33,7 @@ ROOMS = (
 )
 WITHOUT_TORCH = (
     "async_generator",
+    "async_loop",
     "grammar",
     "request",
     "tokenizer",

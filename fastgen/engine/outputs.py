@@ -137,7 +137,8 @@ class ActiveSample:
         text = self.text.text if self.text is not None else ""
         if (sequence.output_len, len(text)) == self.emitted and sequence.finish_reason is None:
             return
-        scored = sequence.finish_reason is not None and sequence.score_start is not None
+        last = sequence.finish_reason is not None
+        scored = last and sequence.score_start is not None
         event = Event(
             id=sequence.request_id,
             index=sequence.index,
@@ -151,7 +152,8 @@ class ActiveSample:
             prompt_top_logprobs=(sequence.prompt_top_logprobs or None) if scored else None,
             cached_tokens=cached_tokens,
             started=None if any(self.emitted) else sequence.started,
-            weight_versions=sequence.weight_versions if sequence.finish_reason is not None else None,
+            weight_versions=sequence.weight_versions if last else None,
+            prompt_token_ids=sequence.token_ids[: sequence.prompt_len] if last and sequence.index == 0 else None,
         )
         self.emitted = (sequence.output_len, len(text))
         events.append(event)
