@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from fastgen import __version__
 from fastgen.cli.chat_backends import Backend, LocalBackend, RefusedError, Reply, ServerBackend
-from fastgen.cli.command import loading_model, one_line, run_tool
+from fastgen.cli.command import leave_pipe, loading_model, one_line, run_tool
 from fastgen.cli.options import MODEL, SAMPLING, add_flag, flag, given, variable
 from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.model.config import BUNDLED_NAME
@@ -324,9 +324,8 @@ def _chat(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _write(sys.stderr, "\n")
         return 130
-    except BrokenPipeError:  # the reader of the output has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
-        return 141
+    except BrokenPipeError:
+        return leave_pipe()
 
 
 def _load_and_run(args: argparse.Namespace) -> int:

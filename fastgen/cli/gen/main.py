@@ -11,26 +11,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from fastgen import __version__
-from fastgen.cli.command import loading_model, needed, note, run_tool
-from fastgen.cli.gen.outputs import Lines, Output, Parts, begin, parquet_schema
-from fastgen.cli.gen.rows import PARQUET, SUFFIXES, Source, read_rows
+from fastgen.cli.command import UsageError, leave_pipe, loading_model, needed, note, run_tool
+from fastgen.cli.gen.outputs import Lines, Output, Parts, Stdout, begin, csv_columns, parquet_schema
+from fastgen.cli.gen.rows import CSV, PARQUET, SUFFIXES, Source, format_of, read_rows
 from fastgen.cli.gen.work import (
     PARAMS,
     PROMPTS,
     Ask,
     Done,
+    Record,
     RowJob,
     Work,
     added_columns,
     check_added,
-    check_template,
+    fields_of,
     in_order,
+    state_by,
     work,
 )
 from fastgen.cli.options import MODEL, SAMPLING, add_flag, flag, given
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 GENERATOR = {name: option for name, option in MODEL.items() if name != "seed"}  # rows have seeds of their own
 PARAMETERS = (*SAMPLING, "stop")
 SAME = ("revision", "tokenizer", "dtype", "max_model_len", "load")  # options of GENERATOR that define the job
+RETRIED = (*PARAMETERS, "max_model_len")  # options that may change when rows that have failed are done again
 ROWS_ONLY = ("n", "template", "chat", "logprobs", "prefix")  # options that a batch file has no place for
 
 RAY = (
@@ -57,20 +61,24 @@ SWITCHES = {
     "chat": "a prompt that is text is the message of a user (default: the text as it is)",
     "ordered": "write in the order of the input; rows that have to wait are done again after an interruption (default:"
     " in the order of completion)",
+    "retry_errors": "do rows of the output again that have failed; sampling and --max-model-len may change (default:"
+    " their errors stay)",
     "strict": "stop at a row that fails (default: write its error)",
     "logprobs": "write token_ids, logprobs (of the distribution that was sampled from) and raw_logprobs too"
     " (default: no)",
 }
 SEED = Option("seed", int, help="rows without a seed derive theirs from it", unset="a new one")
+STDOUT = "-"
 LOG_SECONDS = 30.0  # between two updates of the bar outside of a terminal
 
 
 @dataclass
 class Tally:
-    """Counts of a run: rows, rows with errors, and tokens of prompts and answers."""
+    """Counts of a run: rows, rows with errors, and tokens of prompts and answers. reason: the first error."""
 
     rows: int = 0
     errors: int = 0
+    reason: str | None = None
     prompt_tokens: int = 0
     tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
@@ -78,6 +86,7 @@ class Tally:
     def add(self, done: Done) -> None:
         self.rows += 1
         self.errors += done.error is not None
+        self.reason = self.reason or done.error
         self.prompt_tokens += done.prompt_tokens
         self.tokens += done.tokens
 
@@ -117,12 +126,13 @@ def run(args: argparse.Namespace) -> int:
     source = Source(args.inputs, path)
     output = _output(args, path, source)
     with output.opened():
-        done, seed = begin(output, _identity(args, source), source.total, args.seed)
+        retry = RETRIED if args.retry_errors else None
+        done, failures, seed = begin(output, _identity(args, source), source.total, args.seed, retry)
         if number := sum(done):
-            note("fggen", f"{number} rows are in {path} already")
+            note("fggen", f"{number} rows are in {output.path} already")
         if number == source.total:
-            note("fggen", f"nothing is left to do of {number} rows")
-            return 0
+            note("fggen", f"nothing is left to do of {number} rows, {failures} of them errors")
+            return 3 if number and failures == number else 0
         seconds = 0.1 if sys.stderr.isatty() else LOG_SECONDS
         with (
             _working(args, source, done, seed) as working,
@@ -130,20 +140,43 @@ def run(args: argparse.Namespace) -> int:
         ):
             working = in_order(working, done) if args.ordered else working
             tally, stopped = write_all(working, output, bar, args.strict)
-    note("fggen", f"{tally}; in {path}")
+    note("fggen", f"{tally}; in {output.path}")
     if stopped:
-        note("fggen", "stopped; the same command goes on from here")
-    return 130 if stopped else 0
+        note("fggen", "stopped" if args.output == STDOUT else "stopped; the same command goes on from here")
+        return 130
+    if failures + tally.errors == source.total:
+        note("fggen", f"all rows have failed; one error is: {tally.reason}")
+        return 3
+    return 0
 
 
 def _check_options(args: argparse.Namespace, path: Path) -> None:
-    """Raise ValueError for options that can not work, before anything is read."""
-    check_template(args.template or "")
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"the suffix of {path} names no format; it must be one of {', '.join(SUFFIXES)}")
+    """Raise UsageError for options that can not work, before anything is read."""
+    if args.output != STDOUT and not format_of(path):
+        raise UsageError(f"the suffix of {path} names no format; it must be one of {', '.join(SUFFIXES)}")
+    if args.output == STDOUT and args.retry_errors:
+        raise UsageError("--retry-errors needs an output that can be read; give a file as -o")
     if re.fullmatch(r"\w*", args.prefix, re.ASCII) is None:
-        raise ValueError(f"--prefix is {args.prefix!r}; it may have letters, digits and _")
+        raise UsageError(f"--prefix is {args.prefix!r}; it may have letters, digits and _")
     args.ray = args.ray or bool(given(args, (option.name for option in RAY)))
+
+
+def _check_columns(template: str | None, source: Source) -> None:
+    """Raise UsageError if no row has a column that the template names, or, without one, a prompt.
+
+    Rows are read until the columns are found; an input in which no row can be read passes.
+    """
+    try:
+        wanted: list[tuple[str, ...]] = [PROMPTS] if template is None else [(name,) for name in fields_of(template)]
+    except ValueError as error:
+        raise UsageError(error) from None
+    for columns in chain([source.columns], (row.columns for row in read_rows(source.files))):
+        wanted = [names for names in wanted if columns.keys().isdisjoint(names)]
+        if not wanted or not source.columns:
+            return
+    missing, there = " or ".join(wanted[0]), ", ".join(source.columns)
+    advice = "which the template needs" if template else "and no --template makes one of other columns"
+    raise UsageError(f"no row has a column {missing}, {advice}; the first row has {there}")
 
 
 def _identity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
@@ -153,19 +186,26 @@ def _identity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
 
 
 def _output(args: argparse.Namespace, path: Path, source: Source) -> Output:
+    """Return the output, which is not opened yet. Raises UsageError or ValueError for rows that can not be written."""
+    kind, lines = format_of(path), Stdout if args.output == STDOUT else Lines
     if source.batch:
         if excess := [flag(name) for name in ROWS_ONLY if getattr(args, name)]:
-            raise ValueError(
+            raise UsageError(
                 f"{excess[0]} is not for OpenAI's batch files, whose bodies have all options; leave it out"
             )
-        if path.suffix == PARQUET:
-            raise ValueError("the answers of an OpenAI batch are lines of JSON; write .jsonl")
-        return Lines(path, r'\{"id": "batch_req_(\d+)",')
+        if kind in (PARQUET, CSV):
+            raise UsageError("the answers of an OpenAI batch are lines of JSON; write .jsonl")
+        return lines(path, _batch_state)
     added = added_columns(args.prefix, args.logprobs)
+    _check_columns(args.template, source)
     check_added(added, source.columns)
-    if path.suffix == PARQUET:
-        return Parts(path, parquet_schema(source.files, added), added[0])
-    return Lines(path, rf'\{{"{added[0]}": (\d+),')
+    if kind == PARQUET:
+        return Parts(path, parquet_schema(source.files, added), added[:2])
+    return lines(path, state_by(added), csv_columns(source.files, added) if kind == CSV else ())
+
+
+def _batch_state(record: Record) -> tuple[int, bool]:
+    return int(record["id"].removeprefix("batch_req_")), record["response"]["status_code"] != 200
 
 
 @contextmanager
@@ -205,7 +245,8 @@ def _load(args: argparse.Namespace) -> Generator:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0: done (rows may have errors); 1: an error; 130: Ctrl-C or SIGTERM. Bad options: 2."""
+    """Run the command. Return 0: done (rows may have errors); 1: an error; 2: wrong options; 3: done, and all rows have
+    failed; 130: Ctrl-C or SIGTERM; 141: the reader of stdout has gone."""
     parser = make_parser()
     args = parser.parse_intermixed_args(argv)
     try:
@@ -221,6 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             note("fggen", "stopped; the same command goes on")
             return 130
+        except BrokenPipeError:
+            return leave_pipe()
 
     return run_tool("fggen", args.verbose, interruptible)
 
@@ -240,7 +283,7 @@ def make_parser() -> argparse.ArgumentParser:
     suffixes = ", ".join(SUFFIXES)
     option("model", metavar="MODEL", help=f"a hub id or a folder; {BUNDLED_NAME} is fastgen's own small model")
     option("inputs", metavar="INPUT", nargs="+", help=f"files, folders or globs ({suffixes}); - is stdin, JSONL")
-    output_help = "a file of JSONL, or a folder of Parquet files, by its suffix"
+    output_help = "a file of JSONL or CSV, or a folder of Parquet files, by its suffix; - is stdout, JSONL"
     option("-o", "--output", required=True, metavar="OUTPUT", help=output_help)
     template_help = "makes the prompt; {name} stands for a column (default: rows have prompts)"
     option("--template", metavar="TEXT", help=template_help)

@@ -2,57 +2,74 @@
 
 The output itself tells which rows are done; no second file could contradict it.
 
-A line of JSONL is handed to the system as soon as its row is done, so that no end of this process loses a whole line. A
-torn line is cut off when the job continues. Parquet is written in parts; a part is there as a whole or not at all, and
-the rows of an unwritten part are done again. Data is forced to the disk (fsync) when the job ends, by itself, an error
-or Ctrl-C, and with each part of Parquet: a power cut may cost lines of JSONL, and their rows are done again.
+A line of JSONL or CSV is handed to the system as soon as its row is done, so that no end of this process loses a whole
+line. A torn line is dropped when the job continues. Parquet is written in parts; a part is there as a whole or not at
+all, and the rows of an unwritten part are done again. Data is forced to the disk (fsync) when the job ends, by itself,
+an error or Ctrl-C, and with each part of Parquet: a power cut may cost lines, and their rows are done again.
 """
 
 from __future__ import annotations
 
 import base64
+import csv
 import fcntl
+import gzip
+import io
 import json
 import os
-import re
 import secrets
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import islice
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from fastgen.cli.gen.rows import PARQUET, parquet_file, pyarrow, read_rows
-from fastgen.cli.gen.work import Record, check_added
+from fastgen.cli.gen.rows import CSV, GZIP, PARQUET, format_of, open_file, parquet_file, pyarrow, read_rows
+from fastgen.cli.gen.work import Record, State, check_added
 
 PART_BYTES = 64 << 20  # size of a part in memory
 PART_SECONDS = 300.0  # time that a row may wait for its part to be written
-SCHEMA_ROWS = 1024  # rows of JSON whose types are found at a time
+SCHEMA_ROWS = 1024  # rows of JSON or CSV whose types are found at a time
 
 
-def begin(output: Output, job: Mapping[str, Any], rows: int, seed: int | None) -> tuple[bytearray, int]:
-    """Begin a job, or continue it; return a byte for each row, which is 1 if the row is done, and the seed of the job.
+def begin(
+    output: Output, job: Mapping[str, Any], rows: int, seed: int | None, retry: Sequence[str] | None = None
+) -> tuple[bytearray, int, int]:
+    """Begin a job, or continue it; return a byte for each row, which is 1 if the row is done, how many of these rows
+    have failed, and the seed of the job.
 
     output: opened. job: all that defines the job, by names for messages. seed: None for the seed that the job began
-    with. Raises ValueError if the output is of another job.
+    with. retry: rows that have failed are done again, and these names of the job may change. Raises ValueError if the
+    output is of another job.
     """
-    name, done = output.path.name, bytearray(rows)
+    name, done, failures = output.path.name, bytearray(rows), 0
     if not output.begun():
         seed = secrets.randbits(63) if seed is None else seed
-        _save(output.about, json.dumps({"job": job, "seed": seed}, indent=1).encode())
-        return done, seed
+        _describe(output, job, seed)
+        return done, failures, seed
     if not output.about.exists():
         raise ValueError(f"{name} has records, and no {output.about.name} describes their job; give another -o")
     about = json.loads(output.about.read_bytes())
-    if changed := [each for each in {**about["job"], **job} if about["job"].get(each) != job.get(each)]:
-        what = f"another {', '.join(changed)}, as {output.about} says"
+    changed = [each for each in {**about["job"], **job} if about["job"].get(each) != job.get(each)]
+    if wrong := [each for each in changed if each not in (retry or ())]:
+        what = f"another {', '.join(wrong)}, as {output.about} says"
         raise ValueError(f"{name} was begun with {what}; give another -o, or what it was begun with")
-    for index in output.recover():
+    for index, failed in output.recover(retry is not None):
         if index >= rows or done[index]:
             raise ValueError(f"{output.path} has row {index} twice, or the input does not have it; remove its record")
-        done[index] = 1
-    return done, about["seed"]
+        done[index] = not (failed and retry is not None)
+        failures += failed and done[index]
+    if changed:
+        _describe(output, job, about["seed"])
+    return done, failures, about["seed"]
+
+
+def _describe(output: Output, job: Mapping[str, Any], seed: int) -> None:
+    if not isinstance(output, Stdout):
+        _save(output.about, json.dumps({"job": job, "seed": seed}, indent=1).encode())
 
 
 def _save(path: Path, data: bytes) -> None:
@@ -65,71 +82,149 @@ def _save(path: Path, data: bytes) -> None:
     beside.replace(path)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock a file or folder against other processes, and force it to the disk at the end."""
-    number = os.open(path, os.O_RDONLY)
+def _lock(file: int, path: Path) -> None:
+    """Lock a file or folder against other processes until it is closed."""
     try:
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another fggen is writing {path}; wait for it, or give another -o") from None
-        yield
-    finally:
-        os.fsync(number)
-        os.close(number)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another fggen is writing {path}; wait for it, or give another -o") from None
 
 
-# ------------------------------------------------------------------------------------------------- JSONL
+# ------------------------------------------------------------------------------------------------- JSONL and CSV
 
 
 class Lines:
-    """A file of JSONL. head: a regular expression for the beginning of a line, whose group is the row's index.
+    """A file of JSONL or CSV, compressed if its name ends in .gz. columns: of CSV.
 
-    about: the file that describes the job.
+    state: tells index and failure of a record that is read back. about: the file that describes the job.
     """
 
-    def __init__(self, path: Path, head: str) -> None:
+    def __init__(self, path: Path, state: State, columns: Sequence[str] = ()) -> None:
         self.path, self.about = path, path.with_name(f"{path.name}.fggen.json")
-        self._head = re.compile(head.encode())
+        self._state, self._columns = state, columns
+        self._csv = format_of(path) == CSV
+        self._writer: BinaryIO | gzip.GzipFile | None = None  # the file, or what compresses for it
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Lock the output against other processes, so that it can be written within; force it to the disk."""
-        with self.path.open("ab") as self._file, _locked(self.path):
+        self._file = self.path.open("ab")
+        try:
+            _lock(self._file.fileno(), self.path)
             yield
+        finally:
+            if isinstance(self._writer, gzip.GzipFile):
+                self._writer.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
 
     def begun(self) -> bool:
         """Return True if the output has records, of whatever job."""
         return self.path.stat().st_size > 0
 
-    def recover(self) -> Iterator[int]:
-        """Yield the indices of rows, and cut off a torn last line. Raises ValueError for a line of another job."""
-        whole = 0
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
-                found = self._head.match(line)
-                if found is None:
-                    raise ValueError(f"line {number} of {self.path} is not of this job; remove it to do its row again")
-                whole += len(line)
-                yield int(found[1])
-        self._file.truncate(whole)
+    def recover(self, retry: bool) -> Iterator[tuple[int, bool]]:
+        """Yield the index of each row, and True if the row has failed. Raises ValueError for a record of another job.
+
+        In the end, a torn record is dropped; retry: and so are those of rows that have failed.
+        """
+        failures = False
+        for _, index, failed in self._read():
+            failures = failures or failed
+            yield index, failed
+        if self._torn or (retry and failures):
+            self._drop(retry)
+
+    def _drop(self, retry: bool) -> None:
+        """Write the file again without the records that `recover` drops."""
+        beside = self.path.with_name(f"{self.path.name}.tmp")
+        beside.unlink(missing_ok=True)
+        old, self._file = self._file, beside.open("ab")
+        _lock(self._file.fileno(), beside)
+        for raw, _, failed in self._read():
+            if not (retry and failed):
+                self._append(raw)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        beside.replace(self.path)
+        old.close()
+
+    def _read(self) -> Iterator[tuple[bytes, int, bool]]:
+        """Yield each whole record, the index of its row, and True if the row has failed."""
+        records = self._records()
+        if self._csv:
+            next(records, None)  # the names
+        for number, raw in enumerate(records, 1):
+            try:
+                index, failed = self._state(self._parse(raw))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                wrong = f"record {number} of {self.path} is not of this job; remove it to do its row again"
+                raise ValueError(wrong) from None
+            yield raw, index, failed
+
+    def _records(self) -> Iterator[bytes]:
+        """Yield the bytes of each whole record; find out whether there are others."""
+        record, self._torn = b"", True
+        with open_file(self.path) as file, suppress(EOFError, zlib.error, gzip.BadGzipFile):
+            for line in file:
+                record += line
+                if line.endswith(b"\n") and not (self._csv and record.count(b'"') % 2):  # inside of a cell
+                    yield record
+                    record = b""
+            self._torn = bool(record)
+
+    def _parse(self, raw: bytes) -> Record:
+        if self._csv:
+            cells = next(csv.reader(io.StringIO(raw.decode(), newline="")))
+            return dict(zip(self._columns, cells, strict=True))
+        record: Record = json.loads(raw)
+        return record
 
     def write(self, record: Record) -> None:
-        self._file.write(to_line(record))
-        self._file.flush()
+        self._append(to_cells(map(record.get, self._columns)) if self._csv else to_line(record))
+
+    def _append(self, raw: bytes) -> None:
+        if self._writer is None:  # only now: without records, the file stays empty
+            empty, packed = self._file.tell() == 0, self.path.suffix == GZIP
+            self._writer = gzip.GzipFile(fileobj=self._file, mode="ab") if packed else self._file
+            if self._csv and empty:
+                self._writer.write(to_cells(self._columns))
+        self._writer.write(raw)
+        self._writer.flush()
 
 
-def to_line(record: Record) -> bytes:
-    """Return a record as a line of JSON. Values that JSON does not have become null (NaN), text, or base64 (bytes)."""
+class Stdout(Lines):
+    """JSONL on stdout. A job that writes there can not be continued."""
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        self._writer = sys.stdout.buffer
+        yield
+
+    def begun(self) -> bool:
+        return False
+
+
+def to_line(record: Any) -> bytes:
+    """Return a record, or another value, as a line of JSON.
+
+    Values that JSON does not have become null (NaN), text, or base64 (bytes).
+    """
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=_as_text)
     except ValueError:  # NaN or an infinity
         finite = json.loads(json.dumps(record, default=_as_text), parse_constant=lambda name: None)
         text = json.dumps(finite, ensure_ascii=False)
     return text.encode(errors="backslashreplace") + b"\n"  # a lone surrogate becomes its escape in JSON
+
+
+def to_cells(values: Iterable[Any]) -> bytes:
+    """Return a row of CSV. None is an empty cell, text stays as it is, and other values are JSON."""
+    row = io.StringIO()
+    csv.writer(row).writerow(
+        "" if value is None else value if isinstance(value, str) else to_line(value)[:-1].decode() for value in values
+    )
+    return row.getvalue().encode(errors="backslashreplace")
 
 
 def _as_text(value: Any) -> str:
@@ -140,11 +235,11 @@ def _as_text(value: Any) -> str:
 
 
 class Parts:
-    """A folder of numbered Parquet files with one schema; otherwise as Lines. index: the column of the row's index."""
+    """A folder of numbered Parquet files with one schema; otherwise as Lines. state: columns of index and error."""
 
-    def __init__(self, path: Path, schema: Any, index: str) -> None:
+    def __init__(self, path: Path, schema: Any, state: Sequence[str]) -> None:
         self.path, self.about = path, path / "_fggen.json"
-        self._schema, self._index = schema, index
+        self._schema, self._columns = schema, list(state)
         self._number = 0  # of the next part
         self._rows: list[Any] = []  # Arrow batches of one row, which take less memory than Python's objects
         self._bytes = 0
@@ -155,19 +250,25 @@ class Parts:
         if self.path.is_file():
             raise ValueError(f"{self.path} is a file, and Parquet is written in parts in a folder; give another -o")
         self.path.mkdir(exist_ok=True)
-        with _locked(self.path):
-            try:
-                yield
-            finally:
-                self._write_part()
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            _lock(folder, self.path)
+            yield
+        finally:
+            self._write_part()
+            os.fsync(folder)
+            os.close(folder)
 
     def begun(self) -> bool:
         return any(self.path.glob(f"*{PARQUET}"))
 
-    def recover(self) -> Iterator[int]:
+    def recover(self, retry: bool) -> Iterator[tuple[int, bool]]:
         found = ((int(part.stem.removeprefix("part-")), part) for part in self.path.glob("part-*.parquet"))
         for number, part in sorted(found):
-            yield from parquet_file(part).read([self._index]).column(0).to_pylist()
+            indices, errors = parquet_file(part).read(self._columns).columns
+            yield from zip(indices.to_pylist(), errors.is_valid().to_pylist(), strict=True)
+            if retry and errors.null_count < len(errors):
+                self._save_part(number, parquet_file(part).read().filter(errors.is_null()))
             self._number = number + 1
 
     def write(self, record: Record) -> None:
@@ -180,14 +281,24 @@ class Parts:
 
     def _write_part(self) -> None:
         if self._rows:
-            sink = pyarrow().BufferOutputStream()
-            pyarrow("parquet").write_table(pyarrow().Table.from_batches(self._rows), sink)
-            _save(self.path / f"part-{self._number:05}.parquet", sink.getvalue())
+            self._save_part(self._number, pyarrow().Table.from_batches(self._rows))
             self._number += 1
             self._rows, self._bytes = [], 0
 
+    def _save_part(self, number: int, table: Any) -> None:
+        sink = pyarrow().BufferOutputStream()
+        pyarrow("parquet").write_table(table, sink)
+        _save(self.path / f"part-{number:05}.parquet", sink.getvalue())
+
 
 Output = Lines | Parts
+
+
+def csv_columns(files: Sequence[Path], added: Sequence[str]) -> list[str]:
+    """Return the columns of the input and the added ones. All rows are read for it."""
+    found = dict.fromkeys(chain.from_iterable(row.columns for row in read_rows(files)))
+    check_added(added, found)
+    return [*added[:2], *found, *added[2:]]
 
 
 def parquet_schema(files: Sequence[Path], added: Sequence[str]) -> Any:
@@ -209,7 +320,7 @@ def parquet_schema(files: Sequence[Path], added: Sequence[str]) -> Any:
             check_added(added, found.names)
         whole = pa.schema([*own[:2], *found, *own[2:]])
         parquet.write_table(whole.empty_table(), pa.BufferOutputStream())
-    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+    except (pa.ArrowException, UnicodeError) as error:
         raise ValueError(f"the columns can not be written as Parquet: {error}; write .jsonl instead") from None
     return whole
 
@@ -221,4 +332,14 @@ def _schemas(files: Sequence[Path]) -> Iterator[Any]:
             continue
         rows = (row.columns for row in read_rows([path]))
         while chunk := list(islice(rows, SCHEMA_ROWS)):
-            yield pyarrow().schema(list(pyarrow().array(chunk).type))  # a struct with the columns of all rows
+            names = dict.fromkeys(chain.from_iterable(chunk))
+            yield pyarrow().schema([(name, _type_of(name, [row.get(name) for row in chunk])) for name in names])
+
+
+def _type_of(name: str, values: list[Any]) -> Any:
+    """Return the type of a column. Raises pyarrow's error for values that have none in common, with the name."""
+    pa = pyarrow()
+    try:
+        return pa.array(values).type
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        raise pa.ArrowInvalid(f"the values of {name} have no type in common: {error}") from None

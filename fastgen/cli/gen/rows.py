@@ -1,26 +1,34 @@
-"""Rows of prompt files, JSONL and Parquet, read one after another; none of them is kept."""
+"""Rows of prompt files, JSONL, CSV and Parquet, read one after another; none of them is kept."""
 
 from __future__ import annotations
 
+import csv
 import glob
+import gzip
 import hashlib
+import io
 import json
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from fastgen.cli.command import needed
 
 STDIN = "-"
-PARQUET = ".parquet"
-SUFFIXES = (".jsonl", ".ndjson", PARQUET)
+CSV, GZIP, PARQUET = ".csv", ".gz", ".parquet"
+SUFFIXES = (".jsonl", ".ndjson", CSV, ".jsonl.gz", ".ndjson.gz", ".csv.gz", PARQUET)
 PARQUET_ROWS = 256  # rows that are in memory at a time
+CELL_BYTES = 1 << 30  # limit of a cell of CSV
+
+RowReader = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
+"""The name of each row, and a function that returns its columns, or raises an error for a row without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,7 @@ def find_files(inputs: Sequence[str], output: Path) -> list[Path]:
         files = [
             file
             for file in ([path] if path.is_file() else sorted(inside))
-            if file.suffix in SUFFIXES and file.is_file() and not file.resolve().is_relative_to(output.resolve())
+            if format_of(file) and file.is_file() and not file.resolve().is_relative_to(output.resolve())
         ]
         if not files:
             raise ValueError(f"{name}: there is no file of {', '.join(SUFFIXES)}, apart from those of the output")
@@ -72,19 +80,24 @@ def find_files(inputs: Sequence[str], output: Path) -> list[Path]:
     return found
 
 
+def format_of(path: Path) -> str:
+    """Return the suffix of a file's format, without .gz; "" for a format that is not read or written."""
+    return next((suffix.removesuffix(GZIP) for suffix in SUFFIXES if path.name.endswith(suffix)), "")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file to be read; decompress it if its name ends in .gz."""
+    return cast(BinaryIO, gzip.open(path)) if path.suffix == GZIP else path.open("rb")
+
+
 def survey(files: Sequence[Path]) -> tuple[int, str]:
-    """Read the files once; return the number of rows and a fingerprint of the content."""
+    """Return the number of rows and a fingerprint of the content. The files are read for it."""
     rows, digest = 0, hashlib.sha256()
     for path in files:
         with path.open("rb") as file:
-            if path.suffix == PARQUET:
-                rows += parquet_file(path).metadata.num_rows
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-            else:
-                for line in file:
-                    digest.update(line)
-                    rows += not line.isspace()
-                digest.update(b"\n\n")  # a row that moves to the next file changes the fingerprint
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+        parquet = format_of(path) == PARQUET
+        rows += parquet_file(path).metadata.num_rows if parquet else sum(1 for _ in _file_rows(path))
     return rows, digest.hexdigest()
 
 
@@ -100,18 +113,44 @@ def read_rows(files: Sequence[Path], done: Sequence[int] = ()) -> Iterator[Row]:
         yield row
 
 
-def _file_rows(path: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Yield the name of each row and a function that returns its columns, or raises an error for a row without."""
-    if path.suffix == PARQUET:
-        with parquet_file(path) as file:
-            for batch in file.iter_batches(batch_size=PARQUET_ROWS):
-                for place in range(batch.num_rows):
-                    yield f"a row of {path}", partial(_parquet_row, batch, place)
-        return
-    with path.open("rb") as lines:
+def _file_rows(path: Path) -> RowReader:
+    """Read a file. Raises ValueError if the file as a whole is damaged."""
+    kind = format_of(path)
+    try:
+        yield from _parquet_rows(path) if kind == PARQUET else _csv_rows(path) if kind == CSV else _json_rows(path)
+    except (gzip.BadGzipFile, zlib.error, EOFError, csv.Error, UnicodeError) as error:
+        raise ValueError(f"{path} can not be read: {error}") from None
+
+
+def _parquet_rows(path: Path) -> RowReader:
+    with parquet_file(path) as file:
+        for batch in file.iter_batches(batch_size=PARQUET_ROWS):
+            for place in range(batch.num_rows):
+                yield f"a row of {path}", partial(_parquet_row, batch, place)
+
+
+def _csv_rows(path: Path) -> RowReader:
+    csv.field_size_limit(CELL_BYTES)
+    with io.TextIOWrapper(open_file(path), "utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, strict=True)
+        if len(set(reader.fieldnames or ())) < len(reader.fieldnames or ()):
+            raise ValueError(f"{path} has two columns of one name; rename one")
+        for number, cells in enumerate(reader, 1):
+            yield f"row {number} of {path}", partial(_csv_row, cells)
+
+
+def _json_rows(path: Path) -> RowReader:
+    with open_file(path) as lines:
         for number, line in enumerate(lines, 1):
             if not line.isspace():
                 yield f"line {number} of {path}", partial(_json_row, line)
+
+
+def _csv_row(cells: dict[str | None, Any]) -> dict[str, Any]:
+    """Return the columns of a row, whose values are text, or None for an empty cell."""
+    if None in cells:
+        raise ValueError("it has more cells than the first line")
+    return {str(name): cell or None for name, cell in cells.items()}
 
 
 def _json_row(line: bytes) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import string
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -30,6 +31,9 @@ class RowRequests:
     requests: Sequence[tuple[Prompt, SamplingParams]]
     finish: Callable[[list[RequestOutput]], tuple[Record, str | None]]
 
+
+State = Callable[[Record], tuple[int, bool]]
+"""A function that returns the index of a record's row, and True if the row has failed."""
 
 Ask = Callable[[Row], RowRequests]
 """A way to turn rows into requests."""
@@ -105,9 +109,15 @@ def seed_of(seed: int, index: int) -> int:
 
 
 def added_columns(prefix: str, logprobs: bool) -> tuple[str, ...]:
-    """Return the columns that a record has beside those of its row; the first one is the row's index."""
+    """Return the columns that a record has beside those of its row; the first are the row's index and its error."""
     names = ("row", "error", "completions", "finish_reasons", "prompt_tokens", "completion_tokens")
     return tuple(prefix + name for name in names + LOGPROBS * logprobs)
+
+
+def state_by(added: Sequence[str]) -> State:
+    """Return the way to read the state of records with these added columns."""
+    index, error = added[:2]
+    return lambda record: (int(record[index]), bool(record[error]))
 
 
 def check_added(added: Iterable[str], columns: Container[str]) -> None:
@@ -131,12 +141,20 @@ def fill(template: str, columns: Mapping[str, Any]) -> str:
     return _Columns().vformat(template, (), columns)
 
 
-def check_template(template: str) -> None:
-    """Raise ValueError for braces that do not match."""
+def fields_of(template: str) -> set[str]:
+    """Return the columns that a template names. Raises ValueError for braces that do not match."""
     try:
-        list(string.Formatter().parse(template))
+        return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:
         raise ValueError(f"the template can not be read: {error}; write a literal brace twice") from None
+
+
+def parsed(value: Any) -> Any:
+    """Return the value of a column that is not text. Text, as in CSV, is read as JSON if it can be."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 @dataclass(frozen=True)
@@ -180,6 +198,7 @@ class RowJob:
         value = columns[given[0]]
         if isinstance(value, str) and given[0] == "prompt":
             return self._text(value)
+        value = parsed(value)
         if not isinstance(value, list):
             raise ValueError(f"{given[0]} must be {'text' if given[0] == 'prompt' else 'a list'}, not {value!r:.40}")
         # Parquet gives each message the fields of all others.
@@ -194,6 +213,7 @@ class RowJob:
 
     def _params(self, row: Row) -> SamplingParams:
         given = {name: value for name in PARAMS if (value := row.columns.get(name)) is not None}
+        given = {name: value if name == "stop" else parsed(value) for name, value in given.items()}
         given.setdefault("seed", seed_of(self.seed, row.index))
         if isinstance(bias := given.get("logit_bias"), dict):
             given["logit_bias"] = {int(id) if id.isdecimal() else id: value for id, value in bias.items()}

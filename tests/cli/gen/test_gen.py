@@ -17,7 +17,7 @@ from fastgen import Generator, SamplingParams
 from fastgen.cli.gen import main
 from fastgen.cli.gen.outputs import Lines
 from fastgen.cli.gen.rows import Row, read_rows
-from fastgen.cli.gen.work import RowJob, fill, seed_of, work
+from fastgen.cli.gen.work import RowJob, fill, seed_of, state_by, work
 from fastgen.request import Completion, Request, RequestOutput
 
 # ------------------------------------------------------------------------------------------------- rows
@@ -87,9 +87,38 @@ def test_a_template_makes_prompts_of_columns(fggen: Fggen) -> None:
 
 @pytest.mark.parametrize("text", ["{a", "a}"])
 def test_a_wrong_template_is_told_at_once(fggen: Fggen, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fggen(write("in.jsonl", {"a": 1}), "-o", "out.jsonl", "--template", text) == 1
+    assert fggen(write("in.jsonl", {"a": 1}), "-o", "out.jsonl", "--template", text) == 2
     assert "the template" in capsys.readouterr().err
     assert not Path("out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            ["--template", "{a} and {topik}"],
+            "no row has a column topik, which the template needs; the first row has a, b",
+        ),
+        (["--template", "{a.b}"], "no row has a column a.b, which"),
+        ([], "no row has a column prompt or messages or prompt_token_ids, and no --template makes one of other"),
+    ],
+)
+def test_columns_that_no_row_has_are_told_before_the_model_is_loaded(
+    options: list[str], reason: str, fggen: Fggen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main, "_load", lambda args: pytest.fail("loaded"))
+    assert fggen(write("in.jsonl", {"a": 1, "b": 2}, {"a": 2}), "-o", "out.jsonl", *options) == 2
+    assert reason in capsys.readouterr().err
+    assert not Path("out.jsonl").exists()
+
+
+def test_the_status_says_that_all_rows_have_failed(fggen: Fggen, capsys: pytest.CaptureFixture[str]) -> None:
+    write("in.jsonl", "nonsense", {"prompt": "x", "n": "two"})
+    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 3
+    assert "fggen: all rows have failed; one error is: line 1 of in.jsonl can not be read" in capsys.readouterr().err
+    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 3, "and so it does again"
+    assert "nothing is left to do of 2 rows, 2 of them errors" in capsys.readouterr().err
+    assert fggen(write("more.jsonl", "nonsense", PROMPTS[0]), "-o", "more_out.jsonl", *SHORT) == 0
 
 
 def test_a_template_reaches_nothing_but_columns() -> None:
@@ -170,7 +199,7 @@ def test_columns_of_fggens_own_names_need_a_prefix(fggen: Fggen, capsys: pytest.
     assert all(len(record["second_completions"]) == 1 for record in found)
     assert fggen(write("late.jsonl", PROMPTS[0], {"prompt": "x", "error": 1}), "-o", "late_out.jsonl", *SHORT) == 0
     assert "column error already" in by_row("late_out.jsonl")[1]["error"]
-    assert fggen("one.jsonl", "-o", "two.jsonl", "--prefix", "a b") == 1
+    assert fggen("one.jsonl", "-o", "two.jsonl", "--prefix", "a b") == 2
 
 
 # ------------------------------------------------------------------------------------------------- long files
@@ -214,14 +243,14 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, bad: int) -> None:
         with path.open("w") as file:
             for row in range(count):
                 file.write(json.dumps({"prompt": None if bad and row % bad == 0 else "x" * 500}) + "\n")
-        output = Lines(tmp_path / f"{count}-out.jsonl", r'\{"row": (\d+),')
+        output = Lines(tmp_path / f"{count}-out.jsonl", state_by(("row", "error")))
         echo = Echo()
         with output.opened():
             tracemalloc.start()
             tally, _ = main.write_all(work(job.ask, read_rows([path]), echo.stream), output, tqdm(disable=True))
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
-            assert sorted(output.recover()) == list(range(count))
+            assert sorted(index for index, _ in output.recover(retry=False)) == list(range(count))
         assert echo.most <= Echo.lanes
         assert tally.rows == count
         assert tally.errors == (len(range(0, count, bad)) if bad else 0)
@@ -238,7 +267,7 @@ def test_an_interrupt_between_records_ends_it_with_whole_ones(tmp_path: Path) ->
                 os.kill(os.getpid(), signal.SIGINT)
             super().write(record)
 
-    output = Interrupting(tmp_path / "out.jsonl", r'\{"row": (\d+),')
+    output = Interrupting(tmp_path / "out.jsonl", state_by(("row", "error")))
     rows = (Row(index, {"prompt": "x"}) for index in range(100))
     job = RowJob(SamplingParams(), seed=0)
     with output.opened():

@@ -140,7 +140,7 @@ def test_what_a_batch_has_no_place_for(
     answer: Answer, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer(asked(TEXT, prompt="hello", max_tokens=1))
-    assert main.main(["random", "in.jsonl", "-o", "other.jsonl", *options]) == 1
+    assert main.main(["random", "in.jsonl", "-o", "other.jsonl", *options]) == 2
     assert "batch" in capsys.readouterr().err
 
 

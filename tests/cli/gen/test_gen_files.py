@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
+import gzip
 import io
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from generating import PROMPTS, SHORT, Fggen, by_row, read, write
 
 from fastgen.cli.gen import main, outputs
 from fastgen.cli.gen.outputs import to_line
+from fastgen.cli.gen.rows import Row, read_rows
+from fastgen.cli.gen.work import RowJob, RowRequests, parsed
 
 # ------------------------------------------------------------------------------------------------- files
 
@@ -44,7 +49,13 @@ def test_files_folders_globs_and_stdin(fggen: Fggen, monkeypatch: pytest.MonkeyP
         (["nothing.jsonl", "-o", "out.jsonl"], "nothing.jsonl: there is no file of .jsonl"),
         (["empty", "-o", "out.jsonl"], "empty: there is no file of .jsonl"),
         (["in.txt", "-o", "out.jsonl"], "in.txt: there is no file of .jsonl"),
-        (["in.jsonl", "-o", "out.csv"], "the suffix of out.csv names no format"),
+        (["in.jsonl", "-o", "out.txt"], "the suffix of out.txt names no format"),
+        (["in.jsonl", "-o", "out.parquet.gz"], "the suffix of out.parquet.gz names no format"),
+        (["in.jsonl", "-o", "-", "--retry-errors"], "--retry-errors needs an output that can be read"),
+        (["torn.jsonl.gz", "-o", "out.jsonl"], "torn.jsonl.gz can not be read: Not a gzipped file"),
+        (["open.csv", "-o", "out.jsonl"], "open.csv can not be read: unexpected end of data"),
+        (["latin.csv", "-o", "out.jsonl"], "latin.csv can not be read: 'utf-8' codec can't decode byte 0xe9"),
+        (["twice.csv", "-o", "out.jsonl"], "twice.csv has two columns of one name"),
         (
             ["in.jsonl", "-o", "in.jsonl"],
             ".parquet, apart from those of the output",
@@ -54,7 +65,7 @@ def test_files_folders_globs_and_stdin(fggen: Fggen, monkeypatch: pytest.MonkeyP
         (["half.jsonl", "-o", "out.parquet"], "the columns can not be written as Parquet"),
         (["in.jsonl", "-o", "nowhere/out.jsonl"], "No such file or directory"),
         (["in.jsonl", "-o", "file.parquet"], "is a file, and Parquet is written in parts in a folder"),
-        (["mixed.jsonl", "-o", "out.parquet"], "the columns can not be written as Parquet"),
+        (["mixed.jsonl", "-o", "out.parquet"], "written as Parquet: the values of a have no type in common: Could not"),
         (["hollow.jsonl", "-o", "out.parquet"], "the columns can not be written as Parquet"),
         (["late.jsonl", "-o", "out.parquet"], "there is a column completions already"),
     ],
@@ -64,13 +75,23 @@ def test_what_can_not_be_read_or_written(
 ) -> None:
     Path("empty").mkdir()
     Path("spark.parquet").mkdir()
-    for name in ("in.txt", "in.jsonl", "file.parquet", "torn.parquet", "spark.parquet/part-0-ab.snappy.parquet"):
+    for name in (
+        "torn.jsonl.gz",
+        "in.txt",
+        "in.jsonl",
+        "file.parquet",
+        "torn.parquet",
+        "spark.parquet/part-0-ab.snappy.parquet",
+    ):
         write(name, PROMPTS[0])
+    write("open.csv", "prompt,b", 'x,"y')
+    write("twice.csv", "prompt,prompt", "x,y")
+    Path("latin.csv").write_bytes(b"prompt\ncaf\xe9\n")
     write("half.jsonl", {"prompt": "\ud800"})
     write("mixed.jsonl", {"prompt": "x", "a": 1}, {"prompt": "x", "a": "one"})
     write("hollow.jsonl", {"prompt": "x", "a": {}})
     write("late.jsonl", {"prompt": "x"}, {"prompt": "x", "completions": []})
-    assert fggen(*arguments) == 1
+    assert fggen(*arguments) in (1, 2)
     assert reason in capsys.readouterr().err
 
 
@@ -128,15 +149,15 @@ def test_values_that_python_does_not_have_are_rows_with_errors(fggen: Fggen) -> 
 
 
 def test_parts_are_counted_as_numbers(tmp_path: Path) -> None:
-    schema = pa.schema([("row", pa.int64())])
+    schema = pa.schema([("row", pa.int64()), ("error", pa.string())])
     for number, row in ((99999, 1), (100000, 0)):
-        pq.write_table(pa.table({"row": [row]}), tmp_path / f"part-{number}.parquet")
-    output = outputs.Parts(tmp_path, schema, "row")
+        pq.write_table(pa.table({"row": [row], "error": [None]}, schema), tmp_path / f"part-{number}.parquet")
+    output = outputs.Parts(tmp_path, schema, ("row", "error"))
     with output.opened():
         assert output.begun()
-        assert list(output.recover()) == [1, 0]
+        assert list(output.recover(retry=False)) == [(1, False), (0, False)]
         output.write({"row": 2})
-    assert pq.read_table(tmp_path / "part-100001.parquet").to_pylist() == [{"row": 2}]
+    assert pq.read_table(tmp_path / "part-100001.parquet").to_pylist() == [{"row": 2, "error": None}]
 
 
 def test_json_becomes_parquet_with_the_types_of_all_of_it(fggen: Fggen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +185,85 @@ def test_a_line_is_json_whatever_the_columns_hold() -> None:
     record = {"row": 1, "a": float("nan"), "b": [float("inf"), 1.5], "c": "\ud800é", "d": b"\x00"}
     assert json.loads(to_line(record)) == {"row": 1, "a": None, "b": [None, 1.5], "c": "\ud800é", "d": "AA=="}
     assert to_line({"a": "é\u2028"}) == b'{"a": "\xc3\xa9\xe2\x80\xa8"}\n', "one line, which people can read"
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.jsonl.gz", "out.csv.gz"])
+def test_csv_and_gzip_go_on_after_any_torn_end(fggen: Fggen, name: str) -> None:
+    prompts = ['a "quoted" one', "two\nlines\r\n", "a, b", "", "é"]
+    write("in.jsonl", *({"prompt": prompt, "n": 1 + row, "id": row} for row, prompt in enumerate(prompts)))
+    assert fggen("in.jsonl", "-o", "whole.jsonl", *SHORT) == 0
+    assert fggen("in.jsonl", "-o", name, *SHORT) == 0
+    whole, data = by_row("whole.jsonl"), Path(name).read_bytes()
+    assert whole == found_in(name)
+    for kept in (len(data) - 1, len(data) - 9, 3 * len(data) // 4, len(data) // 2, len(data) // 3, 5):
+        Path(name).write_bytes(data[:kept])
+        assert fggen("in.jsonl", "-o", name, *SHORT) == 0
+        assert whole == found_in(name)
+
+
+def found_in(name: str) -> list[dict[str, Any]]:
+    """Return the records of a file of CSV, or one that is compressed, with the values of JSON."""
+    rows = (row.columns for row in read_rows([Path(name)]))
+    texts = ("prompt", "error")
+    found = [{key: value if key in texts else parsed(value) for key, value in row.items()} for row in rows]
+    return sorted(({**row, "prompt": row["prompt"] or ""} for row in found), key=lambda row: row["row"])
+
+
+def test_csv_and_gzip_are_read_and_what_csv_says_is_typed(fggen: Fggen) -> None:
+    rows = [{"prompt": "hello", "n": 2, "temperature": 0.5}, {"messages": [{"role": "user", "content": "a, b"}]},
+            {"prompt_token_ids": [5, 6], "ignore_eos": True}, {"prompt": "stop", "stop": "1"}]  # fmt: skip
+    write("in.jsonl", *rows)
+    with Path("in.csv").open("w", encoding="utf-8-sig", newline="") as file:
+        names = ("prompt", "messages", "prompt_token_ids", "n", "temperature", "ignore_eos", "stop")
+        table = csv.DictWriter(file, names)
+        table.writeheader()
+        for row in rows:
+            table.writerow({key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()})
+    for name in ("in.csv", "in.jsonl"):
+        Path(f"{name}.gz").write_bytes(gzip.compress(Path(name).read_bytes()))
+    said = []
+    for name in ("in.jsonl", "in.csv", "in.jsonl.gz", "in.csv.gz"):
+        assert fggen(name, "-o", f"of-{name}.jsonl", *SHORT) == 0
+        said.append([(row["error"], row["completions"]) for row in by_row(f"of-{name}.jsonl")])
+    assert said[0] == said[1] == said[2] == said[3]
+    assert [error for error, _ in said[0]] == [None] * 4
+    assert fggen(write("long.csv", "prompt,a", "x,1", "y,2,3"), "-o", "long.jsonl", *SHORT) == 0
+    assert "row 2 of long.csv can not be read: it has more cells" in by_row("long.jsonl")[1]["error"]
+
+
+def test_stdout_gets_lines_and_nothing_else(fggen: Fggen, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.jsonl", *SHORT) == 0
+    assert fggen("in.jsonl", "-o", "-", *SHORT) == 0
+    lines = [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
+    assert sorted(lines, key=lambda record: record["row"]) == by_row("out.jsonl")
+    assert not Path("-").exists()
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv.gz", "out.parquet"])
+def test_rows_that_have_failed_are_done_again(
+    fggen: Fggen, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def states() -> dict[int, bool]:
+        files = sorted(Path(name).glob("*.parquet")) if name.endswith("parquet") else [Path(name)]
+        return {int(row.columns["row"]): row.columns["error"] is None for row in read_rows(files)}
+
+    ask, broken = RowJob.ask, [True]
+
+    def ask_or_fail(job: RowJob, row: Row) -> RowRequests:
+        return ask(job, replace(row, error="it broke") if broken and row.index < 2 else row)
+
+    monkeypatch.setattr(RowJob, "ask", ask_or_fail)
+    write("in.jsonl", *PROMPTS, {"prompt": "x", "n": -1})
+    assert fggen("in.jsonl", "-o", name, *SHORT) == 0
+    assert states() == {0: False, 1: False, 2: True, 3: True, 4: True, 5: False}
+    broken.clear()
+    assert fggen("in.jsonl", "-o", name, *SHORT) == 0
+    assert "nothing is left to do of 6 rows, 3 of them errors" in capsys.readouterr().err
+    for _ in range(2):
+        assert fggen("in.jsonl", "-o", name, *SHORT, "--temperature", 0.5, "--retry-errors") == 0
+        assert states() == {0: True, 1: True, 2: True, 3: True, 4: True, 5: False}
+    assert fggen("in.jsonl", "-o", name, *SHORT, "--chat", "--retry-errors") == 1
+    assert "begun with another chat" in capsys.readouterr().err
 
 
 def test_ordered_is_the_order_of_the_input(fggen: Fggen) -> None:
@@ -256,8 +356,8 @@ def test_what_does_not_change_the_job_may_change(fggen: Fggen, begun: bytes) -> 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b'{"row": 0, "a": 1}\n{"row": 0, "a": 1}\n', "out.jsonl has row 0 twice"),
-        (b'{"row": 0, "a": 1}\nnonsense\n', "line 2 of out.jsonl is not of this job"),
+        (b'{"row": 0, "error": null}\n{"row": 0, "error": null}\n', "out.jsonl has row 0 twice"),
+        (b'{"row": 0, "error": null}\nnonsense\n', "record 2 of out.jsonl is not of this job"),
     ],
 )
 def test_an_output_with_other_lines_is_refused(
@@ -281,7 +381,7 @@ def test_two_that_write_the_same_output_are_refused(
     fggen: Fggen, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write("in.jsonl", *PROMPTS)
-    output = main._output(argparse.Namespace(prefix="", logprobs=False), Path(name),
+    output = main._output(argparse.Namespace(output=name, template=None, prefix="", logprobs=False), Path(name),
                           main.Source(["in.jsonl"], Path(name)))  # fmt: skip
     with output.opened():
         assert fggen("in.jsonl", "-o", name, *SHORT) == 1
