@@ -1,4 +1,4 @@
-"""Plots what `bench.py gpu`, `bench.py gpu --perf`, bench_serve.py, rl_grpo.py or synth_data.py wrote.
+"""Plots what `bench.py gpu`, `bench.py gpu --perf`, bench_serve.py or rl_grpo.py wrote.
 
     python scripts/bench/plot.py scripts/results/mistral7-h200-perf.json scripts/results/mistral7-perf.png
 
@@ -102,17 +102,6 @@ def draw_rl(report: Report, figure: Any) -> None:
     axes.legend(loc="lower right")
 
 
-def draw_lengths(report: Report, figure: Any) -> None:
-    """Draw a histogram of the lengths."""
-    figure.set(size_inches=(7, 3.6))
-    axes = figure.subplots()
-    lengths = {int(length): count for length, count in report["lengths_of_kept"].items()}
-    axes.bar(*zip(*lengths.items(), strict=True), width=0.9)
-    axes.set_title(f"{report['kept']} of {report['answers']} answers kept; right: {100 * report['right_share']:.1f} % "
-                   f"before, {100 * report['right_share_of_kept']:.1f} % after", fontsize="medium")  # fmt: skip
-    axes.set(xlabel="tokens of an answer", ylabel="answers kept")
-
-
 def draw_comparison(report: Report, figure: Any) -> None:
     """Draw the share of the limit that fastgen and vLLM reach, for each workload with a figure of both."""
     both = {name: found for name, found in report["workloads"].items() if found.get("vllm")}
@@ -137,7 +126,6 @@ DRAWN = {  # by a key that the report has
     "gpu": draw_perf,
     "server": draw_serve,
     "curve": draw_rl,
-    "lengths_of_kept": draw_lengths,
 }
 
 

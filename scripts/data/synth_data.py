@@ -8,22 +8,22 @@
     answers.jsonl    each question several times, at temperature 1
     data.jsonl       each answer once, with its score: the mean logprob that its tokens have for the same model behind
                      the question "step by step"; data that has a score above the bound is kept
-    report.json, report.png   how many were made, kept and right, and how long they are
+    report.json      how many were made, kept and right, and how long they are
 
 The bundled model mostly guesses a product when it is not asked to work it out, so there is something to filter: the
 scorer knows no product, but it has another prompt, behind which a guess is unlikely. That it works is told by the
-products, which the report alone looks at. The stages that generate are fggen's, and what it has done is not done again;
-and so it is with scores. The picture needs matplotlib.
+products, which the report alone looks at. The stages that generate are fggen's, which does no row twice; the others are
+short, and each writes its file as a whole.
+
+This file needs fastgen alone: copy it, and change the topics, the templates and the scorer.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import random
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -31,18 +31,14 @@ from typing import Any
 
 from fastgen import Generator
 from fastgen.cli.gen.main import main as fggen
-from fastgen.cli.gen.outputs import Lines
-from fastgen.cli.gen.rows import read_rows
-
-sys.path.extend(str(Path(__file__).parent.parent / folder) for folder in ("bench", "tiny"))
-
-from plot import plot
-from tiny_words import number_in_words
 
 Record = dict[str, Any]
 
 BOUND = -0.05  # of the score; the mean logprob of a token
 SCORED = 256  # answers in one call
+ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+TEENS = ["ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 QUESTIONS = ("What is {a} * {b}?", "{a} * {b} step by step")
 
 
@@ -55,7 +51,8 @@ def write(path: Path, records: Iterable[Record]) -> None:
 
 
 def read(path: Path) -> Iterator[Record]:
-    return (row.columns for row in read_rows([path]))
+    with path.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
 
 
 def once(path: Path, make: Callable[[], Iterable[Record]]) -> Path:
@@ -73,11 +70,17 @@ def generate(source: Path, output: Path, *options: str) -> Path:
     return output
 
 
+def in_words(number: int) -> str:
+    """Return a number from 10 to 99 in English: 42 is forty-two."""
+    tens, ones = divmod(number, 10)
+    return TEENS[ones] if tens == 1 else TENS[tens - 2] + (f"-{ONES[ones]}" if ones else "")
+
+
 def topics(count: int) -> Iterator[Record]:
     draw = random.Random(0)
     for _ in range(count):
         a, b = (10 * draw.randrange(1, 10) + draw.randrange(1, 10) for _ in range(2))
-        yield {"words": number_in_words(a), "b": b}
+        yield {"words": in_words(a), "b": b}
 
 
 def questions(read_numbers: Path) -> Iterator[Record]:
@@ -87,21 +90,16 @@ def questions(read_numbers: Path) -> Iterator[Record]:
                 yield {"a": int(found[0]), "b": record["b"], "prompt": form.format(a=found[0], b=record["b"])}
 
 
-def score(gen: Generator, answers: Path, path: Path) -> None:
-    """Append answers that have no score yet, with their scores."""
-    texts = (
+def scored(gen: Generator, answers: Path) -> Iterator[Record]:
+    """Yield the answers, one by one, with their scores."""
+    samples = (
         {"question": record["prompt"], "a": record["a"], "b": record["b"], "answer": text, "token_ids": ids}
         for record in read(answers)
         for text, ids in zip(record["completions"], record["token_ids"], strict=True)
     )
-    output = Lines(path, r'\{"row": (\d+),')
-    with output.opened():
-        done = set(output.recover())
-        left = ((row, sample) for row, sample in enumerate(texts) if row not in done)
-        while chunk := list(islice(left, SCORED)):
-            means = scores(gen, [sample for _, sample in chunk])
-            for (row, sample), mean in zip(chunk, means, strict=True):
-                output.write({"row": row, **sample, "score": mean, "kept": mean > BOUND})
+    while chunk := list(islice(samples, SCORED)):
+        for sample, mean in zip(chunk, scores(gen, chunk), strict=True):
+            yield {**sample, "score": mean, "kept": mean > BOUND}
 
 
 def scores(gen: Generator, samples: Sequence[Record]) -> list[float]:
@@ -149,11 +147,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     asked = once(folder / "questions.jsonl", lambda: questions(numbers))
     answers = generate(asked, folder / "answers.jsonl", "--n", str(samples), "--temperature", "1", "--logprobs")
     with Generator() as gen:
-        score(gen, answers, folder / "data.jsonl")
-    found = report(seeds, folder / "data.jsonl")
+        data = once(folder / "data.jsonl", lambda: scored(gen, answers))
+    found = report(seeds, data)
     (folder / "report.json").write_text(json.dumps(found, indent=1) + "\n")
-    if found["kept"] and importlib.util.find_spec("matplotlib"):
-        plot(found, folder / "report.png")
     print(json.dumps({name: value for name, value in found.items() if name != "lengths_of_kept"}))
     return found
 
