@@ -26,6 +26,7 @@ from typing import Any
 from fastgen.async_loop import Abort, Call, EngineInfo, Refused, Returned, StepEnded, Submit, decode, run_in_thread
 from fastgen.engine.outputs import Stats
 from fastgen.grammar import params_rule
+from fastgen.grammar_pool import GRAMMAR_TIMEOUT
 from fastgen.ranks import processes
 from fastgen.ranks.channel import HEAD, Failed, Start, frame
 from fastgen.request import Completion, Event, Prompt, RequestOutput, SamplingParams, Timings
@@ -122,7 +123,8 @@ class AsyncGenerator:
 
     model, options: arguments of the Generator. own_process: True: the Generator runs in a process of its own, and this
     one does not import torch; False: it runs in a thread, which takes turns with the event loop (the GIL), and which
-    takes masks and weights without copies. name: the model's name in messages; default: `model`.
+    takes masks and weights without copies. grammar_timeout: seconds that the compilation of structured output may take;
+    a request whose schema needs longer is a ValueError. name: the model's name in messages; default: `model`.
 
     dead: how the engine ended; None while it runs. info: facts of the model, set by `start`. stats: the Generator's, at
     most a quarter of a second old while it works.
@@ -135,6 +137,7 @@ class AsyncGenerator:
         model: str | Path | None = None,
         *,
         own_process: bool = True,
+        grammar_timeout: float = GRAMMAR_TIMEOUT,
         name: str | None = None,
         **options: Any,
     ) -> None:
@@ -142,6 +145,7 @@ class AsyncGenerator:
         self.dead: str | None = None
         self.stats = Stats()
         self._own_process, self._options = own_process, {"model": model, **options}
+        self._grammar_timeout = grammar_timeout
         self._next_number = 0
         self._streams: dict[str | int, EventStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -281,7 +285,7 @@ class AsyncGenerator:
         stream = EventStream(self, numbers, int(params.n), every_step)
         for number, prompt in zip(numbers, prompts, strict=True):
             self._streams[number] = stream
-            peer.send(Submit(number, prompt, params, grammar))
+            peer.send(Submit(number, prompt, params, grammar, self._grammar_timeout))
         return stream
 
     def _running_peer(self) -> _Process | _Thread:

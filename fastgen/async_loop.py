@@ -14,20 +14,21 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from fastgen.engine.outputs import Stats
-from fastgen.grammar import Compiler
+from fastgen.grammar import Compiler, GrammarMask
+from fastgen.grammar_pool import GRAMMAR_TIMEOUT, GrammarPool
 from fastgen.parallel.errors import portable
 from fastgen.ranks.channel import Channel, Failed, Start
 from fastgen.ranks.processes import end_with_parent
-from fastgen.request import Event, Prompt, SamplingParams, TokenMask
+from fastgen.request import Event, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from fastgen.generator import Generator
@@ -46,12 +47,14 @@ _row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_POSITIONAL, *_KEYWORDS)
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """To the engine: a request. grammar: of its answers (see `fastgen.grammar.Compiler`), or None for any answer."""
+    """To the engine: a request. grammar: of its answers (see `fastgen.grammar.Compiler`), or None for any answer.
+    grammar_timeout: seconds that it may take to compile."""
 
     number: int
     prompt: Prompt
     params: SamplingParams
     grammar: str | None = None
+    grammar_timeout: float = GRAMMAR_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +145,8 @@ class EngineLoop:
     ) -> None:
         self._gen, self._incoming, self._send, self._flush = gen, incoming, send, flush
         self._arrived: dict[int, Submit] = {}  # requests to be added, in order
-        self._compiling: dict[int, tuple[Submit, Future[TokenMask]]] = {}  # requests whose grammar is being compiled
-        self._thread = ThreadPoolExecutor(1, "fastgen-compile")
+        self._compiling: dict[int, tuple[Submit, Future[GrammarMask]]] = {}  # requests whose grammar is being compiled
+        self._grammars = GrammarPool(lambda: Compiler.of(gen.tokenizer, gen.model_config))
         self._stats_sent = 0.0
         self._ended = False
 
@@ -157,8 +160,11 @@ class EngineLoop:
             vocab_size=gen.model_config.vocab_size,
         )
         self._send(info)
-        while not self._ended:
-            self.turn()
+        try:
+            while not self._ended:
+                self.turn()
+        finally:
+            self._grammars.close()
 
     @property
     def idle(self) -> bool:
@@ -197,13 +203,14 @@ class EngineLoop:
             case Submit(grammar=None):
                 self._arrived[message.number] = message
             case Submit(grammar=str() as grammar):
-                compiled = self._thread.submit(self._compile, grammar)
+                compiled = self._grammars.compile(message.number, grammar, message.grammar_timeout)
                 self._compiling[message.number] = message, compiled
                 compiled.add_done_callback(self._incoming.put)  # wakes an idle loop
             case Abort():
                 for number in message.numbers:
                     self._arrived.pop(number, None)
                     self._compiling.pop(number, None)
+                    self._grammars.drop(number)
             case Call():
                 self._call(message)
             case Failed(error=Exception() as error):  # an unreadable message
@@ -221,13 +228,6 @@ class EngineLoop:
             self._send(Returned(call.number, result, None))
         except Exception as error:  # of this call, or of pickling its result
             self._send(Returned(call.number, None, portable(error)))
-
-    @cached_property
-    def _compiler(self) -> Compiler:
-        return Compiler.of(self._gen.tokenizer, self._gen.model_config)
-
-    def _compile(self, grammar: str) -> TokenMask:
-        return self._compiler.compile(grammar)
 
     def _take_compiled(self) -> None:
         for number, (submit, compiled) in list(self._compiling.items()):

@@ -19,6 +19,7 @@ ROOMS = (
     "async_generator",
     "async_loop",
     "generator",
+    "grammar_pool",
     "ranks",
     "engine",
     "grammar",

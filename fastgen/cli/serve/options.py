@@ -14,6 +14,7 @@ import yaml
 from fastgen import __version__
 from fastgen.cli.options import MODEL, Value, add_flag, read_yaml, variable
 from fastgen.engine.options import Option, option, options_of
+from fastgen.grammar_pool import GRAMMAR_TIMEOUT
 from fastgen.model.config import BUNDLED_NAME
 
 
@@ -41,6 +42,9 @@ class ServerOptions:
         60.0, "seconds for the head of a request, and between two parts of its body, until its connection is closed",
         low=0, above=True,
     )  # fmt: skip
+    grammar_timeout: float = option(
+        GRAMMAR_TIMEOUT, "seconds that a schema may take to compile; beyond it the answer is a 400", low=0, above=True
+    )
     shutdown_timeout: float = option(30.0, "seconds that running requests have to finish after a SIGTERM", low=0)
     stall_timeout: float = option(
         60.0, "seconds without a step, with work to do, after which /health is 503", low=0, above=True
@@ -80,14 +84,12 @@ class ServerOptions:
 class ModelOptions:
     """A model to serve: its name for clients, its folder or hub id (None: the bundled one), and Generator's arguments.
 
-    chat_template: the text of a template that replaces the tokenizer's. again: arguments that replace these when the
-    engine is started again, beside all other models.
+    again: arguments that replace these when the engine is started again, beside all other models.
     """
 
     name: str
     model: str | None
     generator: Mapping[str, Any]
-    chat_template: str | None = None
     again: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -98,12 +100,7 @@ class Options:
 
 
 SERVER = options_of(ServerOptions)
-NAME = Option("served_model_name", str, None, "name of the model for clients", unset="its hub id or folder")
-TEMPLATE = Option("chat_template", str, None, "file of a chat template, in Jinja", unset="the tokenizer's own template")
-SERVED = {NAME.name: NAME, TEMPLATE.name: TEMPLATE, **MODEL}
-"""The options of each model."""
-
-TABLE = SERVER | SERVED
+TABLE = SERVER | MODEL
 
 
 def read_options(argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> Options:
@@ -128,7 +125,7 @@ def make_options(
 ) -> Options:
     """Return the options of a file that has been read, of variables, and of flags (`given` and `models`).
 
-    Raises ValueError, and OSError for a file of a chat template that can not be read.
+    Raises ValueError.
     """
     file = dict(file)
     entries = _entries(models, environment, file.pop("models", None) or [])
@@ -138,17 +135,16 @@ def make_options(
     given = {**_read(texts, variables), **(given or {})}
     settings = {**_read(file, TABLE, "the file: "), **given}
     server = ServerOptions(**{name: settings[name] for name in SERVER if name in settings})  # type: ignore[arg-type]
-    known = {"model": Option("model", str), "name": NAME, **SERVED}
+    known = {"model": Option("model", str), "name": Option("name", str), **MODEL}
     served: list[ModelOptions] = []
     for place, entry in enumerate(entries):
         own = _read(entry, known, f"models[{place}]: ")
         model = str(own["model"]) if "model" in own else None
-        chosen = {**settings, **own, **given}
-        name = str(chosen.get(NAME.name, BUNDLED_NAME if model is None else model))
+        name = str(own.get("name", BUNDLED_NAME if model is None else model))
         if any(other.name == name for other in served):
             raise ValueError(f"two models are called {name!r}; give one of them another name in the file")
-        template = _read_text(Path(str(chosen[TEMPLATE.name]))) if TEMPLATE.name in chosen else None
-        served.append(ModelOptions(name, model, {key: chosen[key] for key in MODEL if key in chosen}, template))
+        chosen = {**settings, **own, **given}
+        served.append(ModelOptions(name, model, {key: chosen[key] for key in MODEL if key in chosen}))
     return Options(server, tuple(_share_memory(served)))
 
 
@@ -164,7 +160,7 @@ def make_parser() -> argparse.ArgumentParser:
     models_help = f"hub ids or folders [{variable('models')}, separated by spaces; models: {BUNDLED_NAME}]"
     parser.add_argument("model", nargs="*", metavar="MODEL", help=models_help)
     parser.add_argument("--config", metavar="FILE", help=f"a YAML file [{variable('config')}]")
-    for title, options in (("server", SERVER), ("models", SERVED)):
+    for title, options in (("server", SERVER), ("models", MODEL)):
         group = parser.add_argument_group(title)
         for each in options.values():
             add_flag(group, each, f"{each.help} [{variable(each.name)}, {each.name}: {each.default_text}]")
@@ -184,16 +180,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8; save it in that encoding") from None
-
-
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.load(_read_text(path), _Loader)
+        data = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8; save it in that encoding") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if data is None:

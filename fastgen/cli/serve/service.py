@@ -70,9 +70,11 @@ class ServedModel:
 
     facts: ModelFacts
 
-    def __init__(self, options: ModelOptions, queue: AdmissionQueue) -> None:
+    def __init__(self, options: ModelOptions, queue: AdmissionQueue, grammar_timeout: float) -> None:
         self.name, self.queue, self._options = options.name, queue, options
-        self.engine = AsyncGenerator(options.model, name=options.name, **options.generator)
+        self.engine = AsyncGenerator(
+            options.model, name=options.name, grammar_timeout=grammar_timeout, **options.generator
+        )
         self.trouble: str | None = None
 
     async def start(self) -> None:
@@ -85,8 +87,6 @@ class ServedModel:
         tokenizer = vocabulary = None
         if info.tokenizer is not None:
             tokenizer = Tokenizer(Path(info.tokenizer))
-            if self._options.chat_template is not None:
-                tokenizer.hf.chat_template = self._options.chat_template
             tokenizer.encode("")  # a tokenizer's first call changes its state, which threads must not do
             vocabulary = Vocabulary(tokenizer)
         defaults = SamplingParams(**sampling_defaults(Path(info.folder)))  # type: ignore[arg-type]
@@ -120,7 +120,8 @@ class Service:
     def __init__(self, options: Options) -> None:
         self.options = options.server
         limits = (self.options.max_queued_requests, self.options.max_queued_tokens)
-        self.models = {model.name: ServedModel(model, AdmissionQueue(*limits)) for model in options.models}
+        seconds = self.options.grammar_timeout
+        self.models = {model.name: ServedModel(model, AdmissionQueue(*limits), seconds) for model in options.models}
         self.metrics = Metrics({name: model.engine for name, model in self.models.items()})
         self.loaded = asyncio.Event()
         self.expired = False

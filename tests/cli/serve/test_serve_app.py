@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
-from serving import FGSERVE, Server, alive, request_bytes, until
+from serving import FGSERVE, Server, alive, descendants, request_bytes, until
 
 from fastgen.cli.serve.main import UNREAD_SECONDS, listen
 
@@ -27,7 +28,7 @@ SUM: list[Any] = [{"role": "user", "content": "what is 12 + 30?"}]
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """A server of the bundled model."""
-    server = Server(FGSERVE, "--seed", "1")
+    server = Server(FGSERVE, "--seed", "1", "--grammar-timeout", "1")
     assert server.get("/ready").status_code == 503, "the port opens before the model is there"
     server.await_ready()
     (engine,) = server.engines()
@@ -116,6 +117,32 @@ def test_errors_have_one_shape(server: Server, method: str, path: str, body: byt
 
 
 # ------------------------------------------------------------------------------------------------ load
+
+
+def test_schemas_that_take_too_long_delay_nobody(server: Server) -> None:
+    """Of two dozen requests with schemas that never compile, most go away, and the others get a 400."""
+
+    def asked(schema: dict[str, Any]) -> dict[str, Any]:
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+        return {"messages": SUM, "response_format": wanted, "max_tokens": 50}
+
+    never = asked({"allOf": [{"type": "integer", "multipleOf": prime} for prime in (7, 11, 13, 17, 19, 23)]})
+    gone = [server.send(request_bytes("/v1/chat/completions", never)) for _ in range(20)]
+    stays = [server.send(request_bytes("/v1/chat/completions", never)) for _ in range(2)]
+    until(lambda: len(descendants(server.process.pid)) > 4)
+    for connection in gone:
+        connection.close()
+    begun = time.monotonic()
+    assert server.post("/v1/chat/completions", asked({"type": "boolean"})).json()["choices"][0]["finish_reason"]
+    assert time.monotonic() - begun < 4
+    for connection in stays:
+        with connection:
+            told = b""
+            while not told.endswith(b"}}"):
+                told += connection.recv(65536)
+        assert told.startswith(b"HTTP/1.1 400 ")
+        assert b"takes more than 1 seconds to compile; simplify it" in told
+        assert b'"param":"response_format"' in told
 
 
 @pytest.mark.parametrize("stream", [False, True])
