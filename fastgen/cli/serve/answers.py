@@ -14,9 +14,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from fastgen.async_generator import EngineError, EventStream
+from fastgen.cli.serve import messages, responses
 from fastgen.cli.serve.prompts import GenerationReply, GenerationRequest, grammar_field, prepare
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, refused
 from fastgen.cli.serve.service import Meter, Service, expire
+from fastgen.cli.serve.translation import BlockReply
 from fastgen.request import Event
 
 log = logging.getLogger(__name__)
@@ -31,11 +33,17 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(to_json(content), status, headers, "application/json")
 
 
-def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+def error_response(error: ApiError, path: str, headers: dict[str, str] | None = None) -> Response:
+    """Return the response for an error, in the form of the API that a path belongs to."""
     headers = dict(headers or {})
     if error.status == 503:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    return json_response(error.body, error.status, headers)
+    body = error.body
+    if path.endswith(("/messages", "/messages/count_tokens")):
+        body = messages.error_body(error)
+    elif path.endswith("/responses"):
+        body = responses.renamed(error).body
+    return json_response(body, error.status, headers)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -82,9 +90,11 @@ class GenerationResponse(Response):
     """The response to a request for generated text. An error after its beginning becomes the last event of the stream;
     the application's handlers answer earlier ones."""
 
-    def __init__(self, service: Service, request: GenerationRequest) -> None:
+    def __init__(
+        self, service: Service, request: GenerationRequest, translate: Callable[[Any], BlockReply] | None = None
+    ) -> None:
         super().__init__()
-        self._service, self._request = service, request
+        self._service, self._request, self._translate = service, request, translate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -96,7 +106,7 @@ class GenerationResponse(Response):
 
         try:
             async with limited(self._service, receive):
-                await _answer(self._service, self._request, scope, send_begun)
+                await self._answer(scope, send_begun)
         except Exception as error:
             if not begun:
                 raise
@@ -105,23 +115,24 @@ class GenerationResponse(Response):
             if not isinstance(error, ClientDisconnect):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(FAREWELL_SECONDS):
-                        body = _sse(as_api_error(error).body)
+                        body = b"".join(map(_sse, self._reply.error(as_api_error(error))))
                         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-
-async def _answer(service: Service, request: GenerationRequest, scope: Scope, send: Send) -> None:
-    """Answer a request; `scope` gets its meter. Raises ApiError."""
-    model = service.choose(request.model)
-    scope["meter"] = meter = Meter(service.metrics, model.name)
-    with model.queue.enter(_sizes(request), request.choices) as leave:
-        reply, params, grammar = await asyncio.to_thread(prepare, model.facts, request)
-        model.check_ready()  # it may have died meanwhile
-        field = None if grammar is None else grammar_field(request)
-        prompts = [prompt.ids for prompt in reply.prompts]
-        meter.prompt_tokens = sum(map(len, prompts))
-        with model.engine.submit(prompts, params, grammar, every_step=bool(request.stream)) as stream:
-            turns = _observed(stream, leave, meter, field)
-            await (_send_stream if request.stream else _send_whole)(reply, turns, send)
+    async def _answer(self, scope: Scope, send: Send) -> None:
+        """Answer the request; `scope` gets its meter. Raises ApiError."""
+        service, request = self._service, self._request
+        model = service.choose(request.model)
+        scope["meter"] = meter = Meter(service.metrics, model.name)
+        with model.queue.enter(_sizes(request), request.choices) as leave:
+            reply, params, grammar = await asyncio.to_thread(prepare, model.facts, request)
+            self._reply = reply if self._translate is None else self._translate(reply)
+            model.check_ready()  # it may have died meanwhile
+            field = None if grammar is None else grammar_field(request)
+            prompts = [prompt.ids for prompt in reply.prompts]
+            meter.prompt_tokens = sum(map(len, prompts))
+            with model.engine.submit(prompts, params, grammar, every_step=bool(request.stream)) as stream:
+                turns = _observed(stream, leave, meter, field)
+                await (_send_stream if request.stream else _send_whole)(self._reply, turns, send)
 
 
 def _sizes(request: GenerationRequest) -> list[int]:
@@ -147,7 +158,7 @@ async def _observed(
         raise refused(error, field) from None
 
 
-async def _send_stream(reply: GenerationReply, turns: AsyncIterator[list[Event]], send: Send) -> None:
+async def _send_stream(reply: GenerationReply | BlockReply, turns: AsyncIterator[list[Event]], send: Send) -> None:
     if reply.scored:
         turns = _at_once(turns)
     begun = False
@@ -160,19 +171,20 @@ async def _send_stream(reply: GenerationReply, turns: AsyncIterator[list[Event]]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         if chunks:
             await send({"type": "http.response.body", "body": b"".join(map(_sse, chunks)), "more_body": True})
-    await send({"type": "http.response.body", "body": b"".join(map(_sse, reply.end())) + b"data: [DONE]\n\n"})
+    await send({"type": "http.response.body", "body": b"".join(map(_sse, reply.end())) + reply.end_mark})
 
 
 async def _at_once(turns: AsyncIterator[list[Event]]) -> AsyncIterator[list[Event]]:
     yield [event async for events in turns for event in events]
 
 
-def _sse(chunk: Any) -> bytes:
-    """Return a chunk as a server-sent event."""
-    return b"data: " + to_json(chunk) + b"\n\n"
+def _sse(chunk: dict[str, Any]) -> bytes:
+    """Return a chunk as a server-sent event, with its type as the event's name where it has one."""
+    name = b"event: %s\n" % chunk["type"].encode() if "type" in chunk else b""
+    return name + b"data: " + to_json(chunk) + b"\n\n"
 
 
-async def _send_whole(reply: GenerationReply, turns: AsyncIterator[list[Event]], send: Send) -> None:
+async def _send_whole(reply: GenerationReply | BlockReply, turns: AsyncIterator[list[Event]], send: Send) -> None:
     events = [event async for new in turns for event in new]
     body = await asyncio.to_thread(lambda: to_json(reply.whole(events)))
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]

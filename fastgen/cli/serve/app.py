@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fastgen import __version__
 from fastgen.cli.command import note
 from fastgen.cli.serve.answers import GenerationResponse, as_api_error, error_response, json_response, limited
+from fastgen.cli.serve.messages import CountRequest, MessageReply, MessageRequest, count_tokens
 from fastgen.cli.serve.options import ServerOptions
 from fastgen.cli.serve.prompts import detokenize, needed, tokenize, tokenizer_info
 from fastgen.cli.serve.protocol import (
@@ -36,6 +38,7 @@ from fastgen.cli.serve.protocol import (
     TokenizeRequest,
     read_request,
 )
+from fastgen.cli.serve.responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.service import ServedModel, Service
 
 OPEN = ("/health", "/ping", "/ready", "/metrics")  # routes without the API key
@@ -124,16 +127,18 @@ class _Guard:
             return await self._app(scope, receive, send)
         headers, app = Headers(scope=scope), self._app
         if self._key is not None and scope["path"].removeprefix("/v1") not in OPEN and not self._knows_key(headers):
-            message = "the API key is wrong or missing; send it as a bearer token"
-            app = error_response(ApiError(401, message, code="invalid_api_key"), {"WWW-Authenticate": "Bearer"})
+            error = ApiError(401, "the API key is wrong or missing; send it as a bearer token", code="invalid_api_key")
+            app = error_response(error, scope["path"], {"WWW-Authenticate": "Bearer"})
         elif scope["method"] == "POST" and self._is_foreign(headers):
             message = f"pages of {headers['origin']} may not use this server; --allow-origin allows it"
-            app = error_response(ApiError(403, message, code="foreign_origin"))
+            app = error_response(ApiError(403, message, code="foreign_origin"), scope["path"])
         await app(scope, receive, send)
 
     def _knows_key(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key or b"")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")  # as Anthropic's clients send it
+        return hmac.compare_digest(given.strip().encode("latin-1"), self._key or b"")
 
     def _is_foreign(self, headers: Headers) -> bool:
         """Return whether a page of another server sends this, without a browser's question beforehand."""
@@ -146,16 +151,16 @@ class _Guard:
 
 async def _handle(request: Request, error: Exception) -> Response:
     """Answer an error of a route, of the routing, or an unexpected one, which uvicorn logs."""
+    path = request.url.path
     if isinstance(error, ClientDisconnect):
         return Response(status_code=400)  # not read: the client has gone
     if not isinstance(error, HTTPException):
-        return error_response(as_api_error(error))
-    path = request.url.path
+        return error_response(as_api_error(error), path)
     code, message = {
         404: ("not_found", f"there is no {path}; see /openapi.json"),
         405: ("method_not_allowed", f"{request.method} is not allowed at {path}"),
     }.get(error.status_code, (None, str(error.detail)))
-    return error_response(ApiError(error.status_code, message, code=code), dict(error.headers or {}))
+    return error_response(ApiError(error.status_code, message, code=code), path, dict(error.headers or {}))
 
 
 class _Routes:
@@ -167,6 +172,9 @@ class _Routes:
         self._posts: dict[str, tuple[Handler, type[Strict]]] = {
             "/chat/completions": (self.chat, ChatRequest),
             "/completions": (self.completions, CompletionRequest),
+            "/responses": (self.responses, ResponseRequest),
+            "/messages": (self.messages, MessageRequest),
+            "/messages/count_tokens": (self.count_tokens, CountRequest),
             "/tokenize": (self.tokenize, TokenizeRequest),
             "/detokenize": (self.detokenize, DetokenizeRequest),
         }
@@ -192,6 +200,18 @@ class _Routes:
 
     async def completions(self, request: Request) -> Response:
         return GenerationResponse(self._service, await self._read(CompletionRequest, request))
+
+    async def responses(self, request: Request) -> Response:
+        wanted = await self._read(ResponseRequest, request)
+        return GenerationResponse(self._service, await asyncio.to_thread(wanted.chat), partial(ResponseReply, wanted))
+
+    async def messages(self, request: Request) -> Response:
+        wanted = await self._read(MessageRequest, request)
+        return GenerationResponse(self._service, await asyncio.to_thread(wanted.chat), partial(MessageReply, wanted))
+
+    async def count_tokens(self, request: Request) -> Response:
+        wanted = await self._read(CountRequest, request)
+        return json_response(await asyncio.to_thread(count_tokens, wanted, self._service.choose(wanted.model).facts))
 
     async def tokenize(self, request: Request) -> Response:
         wanted = await self._read(TokenizeRequest, request)

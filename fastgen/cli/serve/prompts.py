@@ -66,11 +66,8 @@ def prepare(model: ModelFacts, request: GenerationRequest) -> tuple[GenerationRe
 
 
 def _prepare_chat(model: ModelFacts, request: ChatRequest) -> tuple[ChatReply, str | None]:
-    tokenizer, parallel = needed(model.tokenizer), request.parallel_tool_calls is not False
-    try:
-        calling = Calling(tokenizer, request.tools or (), choice=request.tool_choice or "auto", parallel=parallel)
-    except ValueError as error:
-        raise refused(error, "tools") from None
+    tokenizer = needed(model.tokenizer)
+    calling = calling_of(request, tokenizer)
     ids = encode_chat(request, tokenizer, calling, model.max_model_len)
     try:
         grammar = calling.grammar(structure_rule(request) or answer_rule(request.response_format))
@@ -94,6 +91,15 @@ def structure_rule(request: GenerationRequest) -> str | None:
         except (ValueError, TypeError) as error:
             raise refused(error, field) from None
     return None
+
+
+def calling_of(request: ChatRequest, tokenizer: Tokenizer) -> Calling:
+    """Return the tool calling of a request. Raises ApiError."""
+    parallel = request.parallel_tool_calls is not False
+    try:
+        return Calling(tokenizer, request.tools or (), choice=request.tool_choice or "auto", parallel=parallel)
+    except ValueError as error:
+        raise refused(error, "tools") from None
 
 
 def grammar_field(request: GenerationRequest) -> str:

@@ -46,6 +46,7 @@ class _BaseReply(Generic[Request]):
     prefix: str
     kind: str
     scored = False
+    end_mark = b"data: [DONE]\n\n"  # of a stream
 
     def __init__(
         self, request: Request, model: str, prompts: SequenceOf[PromptTokens], vocabulary: Vocabulary | None
@@ -75,6 +76,10 @@ class _BaseReply(Generic[Request]):
     def end(self) -> list[dict[str, Any]]:
         """Return the chunks after the last event: the usage, if the request asks for it."""
         return [{**self._envelope([]), "usage": self.usage}] if self.request.include_usage else []
+
+    def error(self, error: ApiError) -> list[dict[str, Any]]:
+        """Return the chunks of an error that ends the stream."""
+        return [error.body]
 
     def _envelope(self, choices: SequenceOf[Any]) -> dict[str, Any]:
         return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices}

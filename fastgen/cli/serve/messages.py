@@ -1,0 +1,310 @@
+"""Anthropic's /messages and /messages/count_tokens, translated to a chat and back.
+
+Source: https://docs.anthropic.com/en/api/messages, and the requests of Claude Code. Tests hold the answers to the types
+of the anthropic package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, FiniteFloat, Tag
+from pydantic_core import from_json, to_json
+
+from fastgen.cli.serve.prompts import ModelFacts, calling_of, encode_chat, needed
+from fastgen.cli.serve.protocol import INT32, ApiError, ChatRequest, History, Strict, check_request
+from fastgen.cli.serve.replies import ChatReply
+from fastgen.cli.serve.translation import Block, BlockReply, by_kind, called, merged
+from fastgen.request import SamplingParams
+
+ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}  # others are an invalid_request_error
+
+# ------------------------------------------------------------------------------------------------- content
+
+
+class TextBlock(History):
+    type: Literal["text"]
+    text: str
+
+    def messages(self, role: str) -> list[dict[str, Any]]:
+        """Return the block as messages of a chat; so do those below. role: of its message."""
+        return [{"role": role, "content": self.text}]
+
+
+Texts = str | Annotated[list[TextBlock], Field(fail_fast=True)]
+
+
+def text_of(texts: Texts | None) -> str:
+    return texts if isinstance(texts, str) else "\n".join(block.text for block in texts or ())
+
+
+class ToolUse(History):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+    def messages(self, role: str) -> list[dict[str, Any]]:
+        return [called(self.id, self.name, to_json(self.input).decode())]
+
+
+class ToolResult(History):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+
+    def messages(self, role: str) -> list[dict[str, Any]]:
+        return [{"role": "tool", "tool_call_id": self.tool_use_id, "content": text_of(self.content)}]
+
+
+class Thinking(History):
+    """What a model has thought, which templates do not take back."""
+
+    type: Literal["thinking", "redacted_thinking"]
+
+    def messages(self, role: str) -> list[dict[str, Any]]:
+        return []
+
+
+ContentBlock = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ToolUse, Tag("tool_use")]
+    | Annotated[ToolResult, Tag("tool_result")]
+    | Annotated[Thinking, Tag("thinking")]
+    | Annotated[Thinking, Tag("redacted_thinking")],
+    by_kind("must have the type text, tool_use, tool_result or thinking"),
+]
+
+
+class Turn(History):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[ContentBlock], Field(fail_fast=True)]
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the turn as messages of a chat."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        return [message for block in self.content for message in block.messages(self.role)]
+
+
+# ------------------------------------------------------------------------------------------------- requests
+
+
+class ToolDefinition(Strict):
+    """A tool of the client. Those that Anthropic's servers run have other types."""
+
+    type: Literal["custom"] | None = None
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    defer_loading: bool | None = None
+    cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    without_effect = frozenset({"defer_loading", "cache_control", "eager_input_streaming", "input_examples"})
+
+    def for_chat(self) -> dict[str, Any]:
+        given = {"description": self.description, "parameters": self.input_schema, "strict": self.strict}
+        return {"type": "function", "function": {"name": self.name, **given}}
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def for_chat(self) -> str | dict[str, Any]:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name or ""}}
+        return "required" if self.type == "any" else self.type
+
+
+class OutputFormat(Strict):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    format: OutputFormat | None = None
+    effort: str | None = None
+    without_effect = frozenset({"effort"})
+
+
+class Unused(Strict):
+    """Fields that can not change the answer: caches, bills, and thinking, which templates decide."""
+
+    cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] | None = None
+    inference_geo: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    speed: str | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class CountRequest(Unused):
+    """A request to /messages/count_tokens, and the common fields of both."""
+
+    without_effect = frozenset(Unused.model_fields)
+
+    model: str | None = None
+    messages: list[Turn] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "a"}]])
+    system: Texts | None = None
+    tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+
+    def chat(self) -> ChatRequest:
+        """Return the request as a chat. Raises ApiError."""
+        messages = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
+        messages = merged([*messages, *(message for turn in self.messages for message in turn.messages())])
+        data: dict[str, Any] = {"messages": messages, **self._fields()}
+        if messages[-1:] and messages[-1]["role"] == "assistant":
+            data["continue_final_message"] = True
+        if self.tools:
+            data["tools"] = [tool.for_chat() for tool in self.tools]
+            if self.tool_choice is not None:
+                data["tool_choice"] = self.tool_choice.for_chat()
+                data["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if self.output_config is not None and (wanted := self.output_config.format) is not None:
+            schema = {"name": "answer", "schema": wanted.schema_, "strict": True}
+            data["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return check_request(_Chat, data)
+
+    def _fields(self) -> dict[str, Any]:
+        """Return the fields of a chat beside those of its prompt."""
+        return {"model": self.model}
+
+
+class MessageRequest(CountRequest):
+    """A request to /messages."""
+
+    max_tokens: int = Field(ge=1, le=INT32)
+    temperature: FiniteFloat | None = Field(None, ge=0)
+    top_p: FiniteFloat | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=INT32)
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+
+    def _fields(self) -> dict[str, Any]:
+        names = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+        return {**{name: getattr(self, name) for name in names}, "stop": self.stop_sequences or None}
+
+
+class _Chat(ChatRequest):
+    """A chat whose max_tokens may be more than the context has room for, as clients send it; its end then ends the
+    answer."""
+
+    @property
+    def limit(self) -> None:
+        return None
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        return replace(super().sampling_params(defaults), max_tokens=self.max_tokens)
+
+
+def count_tokens(request: CountRequest, model: ModelFacts) -> dict[str, int]:
+    """Answer /messages/count_tokens. Raises ApiError."""
+    chat, tokenizer = request.chat(), needed(model.tokenizer)
+    return {"input_tokens": len(encode_chat(chat, tokenizer, calling_of(chat, tokenizer)))}
+
+
+# ------------------------------------------------------------------------------------------------- responses
+
+
+class MessageReply(BlockReply):
+    """The message that answers."""
+
+    def __init__(self, request: MessageRequest, chat: ChatReply) -> None:
+        super().__init__(chat)
+        self._max_tokens = request.max_tokens
+
+    def begin(self) -> Iterable[dict[str, Any]]:
+        yield {"type": "message_start", "message": {**self._message([]), "stop_reason": None}}
+
+    def open(self, block: Block) -> Iterable[dict[str, Any]]:
+        yield {"type": "content_block_start", "index": block.index, "content_block": _content(replace(block, text=""))}
+
+    def grow(self, block: Block, piece: str, logprobs: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+        delta = {"type": "text_delta", "text": piece}
+        if block.name is not None:
+            delta = {"type": "input_json_delta", "partial_json": piece}
+        yield {"type": "content_block_delta", "index": block.index, "delta": delta}
+
+    def close(self, block: Block) -> Iterable[dict[str, Any]]:
+        yield {"type": "content_block_stop", "index": block.index}
+
+    def end(self) -> list[dict[str, Any]]:
+        delta = {name: value for name, value in self._message([]).items() if name.startswith("stop")}
+        return [{"type": "message_delta", "delta": delta, "usage": self._usage}, {"type": "message_stop"}]
+
+    def body(self) -> dict[str, Any]:
+        return self._message([_content(block) for block in self.blocks])
+
+    def error(self, error: ApiError) -> list[dict[str, Any]]:
+        return [error_body(error)]
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.chat.id.rpartition('-')[2]}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.chat.model,
+            "content": content,
+            "stop_reason": self._stop_reason,
+            "stop_sequence": self.stop_reason if self._stop_reason == "stop_sequence" else None,
+            "usage": self._usage,
+        }
+
+    @property
+    def _stop_reason(self) -> str:
+        if self.finish_reason == "tool_calls":
+            return "tool_use"
+        if self.finish_reason == "length":
+            full = self.chat.usage["completion_tokens"] < self._max_tokens
+            return "model_context_window_exceeded" if full else "max_tokens"
+        return "stop_sequence" if isinstance(self.stop_reason, str) else "end_turn"
+
+    @property
+    def _usage(self) -> dict[str, Any]:
+        usage = self.chat.usage
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        counts = {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
+        return {**counts, "cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"]}
+
+
+def _content(block: Block) -> dict[str, Any]:
+    if block.name is None:
+        return {"type": "text", "text": block.text}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block.text)}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object: what there is of one that was cut off, and {} for no JSON, which the
+    tool's own check then reports to the model."""
+    try:
+        found: dict[str, Any] = from_json(arguments or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return found
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return an error in Anthropic's form."""
+    message = error.message
+    if error.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # Claude Code then makes it shorter
+    kind = ERRORS.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,0 +1,162 @@
+"""The common part of the APIs that are translated to chats and back: their messages, and their answers in blocks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import Discriminator
+
+from fastgen.cli.serve.protocol import ApiError
+from fastgen.cli.serve.replies import ChatReply
+from fastgen.request import Event
+
+SYSTEM = ("system", "developer")
+
+
+def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat's messages in a form that most chat templates accept: adjacent messages of one role are one, except
+    results of tools, and a system message behind the first message of another role is a user's."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        role = message["role"]
+        if role in SYSTEM:
+            role = "user" if found and found[-1]["role"] != "system" else "system"
+        if not found or found[-1]["role"] != role or role == "tool":
+            found.append({**message, "role": role})
+            continue
+        last = found[-1]
+        last["content"] = "\n\n".join(filter(None, (last.get("content"), message.get("content"))))
+        if "tool_calls" in message:
+            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+    return found
+
+
+def kind_of(part: Any) -> str | None:
+    """Return the type that a part of a request says it has, before or after its check; None if it says none."""
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
+def by_kind(message: str, kind: Callable[[Any], str | None] = kind_of) -> Discriminator:
+    """Return the choice among the types of a part by their tags. message: the rest of an error's sentence."""
+    return Discriminator(kind, custom_error_type="invalid_value", custom_error_message=message)
+
+
+def called(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return the message of an assistant that calls a function."""
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": id, "type": "function", "function": function}]}
+
+
+@dataclass
+class Block:
+    """A part of an answer: a text, or the arguments of a call, which has an id and a name."""
+
+    index: int
+    id: str = ""
+    name: str | None = None
+    text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+
+class BlockReply(ABC):
+    """A chat's reply as events of another API: each block of the answer is opened, grows and is closed before the next.
+
+    Subclasses make the events of each of these steps. An answer has at least one block. finish_reason: as in a chat,
+    once it is known. stop_reason: the stop id or string that ended the answer.
+    """
+
+    end_mark = b""
+    scored = False
+
+    def __init__(self, chat: ChatReply) -> None:
+        self.chat = chat
+        self.blocks: list[Block] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._open = self._begun = False
+        self._scores: list[dict[str, Any]] = []  # logprobs of tokens whose text is not complete yet
+
+    def push(self, events: Iterable[Event]) -> list[dict[str, Any]]:
+        """Return the events of the API for new events."""
+        events = list(events)
+        chunks = self.chat.push(events)  # raises the error of a failed sample
+        self.stop_reason = next((event.stop_reason for event in events if event.finish_reason is not None), None)
+        made = [] if self._begun else list(self.begin())
+        self._begun = True
+        return made + [event for chunk in chunks for event in self._take(chunk["choices"][0])]
+
+    def whole(self, events: Iterable[Event]) -> dict[str, Any]:
+        """Return the complete response for all events of the request."""
+        self.push(events)
+        self.end()
+        return self.body()
+
+    def _take(self, choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        delta = choice["delta"]
+        self._scores += (choice["logprobs"] or {}).get("content", ())
+        if content := delta.get("content"):
+            if not self._open or self.blocks[-1].name is not None:
+                yield from self._begin_block()
+            yield from self._grow(content)
+        for piece in delta.get("tool_calls", ()):
+            if "id" in piece:
+                yield from self._begin_block(piece["id"], piece["function"]["name"])
+            if arguments := piece["function"].get("arguments"):
+                yield from self._grow(arguments)
+        if choice["finish_reason"] is not None:
+            self.finish_reason = choice["finish_reason"]
+            if not self.blocks:
+                yield from self._begin_block()
+            yield from self._end_block()
+
+    def _begin_block(self, id: str = "", name: str | None = None) -> Iterator[dict[str, Any]]:
+        yield from self._end_block()
+        self.blocks.append(Block(len(self.blocks), id, name))
+        self._open = True
+        yield from self.open(self.blocks[-1])
+
+    def _grow(self, piece: str) -> Iterator[dict[str, Any]]:
+        block, scores = self.blocks[-1], self._scores
+        self._scores = []
+        block.text += piece
+        block.logprobs += scores
+        yield from self.grow(block, piece, scores)
+
+    def _end_block(self) -> Iterator[dict[str, Any]]:
+        if self._open:
+            if self._scores and self.blocks[-1].name is None:
+                yield from self._grow("")  # the logprobs of a stop token
+            self._open = False
+            yield from self.close(self.blocks[-1])
+
+    @abstractmethod
+    def begin(self) -> Iterable[dict[str, Any]]:
+        """Return the events before the first block."""
+
+    @abstractmethod
+    def open(self, block: Block) -> Iterable[dict[str, Any]]:
+        """Return the events that open a block."""
+
+    @abstractmethod
+    def grow(self, block: Block, piece: str, logprobs: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+        """Return the events for a new piece of a block. logprobs: of its tokens, as a chat has them."""
+
+    @abstractmethod
+    def close(self, block: Block) -> Iterable[dict[str, Any]]:
+        """Return the events that close a block."""
+
+    @abstractmethod
+    def end(self) -> list[dict[str, Any]]:
+        """Return the events after the last block."""
+
+    @abstractmethod
+    def body(self) -> dict[str, Any]:
+        """Return the complete response, once the answer has ended."""
+
+    @abstractmethod
+    def error(self, error: ApiError) -> list[dict[str, Any]]:
+        """Return the events of an error that ends the stream."""

@@ -1,0 +1,237 @@
+"""messages.py: /messages as the anthropic package reads it, over a real socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import Anthropic
+from anthropic.types import Message, RawMessageStreamEvent
+from asking import save_caller
+from pydantic import BaseModel, TypeAdapter
+from serving import FGSERVE, Server
+
+from fastgen.cli.serve.messages import MessageReply, MessageRequest, error_body
+from fastgen.cli.serve.protocol import ApiError, read_request
+from fastgen.cli.serve.replies import ChatReply, PromptTokens
+from fastgen.request import Event
+from fastgen.tool_parser import HERMES, ToolParser
+
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+ADD: Any = {"name": "add", "description": "adds", "input_schema": SCHEMA, "strict": True, "cache_control": {}}
+ASKED: Any = [{"role": "user", "content": "what is 12 + 30?"}]
+EXACT: Any = {"model": "any", "max_tokens": 50, "extra_body": {"temperature": 0}}  # the package has no temperature
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The bundled model with the tool calls of Hermes, and a key."""
+    folder = save_caller("hermes", tmp_path_factory.mktemp("caller") / "hermes")
+    with Server(FGSERVE, "--tokenizer", str(folder), "--api-key", "secret", "--max-model-len", "512") as server:
+        yield server.await_ready()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[Anthropic]:
+    with Anthropic(base_url=server.url, api_key="secret", max_retries=0) as client:
+        yield client
+
+
+def post(server: Server, **fields: Any) -> Any:
+    return server.post(
+        "/v1/messages",
+        {"messages": ASKED, "max_tokens": 50, "temperature": 0, **fields},
+        headers={"x-api-key": "secret"},
+    )
+
+
+def events_of(server: Server, **fields: Any) -> list[dict[str, Any]]:
+    """Return the events of a stream, held to the types of the package, with the names that lines give them."""
+    lines = post(server, stream=True, **fields).text.split("\n\n")
+    assert lines.pop() == ""
+    found = []
+    for line in lines:
+        name, _, data = line.removeprefix("event: ").partition("\ndata: ")
+        event = json.loads(data)
+        EVENT.validate_python(event)
+        assert event["type"] == name
+        found.append(event)
+    return found
+
+
+def test_an_answer_is_that_of_a_chat(server: Server, client: Anthropic) -> None:
+    system: Any = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    reply = client.messages.create(**EXACT, messages=ASKED, system=system, thinking={"type": "adaptive"}, metadata={})
+    with server.client("secret") as other:
+        chat = other.chat.completions.create(
+            model="any", messages=[{"role": "system", "content": "Be brief."}, *ASKED], temperature=0
+        )
+    assert chat.usage is not None
+    (block,) = reply.content
+    assert block.type == "text"
+    assert block.text == chat.choices[0].message.content == "12 + 30 = 42."
+    assert (reply.stop_reason, reply.stop_sequence, reply.usage.output_tokens) == (
+        "end_turn",
+        None,
+        chat.usage.completion_tokens,
+    )
+    counted = client.messages.count_tokens(model="any", messages=ASKED, system=system)
+    read = (reply.usage.input_tokens, reply.usage.cache_read_input_tokens or 0)
+    assert counted.input_tokens == sum(read) == chat.usage.prompt_tokens
+    Message.model_validate(post(server).json())
+
+
+def test_a_stream_tells_each_part_of_the_message(server: Server) -> None:
+    events = events_of(server)
+    kinds = [event["type"] for event in events]
+    deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    assert kinds == [
+        "message_start",
+        "content_block_start",
+        *["content_block_delta"] * len(deltas),
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert len(deltas) > 3
+    whole = post(server).json()
+    assert "".join(deltas) == whole["content"][0]["text"]
+    start, end = events[0]["message"], events[-2]
+    assert (start["content"], start["stop_reason"]) == ([], None)
+    assert end["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert end["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    assert start["usage"]["input_tokens"] + start["usage"]["cache_read_input_tokens"] > 0
+
+
+def test_an_agent_calls_and_gets_the_result(server: Server, client: Anthropic) -> None:
+    fields: Any = {"model": "any", "max_tokens": 4000, "tools": [ADD]}
+    asked: Any = [{"role": "user", "content": "add some"}]
+    with client.messages.stream(messages=asked, tool_choice={"type": "any"}, **fields) as stream:
+        kinds = [event.type for event in stream]
+        reply = stream.get_final_message()
+    assert "input_json" in kinds
+    assert reply.stop_reason == "tool_use"
+    call = next(block for block in reply.content if block.type == "tool_use")
+    assert (call.name, set(call.input)) == ("add", {"a", "b"})
+    whole = client.messages.create(messages=asked, tool_choice={"type": "tool", "name": "add"}, **fields)
+    assert whole.content[0].type == "tool_use"
+    content = [{"type": "text", "text": "7", "cache_control": {"type": "ephemeral"}}]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": content, "is_error": False}
+    turns: Any = [
+        *asked,
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "a", "signature": ""}, *reply.content]},
+        {"role": "user", "content": [result]},
+    ]
+    after = client.messages.create(messages=turns, tool_choice={"type": "none"}, **fields)
+    assert after.stop_reason == "end_turn"
+    counted = client.messages.count_tokens(model="any", messages=turns, tools=[ADD])
+    assert counted.input_tokens > client.messages.count_tokens(model="any", messages=turns).input_tokens
+
+
+def test_why_an_answer_ends(server: Server) -> None:
+    cut = post(server, max_tokens=2).json()
+    assert (cut["stop_reason"], cut["usage"]["output_tokens"]) == ("max_tokens", 2)
+    stopped = post(server, stop_sequences=["!", "="]).json()
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "=")
+    assert stopped["content"][0]["text"] == "12 + 30 "
+    assert post(server, max_tokens=100_000).json()["stop_reason"] == "end_turn"
+    long = [{"role": "user", "content": "a " * 200}]
+    json_object = {"format": {"type": "json_schema", "schema": {"type": "array", "minItems": 9999}}}
+    full = post(server, messages=long, max_tokens=100_000, output_config=json_object).json()
+    assert full["stop_reason"] == "model_context_window_exceeded"
+
+
+def test_an_answer_that_is_begun_goes_on(server: Server) -> None:
+    begun = [*ASKED, {"role": "assistant", "content": "12 + 30 ="}]
+    assert post(server, messages=begun).json()["content"][0]["text"].strip() == "42."
+
+
+def test_structured_output(client: Anthropic) -> None:
+    class Answer(BaseModel):
+        good: bool
+
+    reply = client.messages.parse(model="any", max_tokens=50, messages=ASKED, output_format=Answer)
+    assert isinstance(reply.parsed_output, Answer)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content.0. must have the type text"),
+    "unknown": ({"n": 2}, "n is not supported"),
+    "tool": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools.0..type should be 'custom'"),
+    "choice": ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "f"}}, "not among the tools"),
+    "max_tokens": ({"max_tokens": None}, "max_tokens is required"),
+    "long": ({"messages": [{"role": "user", "content": "a b " * 2048}]}, "prompt is too long: This model's maximum"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_error_has_the_form_of_the_api(client: Anthropic, case: str) -> None:
+    fields, message = WRONG[case]
+    with pytest.raises(anthropic.BadRequestError, match=message) as caught:
+        client.messages.create(model="any", max_tokens=50, messages=ASKED, stream=True, extra_body=fields)
+    assert isinstance(caught.value.body, dict)
+    assert (caught.value.body["type"], caught.value.type) == ("error", "invalid_request_error")
+
+
+def test_a_wrong_key_is_an_authentication_error(server: Server) -> None:
+    with Anthropic(base_url=server.url, api_key="no") as client, pytest.raises(anthropic.AuthenticationError):
+        client.messages.create(**EXACT, messages=ASKED)
+    with Anthropic(base_url=server.url, auth_token="secret") as client:
+        assert client.messages.create(**EXACT, messages=ASKED).content
+
+
+# ------------------------------------------------------------------------------------------------ without a server
+
+
+def reply_of(**fields: Any) -> MessageReply:
+    request = read_request(MessageRequest, json.dumps({"messages": ASKED, "max_tokens": 9, **fields}).encode())
+    chat = request.chat()
+    return MessageReply(request, ChatReply(chat, "m", PromptTokens([1, 2]), None, lambda: ToolParser(HERMES, {"add"})))
+
+
+def test_text_and_calls_are_blocks_in_their_order() -> None:
+    text = (
+        'so: <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\nthen <tool_call>\n{"name": "add", "argu'
+    )
+    reply = reply_of(tools=[ADD])
+    events = [event for letter in text for event in reply.push([Event(0, 0, [1], letter)])]
+    events += reply.push([Event(0, 0, [1], 'ments": {"a": 12, "b": "x', "length")]) + reply.end()
+    for event in events:
+        EVENT.validate_python(event)
+    starts = [event["index"] for event in events if event["type"] == "content_block_start"]
+    stops = [event["index"] for event in events if event["type"] == "content_block_stop"]
+    assert starts == stops == [0, 1, 2, 3]
+    content = reply.body()["content"]
+    assert [block.get("text") or block["input"] for block in content] == ["so:", {"a": 1}, "then", {"a": 12, "b": "x"}]
+    broken = '<tool_call>\n{"name": "add", "arguments": {a: 1}}\n</tool_call>'
+    assert reply_of(tools=[ADD]).whole([Event(0, 0, [1], broken, "stop")])["content"][0]["input"] == {}
+
+
+def test_turns_become_what_templates_accept() -> None:
+    turns = [
+        {"role": "user", "content": "b"},
+        {"role": "system", "content": "c"},
+        {"role": "assistant", "content": [{"type": "text", "text": "d"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"x": "é"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}, {"type": "text", "text": "e"}]},
+    ]
+    body = json.dumps({"messages": turns, "system": "a", "max_tokens": 9}).encode()
+    messages = read_request(MessageRequest, body).chat().messages
+    said = [(message.role, message.text) for message in messages]
+    assert said == [("system", "a"), ("user", "b\n\nc"), ("assistant", "d"), ("tool", ""), ("user", "e")]
+    assert [call.function.arguments for call in messages[2].tool_calls or ()] == ['{"x":"é"}']
+
+
+def test_errors_have_types() -> None:
+    kinds = [error_body(ApiError(status, "a"))["error"]["type"] for status in (400, 405, 404, 500, 503)]
+    assert kinds == [*["invalid_request_error"] * 2, "not_found_error", "api_error", "overloaded_error"]
+    assert reply_of().error(ApiError(504, "late"))[0]["error"] == {"type": "timeout_error", "message": "late"}

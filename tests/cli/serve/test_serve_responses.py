@@ -1,0 +1,283 @@
+"""responses.py and translation.py: /responses as the openai package reads it, over a real socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from asking import save_caller
+from openai import OpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+from serving import FGSERVE, Server
+
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, read_request
+from fastgen.cli.serve.replies import ChatReply, PromptTokens
+from fastgen.cli.serve.responses import ResponseReply, ResponseRequest
+from fastgen.cli.serve.translation import merged
+from fastgen.request import Event
+from fastgen.tool_parser import HERMES, ToolParser
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+ADD: Any = {"type": "function", "name": "add", "description": "adds", "parameters": SCHEMA, "strict": True}
+ASKED = "what is 12 + 30?"
+FIRST = ["response.created", "response.in_progress", "response.output_item.added"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The bundled model with the tool calls of Hermes."""
+    folder = save_caller("hermes", tmp_path_factory.mktemp("caller") / "hermes")
+    with Server(FGSERVE, "--tokenizer", str(folder)) as server:
+        yield server.await_ready()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def events_of(server: Server, **fields: Any) -> list[dict[str, Any]]:
+    """Return the events of a stream, held to the types of the package, with the names that lines give them."""
+    lines = server.post("/v1/responses", {"stream": True, **fields}).text.split("\n\n")
+    assert lines.pop() == ""
+    found = []
+    for number, line in enumerate(lines):
+        name, _, data = line.removeprefix("event: ").partition("\ndata: ")
+        event = json.loads(data)
+        EVENT.validate_python(event)
+        assert (event["type"], event["sequence_number"]) == (name, number)
+        found.append(event)
+    return found
+
+
+def test_an_answer_is_that_of_a_chat(server: Server, client: OpenAI) -> None:
+    reply = client.responses.create(
+        model="any",
+        instructions="Be brief.",
+        input=ASKED,
+        temperature=0,
+        metadata={"a": "b"},
+        store=True,
+        reasoning={"effort": "low"},
+        text={"verbosity": "low"},
+    )
+    chat = client.chat.completions.create(
+        model="any",
+        messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": ASKED}],
+        temperature=0,
+    )
+    assert reply.output_text == chat.choices[0].message.content == "12 + 30 = 42."
+    assert reply.usage is not None
+    assert chat.usage is not None
+    counts = (reply.usage.input_tokens, reply.usage.output_tokens, reply.usage.total_tokens)
+    assert counts == (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens)
+    assert (reply.status, reply.incomplete_details, reply.metadata) == ("completed", None, {"a": "b"})
+    data = server.post("/v1/responses", {"input": ASKED}).json()
+    Response.model_validate(data)
+    assert (data["object"], data["tools"], data["tool_choice"], data["store"]) == ("response", [], "auto", False)
+
+
+def test_a_stream_tells_each_part_of_the_response(server: Server) -> None:
+    whole = server.post("/v1/responses", {"input": ASKED, "temperature": 0}).json()
+    events = events_of(server, input=ASKED, temperature=0)
+    kinds = [event["type"] for event in events]
+    deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert kinds == [
+        *FIRST,
+        "response.content_part.added",
+        *["response.output_text.delta"] * len(deltas),
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert len(deltas) > 3
+    (item,) = events[-1]["response"]["output"]
+    assert "".join(deltas) == item["content"][0]["text"] == whole["output"][0]["content"][0]["text"]
+    assert events[-2]["item"] == item
+    assert {event["item_id"] for event in events if "item_id" in event} == {item["id"]}
+    assert [event["response"]["status"] for event in (events[0], events[-1])] == ["in_progress", "completed"]
+    assert events[-1]["response"]["usage"].keys() == whole["usage"].keys()
+
+
+def test_an_agent_calls_and_gets_the_result(client: OpenAI) -> None:
+    asked: Any = [{"role": "user", "content": "add some"}]
+    with client.responses.stream(model="any", input=asked, tools=[ADD], tool_choice="required") as stream:
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        reply = stream.get_final_response()
+    call = next(item for item in reply.output if item.type == "function_call")
+    assert (call.name, call.status, call.arguments) == ("add", "completed", "".join(pieces))
+    assert set(json.loads(call.arguments)) == {"a", "b"}
+    result: Any = {
+        "type": "function_call_output",
+        "call_id": call.call_id,
+        "output": [{"type": "input_text", "text": "7"}],
+    }
+    thought: Any = {"type": "reasoning", "id": "rs_1", "summary": []}
+    items = [*asked, thought, *(item.to_dict() for item in reply.output), result]
+    after = client.responses.create(model="any", input=items, tools=[ADD], temperature=0)
+    function = {"name": "add", "arguments": call.arguments}
+    chat = client.chat.completions.create(
+        model="any",
+        messages=[
+            *asked,
+            {"role": "assistant", "tool_calls": [{"type": "function", "id": call.call_id, "function": function}]},
+            {"role": "tool", "tool_call_id": call.call_id, "content": "7"},
+        ],
+        tools=[{"type": "function", "function": {name: ADD[name] for name in ADD if name != "type"}}],
+        temperature=0,
+    )
+    assert after.output_text == chat.choices[0].message.content
+    assert after.usage is not None
+    assert chat.usage is not None
+    assert after.usage.input_tokens == chat.usage.prompt_tokens
+
+
+def test_a_named_function_of_a_namespace_is_called(server: Server) -> None:
+    space = {"type": "namespace", "name": "files", "description": "of files", "tools": [{**ADD, "name": "read"}]}
+    search = {"type": "web_search", "external_web_access": False}
+    fields = {"tools": [ADD, space, search], "tool_choice": {"type": "function", "name": "files__read"}}
+    events = events_of(server, input="read", **fields)
+    (item,) = events[-1]["response"]["output"]
+    assert (item["type"], item["name"], item["namespace"]) == ("function_call", "read", "files")
+    again = server.post("/v1/responses", {"input": [item, {**item, "type": "function_call_output", "output": "1"}]})
+    assert again.json()["status"] == "completed"
+
+
+def test_structured_output(client: OpenAI) -> None:
+    class Answer(BaseModel):
+        good: bool
+
+    assert isinstance(client.responses.parse(model="any", input=ASKED, text_format=Answer).output_parsed, Answer)
+    text: Any = {"format": {"type": "json_object"}}
+    assert client.responses.create(model="any", input=ASKED, text=text, max_output_tokens=3).output_text[0] == "{"
+
+
+def test_a_cut_answer_is_incomplete(server: Server) -> None:
+    events = events_of(server, input=ASKED, max_output_tokens=2)
+    assert events[-1]["type"] == "response.incomplete"
+    reply = events[-1]["response"]
+    assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (reply["output"][0]["status"], reply["usage"]["output_tokens"]) == ("incomplete", 2)
+
+
+def test_logprobs(server: Server) -> None:
+    fields = {"input": ASKED, "temperature": 0, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    data = server.post("/v1/responses", fields).json()
+    Response.model_validate(data)
+    scores = data["output"][0]["content"][0]["logprobs"]
+    assert len(scores) == data["usage"]["output_tokens"]
+    assert [len(score["top_logprobs"]) for score in scores] == [2] * len(scores)
+    deltas = [event for event in events_of(server, **fields) if event["type"] == "response.output_text.delta"]
+    assert [score for event in deltas for score in event["logprobs"]] == scores
+
+
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    "stored": ({"previous_response_id": "resp_1"}, "previous_response_id", "send all earlier items as input"),
+    "conversation": ({"conversation": "conv_1"}, "conversation", "nothing is stored"),
+    "unknown": ({"n": 2}, "n", "is not supported"),
+    "background": ({"background": True}, "background", "wait for the answer"),
+    "reference": ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "must have the type message"),
+    "image": (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input[0].content[0].type",
+        "input_text",
+    ),
+    "empty": ({"input": []}, "input", "at least one message"),
+    "search": ({"tools": [{"type": "web_search"}]}, "tools[0]", "function or namespace"),
+    "same": ({"tools": [ADD, ADD]}, "tools", "same name"),
+    "other": ({"tools": [ADD], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not among"),
+    "schema": (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}}},
+        "text.format",
+        "nothing",
+    ),
+    "long": ({"input": "a b " * 2048}, "input", "maximum context length"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_error_names_the_field(client: OpenAI, case: str) -> None:
+    fields, param, message = WRONG[case]
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        client.responses.create(model="any", input="a", stream=True, extra_body=fields)
+    assert caught.value.param == param
+
+
+# ------------------------------------------------------------------------------------------------ without a server
+
+
+def reply_of(**fields: Any) -> ResponseReply:
+    request = read_request(ResponseRequest, json.dumps({"input": "a", **fields}).encode())
+    chat = request.chat()
+    return ResponseReply(request, ChatReply(chat, "m", PromptTokens([1, 2]), None, lambda: ToolParser(HERMES, {"add"})))
+
+
+def test_text_and_calls_are_items_in_their_order() -> None:
+    text = (
+        'so: <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\nthen <tool_call>\n{"name": "add", "argu'
+    )
+    reply = reply_of(tools=[ADD])
+    events = [event for letter in text for event in reply.push([Event(0, 0, [1], letter)])]
+    events += reply.push([Event(0, 0, [1], 'ments": {"b', "length")]) + reply.end()
+    for event in events:
+        EVENT.validate_python(event)
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["output_index"] for event in done] == [0, 1, 2, 3]
+    output = events[-1]["response"]["output"]
+    assert [event["item"] | {"status": item["status"]} for event, item in zip(done, output, strict=True)] == output
+    said = [item.get("arguments") or item["content"][0]["text"] for item in output]
+    assert said == ["so:", '{"a": 1}', "then", '{"b']
+    assert [item["status"] for item in output] == ["completed"] * 3 + ["incomplete"]
+    assert reply_of(tools=[ADD]).whole([Event(0, 0, [1], text, "stop")])["status"] == "completed"
+
+
+def test_an_answer_without_text_is_an_empty_message() -> None:
+    body = reply_of().whole([Event(0, 0, [1], "", "stop")])
+    assert body["output"][0]["content"][0]["text"] == ""
+
+
+def test_an_error_ends_the_stream_for_every_client() -> None:
+    reply = reply_of()
+    reply.push([Event(0, 0, [1], "a")])
+    events = reply.error(ApiError(504, "too late", code="timeout"))
+    assert [EVENT.validate_python(event).type for event in events] == ["error", "response.failed"]
+    assert events[0]["error"]["message"] == events[1]["response"]["error"]["message"] == "too late"
+
+
+def test_messages_become_what_templates_accept() -> None:
+    items = [
+        {"role": "developer", "content": "b"},
+        {"type": "message", "role": "user", "id": "x", "content": [{"type": "input_text", "text": "c"}]},
+        {"role": "user", "content": "d"},
+        {"role": "developer", "content": "e"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "f", "annotations": []}]},
+        {"type": "function_call", "call_id": "1", "name": "g", "arguments": "{}", "status": "completed"},
+        {"type": "function_call", "call_id": "2", "name": "h", "namespace": "n", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "i"},
+        {"type": "function_call_output", "call_id": "2", "output": "j"},
+    ]
+    request = read_request(ResponseRequest, json.dumps({"instructions": "a", "input": items}).encode())
+    messages = request.chat().messages
+    said = [(message.role, message.text) for message in messages]
+    assert said[:3] == [("system", "a\n\nb"), ("user", "c\n\nd\n\ne"), ("assistant", "f")]
+    assert said[3:] == [("tool", "i"), ("tool", "j")]
+    assert [call.function.name for call in messages[2].tool_calls or ()] == ["g", "n__h"]
+    assert merged([]) == []
+
+
+def test_fields_without_effect_are_refused_where_that_is_wanted() -> None:
+    with pytest.raises(ApiError, match="store is not supported"):
+        read_request(ResponseRequest, b'{"input": "a", "store": true}', strict=True)
+    assert isinstance(read_request(ResponseRequest, b'{"input": "a"}', strict=True).chat(), ChatRequest)
