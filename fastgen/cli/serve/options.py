@@ -84,12 +84,14 @@ class ServerOptions:
 class ModelOptions:
     """A model to serve: its name for clients, its folder or hub id (None: the bundled one), and Generator's arguments.
 
-    again: arguments that replace these when the engine is started again, beside all other models.
+    chat_template: the text of a template that replaces the tokenizer's. again: arguments that replace these when the
+    engine is started again, beside all other models.
     """
 
     name: str
     model: str | None
     generator: Mapping[str, Any]
+    chat_template: str | None = None
     again: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -100,7 +102,12 @@ class Options:
 
 
 SERVER = options_of(ServerOptions)
-TABLE = SERVER | MODEL
+NAME = Option("served_model_name", str, None, "name of the model for clients", unset="its hub id or folder")
+TEMPLATE = Option("chat_template", str, None, "file of a chat template, in Jinja", unset="the tokenizer's own template")
+SERVED = {NAME.name: NAME, TEMPLATE.name: TEMPLATE, **MODEL}
+"""The options of each model."""
+
+TABLE = SERVER | SERVED
 
 
 def read_options(argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> Options:
@@ -125,7 +132,7 @@ def make_options(
 ) -> Options:
     """Return the options of a file that has been read, of variables, and of flags (`given` and `models`).
 
-    Raises ValueError.
+    Raises ValueError, and OSError for a file of a chat template that can not be read.
     """
     file = dict(file)
     entries = _entries(models, environment, file.pop("models", None) or [])
@@ -135,16 +142,17 @@ def make_options(
     given = {**_read(texts, variables), **(given or {})}
     settings = {**_read(file, TABLE, "the file: "), **given}
     server = ServerOptions(**{name: settings[name] for name in SERVER if name in settings})  # type: ignore[arg-type]
-    known = {"model": Option("model", str), "name": Option("name", str), **MODEL}
+    known = {"model": Option("model", str), "name": NAME, **SERVED}
     served: list[ModelOptions] = []
     for place, entry in enumerate(entries):
         own = _read(entry, known, f"models[{place}]: ")
         model = str(own["model"]) if "model" in own else None
-        name = str(own.get("name", BUNDLED_NAME if model is None else model))
+        chosen = {**settings, **own, **given}
+        name = str(chosen.get(NAME.name, BUNDLED_NAME if model is None else model))
         if any(other.name == name for other in served):
             raise ValueError(f"two models are called {name!r}; give one of them another name in the file")
-        chosen = {**settings, **own, **given}
-        served.append(ModelOptions(name, model, {key: chosen[key] for key in MODEL if key in chosen}))
+        template = _read_text(Path(str(chosen[TEMPLATE.name]))) if TEMPLATE.name in chosen else None
+        served.append(ModelOptions(name, model, {key: chosen[key] for key in MODEL if key in chosen}, template))
     return Options(server, tuple(_share_memory(served)))
 
 
@@ -160,7 +168,7 @@ def make_parser() -> argparse.ArgumentParser:
     models_help = f"hub ids or folders [{variable('models')}, separated by spaces; models: {BUNDLED_NAME}]"
     parser.add_argument("model", nargs="*", metavar="MODEL", help=models_help)
     parser.add_argument("--config", metavar="FILE", help=f"a YAML file [{variable('config')}]")
-    for title, options in (("server", SERVER), ("models", MODEL)):
+    for title, options in (("server", SERVER), ("models", SERVED)):
         group = parser.add_argument_group(title)
         for each in options.values():
             add_flag(group, each, f"{each.help} [{variable(each.name)}, {each.name}: {each.default_text}]")
@@ -180,11 +188,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_text(path: Path) -> str:
     try:
-        data = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8; save it in that encoding") from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.load(_read_text(path), _Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if data is None:

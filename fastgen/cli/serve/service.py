@@ -87,6 +87,8 @@ class ServedModel:
         tokenizer = vocabulary = None
         if info.tokenizer is not None:
             tokenizer = Tokenizer(Path(info.tokenizer))
+            if self._options.chat_template is not None:
+                tokenizer.hf.chat_template = self._options.chat_template
             tokenizer.encode("")  # a tokenizer's first call changes its state, which threads must not do
             vocabulary = Vocabulary(tokenizer)
         defaults = SamplingParams(**sampling_defaults(Path(info.folder)))  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 
 from fastgen.cli.options import flag, variable
 from fastgen.cli.options import read as read_text
-from fastgen.cli.serve.options import SERVER, TABLE, Options, ServerOptions, make_parser, read_options
+from fastgen.cli.serve.options import TABLE, Options, ServerOptions, make_parser, read_options
 
 
 def read(*argv: str, file: str | None = None, folder: Path | None = None, **environment: str) -> Options:
@@ -34,14 +34,19 @@ def test_the_help_shows_all_three() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_flags_go_before_variables_before_the_file(name: str, tmp_path: Path) -> None:
+def test_flags_go_before_variables_before_the_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in "abc":
+        Path(text).write_text(text)  # chat_template is the text of a file
     option = TABLE[name]
     texts: dict[Any, tuple[str, ...]] = {int: ("3", "4", "5"), float: ("0.25", "0.5", "0.75")}
     texts |= {bool: ("false", "true", "false")}
     first, second, third = [*option.choices, *option.choices][:3] or texts.get(option.kind, ("a", "b", "c"))
 
     def value(options: Options) -> Any:
-        return getattr(options.server, name) if name in SERVER else options.models[0].generator[name]
+        (model,) = options.models
+        given = {**vars(options.server), **model.generator, "chat_template": model.chat_template}
+        return model.name if name == "served_model_name" else given[name]
 
     file, environment = f"{name}: {first}", {variable(name): second}
     flags = (flag(name), third) if option.kind is not bool else (flag(name).replace("--", "--no-"),)
@@ -56,10 +61,17 @@ def test_models_of_the_file_have_their_own_settings(tmp_path: Path) -> None:
     assert (first.name, first.model, dict(first.generator)) == ("a/b", "a/b", {"dtype": "float16"})
     assert (second.name, second.model) == ("d", "c")
     assert dict(second.generator) == {"dtype": "bfloat16", "device": "cuda:1"}
+    assert read("e", "--served-model-name", "x").models[0].name == "x"
     flagged = read("--dtype", "float32", file=file, folder=tmp_path).models
     assert [model.generator["dtype"] for model in flagged] == ["float32"] * 2
     assert [model.name for model in read("e", file=file, folder=tmp_path).models] == ["e"]
     assert [model.name for model in read(FASTGEN_MODELS="x y").models] == ["x", "y"]
+
+
+def test_a_model_of_the_file_has_its_own_chat_template(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("{{ x }}")
+    models = read(file=f"models: [a, {{model: b, chat_template: {tmp_path}/own}}]", folder=tmp_path).models
+    assert [model.chat_template for model in models] == [None, "{{ x }}"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -110,6 +122,8 @@ def test_models_on_other_gpus_or_with_a_share_of_their_own_are_left_alone(tmp_pa
         (["--replicas=2", "--ssl-certfile=a"], None, {}, "ssl_certfile has no effect on replicas"),
         (["a", "a"], None, {}, "two models are called 'a'"),
         (["--config", "/nowhere"], None, {}, "No such file"),
+        (["--chat-template", "/nowhere"], None, {}, "No such file"),
+        (["--served-model-name", "x", "a", "b"], None, {}, "two models are called 'x'"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_told(

@@ -264,9 +264,11 @@ def test_a_structure_is_given_once() -> None:
     assert error_of(CompletionRequest, guided_regex="a", guided_choice=["a"]).param == "guided_choice"
     for one, two in itertools.combinations(wanted, 2):
         assert error_of(ChatRequest, **{name: wanted[name] for name in (one, two)}).param == two
-    assert (
-        error_of(ChatRequest, continue_final_message=True, add_generation_prompt=True).param == "add_generation_prompt"
-    )
+
+
+def test_a_message_that_goes_on_has_text_and_no_other_behind_it() -> None:
+    both = error_of(ChatRequest, continue_final_message=True, add_generation_prompt=True)
+    assert both.param == "add_generation_prompt"
     empty = [{"role": "assistant", "content": ""}]
     assert error_of(ChatRequest, messages=empty, continue_final_message=True).param == "continue_final_message"
 
