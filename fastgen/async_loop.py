@@ -88,13 +88,14 @@ class EngineInfo:
     """From the engine when its Generator is ready: the facts that a server needs.
 
     folder: the model's. tokenizer: folder or hub id of the tokenizer, None without one. max_model_len: maximum tokens
-    of prompt and answer together.
+    of prompt and answer together. summary: of the engine's configuration, in words.
     """
 
     folder: str
     tokenizer: str | None
     max_model_len: int
     vocab_size: int
+    summary: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ class EngineLoop:
             tokenizer=None if gen.tokenizer is None else str(gen.tokenizer.hf.name_or_path),
             max_model_len=gen.max_model_len,
             vocab_size=gen.model_config.vocab_size,
+            summary=gen.config.summary,
         )
         self._send(info)
         try:

@@ -38,7 +38,7 @@ class StubGenerator:
         if model is not None and "broken" in model:
             raise ValueError(f"{model} is broken; mend it")
         self.folder = Path(__file__).parent
-        self.config = SimpleNamespace(max_seqs=max_seqs, page_size=16, num_pages=100)
+        self.config = SimpleNamespace(max_seqs=max_seqs, page_size=16, num_pages=100, summary="a stub")
         self.model_config = SimpleNamespace(vocab_size=1000, eos_ids=(2,))
         self._requests: dict[int, tuple[Sequence[int], SamplingParams]] = {}
         self._started: dict[int, float] = {}

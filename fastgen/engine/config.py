@@ -91,6 +91,16 @@ class EngineConfig:
             )
         return replace(self, num_pages=num_pages, max_model_len=min(self.max_model_len, room))
 
+    @property
+    def summary(self) -> str:
+        """The values that a user looks for after a start, in words."""
+        ranks = f" and {self.tensor_parallel - 1} more" if self.tensor_parallel > 1 else ""
+        mode = ", deterministic" if self.deterministic else ""
+        return (
+            f"{self.device}{ranks}, {self.dtype}, context of {self.max_model_len} tokens, KV cache of "
+            f"{self.num_pages * self.page_size} tokens, kernels: {self.kernels}, attention: {self.attention}{mode}"
+        )
+
     def page_bytes(self, model: ModelConfig) -> int:
         """Return the bytes of a page on one rank: keys and values of all layers."""
         return token_bytes(model, self.dtype) * self.page_size

@@ -147,6 +147,8 @@ async def serve(options: Options) -> None:
 
 async def _report_loaded(service: Service) -> None:
     await service.loaded.wait()
+    for model in service.models.values():
+        note("fgserve", f"{model.name}: {model.engine.info.summary}")
     note("fgserve", f"ready: {', '.join(service.models)}")
 
 
