@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
+from serving import ROOT
 
 from fastgen import Generator
 from fastgen.cli.serve.prompts import ModelFacts, prepare
@@ -123,6 +124,12 @@ def test_a_field_without_effect_is_taken_unless_the_server_is_strict(kind: Any) 
     assert error_of(kind, n=2, best_of=3).param == "best_of"
     assert read(kind, n=2, best_of=2) is not None
     assert error_of(kind, modalities=["text", "audio"]).param == "modalities[1]"
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_the_documentation_lists_every_field(kind: Any) -> None:
+    text = (ROOT / "docs" / "serving.md").read_text()
+    assert [name for name in kind.model_fields if f"`{name}`" not in text and name != "model"] == []
 
 
 # What litellm 1.106 sends in a second turn, to a call that max_tokens had cut off, and keys that others add.
