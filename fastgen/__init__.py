@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastgen.async_generator import AsyncGenerator, EngineError
     from fastgen.generator import Generator
-    from fastgen.request import Completion, Event, Request, RequestOutput, SamplingParams
+    from fastgen.request import Completion, Event, Request, RequestOutput, SamplingParams, TokenMask
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "TokenMask",
 ]
 
 _HOMES = {

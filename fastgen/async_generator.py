@@ -29,7 +29,7 @@ from fastgen.grammar import params_rule
 from fastgen.grammar_pool import GRAMMAR_TIMEOUT
 from fastgen.ranks import processes
 from fastgen.ranks.channel import HEAD, Failed, Start, frame
-from fastgen.request import Completion, Event, Prompt, RequestOutput, SamplingParams, Timings
+from fastgen.request import Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
 
 log = logging.getLogger(__name__)
 
@@ -216,23 +216,22 @@ class AsyncGenerator:
 
     # ------------------------------------------------------------------------------------ requests
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> PyAsyncGenerator[Event, None]:
+    async def stream(self, prompt: Prompt, params: Params = None) -> PyAsyncGenerator[Event, None]:
         """Yield the events of a request, as they come; those of its n samples are mixed, and have an `index`.
 
         The last event of a sample has a finish_reason, and an `error` where the sample failed. A reader that is slower
         than the model gets fewer and longer events. Leaving the loop early, or the cancellation of its task, aborts the
         request. Raises what `submit` and EventStream raise.
         """
-        with self.submit([prompt], SamplingParams() if params is None else params) as stream:
+        with self.submit([prompt], params) as stream:
             async for events in stream:
                 for event in events:
                     yield event
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+    async def generate(self, prompt: Prompt, params: Params = None) -> RequestOutput:
         """Return the output of one prompt; asyncio.gather waits for those of many. Cancellation aborts it. Raises what
         `submit` and EventStream raise."""
         added, first_token, events = time.perf_counter(), None, list[Event]()
-        params = SamplingParams() if params is None else params
         with self.submit([prompt], params, every_step=False) as stream:
             async for new in stream:
                 if first_token is None and any(event.token_ids for event in new):
@@ -257,7 +256,7 @@ class AsyncGenerator:
             del self._calls[number]
 
     def submit(
-        self, prompts: Sequence[Prompt], params: SamplingParams, grammar: str | None = None, *, every_step: bool = True
+        self, prompts: Sequence[Prompt], params: Params, grammar: str | None = None, *, every_step: bool = True
     ) -> EventStream:
         """Begin a request of one or more prompts; return the stream of its events.
 
@@ -269,6 +268,7 @@ class AsyncGenerator:
         Raises ValueError or TypeError for wrong params, and EngineError where the engine is not ready.
         """
         peer = self._running_peer()
+        params = params_of(params, self.info.default_params)
         params.validate(self.info.vocab_size)
         if params.mask is not None and self._own_process:
             raise ValueError(

@@ -88,7 +88,8 @@ class EngineInfo:
     """From the engine when its Generator is ready: the facts that a server needs.
 
     folder: the model's. tokenizer: folder or hub id of the tokenizer, None without one. max_model_len: maximum tokens
-    of prompt and answer together. summary: of the engine's configuration, in words.
+    of prompt and answer together. summary: of the engine's configuration, in words. default_params: of requests that
+    give none.
     """
 
     folder: str
@@ -96,6 +97,7 @@ class EngineInfo:
     max_model_len: int
     vocab_size: int
     summary: str
+    default_params: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ class EngineLoop:
             max_model_len=gen.max_model_len,
             vocab_size=gen.model_config.vocab_size,
             summary=gen.config.summary,
+            default_params=gen.default_params,
         )
         self._send(info)
         try:

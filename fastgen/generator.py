@@ -20,19 +20,32 @@ from torch import Tensor
 
 from fastgen.device.memory import release_memory
 from fastgen.device.profiling import Tracer, span
-from fastgen.engine.inputs import InputProcessor, pair_prompts, pair_scores
+from fastgen.engine.inputs import InputProcessor, pair_scores, prompt_list
 from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.engine.options import GeneratorOptions, takes_fields_of
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats, error_output, with_progress
 from fastgen.engine.scheduler import Scheduler
-from fastgen.model.config import read_config
+from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import resolve
 from fastgen.model.transformer import checkpoint_shards
 from fastgen.model.weights import Update, Weights
+from fastgen.names import CALLS, PARAMETERS, explains_names
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, settle_options, start_runner
-from fastgen.request import Completion, Event, Prompt, Request, RequestOutput, SamplingParams, Sequence, Status
+from fastgen.request import (
+    Completion,
+    Event,
+    Message,
+    Params,
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Sequence,
+    Status,
+)
 from fastgen.tokenizer import Tokenizer
+from fastgen.tool_parser import parse_message
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +53,7 @@ AHEAD = 4096  # requests of one generate() call that are in the engine at a time
 READ_STEPS = 4  # new prompts of at most so many steps' token budgets are read before each step
 LOG_SECONDS = 10.0  # seconds of steps between two lines in the log
 IN_FLIGHT = ("error", "keep", "recompute")
+FOREIGN = {**dict.fromkeys((*PARAMETERS, *SamplingParams.__dataclass_fields__), "give it in params"), **CALLS}
 TAGS = ("weights", "kv_cache")
 TORN = "the weights are torn, as an update was cut short or failed"
 DROPPED = "the weights were dropped by sleep"
@@ -49,7 +63,8 @@ class Generator:
     """A model that generates text, for many requests at a time.
 
     The arguments are the fields of `GeneratorOptions`; `help(Generator)` describes them. `config` has the values that
-    were chosen for options that were left open, and `max_model_len` the context in tokens.
+    were chosen for options that were left open, `max_model_len` the context in tokens, and `default_params` the
+    parameters of requests that give none, with what the model's generation_config.json says.
 
     Raises ValueError, or TypeError, for options that can not work, saying what to change. Use it from one thread at a
     time. Nothing global is changed: no default dtype or device, no random number generator.
@@ -83,7 +98,10 @@ class Generator:
         self.max_model_len = self.config.max_model_len
         log_start(self.folder.name, time.perf_counter() - start, self.config, self.model_config)
         self._tracer = Tracer()
-        self._inputs = InputProcessor(self.model_config, self.tokenizer, self.max_model_len, options.seed)
+        self.default_params = SamplingParams(**(sampling_defaults(self.folder) if options.generation_config else {}))
+        self._inputs = InputProcessor(
+            self.model_config, self.tokenizer, self.max_model_len, options.seed, self.default_params
+        )
         self._weights = Weights()
         self._scheduler = Scheduler(self.config)
         self._in_flight: Any = None  # the last launched step, until it is collected
@@ -98,25 +116,71 @@ class Generator:
 
     # --------------------------------------------------------------------------------------- whole answers
 
+    @explains_names("generate", FOREIGN)
     @on_all_ranks
     def generate(
         self,
-        prompts: Prompt | SequenceOf[Prompt],
-        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        params: Params | Iterable[Params] = None,
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Generate outputs for one prompt or a list of prompts, and return them in the order of the prompts.
+        """Generate outputs for one prompt or an iterable of prompts, and return them in the order of the prompts.
 
-        prompts: a prompt is a string, a list of ids or a list of messages; a list that begins with an int or a dict is
-            one prompt. A prompt that can not be served gives an output with an error.
-        params: the parameters of all prompts, or a list with those of each. progress: show a bar of requests and
-            tokens/s.
+        prompts: a prompt is a string, a list of ids, a list of messages, or a dict: {"prompt": text},
+            {"prompt_token_ids": ids}, or {"messages": messages} with arguments of `chat`. A list that begins with an
+            int or a message is one prompt. A prompt that can not be served gives an output with an `error`, and the log
+            counts these.
+        params: the parameters of all prompts, or a list with those of each: SamplingParams; a dict of those that differ
+            from `default_params`; or None, which stands for these. progress: show a bar of requests and tokens/s.
+
+        Raises ValueError or TypeError for what is wrong for all prompts, before anything runs: parameters that all
+        share, a tokenizer or chat template that the model does not have.
         """
-        requests = [Request(prompt, p, self._new_id()) for prompt, p in pair_prompts(prompts, params)]
+        requests = [Request(prompt, p, self._new_id()) for prompt, p in self._inputs.pair(prompts, params)]
         with closing(self._serve(requests, ahead=AHEAD)) as done:
             outputs = {output.id: output for output in with_progress(done, len(requests), progress)}
-        return [outputs[request.id] for request in requests if request.id is not None]
+        results = [outputs[request.id] for request in requests if request.id is not None]
+        if errors := [output.error for output in results if output.error is not None]:
+            log.warning("%d of %d prompts failed; the first error is: %s", len(errors), len(results), errors[0])
+        return results
+
+    @explains_names("chat", FOREIGN)
+    def chat(
+        self,
+        messages: SequenceOf[Message] | Iterable[SequenceOf[Message]],
+        params: Params | Iterable[Params] = None,
+        *,
+        tools: SequenceOf[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one conversation, or of each of some; see `generate`, also for errors.
+
+        messages: dicts with "role" and "content". tools: functions for the chat template, as OpenAI's dicts or as
+            Python functions with types and docstrings; `parse_message` reads the calls in an answer.
+        chat_template_kwargs: other variables of the template. add_generation_prompt: begin a message of the assistant;
+            None: unless continue_final_message, which lets the answer continue the last message.
+        """
+        fields = {
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        prompts = [{"messages": conversation, **fields} for conversation in prompt_list(messages)]
+        return self.generate(prompts, params, progress=progress)
+
+    def parse_message(self, text: str, tools: Iterable[Any] = ()) -> dict[str, Any]:
+        """Return the message of an answer: {"role": "assistant", "content": ..., "tool_calls": [...]}, where
+        "tool_calls" is there if the text has any. It fits into the messages of the next `chat`.
+
+        tools: those of the `chat`. The "arguments" of a call are a dict; of a call that was cut off, a string. Raises
+        ValueError if the model's chat template has no known form of calls.
+        """
+        return parse_message(text, self.tokenizer, tools)
 
     def stream(self, requests: Iterable[Request | None]) -> PyGenerator[RequestOutput, None, None]:
         """Yield the outputs of requests from an iterable, which may be endless, in the order of completion.
@@ -181,7 +245,7 @@ class Generator:
 
     @on_all_ranks
     def score(
-        self, sequences: SequenceOf[Prompt], start: int | SequenceOf[int] = 0, temperature: float = 1.0
+        self, sequences: Iterable[Prompt], start: int | SequenceOf[int] = 0, temperature: float = 1.0
     ) -> list[list[float]]:
         """Return the logprobs of given tokens: float32, of log_softmax(logits / temperature).
 
@@ -210,14 +274,13 @@ class Generator:
     def add(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params = None,
         id: str | int | None = None,
         resume: Completion | None = None,
     ) -> str | int:
         """Begin a request, whose events `step` returns, and return its id. Raises ValueError or TypeError for a request
         that can not be served. resume: a completion of this prompt to continue; see `Request`."""
-        request = Request(prompt, SamplingParams() if params is None else params, id, resume)
-        return self._begin(request, queue=None).id
+        return self._begin(Request(prompt, params, id, resume), queue=None).id
 
     def step(self) -> list[Event]:
         """Run one step, and return the new events of requests that were added. Ctrl-C is raised at the end of the step;

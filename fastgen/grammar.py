@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fastgen.model.config import ModelConfig
-from fastgen.request import SamplingParams
+from fastgen.request import SamplingParams, TokenMask
 from fastgen.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # fgserve's HTTP process, which writes grammars, does not load NumPy
@@ -179,6 +179,47 @@ class GrammarMask:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise ValueError(_reason(self._matcher.get_error()))
+
+
+class TokenRules:
+    """A TokenMask that allows the tokens of a row, less those that would complete a word; `inner` restricts them more.
+
+    row: int32 [ceil(V / 32)], as `TokenMask.fill` writes it. words: ids of each word, two or more.
+    """
+
+    def __init__(self, inner: TokenMask | None, row: np.ndarray, words: Sequence[Sequence[int]]) -> None:
+        self._inner, self._row, self._words = inner, row, words
+        self._longest = max(map(len, words), default=1)
+        self._last: list[int] = []  # as many of the last tokens as a word may have before its own last one
+
+    def fill(self, row: np.ndarray) -> None:
+        if self._inner is not None:
+            self._inner.fill(row)
+        row &= self._row
+        bits = row.view("u1")  # of 8 tokens each
+        for *begin, end in self._words:
+            if self._last[-len(begin) :] == begin:
+                bits[end // 8] &= 255 - (1 << end % 8)
+
+    def accept(self, token: int) -> None:
+        if self._inner is not None:
+            self._inner.accept(token)
+        self._last = [*self._last, token][-self._longest :]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenRules:
+        copy = TokenRules(deepcopy(self._inner, memo), self._row, self._words)
+        copy._last = self._last
+        return copy
+
+
+def token_row(vocab_size: int, allowed: Collection[int] | None, forbidden: Collection[int]) -> np.ndarray:
+    """Return the row of a TokenMask: the `allowed` tokens (None: all), less the forbidden ones."""
+    import numpy as np
+
+    bits = np.full(-(-vocab_size // 32) * 32, allowed is None)
+    bits[list(allowed or ())] = True
+    bits[list(forbidden)] = False
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _reason(error: str) -> str:

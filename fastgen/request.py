@@ -10,10 +10,12 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Protocol
+
+from fastgen.names import PARAMETERS, explains_names
 
 if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
     import numpy as np
@@ -21,8 +23,8 @@ if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
 Message = Mapping[str, Any]
 """A chat message: {"role": ..., "content": ...}."""
 
-Prompt = str | SequenceOf[int] | SequenceOf[Message]
-"""Text, token ids, or chat messages."""
+Prompt = str | SequenceOf[int] | SequenceOf[Message] | Mapping[str, Any]
+"""Text, token ids, chat messages, or a dict with one of them; see `Generator.generate`."""
 
 MAX_LOGPROBS = 20
 STRUCTURES = ("json_schema", "regex", "choice", "grammar")
@@ -46,11 +48,15 @@ class TokenMask(Protocol):
 class SamplingParams:
     """The parameters that say how a prompt is continued. They are checked when a request is added.
 
+    They are complete: a parameter that is left out has the default below, whatever the model's generation_config.json
+    says. `Generator.default_params` are the model's.
+
     n: the number of samples.
-    max_tokens: the most tokens to generate; None: up to the end of the context; 0: none (with prompt_logprobs).
+    max_tokens: the most tokens to generate; None: up to the end of the context (vLLM's default is 16); 0: none (with
+        prompt_logprobs).
     min_tokens: the number of tokens before which nothing stops the output: no eos id, stop_token_ids or stop.
     temperature: 0 is greedy.
-    top_p, top_k, min_p: keep the smallest set of tokens with probability top_p, the k likeliest (0: all), and the
+    top_p, top_k, min_p: keep the smallest set of tokens with probability top_p, the k likeliest (0 or -1: all), and the
         tokens of at least min_p times the largest probability; applied in the order top_k, top_p, min_p, after the
         temperature.
     repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
@@ -60,11 +66,14 @@ class SamplingParams:
     seed: equal seeds and prompts give equal outputs; None derives a seed from the Generator's.
     stop: strings that end the output; the text is cut before them, the ids are kept.
     stop_token_ids: ids that end the output, beside the model's eos ids; they stay in token_ids.
+    include_stop_str_in_output: the text ends with the stop string, or with the text of the stop id.
     ignore_eos: True: the model's eos ids do not end the output.
     logprobs: the number of raw alternatives to return with each token (0 to 20); the logprob of the token itself is
         always returned.
     prompt_logprobs: score the prompt too, with this number of raw alternatives for each token.
     mask: a TokenMask that restricts the tokens.
+    allowed_token_ids: ids outside of which no token is drawn; an eos id is drawn only if it is among them.
+    bad_words: texts whose tokens, with or without a space before them, are not completed in the output.
     json_schema, regex, choice, grammar: at most one of them, and no mask. The answer is JSON of this schema (a dict,
         its JSON, or a class of pydantic), a text that this regular expression matches as a whole, one of these
         strings, or a text of this grammar (Lark, as llguidance reads it); max_tokens may cut it off. They need the
@@ -86,6 +95,7 @@ class SamplingParams:
     seed: int | None = None
     stop: str | SequenceOf[str] = ()
     stop_token_ids: SequenceOf[int] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -94,7 +104,13 @@ class SamplingParams:
     regex: str | None = None
     choice: SequenceOf[str] | None = None
     grammar: str | None = None
+    allowed_token_ids: SequenceOf[int] | None = None
+    bad_words: SequenceOf[str] = ()
     return_sampling_mask: bool = False
+
+    def __post_init__(self) -> None:
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -149,6 +165,13 @@ class SamplingParams:
                 raise TypeError(f"stop must be a string or a list of strings, not {text!r}")
             if not text:
                 raise ValueError("a stop string is empty and would end every output at once; remove it")
+        if self.allowed_token_ids is not None:
+            _token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+            if len(self.allowed_token_ids) == 0:
+                raise ValueError("allowed_token_ids is empty, so that no token could be drawn; give at least one id")
+        _texts("bad_words", self.bad_words)
+        if not all(map(str.strip, self.bad_words)):
+            raise ValueError("a text in bad_words is blank; remove it")
         self._check_structure()
 
     def _check_structure(self) -> None:
@@ -157,12 +180,10 @@ class SamplingParams:
         for name, text in (("regex", self.regex), ("grammar", self.grammar)):
             if not isinstance(text, str | None):
                 raise TypeError(f"{name} must be a string, not {text!r}")
-        if self.choice is None:
-            return
-        if isinstance(self.choice, str) or not all(isinstance(text, str) for text in self.choice):
-            raise TypeError(f"choice must be a list of strings, not {self.choice!r}")
-        if not self.choice:
-            raise ValueError("choice is empty; give at least one string")
+        if self.choice is not None:
+            _texts("choice", self.choice)
+            if not self.choice:
+                raise ValueError("choice is empty; give at least one string")
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
@@ -197,10 +218,36 @@ def _token_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:
             raise ValueError(f"{name} holds the id {token}, outside the vocabulary of {vocab_size} tokens")
 
 
+def _texts(name: str, texts: Any) -> None:
+    if not isinstance(texts, SequenceOf) or isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{name} must be a list of strings, not {texts!r}")
+
+
+# A class decorator would hide the arguments from type checkers.
+SamplingParams.__init__ = explains_names("SamplingParams", PARAMETERS)(SamplingParams.__init__)  # type: ignore[method-assign]
+
+
+Params = SamplingParams | Mapping[str, Any] | None
+"""The parameters of a request: SamplingParams; a dict of those that differ from the model's, or None for these."""
+
+
+def params_of(given: Params, defaults: SamplingParams) -> SamplingParams:
+    """Return the parameters that `given` stands for. defaults: the model's. Raises TypeError for an unknown name, and
+    for a value of another type."""
+    if given is None:
+        return defaults
+    if isinstance(given, Mapping):
+        return replace(defaults, **given)
+    if not isinstance(given, SamplingParams):
+        raise TypeError(f"params must be SamplingParams or a dict, not {type(given).__name__}")
+    return given
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt and the parameters to continue it with. `id` returns on the output (None: the Generator makes one).
 
+    params: SamplingParams; a dict of those that differ from `Generator.default_params`; None: these.
     resume: a completion of this prompt that ended by "length" or "abort", and is continued. With the same params, but
         for n=1 and perhaps a larger max_tokens (counted from the prompt's end), the tokens are those of a completion
         that never ended; its seed is used if params have none. The output holds all of the completion, under its old
@@ -208,7 +255,7 @@ class Request:
     """
 
     prompt: Prompt
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: Params = None
     id: str | int | None = None
     resume: Completion | None = None
 
@@ -486,6 +533,11 @@ class Completion(Drawn):
     weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
     seed: int | None = field(default=None, compare=False)  # other seeds may give the same tokens
 
+    @property
+    def cumulative_logprob(self) -> float:
+        """The sum of raw_logprobs, as vLLM computes it by default."""
+        return sum(self.raw_logprobs)
+
 
 @dataclass(slots=True)
 class Timings:
@@ -499,6 +551,7 @@ class Timings:
 class RequestOutput:
     """A finished request.
 
+    prompt: its text, for chat messages with the chat template; None for a prompt of ids.
     completions: its samples, by index.
     prompt_logprobs: if asked for, float32 values as long as the prompt; NaN at position 0 and before the start of a
         score. prompt_top_logprobs: their alternatives.
@@ -513,6 +566,7 @@ class RequestOutput:
     prompt_top_logprobs: list[dict[int, float]] | None = None
     cached_tokens: int = 0
     timings: Timings | None = None
+    prompt: str | None = None
 
     @property
     def error(self) -> str | None:
@@ -521,5 +575,8 @@ class RequestOutput:
 
     @property
     def text(self) -> str:
-        """The first completion's text."""
-        return self.completions[0].text
+        """The first completion's text. Raises ValueError with the reason if it failed; look at `error` first."""
+        first = self.completions[0]
+        if first.error is not None:
+            raise ValueError(f"request {self.id!r} failed: {first.error}")
+        return first.text

@@ -16,6 +16,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 CONTEXT_IDS = 6  # prompt ids that are decoded before an output, so that its first token keeps its leading space
 USUAL_CHARS = 8  # most tokens have at most so many characters
 CLEARLY_MORE = 1000  # tokens; cutting a text changes far fewer
+PROMPT_KINDS = ("prompt_token_ids", "prompt", "messages")  # keys of a prompt that is a dict
+CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")  # beside messages
 BROKEN = "\ufffd"
 
 # The class that AutoTokenizer takes for a model_type and a tokenizer_class. To import AutoTokenizer takes seconds more:
@@ -79,13 +81,23 @@ class Tokenizer:
         most: int | None = None,
         continuing: bool = False,
     ) -> list[int]:
-        """Return the ids of a conversation. The template adds its own special tokens.
+        """Return the ids of a conversation. most: see `encode`. For other arguments, see `render_chat`."""
+        text = self.render_chat(messages, prompting, variables, continuing)
+        return self.encode(text, special=False, most=most)
 
-        prompting: end with the beginning of an assistant's message. variables: of the template, such as tools. most:
-        see `encode`. continuing: end within the last message, behind its text; not together with `prompting`.
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        prompting: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        continuing: bool = False,
+    ) -> str:
+        """Return the text of a conversation in the chat template, with the special tokens that the template adds.
+
+        prompting: end with the beginning of an assistant's message. variables: of the template, such as tools.
+        continuing: end within the last message, behind its text; not together with `prompting`.
         """
-        if self.hf.chat_template is None:
-            raise ValueError("this model's tokenizer has no chat template; give the prompt as text or ids")
+        self.check_template()
         variables = variables or {}
         for name in inspect.signature(self.hf.apply_chat_template).parameters:
             if name in variables and name not in ("tools", "documents"):
@@ -100,7 +112,12 @@ class Tokenizer:
             )
         except Exception as error:  # jinja2's own errors and the templates' raise_exception
             raise ValueError(f"the chat template does not take these messages: {error}") from error
-        return self.encode(text, special=False, most=most)
+        return str(text)
+
+    def check_template(self) -> None:
+        """Raise ValueError if there is no chat template."""
+        if self.hf.chat_template is None:
+            raise ValueError("this model's tokenizer has no chat template; give the prompt as text or ids")
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Return the text of ids. special: with special tokens."""
@@ -131,31 +148,74 @@ def _class_of(folder: Path) -> Any:
     return getattr(transformers, name)
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
-    """Return the ids of a prompt of any kind. Raises ValueError or TypeError for other values."""
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int], str | None]:
+    """Return the ids of a prompt of any kind, and its text where it has one. Raises ValueError or TypeError for other
+    values."""
+    check_needs(prompt, tokenizer)
+    if isinstance(prompt, Mapping):
+        return _encode_mapping(prompt, tokenizer)
     if isinstance(prompt, str):
-        return _needed(tokenizer).encode(prompt)
+        assert tokenizer is not None
+        return tokenizer.encode(prompt), prompt
+    if _is_chat(prompt):
+        return _encode_mapping({"messages": prompt}, tokenizer)
+    return _read_ids(prompt), None
+
+
+def check_needs(prompt: Any, tokenizer: Tokenizer | None) -> None:
+    """Raise ValueError if no prompt of this kind can be encoded, for want of a tokenizer or a chat template."""
+    if isinstance(prompt, Mapping):
+        if prompt.get("prompt_token_ids") is not None:
+            return
+        prompt = prompt.get("prompt") or prompt.get("messages")
+    chat = _is_chat(prompt)
+    if tokenizer is None and (chat or isinstance(prompt, str)):
+        raise ValueError("this model has no tokenizer files, so a prompt must be a list of token ids")
+    if tokenizer is not None and chat:
+        tokenizer.check_template()
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _encode_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[list[int], str | None]:
+    given = {name: value for name, value in prompt.items() if value is not None}
+    kinds = [name for name in PROMPT_KINDS if name in given]
+    unknown = given.keys() - {*PROMPT_KINDS, *(CHAT_FIELDS if "messages" in kinds else ())}
+    if unknown or not kinds:
+        name = f"not {min(unknown)!r}" if unknown else f"which {prompt!r} has not"
+        raise TypeError(f"a prompt that is a dict has 'prompt', 'prompt_token_ids' or 'messages', {name}")
+    if "prompt_token_ids" in given:
+        return _read_ids(given["prompt_token_ids"]), given.get("prompt")
+    if "messages" not in given:
+        return encode_prompt(given["prompt"], tokenizer)
+    if not _is_chat(given["messages"]):
+        raise TypeError(f"messages must be a list of dicts, not {given['messages']!r}")
+    continuing = bool(given.get("continue_final_message"))
+    variables = {"tools": given.get("tools"), **given.get("chat_template_kwargs", {})}
+    prompting = bool(given.get("add_generation_prompt", not continuing))
+    if prompting and continuing:
+        raise ValueError("add_generation_prompt begins another message, so it can not go with continue_final_message")
+    assert tokenizer is not None
+    text = tokenizer.render_chat(given["messages"], prompting, variables, continuing)
+    return tokenizer.encode(text, special=False), text
+
+
+def _read_ids(prompt: Any) -> list[int]:
+    """Return the ids of a prompt that holds nothing else. Raises TypeError for other values."""
     if isinstance(prompt, bytes | bytearray):
         raise TypeError("a prompt can not be bytes; decode them to a string")
     if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):  # a tensor or array of ids
         prompt = prompt.tolist()
     if not isinstance(prompt, Sequence):
         raise TypeError(f"a prompt is a string, a list of ids or a list of messages, not {type(prompt).__name__}")
-    if prompt and isinstance(prompt[0], Mapping):
-        return _needed(tokenizer).encode_chat(prompt)  # type: ignore[arg-type]
     if set(map(type, prompt)) == {int}:  # the usual case; a check of each token takes many times longer
-        return list(prompt)  # type: ignore[arg-type]
+        return list(prompt)
     for token in prompt:
         if not isinstance(token, Integral) or isinstance(token, bool):
             raise TypeError(f"a prompt of ids must hold integers, not {token!r}")
-    return [int(token) for token in prompt]  # type: ignore[arg-type]
-
-
-def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
-    """Return the tokenizer. Raises ValueError if there is none."""
-    if tokenizer is None:
-        raise ValueError("this model has no tokenizer files, so a prompt must be a list of token ids")
-    return tokenizer
+    return [int(token) for token in prompt]
 
 
 class Detokenizer:
@@ -192,21 +252,21 @@ class Detokenizer:
 
 
 class StopFinder:
-    """A search for stop strings in a growing text, which holds back the end that may become a stop string."""
+    """A search for stop strings in a growing text, which holds back the end that may become a stop string. shown: the
+    text ends behind the stop string, and not before it."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], shown: bool = False) -> None:
+        self._stops, self._shown = tuple(stops), shown
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return (the text that is safe to show, the stop string that was found or None). The text ends before the stop
-        string."""
+        """Return (the text that is safe to show, the stop string that was found or None)."""
         text = self._held + text
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             at, stop = min(found, key=lambda pair: pair[0])
             self._held = ""
-            return text[:at], stop
+            return text[: at + len(stop) * self._shown], stop
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held], None
@@ -223,11 +283,13 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class OutputText:
-    """The growing text of one output, cut before the first stop string."""
+    """The growing text of one output, cut before the first stop string, or behind it if stops are `shown`."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str], shown: bool = False
+    ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
-        self._finder = StopFinder(stops)
+        self._finder = StopFinder(stops, shown)
         self.text = ""
 
     def push(self, ids: Sequence[int], *, may_stop: bool = True, last: bool = False) -> str | None:

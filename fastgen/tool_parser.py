@@ -70,18 +70,24 @@ def find_syntax(tokenizer: Tokenizer) -> Syntax | None:
     return None
 
 
-def parse_message(text: str, syntax: Syntax, functions: Collection[str]) -> dict[str, Any]:
-    """Return the message of a whole answer, as chat templates take it: role, content, and tool_calls if it has any.
-
-    The arguments of a call are an object; where the answer was cut off, they are the text of its beginning. functions:
-    see ToolParser.
-    """
-    message = joined_message(ToolParser(syntax, functions).push(text, last=True))
+def parse_message(text: str, tokenizer: Tokenizer | None, tools: Iterable[Any]) -> dict[str, Any]:
+    """Return the message of a whole answer, as chat templates take it; see `Generator.parse_message`."""
+    syntax = None if tokenizer is None else find_syntax(tokenizer)
+    if syntax is None:
+        raise ValueError("this model's chat template has no known format for tools, so that calls can not be found")
+    message = joined_message(ToolParser(syntax, [_name_of(tool) for tool in tools]).push(text, last=True))
     message["content"] = message["content"] or ""
     for call in message.get("tool_calls", ()):
         with suppress(ValueError, RecursionError):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return message
+
+
+def _name_of(tool: Any) -> str:
+    """Return the name of a tool: a function, its schema, or OpenAI's dict around that."""
+    if isinstance(tool, Mapping):
+        return str(tool.get("function", tool)["name"])
+    return str(tool.__name__)
 
 
 def joined_message(deltas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

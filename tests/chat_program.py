@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import fastgen
 from fastgen.cli import chat, command
@@ -20,11 +19,11 @@ class FakeGenerator:
     """
 
     max_model_len = 200
+    default_params = SamplingParams()
     stats = "some statistics"
 
     def __init__(self, model: str | None = None, **options: object) -> None:
         self.model, self.options = model, options
-        self.folder = Path(__file__).parent.parent
         if model == "slow":
             print("loading", file=sys.stderr)
             time.sleep(60)

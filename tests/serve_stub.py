@@ -29,6 +29,7 @@ class StubGenerator:
 
     tokenizer = None
     max_model_len = 4096
+    default_params = SamplingParams()
 
     def __init__(self, model: str | None = None, max_seqs: int = 256, **_: Any) -> None:
         if model is not None and "slow" in model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from conftest import EOS, VOCAB, Script, Turns, check_idle, random_ids
 from hash_model import hopeful
 
 import fastgen.generator
-from fastgen import Event, Generator, Request, RequestOutput, SamplingParams
+from fastgen import Event, Generator, Request, RequestOutput, SamplingParams, names
 from fastgen.engine.options import OPTIONS, GeneratorOptions
 from fastgen.engine.runner import Launched
 from fastgen.request import Batch, Sequence
@@ -93,7 +94,135 @@ def test_min_tokens_forbids_eos_and_stop_ids_until_then(gen: Generator) -> None:
     assert ids[:5] == [EOS] * 5
 
 
+def test_prompts_as_users_of_vllm_write_them(gen: Generator) -> None:
+    text, ids = gen.generate(["hello", [5, 6]], SHORT)
+    assert text.prompt == "hello"
+    forms: list[Any] = [
+        ({"prompt": "hello"}, {"prompt_token_ids": [5, 6]}),
+        iter([{"prompt": "hello", "prompt_token_ids": None}, {"prompt_token_ids": (5, 6), "prompt": "five six"}]),
+        {"a": "hello", "b": [5, 6]}.values(),
+    ]
+    for prompts in forms:
+        assert ids_of(gen.generate(prompts, SHORT)) == ids_of([text, ids])
+    assert ids_of(gen.generate({"prompt": "hello"}, SHORT)) == ids_of([text])
+    assert ids_of(gen.generate(np.array(["hello"]), SHORT)) == ids_of([text])
+    assert ids_of(gen.generate(np.array([[5, 6], [5, 6]]), SHORT)) == ids_of([ids, ids])
+    for wrong, kind in ((None, "NoneType"), (5, "int"), (b"hello", "bytes")):
+        with pytest.raises(TypeError, match=f"prompts must be a prompt or a list of prompts, not {kind}"):
+            gen.generate(wrong, SHORT)  # type: ignore[arg-type]
+
+
+def test_params_may_be_dicts_of_what_differs_from_the_model(talker: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(talker, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.1, "top_k": 5}')
+    own = SamplingParams(temperature=0.1, top_k=5)
+    with Generator(folder, seed=0) as gen:
+        assert gen.default_params == own
+        given = {"max_tokens": 5, "seed": 1}
+        expected = ids_of(gen.generate(["hello"] * 2, replace(own, max_tokens=5, seed=1)))
+        assert ids_of(gen.generate(["hello"] * 2, given)) == expected
+        assert ids_of(gen.generate(["hello"] * 2, iter([given, given]))) == expected
+        assert ids_of(list(gen.stream(Request("hello", given, id) for id in range(2)))) == expected
+        gen.add("hello", given)
+        assert [token for event in drain(gen) for token in event.token_ids] == expected[0]
+        assert ids_of(gen.generate("hello", SamplingParams(max_tokens=50, seed=1))) != ids_of(
+            gen.generate("hello", {"max_tokens": 50, "seed": 1})
+        ), "SamplingParams are complete"
+    with Generator(folder, seed=0, generation_config=False) as gen:
+        assert gen.default_params == SamplingParams()
+
+
+def test_chat_takes_conversations_tools_and_variables(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gen.tokenizer is not None
+    one, two = ([{"role": "user", "content": text}] for text in ("hello", "world"))
+    assert ids_of(gen.chat(one, SHORT)) == ids_of(gen.generate(one, SHORT))
+    assert ids_of(gen.chat(iter([one, two]), SHORT)) == ids_of(gen.generate([one, two], SHORT))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools and tools[0].function.name }}{{ mood }}"
+    monkeypatch.setattr(gen.tokenizer.hf, "chat_template", template + "{{ '!' if add_generation_prompt }}")
+    tool = {"type": "function", "function": {"name": "f"}}
+    (out,) = gen.chat(one, SHORT, tools=[tool], chat_template_kwargs={"mood": "glad"})
+    assert out.prompt == "hellofglad!"
+    assert gen.chat(one, SHORT, add_generation_prompt=False)[0].prompt == "helloNone"
+    (out,) = gen.chat([*one, {"role": "assistant", "content": "wor"}], SHORT, continue_final_message=True)
+    assert out.prompt == "hellowor"
+    (out,) = gen.chat(one, SHORT, continue_final_message=True, add_generation_prompt=True)
+    assert "can not go with continue_final_message" in str(out.error)
+    with pytest.raises(ValueError, match="no known format for tools"):
+        gen.parse_message(out.prompt or "")
+    monkeypatch.setattr(gen.tokenizer.hf, "chat_template", None)
+    for call in (gen.generate, gen.chat):
+        with pytest.raises(ValueError, match="no chat template"):
+            call(one, SHORT)  # type: ignore[operator]
+
+
+def test_allowed_and_forbidden_tokens(gen: Generator) -> None:
+    assert gen.tokenizer is not None
+    free = SamplingParams(n=8, max_tokens=30, ignore_eos=True, seed=3)
+    allowed = ids_of(gen.generate([5, 6], replace(free, allowed_token_ids=[7, 70, 9])))
+    assert {token for ids in allowed for token in ids} == {7, 70, 9}
+    for word, size in (("hello", 1), ("wor", 3)):
+        likely = gen.tokenizer.encode(word, special=False)
+        assert len(likely) == size
+        for bad, there in (([], True), (["x y", word], False)):
+            params = replace(free, logit_bias=dict.fromkeys([*likely, 70], 1e4), bad_words=bad)
+            drawn = ids_of(gen.generate([5, 6], params))
+            runs = [ids[place : place + size] for ids in drawn for place in range(len(ids))]
+            assert (likely in runs) == there
+            assert size == 1 or set(likely) <= {token for ids in drawn for token in ids}
+    (out,) = gen.generate([5], replace(free, n=1, choice=["hello", "world"], bad_words=["hello"]))
+    assert out.text.strip() == "world"
+
+
+def test_a_text_may_end_with_its_stop(gen: Generator) -> None:
+    assert gen.tokenizer is not None
+    ids = gen.tokenizer.encode("hello world", special=False)
+    for stops in ({"stop": ["lo wo", "x"]}, {"stop_token_ids": ids[-1:]}):
+        params = SamplingParams(max_tokens=20, mask=Script(ids), **stops)  # type: ignore[arg-type]
+        (plain,) = gen.generate([5], params)
+        (shown,) = gen.generate([5], replace(params, include_stop_str_in_output=True))
+        assert ids_of([plain]) == ids_of([shown])
+        assert shown.text.startswith(plain.text)
+        assert shown.text.strip() == ("hello wo" if "stop" in stops else "hello world")
+        assert shown.text != plain.text
+
+
 # Bad input.
+
+
+def test_what_is_wrong_for_all_prompts_raises(gen: Generator) -> None:
+    for params, reason in (
+        (SamplingParams(temperature=-1), "temperature is -1"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"regex": "("}, "unclosed group"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            gen.generate(["hello", [5]], params)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="params must be SamplingParams, a dict or a list of them, not str"):
+        gen.generate("hello", "greedy")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="2 prompts and 1 params"):
+        gen.generate(["hello", "world"], [SHORT])
+    check_idle(gen)
+
+
+def test_failed_prompts_are_counted_in_the_log(gen: Generator, caplog: pytest.LogCaptureFixture) -> None:
+    good, empty, wrong = gen.generate([[5], [], [VOCAB]], SHORT)
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert record.getMessage().startswith("2 of 3 prompts failed; the first error is: the prompt is empty; give")
+    assert good.error is None
+    with pytest.raises(ValueError, match=f"'{empty.id}' failed: the prompt is empty"):
+        _ = empty.text
+    assert wrong.completions[0].text == ""
+    caplog.clear()
+    gen.generate([[5]], SHORT)
+    assert not caplog.records
+
+
+def test_top_k_of_minus_one_is_all(gen: Generator) -> None:
+    params = SamplingParams(max_tokens=9, seed=1, top_p=0.9)
+    assert replace(params, top_k=-1) == params
+    (out,) = gen.generate([5, 6], params)
+    assert out.completions[0].cumulative_logprob == sum(out.completions[0].raw_logprobs)
+
 
 BAD: dict[str, tuple[Any, Any, str]] = {
     "empty": ([], SHORT, "the prompt is empty"),
@@ -111,7 +240,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "warm": ([5], SamplingParams(temperature="warm"), "temperature must be a number, not 'warm'"),  # type: ignore[arg-type]
     "top_p of 0": ([5], SamplingParams(top_p=0), "top_p is 0; it must be above 0 and at most 1"),
     "top_p above 1": ([5], SamplingParams(top_p=1.01), "top_p is 1.01"),
-    "top_k below 0": ([5], SamplingParams(top_k=-1), "top_k is -1"),
+    "top_k below -1": ([5], SamplingParams(top_k=-2), "top_k is -2"),
     "min_p above 1": ([5], SamplingParams(min_p=1.5), "min_p is 1.5"),
     "repetition_penalty of 0": ([5], SamplingParams(repetition_penalty=0), "repetition_penalty is 0"),
     "presence_penalty of nan": ([5], SamplingParams(presence_penalty=math.nan), "presence_penalty is nan"),
@@ -127,7 +256,12 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "bias of nan": ([5], SamplingParams(logit_bias={5: math.nan}), "logit_bias.5. is nan"),
     "many logprobs": ([5], SamplingParams(logprobs=21), "logprobs is 21; it must be from 0 to 20"),
     "prompt_logprobs below 0": ([5], SamplingParams(prompt_logprobs=-1), "prompt_logprobs is -1"),
-    "params of another kind": ([5], {"temperature": 0}, "params must be SamplingParams, not dict"),
+    "params of another kind": ([5], 5, "params must be SamplingParams or a dict, not int"),
+    "params of another name": ([5], {"max_new_tokens": 5}, "has no option 'max_new_tokens'; use max_tokens"),
+    "no allowed token": ([5], SamplingParams(allowed_token_ids=[]), "allowed_token_ids is empty"),
+    "allowed outside": ([5], SamplingParams(allowed_token_ids=[VOCAB]), f"allowed_token_ids holds the id {VOCAB}"),
+    "one bad word": ([5], SamplingParams(bad_words="no"), "bad_words must be a list of strings, not 'no'"),
+    "a blank word": ([5], SamplingParams(bad_words=[" "]), "a text in bad_words is blank"),
 }
 
 
@@ -157,12 +291,16 @@ def test_bad_requests_fail_alone(gen: Generator) -> None:
 
 def test_text_needs_a_tokenizer_and_ids_do_not(llama: Path) -> None:
     with Generator(llama, max_seqs=2) as gen:
-        prompts = ["hello", [{"role": "user", "content": "hello"}], [5], [5, 6]]
-        text, chat, stop, ids = gen.generate(prompts, [SHORT, SHORT, replace(SHORT, stop="x"), SHORT])
-        assert "no tokenizer files" in str(text.error)
-        assert "no tokenizer files" in str(chat.error)
+        for prompt in ("hello", [{"role": "user", "content": "hello"}], {"prompt": "hello"}):
+            for prompts in (prompt, [[5], prompt]):
+                with pytest.raises(ValueError, match="no tokenizer files"):
+                    gen.generate(prompts, SHORT)
+        stop, words, ids = gen.generate([[5], [5], {"prompt_token_ids": [5, 6]}], [
+            replace(SHORT, stop="x"), replace(SHORT, bad_words=["x"]), SHORT
+        ])  # fmt: skip
         assert "stop_token_ids" in str(stop.error)
-        assert (ids.text, len(ids_of([ids])[0])) == ("", 6)
+        assert "use a mask" in str(words.error)
+        assert (ids.text, ids.prompt, len(ids_of([ids])[0])) == ("", None, 6)
         id = gen.add([5, 6], SHORT)
         assert {(event.id, event.text) for event in drain(gen)} == {(id, "")}
 
@@ -194,8 +332,28 @@ def test_the_signature_and_the_help_show_the_options() -> None:
 
 
 def test_an_unknown_option_names_the_nearest_one() -> None:
-    with pytest.raises(TypeError, match="Generator has no option 'max_num_seqs'; the nearest one is 'max_seqs'"):
-        Generator(max_num_seqs=4)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="Generator has no option 'max_seq'; the nearest one is 'max_seqs'"):
+        Generator(max_seq=4)  # type: ignore[call-arg]
+
+
+def test_names_of_others_are_errors_that_say_ours(gen: Generator) -> None:
+    for name, ours in (("gpu_memory_utilization", "use memory_fraction"), ("max_num_seqs", "use max_seqs")):
+        with pytest.raises(TypeError, match=f"Generator has no option '{name}'; {ours}"):
+            Generator(**{name: 1})  # type: ignore[arg-type]
+    for name, ours in (("max_new_tokens", "use max_tokens"), ("logits_processors", "use mask"), ("topk", ".*'top_k'")):
+        with pytest.raises(TypeError, match=f"SamplingParams has no option '{name}'; {ours}"):
+            SamplingParams(**{name: 1})  # type: ignore[arg-type]
+    for name, ours in (("sampling_params", "use params"), ("use_tqdm", "use progress"), ("n", "give it in params")):
+        for call in (gen.generate, gen.chat):
+            with pytest.raises(TypeError, match=f"{call.__name__} has no option '{name}'; {ours}"):
+                call("hello", **{name: 1})  # type: ignore[operator]
+
+
+def test_no_name_of_others_is_one_of_ours() -> None:
+    assert not names.GENERATOR.keys() & OPTIONS.keys()
+    assert not names.PARAMETERS.keys() & SamplingParams.__dataclass_fields__.keys()
+    assert not names.CALLS.keys() & (inspect.signature(Generator.generate).parameters.keys())
+    assert not names.CALLS.keys() & (inspect.signature(Generator.chat).parameters.keys())
 
 
 def test_there_is_one_of_the_params_or_one_a_prompt(gen: Generator) -> None:

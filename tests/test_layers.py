@@ -30,12 +30,14 @@ ROOMS = (
     "tool_parser",
     "tokenizer",
     "request",
+    "names",
     "tiny",
 )
 WITHOUT_TORCH = (
     "async_generator",
     "async_loop",
     "grammar",
+    "names",
     "request",
     "tokenizer",
     "tool_parser",

@@ -39,7 +39,7 @@ NAN, INF = math.nan, math.inf
         ("top_p", -0.5),
         ("top_p", 1.01),
         ("top_p", NAN),
-        ("top_k", -1),
+        ("top_k", -2),
         ("min_p", -0.1),
         ("min_p", 1.5),
         ("repetition_penalty", 0),
@@ -223,4 +223,4 @@ def test_an_output_shows_its_first_text_and_error() -> None:
 
 
 def test_a_request_needs_only_a_prompt() -> None:
-    assert Request("hello") == Request("hello", SamplingParams(), None)
+    assert Request("hello") == Request("hello", None, None)

@@ -53,7 +53,7 @@ def test_an_odd_parameter_fails_alone(gen: Generator, params: SamplingParams) ->
 
 def test_too_many_biases_are_refused(gen: Generator) -> None:
     """Each lane has room for so many; with a wide row all lanes' would have to grow."""
-    intake = InputProcessor(replace(gen.model_config, vocab_size=3 * MAX_BIASES, eos_ids=(1, 2)), None, 100, 0)
+    intake = InputProcessor(replace(gen.model_config, vocab_size=3 * MAX_BIASES, eos_ids=(1, 2)), None, 100, 0, SHORT)
     most = SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASES), -1.0))
     intake.check_params(most)
     intake.check_params(replace(most, min_tokens=1, ignore_eos=True))
@@ -105,8 +105,8 @@ def test_numpy_values_are_values(gen: Generator) -> None:
     plain = gen.generate([[5, 6, 7]], SamplingParams(max_tokens=4, seed=5, temperature=0.5))[0]
     odd = SamplingParams(max_tokens=np.int64(4), seed=np.int64(5), temperature=np.float32(0.5))  # type: ignore[arg-type]
     for prompt in (np.array([5, 6, 7]), list(np.array([5, 6, 7])), torch.tensor([5, 6, 7])):
-        assert gen.generate(prompt, odd)[0].completions == plain.completions  # type: ignore[arg-type]
-    assert gen.generate(b"hello")[0].error == "a prompt can not be bytes; decode them to a string"  # type: ignore[arg-type]
+        assert gen.generate(prompt, odd)[0].completions == plain.completions
+    assert gen.generate([b"hello"])[0].error == "a prompt can not be bytes; decode them to a string"  # type: ignore[list-item]
     ids = random_ids(9)
     expected = gen.score([ids], start=2)
     assert gen.score(ids, start=2) == expected

@@ -159,10 +159,13 @@ def test_no_stop_before_min_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_text_gets_the_special_tokens_and_messages_no_second_bos(tokenizer: Tokenizer) -> None:
-    text = encode_prompt("hello", tokenizer)
+    text, written = encode_prompt("hello", tokenizer)
+    assert written == "hello"
     assert text[0] == 1
     assert tokenizer.decode(text) == "hello"
-    chat = encode_prompt([{"role": "user", "content": "hello"}, {"role": "answer", "content": "the"}], tokenizer)
+    messages = [{"role": "user", "content": "hello"}, {"role": "answer", "content": "the"}]
+    chat, written = encode_prompt(messages, tokenizer)
+    assert str(written).startswith("<s>[user]")
     assert chat.count(1) == 1
     assert chat[0] == 1
     assert chat.count(2) == 2
@@ -171,7 +174,11 @@ def test_text_gets_the_special_tokens_and_messages_no_second_bos(tokenizer: Toke
 
 @pytest.mark.parametrize("ids", [[5, 6], (5, 6), range(5, 7), torch.tensor([5, 6]), np.array([5, 6])])
 def test_ids_of_any_sequence_are_taken_as_they_are(ids: Any) -> None:
-    assert encode_prompt(ids, None) == [5, 6]
+    assert encode_prompt(ids, None) == ([5, 6], None)
+    assert encode_prompt({"prompt_token_ids": ids, "prompt": "as told", "multi_modal_data": None}, None) == (
+        [5, 6],
+        "as told",
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +186,11 @@ def test_ids_of_any_sequence_are_taken_as_they_are(ids: Any) -> None:
     [
         (5, TypeError, "not int"),
         (None, TypeError, "not NoneType"),
-        ({"role": "user", "content": "hello"}, TypeError, "not dict"),
+        ({"role": "user", "content": "hello"}, TypeError, "not 'content'"),
+        ({"prompt": "hello", "multi_modal_data": 5}, TypeError, "not 'multi_modal_data'"),
+        ({"prompt": "hello", "tools": []}, TypeError, "not 'tools'"),
+        ({"prompt": None}, TypeError, "has not"),
+        ({"messages": "hello"}, TypeError, "messages must be a list of dicts, not 'hello'"),
         ([5, "six"], TypeError, "not 'six'"),
         ([5, 6.0], TypeError, "not 6.0"),
         ([True], TypeError, "not True"),

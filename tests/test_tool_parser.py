@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from grammars import add
 
+from fastgen.tokenizer import Tokenizer
 from fastgen.tool_parser import HELD, HERMES, LLAMA, MISTRAL, Syntax, ToolParser, new_call_id, parse_message
 
 SYNTAXES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
@@ -204,12 +206,17 @@ def test_only_text_that_may_become_a_call_is_held() -> None:
             assert len(parser._text) < 5
 
 
-def test_a_whole_answer_is_a_message() -> None:
+def test_a_whole_answer_is_a_message(talker: Path) -> None:
+    hermes = Tokenizer(talker)
+    with pytest.raises(ValueError, match="no known format for tools"):
+        parse_message("Hi", hermes, [])
+    hermes.hf.chat_template = '<tool_call>{"name": ...}'
     text = 'Let me see.\n<tool_call>\n{"name": "get", "arguments": {"a": [1]}}\n</tool_call>'
-    message = parse_message(text, HERMES, NAMES)
+    tools = [{"type": "function", "function": {"name": "get"}}, {"name": "add"}, same]
+    message = parse_message(text, hermes, tools)
     (call,) = message["tool_calls"]
     assert call["function"] == {"name": "get", "arguments": {"a": [1]}}
     assert message == {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
-    assert parse_message("Hi", HERMES, NAMES) == {"role": "assistant", "content": "Hi"}
-    (call,) = parse_message(text[:-16], HERMES, NAMES)["tool_calls"]
+    assert parse_message("Hi", hermes, []) == {"role": "assistant", "content": "Hi"}
+    (call,) = parse_message(text[:-16], hermes, [])["tool_calls"]
     assert call["function"] == {"name": "get", "arguments": '{"a": [1'}, "cut off, so text"

@@ -14,7 +14,7 @@ import time
 import tty
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -40,7 +40,7 @@ Ready to chat!
 ---
 """
 
-LOCAL = ("model", "dtype", "device", "tensor_parallel")  # options of a model in this process
+LOCAL = ("model", "dtype", "device", "tensor_parallel", "generation_config")  # options of a model in this process
 SAMPLED = ("temperature", "top_p", "max_tokens")  # sampling parameters
 SERVED = ("api_key", "name")  # options of a model behind --url
 COMMANDS = "there are /r <N>, /m and /q (for a message, put a space before the /)"
@@ -331,11 +331,10 @@ def _chat(args: argparse.Namespace) -> int:
 def _load_and_run(args: argparse.Namespace) -> int:
     with loading_model():
         from fastgen import Generator  # importing torch takes seconds
-        from fastgen.model.config import sampling_defaults
 
         # One lane: there is one conversation, and each size of decode step would take time to prepare.
         gen = Generator(max_seqs=1, **given(args, (*LOCAL, "seed")))
-        params = SamplingParams(**{**sampling_defaults(gen.folder), **given(args, SAMPLED)})
+        params = replace(gen.default_params, **given(args, SAMPLED))
     with gen:
         status = run(LocalBackend(gen, params), args.system)
         if args.verbose:
@@ -369,7 +368,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in SAMPLED:
         add_flag(parser, SAMPLING[name])
     option("--system", metavar="TEXT", help="system prompt (default: none)")
-    for name in ("seed", "dtype", "device", "tensor_parallel"):
+    for name in ("seed", *LOCAL[1:]):
         add_flag(parser, MODEL[name])
     option("--url", help="OpenAI-style server that has the model, such as fgserve (default: a model loaded here)")
     option("--api-key", metavar="KEY", help="key for the server (default: FASTGEN_API_KEY of the environment)")

@@ -7,39 +7,52 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, lru_cache
 from numbers import Integral, Real
+from typing import Any
 
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
-from fastgen.grammar import Compiler, params_rule
+from fastgen.grammar import Compiler, TokenRules, params_rule, token_row
 from fastgen.model.config import ModelConfig
 from fastgen.request import (
     MAX_BIASES,
     Completion,
     Drawn,
+    Params,
     Prompt,
     Request,
     SamplingParams,
     Sequence,
     TokenMask,
+    params_of,
 )
-from fastgen.tokenizer import Tokenizer, encode_prompt
+from fastgen.tokenizer import PROMPT_KINDS, Tokenizer, check_needs, encode_prompt
+
+CACHED_RULES = 64  # sets of bad_words and allowed_token_ids
 
 
 class InputProcessor:
     """Turns requests into sequences.
 
     context: the most tokens of prompt and output together. seed: requests without a seed derive theirs from it and a
-    counter; None: a seed from the operating system.
+    counter; None: a seed from the operating system. defaults: the parameters of requests that have none.
     """
 
-    def __init__(self, model: ModelConfig, tokenizer: Tokenizer | None, context: int, seed: int | None) -> None:
-        self.model, self.tokenizer, self.context = model, tokenizer, context
+    def __init__(
+        self,
+        model: ModelConfig,
+        tokenizer: Tokenizer | None,
+        context: int,
+        seed: int | None,
+        defaults: SamplingParams,
+    ) -> None:
+        self.model, self.tokenizer, self.context, self.defaults = model, tokenizer, context, defaults
         self._seed = os.urandom(8) if seed is None else str(seed).encode()
         self._seeds = itertools.count()
+        self._token_rules = lru_cache(CACHED_RULES)(self._read_rules)
 
     @cached_property
     def _compiler(self) -> Compiler:
@@ -48,13 +61,47 @@ class InputProcessor:
     def _mask_of(self, params: SamplingParams) -> TokenMask | None:
         """Return the mask of parameters, which the samples share so far. Raises ValueError or TypeError."""
         rule = params_rule(params)
-        return params.mask if rule is None else self._compiler.compile(f"start: {rule}")
+        mask = params.mask if rule is None else self._compiler.compile(f"start: {rule}")
+        if params.allowed_token_ids is None and not params.bad_words:
+            return mask
+        allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
+        return TokenRules(mask, *self._token_rules(allowed, tuple(params.bad_words)))
+
+    def _read_rules(self, allowed: tuple[int, ...] | None, words: tuple[str, ...]) -> tuple[Any, list[list[int]]]:
+        """Return the row and the words of TokenRules."""
+        written = [text for word in words for text in (word, " " + word.lstrip())]
+        found = [self.tokenizer.encode(text, special=False) for text in written] if self.tokenizer is not None else []
+        known = [ids for ids in found if max(ids) < self.model.vocab_size]
+        row = token_row(self.model.vocab_size, allowed, [ids[0] for ids in known if len(ids) == 1])
+        return row, [ids for ids in known if len(ids) > 1]
+
+    def pair(
+        self, prompts: Prompt | Iterable[Prompt], params: Params | Iterable[Params]
+    ) -> list[tuple[Prompt, Params]]:
+        """Return each prompt with its parameters. Raises ValueError or TypeError for what is wrong for all prompts:
+        parameters that they share, a missing tokenizer or chat template, and a list of parameters of another length."""
+        many = prompt_list(prompts)
+        for prompt in many if self.tokenizer is None or self.tokenizer.hf.chat_template is None else ():
+            check_needs(prompt, self.tokenizer)
+        if params is None or isinstance(params, SamplingParams | Mapping):
+            shared = params_of(params, self.defaults)
+            self.check_params(shared)
+            self._mask_of(shared)
+            return [(prompt, shared) for prompt in many]
+        if not isinstance(params, Iterable) or isinstance(params, str):
+            raise TypeError(f"params must be SamplingParams, a dict or a list of them, not {type(params).__name__}")
+        each = list(params)
+        if len(each) != len(many):
+            raise ValueError(f"there are {len(many)} prompts and {len(each)} params; give one, or one a prompt")
+        return list(zip(many, each, strict=True))
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError or TypeError for parameters that the model can not be sampled with."""
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         params.validate(self.model.vocab_size)
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("this model has no tokenizer files, so stop strings can not be found; use stop_token_ids")
+        if params.bad_words and self.tokenizer is None:
+            raise ValueError("this model has no tokenizer files, so bad_words can not be found; use a mask")
         edited = len(params.logit_bias or ()) + (len(self._stop_ids(params)) if params.min_tokens else 0)
         if edited > MAX_BIASES:
             raise ValueError(
@@ -74,16 +121,17 @@ class InputProcessor:
         Raises ValueError or TypeError for wrong parameters, for a prompt that can not be served, and for a completion
         that can not be resumed.
         """
-        self.check_params(request.params)
-        params, resume = request.params, request.resume
-        ids = self._prompt_ids(request.prompt, params)
+        params, resume = params_of(request.params, self.defaults), request.resume
+        self.check_params(params)
+        ids, text = encode_prompt(request.prompt, self.tokenizer)
+        self._check_prompt(ids, params)
         if score is None and params.prompt_logprobs is not None:
             score = (0, 1.0)
         if score is not None and not 0 <= score[0] <= len(ids):
             raise ValueError(f"start is {score[0]}; it must be from 0 to the sequence's length, {len(ids)}")
         if resume is not None:
             check_resumed(resume, params, self.model.vocab_size)
-        seed, stop_ids, mask = self._seed_of(request), self._stop_ids(params), self._mask_of(params)
+        seed, stop_ids, mask = self._seed_of(params, resume), self._stop_ids(params), self._mask_of(params)
         most = self.context if params.max_tokens is None else len(ids) + params.max_tokens
         sequences = [
             Sequence(
@@ -107,16 +155,16 @@ class InputProcessor:
                 sample.begin_text(self.tokenizer)
         if resume is not None:
             self._resume(samples[0], resume)
-        return ActiveRequest(id, ids, samples, queue, added=time.perf_counter())
+        return ActiveRequest(id, ids, samples, queue, added=time.perf_counter(), prompt=text)
 
-    def _seed_of(self, request: Request) -> int:
-        if request.params.seed is not None:
-            return int(request.params.seed)
-        if request.resume is None:
+    def _seed_of(self, params: SamplingParams, resume: Completion | None) -> int:
+        if params.seed is not None:
+            return int(params.seed)
+        if resume is None:
             return self._next_seed()
-        if request.resume.seed is None:
+        if resume.seed is None:
             raise ValueError("the completion has no seed to continue its draws with; give params one")
-        return request.resume.seed
+        return resume.seed
 
     def _resume(self, sample: ActiveSample, completion: Completion) -> None:
         """Begin a sample with a completion that `check_resumed` has checked. Raises ValueError if the sample would have
@@ -139,8 +187,7 @@ class InputProcessor:
         if stop is not None:
             raise ValueError(f"the completion has the stop string {stop!r} already; it can not go on")
 
-    def _prompt_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        ids = encode_prompt(prompt, self.tokenizer)
+    def _check_prompt(self, ids: list[int], params: SamplingParams) -> None:
         vocab_size, context = self.model.vocab_size, self.context
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
@@ -153,9 +200,6 @@ class InputProcessor:
                 f"the prompt has {len(ids)} tokens, and the context of {context} tokens has room for {room}; "
                 "shorten it, or raise max_model_len or the KV pool where the model allows it"
             )
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError("this model has no tokenizer files, so stop strings can not be found; use stop_token_ids")
-        return ids
 
     def _next_seed(self) -> int:
         digest = hashlib.blake2b(self._seed + b":%d" % next(self._seeds), digest_size=8).digest()
@@ -194,28 +238,21 @@ def _copy_mask(mask: TokenMask | None) -> TokenMask | None:
         raise ValueError(f"the mask can not be copied (copy.deepcopy): {error!r}") from error
 
 
-def prompt_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
-    """Return a list of prompts. A string, and a list that begins with an int or a dict, is one prompt."""
-    if hasattr(prompts, "tolist"):  # a tensor or array of ids
-        prompts = prompts.tolist()
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping))
-    return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
-
-
-def pair_prompts(
-    prompts: Prompt | SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None
-) -> list[tuple[Prompt, SamplingParams]]:
-    """Return each prompt with its parameters. Raises ValueError if a list of parameters has another length."""
-    many = prompt_list(prompts)
-    if params is None or isinstance(params, SamplingParams):
-        return [(prompt, SamplingParams() if params is None else params) for prompt in many]
-    if len(params) != len(many):
-        raise ValueError(f"there are {len(many)} prompts and {len(params)} params; give one, or one a prompt")
-    return list(zip(many, params, strict=True))
+def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Return a list of prompts. A string, a dict, or a list that begins with an int or a message is one prompt. Raises
+    TypeError for other values than iterables."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
+    many: list[Any] = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    first = many[0] if many else None
+    message = isinstance(first, Mapping) and first.keys().isdisjoint(PROMPT_KINDS)
+    return [many] if message or isinstance(first, Integral) else many
 
 
 def pair_scores(
-    sequences: SequenceOf[Prompt], start: int | SequenceOf[int], temperature: float
+    sequences: Iterable[Prompt], start: int | SequenceOf[int], temperature: float
 ) -> tuple[list[Prompt], list[int]]:
     """Return the sequences to score, and the first position of each. Raises ValueError or TypeError for arguments that
     do not fit together."""

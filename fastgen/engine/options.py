@@ -5,7 +5,6 @@ Each field has a type, a default and a help line. Nothing here depends on torch,
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
 
 from fastgen.model.config import BUNDLED_NAME
+from fastgen.names import GENERATOR, unknown_name
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ATTENTION = ("flash", "paged", "reference")
@@ -156,6 +156,9 @@ class GeneratorOptions:
         None, "tokens and logprobs do not depend on the schedule, to the bit", unset="on the CPU, and on one H100 "
         "or H200 in bfloat16 or float16 with heads of 64 to 128",
     )  # fmt: skip
+    generation_config: bool = option(
+        True, "take sampling parameters that a request leaves out from the model's generation_config.json"
+    )
     load: str = option(
         "auto", "source of the weights: the checkpoint, or random numbers (dummy)", choices=("auto", "dummy")
     )
@@ -182,15 +185,14 @@ def takes_fields_of(
 ) -> Callable[[Callable[[Owner, GeneratorOptions], None]], Callable[Concatenate[Owner, Arguments], None]]:
     """Make an `__init__` of one GeneratorOptions take the fields as arguments instead, in signature and docstring too.
 
-    An unknown argument is a TypeError that names the nearest known one.
+    An unknown argument is a TypeError that says what to give instead.
     """
 
     def decorate(init: Callable[[Owner, GeneratorOptions], None]) -> Callable[Concatenate[Owner, Arguments], None]:
         @wraps(init)
         def take(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
             for name in kwargs.keys() - OPTIONS.keys():
-                nearest = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0)[0]
-                raise TypeError(f"{type(self).__name__} has no option {name!r}; the nearest one is {nearest!r}")
+                raise unknown_name(type(self).__name__, name, OPTIONS, GENERATOR)
             init(self, cls(*args, **kwargs))
 
         shown = inspect.signature(cls).parameters.values()

@@ -100,7 +100,9 @@ class ActiveSample:
         if tokenizer is None:
             return None
         text = self.text or self.begin_text(tokenizer)
-        end = sequence.output_len - isinstance(sequence.stop_reason, int)  # a stop id is not part of the text
+        end = sequence.output_len
+        if isinstance(sequence.stop_reason, int) and not params.include_stop_str_in_output:
+            end -= 1  # a stop id is not part of the text
         finished = sequence.status is Status.FINISHED
         while self.ids_read < end or finished:
             # With stop strings, ids are added one at a time, since the text ends at the first stop string.
@@ -115,9 +117,10 @@ class ActiveSample:
 
     def begin_text(self, tokenizer: Tokenizer) -> OutputText:
         """Begin the text, or begin it anew after an exception that may have interrupted `update_text`."""
-        sequence = self.sequence
+        sequence, params = self.sequence, self.sequence.params
         prompt = sequence.token_ids[: sequence.prompt_len]
-        self.text, self.ids_read = OutputText(tokenizer, prompt, sequence.params.stop_strings), 0
+        self.text = OutputText(tokenizer, prompt, params.stop_strings, params.include_stop_str_in_output)
+        self.ids_read = 0
         return self.text
 
     def resume(self, completion: Completion, tokenizer: Tokenizer | None) -> str | None:
@@ -192,6 +195,7 @@ class ActiveRequest:
     queue: OutputQueue | None
     added: float  # time.perf_counter()
     first_token: float | None = None  # likewise
+    prompt: str | None = None  # its text
 
     @property
     def cached_tokens(self) -> int:
@@ -211,6 +215,7 @@ class ActiveRequest:
                 first_token=None if self.first_token is None else self.first_token - self.added,
                 finished=time.perf_counter() - self.added,
             ),
+            prompt=self.prompt,
         )
 
 

@@ -206,8 +206,8 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     )
 
 
-def sampling_defaults(folder: Path) -> dict[str, float]:
-    """Return the sampling fields that `generation_config.json` sets, for the command-line tools.
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Return the sampling fields that `generation_config.json` sets.
 
     They are a subset of temperature, top_p, top_k, min_p and repetition_penalty; nulls are left out. If `do_sample` is
     false, the temperature is 0. The result is empty without the file, and with neither `do_sample` nor a temperature.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import signal
@@ -325,9 +324,9 @@ def test_help_and_version_tell_the_truth(capsys):
         chat.main(["--help"])
     out = " ".join(capsys.readouterr().out.split())
     names = set(re.findall(r"--[a-z-]+", out)) - {"--help", "--version"}
-    assert len(names) == 12
+    assert len(names) == 14
     for name in (*names, "MODEL"):
-        assert re.search(rf" {name} [^()]*\(default: ", out.split("positional arguments:")[1]), name
+        assert re.search(rf" {name},? [^()]*\(default: ", out.split("positional arguments:")[1]), name
     with pytest.raises(SystemExit, match="0"):
         chat.main(["--version"])
     assert capsys.readouterr().out == f"fgchat {fastgen.__version__}\n"
@@ -355,14 +354,12 @@ def test_no_such_model_is_one_line(capsys, tmp_path):
     assert out == ""
 
 
-def test_options_go_over_the_models_defaults(monkeypatch, capsys, tmp_path):
-    defaults = {"do_sample": True, "temperature": 0.3, "top_k": 7, "top_p": 0.5}
-    (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
+def test_options_go_over_the_models_defaults(monkeypatch, capsys):
     made = []
 
     def make(model: str | None, **options: object) -> FakeGenerator:
         made.append(FakeGenerator(model, **options))
-        made[0].folder = tmp_path
+        made[0].default_params = SamplingParams(temperature=0.3, top_k=7, top_p=0.5)
         return made[0]
 
     monkeypatch.setattr(fastgen, "Generator", make)

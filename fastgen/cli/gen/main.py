@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 
 GENERATOR = {name: option for name, option in MODEL.items() if name != "seed"}  # rows have seeds of their own
 PARAMETERS = (*SAMPLING, "stop")
-SAME = ("revision", "tokenizer", "dtype", "max_model_len", "load")  # options of GENERATOR that define the job
-RETRIED = (*PARAMETERS, "max_model_len")  # options that may change when rows that have failed are done again
+# Options of GENERATOR that define the job.
+SAME = ("revision", "tokenizer", "dtype", "max_model_len", "load", "generation_config")
+RETRIED = (*PARAMETERS, "max_model_len", "generation_config")  # may change when rows that have failed are done again
 ROWS_ONLY = ("n", "template", "chat", "logprobs", "prefix")  # options that a batch file has no place for
 
 RAY = (
@@ -224,10 +225,8 @@ def _working(args: argparse.Namespace, source: Source, done: Sequence[int], seed
 
 def _make(args: argparse.Namespace, batch: bool, seed: int) -> tuple[Generator, Ask]:
     """Load the model, and make the function that turns rows into its requests."""
-    from fastgen.model.config import sampling_defaults
-
     gen = _load(args)
-    params = SamplingParams(**{**sampling_defaults(gen.folder), **given(args, PARAMETERS)})
+    params = replace(gen.default_params, **given(args, PARAMETERS))
     params.validate(gen.model_config.vocab_size)
     if batch:
         batches = needed("fastgen.cli.gen.batch", "serve", "OpenAI's batch files")

@@ -19,8 +19,7 @@ from fastgen.cli.serve.options import ModelOptions, Options
 from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import ApiError
 from fastgen.cli.serve.replies import Vocabulary
-from fastgen.model.config import sampling_defaults
-from fastgen.request import Event, SamplingParams
+from fastgen.request import Event
 from fastgen.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -91,8 +90,7 @@ class ServedModel:
                 tokenizer.hf.chat_template = self._options.chat_template
             tokenizer.encode("")  # a tokenizer's first call changes its state, which threads must not do
             vocabulary = Vocabulary(tokenizer)
-        defaults = SamplingParams(**sampling_defaults(Path(info.folder)))  # type: ignore[arg-type]
-        return ModelFacts(self.name, tokenizer, vocabulary, defaults, info.vocab_size, info.max_model_len)
+        return ModelFacts(self.name, tokenizer, vocabulary, info.default_params, info.vocab_size, info.max_model_len)
 
     @property
     def ready(self) -> bool:

@@ -303,9 +303,9 @@ def test_templates_get_tools_calls_and_results(model: Model) -> None:
 
 
 def test_a_call_written_by_a_template_is_parsed(model: Model) -> None:
-    name, tokenizer, _, _ = model
+    _, tokenizer, _, _ = model
     text = rendered(tokenizer, Calling(tokenizer, []), CONVERSATION[1:2])
-    message = parse_message(text.partition("assistant")[2][1:], SYNTAXES[name], ["get_weather"])
+    message = parse_message(text.partition("assistant")[2][1:], tokenizer, TOOLS)
     assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": json.loads(RIGHT)}
 
 

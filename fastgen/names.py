@@ -1,0 +1,116 @@
+"""Names that users of vLLM and transformers know, and what to give instead, as errors and docs/from-vllm.md say."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+GENERATOR = {
+    "gpu_memory_utilization": "use memory_fraction",
+    "tensor_parallel_size": "use tensor_parallel",
+    "max_num_seqs": "use max_seqs",
+    "max_num_batched_tokens": "use max_step_tokens",
+    "enable_prefix_caching": "use prefix_cache",
+    "block_size": "use page_size",
+    "num_gpu_blocks_override": "use num_pages",
+    "kv_cache_memory_bytes": "use kv_cache_gb",
+    "swap_space": "use host_cache_gb, which holds pages that the KV cache evicts",
+    "kv_offloading_size": "use host_cache_gb",
+    "cpu_offload_gb": "weights stay on the GPU; use tensor_parallel for a model that is too large for one",
+    "load_format": "use load='dummy' for random weights; checkpoints are safetensors",
+    "torch_dtype": "use dtype",
+    "device_map": "use device or tensor_parallel",
+    "attn_implementation": "use attention",
+    "attention_backend": "use attention",
+    "tokenizer_mode": "leave it out",
+    "skip_tokenizer_init": "leave it out; prompts of ids need no tokenizer",
+    "trust_remote_code": "leave it out; code of a checkpoint never runs",
+    "enforce_eager": "leave it out; CUDA graphs are recorded in seconds",
+    "enable_chunked_prefill": "leave it out; prefills are always chunked",
+    "disable_log_stats": "leave it out; Generator.stats has the counts",
+    "download_dir": "set HF_HOME in the environment",
+    "pipeline_parallel_size": "use tensor_parallel",
+    "quantization": "leave it out; quantized weights are not supported",
+    "kv_cache_dtype": "leave it out; the KV cache has the dtype of the weights",
+    "enable_lora": "leave it out; adapters are not supported",
+    "speculative_config": "leave it out; speculation is not supported",
+}
+"""Arguments of vLLM's LLM and of from_pretrained."""
+
+PARAMETERS = {
+    "best_of": "use n",
+    "num_return_sequences": "use n",
+    "max_new_tokens": "use max_tokens",
+    "max_length": "use max_tokens, which counts the new tokens alone",
+    "min_new_tokens": "use min_tokens",
+    "do_sample": "use temperature=0 for greedy decoding",
+    "num_beams": "use n; beams are not supported",
+    "stop_strings": "use stop",
+    "eos_token_id": "use stop_token_ids, beside which the model's own ids hold unless ignore_eos is set",
+    "bad_words_ids": "use bad_words, or mask",
+    "suppress_tokens": "use logit_bias, or mask",
+    "sequence_bias": "use logit_bias, or mask",
+    "output_scores": "use logprobs",
+    "logits_processors": "use mask, an object of yours that says which tokens may come next (fastgen.TokenMask)",
+    "logits_processor": "use mask, an object of yours that says which tokens may come next (fastgen.TokenMask)",
+    "prefix_allowed_tokens_fn": "use mask, an object of yours that says which tokens may come next (fastgen.TokenMask)",
+    "stopping_criteria": "use stop or stop_token_ids, or abort what Generator.step shows",
+    "streamer": "use Generator.add and step, or AsyncGenerator.stream",
+    "structured_outputs": "use json_schema, regex, choice or grammar",
+    "guided_decoding": "use json_schema, regex, choice or grammar",
+    "truncate_prompt_tokens": "shorten the prompt",
+    "skip_special_tokens": "text has no special tokens; Generator.tokenizer.decode(ids, special=True) shows them",
+    "spaces_between_special_tokens": "leave it out; text has no special tokens",
+    "detokenize": "leave it out; text is made when it is needed",
+    "output_kind": "use Generator.generate for whole answers, or add and step for their pieces",
+    "extra_args": "leave it out",
+}
+"""Parameters of vLLM's SamplingParams and of transformers' GenerationConfig."""
+
+CALLS = {
+    "sampling_params": "use params",
+    "generation_config": "use params",
+    "prompt_token_ids": "give the ids as prompts",
+    "inputs": "give the ids as prompts",
+    "input_ids": "give the ids as prompts",
+    "conversation": "use messages",
+    "use_tqdm": "use progress",
+    "priority": "requests run in the order in which they come",
+    "lora_request": "adapters are not supported",
+    "chat_template": "set Generator.tokenizer.hf.chat_template",
+    "chat_template_content_format": "give a template what it takes",
+    **dict.fromkeys(("documents", "enable_thinking"), "use chat_template_kwargs"),
+}
+"""Arguments of LLM.generate and LLM.chat, and of transformers' generate and apply_chat_template."""
+
+
+def unknown_name(owner: str, name: str, known: Iterable[str], foreign: Mapping[str, str]) -> TypeError:
+    """Return the error for an argument that `owner` does not have, with what takes its place, or the nearest name."""
+    import difflib
+
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0)[0]
+    return TypeError(f"{owner} has no option {name!r}; {foreign.get(name, f'the nearest one is {nearest!r}')}")
+
+
+def explains_names(owner: str, foreign: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a function so that an unknown argument is an error as `unknown_name` makes it."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = dict.fromkeys(inspect.signature(function).parameters)
+        known.pop("self", None)
+        names = frozenset(known)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not names.issuperset(kwargs):
+                raise unknown_name(owner, min(kwargs.keys() - names), known, foreign)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
