@@ -27,6 +27,7 @@ from fastgen.cli.command import note
 from fastgen.cli.serve.answers import GenerationResponse, as_api_error, error_response, json_response, limited
 from fastgen.cli.serve.messages import CountRequest, MessageReply, MessageRequest, count_tokens
 from fastgen.cli.serve.options import ServerOptions
+from fastgen.cli.serve.page import page_response
 from fastgen.cli.serve.prompts import detokenize, needed, tokenize, tokenizer_info
 from fastgen.cli.serve.protocol import (
     ApiError,
@@ -41,7 +42,7 @@ from fastgen.cli.serve.protocol import (
 from fastgen.cli.serve.responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.service import ServedModel, Service
 
-OPEN = ("/health", "/ping", "/ready", "/metrics")  # routes without the API key
+OPEN = ("/", "/health", "/ping", "/ready", "/metrics")  # routes without the API key
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # others are replaced
 LARGE = 65536  # bytes; larger bodies are parsed in a thread
 DISCARDED = 8  # multiple of the size limit that is read of a larger body, so that its client reads the response
@@ -62,8 +63,9 @@ def make_app(service: Service) -> Starlette:
             expose_headers=["x-request-id"],
         )
         middleware.insert(1, cors)
+    page = [Route("/", routes.page)] if service.options.page else []
     app = Starlette(
-        routes=[route for prefix in ("/v1", "") for route in routes.under(prefix)],
+        routes=page + [route for prefix in ("/v1", "") for route in routes.under(prefix)],
         middleware=middleware,
         exception_handlers=dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), _handle),
     )
@@ -244,6 +246,9 @@ class _Routes:
             "owned_by": "fastgen",
             "max_model_len": model.facts.max_model_len,
         }
+
+    async def page(self, request: Request) -> Response:
+        return page_response()
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})
