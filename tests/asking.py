@@ -28,6 +28,9 @@ OURS = (
     "min_tokens",
     "ignore_eos",
     "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+    "include_stop_str_in_output",
 )  # fields that OpenAI's API does not have
 
 # By syntax: the tokens for calls (Mistral's and Llama's are special), and the parts of the chat template for tools and

@@ -28,7 +28,8 @@ from fastgen.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams
 
 COMPLETION_TOKENS = 16  # max_tokens of /completions where it is left out, as OpenAI has it
 MAX_CHOICES = 128
-MAX_STOPS = 64
+MAX_STOPS = 64  # of bad_words too
+MAX_WORD = 1000  # characters of one of the bad_words
 INT32 = 2**31 - 1
 BIASED = "^[0-9]{1,10}$"  # keys of logit_bias
 
@@ -40,7 +41,8 @@ HINTS = {
     "suffix": "is not supported; write the tokens of your model for a text before and after a gap into the prompt",
 }  # by field that is not supported: what to do instead
 
-_StopId = Annotated[int, Field(ge=0, le=INT32)]
+_TokenId = Annotated[int, Field(ge=0, le=INT32)]
+_Word = Annotated[str, Field(pattern=r"\S", max_length=MAX_WORD)]
 _Stop = Annotated[str, Field(min_length=1)]  # an empty one would end every answer at its beginning
 
 
@@ -307,7 +309,7 @@ class GenerationFields(Unused):
     min_p: FiniteFloat | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[_StopId], Field(max_length=MAX_BIASES, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_BIASES, fail_fast=True)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: FiniteFloat | None = Field(None, ge=-2, le=2)
     frequency_penalty: FiniteFloat | None = Field(None, ge=-2, le=2)
@@ -315,10 +317,13 @@ class GenerationFields(Unused):
     logit_bias: dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=MAX_BIASES, json_schema_extra={"propertyNames": {"pattern": BIASED}}
     )
+    allowed_token_ids: Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    bad_words: Annotated[list[_Word], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=INT32)
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -375,8 +380,6 @@ class GenerationFields(Unused):
         given = {name: value for name in COPIED if (value := getattr(self, name)) is not None}
         if self.top_p is not None:
             given["top_p"] = float(self.top_p) or 1.0
-        if self.top_k == -1:
-            given["top_k"] = 0
         if self.logit_bias is not None:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         return replace(defaults, **given, **others)

@@ -103,6 +103,10 @@ SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ignore_eos": ({"logit_bias": {"6": 100}, "ignore_eos": True}, {"logit_bias": {6: 100}, "ignore_eos": True}),
     "stop_token_ids": ({"logit_bias": {"300": 100}, "stop_token_ids": [300]},
                        {"logit_bias": {300: 100}, "stop_token_ids": [300]}),
+    "allowed_token_ids": ({**HOT, "allowed_token_ids": [300, 301]}, {**HOT, "allowed_token_ids": [300, 301]}),
+    "bad_words": ({"bad_words": ["did", "token cross"]}, {"bad_words": ["did", "token cross"]}),
+    "include_stop_str_in_output": ({"stop": "e", "include_stop_str_in_output": True},
+                                   {"stop": "e", "include_stop_str_in_output": True}),
 }  # fmt: skip
 
 

@@ -227,6 +227,7 @@ def test_each_value_of_a_field_is_taken_or_the_field_is_named(kind: Any) -> None
         (ChatRequest, "structured_outputs", {}, "structured_outputs"),
         (ChatRequest, "structured_outputs", {"structural_tag": "a"}, "structured_outputs.structural_tag"),
         (CompletionRequest, "guided_choice", [], "guided_choice"),
+        (CompletionRequest, "bad_words", ["a", " "], "bad_words[1]"),
         (ChatRequest, "response_format", {"type": "json_schema"}, "response_format.json_schema"),
         (ChatRequest, "response_format", {"type": "xml"}, "response_format.type"),
         (ChatRequest, "response_format", {}, "response_format.type"),
@@ -313,7 +314,8 @@ def test_sampling_fields_reach_the_engine(kind: Any) -> None:
     fields: dict[str, Any] = {
         "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "n": 3, "stop": ["a", "b"],
         "stop_token_ids": [5], "seed": -3, "presence_penalty": 1.5, "frequency_penalty": -1.5,
-        "repetition_penalty": 1.25, "min_tokens": 2, "ignore_eos": True, "max_tokens": 9,
+        "repetition_penalty": 1.25, "min_tokens": 2, "ignore_eos": True, "max_tokens": 9, "bad_words": ["a b"],
+        "allowed_token_ids": [5, 6], "include_stop_str_in_output": True,
     }  # fmt: skip
     params = params_of(kind, logit_bias={"17": -2.5}, **fields)
     assert {name: getattr(params, name) for name in fields} == fields
@@ -394,6 +396,7 @@ def test_a_request_that_has_no_room_is_one_that_the_engine_refuses_or_cuts(gen: 
         *(({"prompt": ids}, "prompt") for ids in ([5, 1000], [5, -1], [10**30])),
         ({"logit_bias": {"1000": 1}}, "logit_bias"),
         ({"stop_token_ids": [1000]}, "stop_token_ids"),
+        ({"allowed_token_ids": [1000]}, "allowed_token_ids"),
         ({"min_tokens": 17}, "min_tokens"),
     ],
 )
