@@ -236,7 +236,6 @@ def _one_trip_kernel(
     cell = (y.to(tl.int64) & 0xFFFFFFFF) | (step.to(tl.int64) << 32)
     to = inboxes[:, None] + ((turn + RANK) * flagged + word)[None, :]
     tl.store(tl.multiple_of(to, (1, 16)), tl.broadcast_to(cell[None, :], [RANKS, BLOCK]), mask=both & (limit > 0))
-    _end(steps_ptr, step, CELLS)
 
     at = tl.multiple_of(own + ((turn + rank) * flagged)[:, None] + word[None, :], (1, 16))
     found = tl.load(at, mask=both, other=0, volatile=True)
@@ -245,6 +244,7 @@ def _one_trip_kernel(
         found = tl.load(at, mask=both, other=0, volatile=True)
         missing = tl.max(tl.max((((found >> 32).to(tl.int32) != step) & both).to(tl.int32), 0), 0)
         limit = tl.minimum(limit - 1, tl.load(polls_ptr, volatile=True))
+    _end(steps_ptr, step, CELLS)
     if missing > 0:
         tl.store(expired_ptr, 1)
     x = _total(found.to(tl.int32), x, x_ptr.dtype.element_ty, SIZE)
@@ -309,7 +309,9 @@ def _two_trips_kernel(
 def _end(steps_ptr, step, CELLS: tl.constexpr):
     """Write the step's number to all cells, since the next call may have another grid.
 
-    A program writes its own cell and every num_programs-th after it, which no program of this call reads.
+    A program writes its own cell and every num_programs-th after it, which no other program of this call reads. It
+    calls this after the first reduction over its warps: each warp reads the number in the cell for itself, and a warp
+    that reads it late would take the next step's and wait for ever.
     """
     first = tl.program_id(0)
     while first < CELLS:
