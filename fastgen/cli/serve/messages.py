@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, Tag
+from pydantic import Field, FiniteFloat, Tag, model_validator
 from pydantic_core import from_json, to_json
 
 from fastgen.cli.serve.prompts import ModelFacts, calling_of, encode_chat, needed
-from fastgen.cli.serve.protocol import INT32, ApiError, ChatRequest, History, Strict, check_request
+from fastgen.cli.serve.protocol import INT32, ApiError, ChatRequest, History, Strict, check_request, wrong
 from fastgen.cli.serve.replies import ChatReply
-from fastgen.cli.serve.translation import Block, BlockReply, by_kind, called, merged
+from fastgen.cli.serve.translation import Block, BlockReply, by_kind, called, merged, text_of
 from fastgen.request import SamplingParams
 
 ERRORS = {
@@ -44,10 +44,6 @@ class TextBlock(History):
 Texts = str | Annotated[list[TextBlock], Field(fail_fast=True)]
 
 
-def text_of(texts: Texts | None) -> str:
-    return texts if isinstance(texts, str) else "\n".join(block.text for block in texts or ())
-
-
 class ToolUse(History):
     type: Literal["tool_use"]
     id: str
@@ -64,7 +60,7 @@ class ToolResult(History):
     content: Texts | None = None
 
     def messages(self, role: str) -> list[dict[str, Any]]:
-        return [{"role": "tool", "tool_call_id": self.tool_use_id, "content": text_of(self.content)}]
+        return [{"role": "tool", "tool_call_id": self.tool_use_id, "content": text_of(self.content or "")}]
 
 
 class Thinking(History):
@@ -166,6 +162,13 @@ class CountRequest(Unused):
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_thread(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("thread"):  # the package's tool runner then goes on without
+            raise wrong("thread", "is not supported: nothing is stored here", "thread_unsupported_request")
+        return data
+
     def chat(self) -> ChatRequest:
         """Return the request as a chat. Raises ApiError."""
         messages = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
@@ -173,11 +176,10 @@ class CountRequest(Unused):
         data: dict[str, Any] = {"messages": messages, **self._fields()}
         if messages[-1:] and messages[-1]["role"] == "assistant":
             data["continue_final_message"] = True
-        if self.tools:
-            data["tools"] = [tool.for_chat() for tool in self.tools]
-            if self.tool_choice is not None:
-                data["tool_choice"] = self.tool_choice.for_chat()
-                data["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        data["tools"] = [tool.for_chat() for tool in self.tools or ()]
+        if self.tool_choice is not None:
+            data["tool_choice"] = self.tool_choice.for_chat()
+            data["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         if self.output_config is not None and (wanted := self.output_config.format) is not None:
             schema = {"name": "answer", "schema": wanted.schema_, "strict": True}
             data["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -307,4 +309,4 @@ def error_body(error: ApiError) -> dict[str, Any]:
     if error.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # Claude Code then makes it shorter
     kind = ERRORS.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": message, "details": {"error_code": error.code}}}

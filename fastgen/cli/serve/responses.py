@@ -23,7 +23,7 @@ from fastgen.cli.serve.protocol import (
     wrong,
 )
 from fastgen.cli.serve.replies import ChatReply
-from fastgen.cli.serve.translation import Block, BlockReply, by_kind, called, kind_of, merged
+from fastgen.cli.serve.translation import Block, BlockReply, by_kind, called, kind_of, merged, text_of
 from fastgen.request import MAX_LOGPROBS
 
 # Fields of a chat that errors name, and what they are called here.
@@ -45,10 +45,6 @@ class Part(History):
 
 
 Parts = str | Annotated[list[Part], Field(fail_fast=True)]
-
-
-def text_of(parts: Parts) -> str:
-    return parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
 
 
 class Message(History):
@@ -143,11 +139,13 @@ ResponseTool = Annotated[
     Annotated[Function, Tag("function")]
     | Annotated[Namespace, Tag("namespace")]
     | Annotated[WebSearch, Tag("web_search")],
-    by_kind("must be of the type function or namespace; there are no tools on this server", _kind_of_tool),
+    by_kind(
+        "must be of the type function or namespace: the server runs no tools itself, such as a search", _kind_of_tool
+    ),
 ]
 
 
-class NamedFunction(Strict):
+class ChosenFunction(Strict):
     type: Literal["function"]
     name: str
 
@@ -197,7 +195,7 @@ class ResponseRequest(Unused):
     stream: bool | None = None
     text: Text | None = None
     tools: Annotated[list[ResponseTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     include: list[str] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -210,9 +208,7 @@ class ResponseRequest(Unused):
     def _check_stored(cls, data: Any) -> Any:
         stored = ("previous_response_id", "conversation", "prompt", "background")
         if name := next((name for name in stored if isinstance(data, dict) and data.get(name)), None):
-            message = (
-                "is not supported: nothing is stored here; send all earlier items as input, and wait for the answer"
-            )
+            message = "is not supported: nothing is stored; send all earlier items as input, and wait for the answer"
             raise wrong(name, message, "unsupported_parameter")
         return data
 
@@ -239,11 +235,9 @@ class ResponseRequest(Unused):
         data: dict[str, Any] = {name: getattr(self, name) for name in names}
         data |= {"messages": merged(messages), "max_tokens": self.max_output_tokens}
         data |= {"logprobs": True, "top_logprobs": self.top_logprobs} if self.logprobs else {}
-        if tools := [_chat_tool(*pair) for pair in self.functions()]:
-            data["tools"] = tools
-            choice = self.tool_choice
-            named = isinstance(choice, NamedFunction) and {"type": "function", "function": {"name": choice.name}}
-            data["tool_choice"] = named or choice
+        data |= {"tools": [_chat_tool(*pair) for pair in self.functions()], "tool_choice": self.tool_choice}
+        if isinstance(self.tool_choice, ChosenFunction):
+            data["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
         if self.text is not None and self.text.format is not None:
             data["response_format"] = {"type": self.text.format.type}
             if isinstance(self.text.format, Schema):
@@ -278,31 +272,23 @@ class ResponseReply(BlockReply):
         yield self._event("in_progress", response=self._response("in_progress"))
 
     def open(self, block: Block) -> Iterable[dict[str, Any]]:
-        item = self._item(block, "in_progress")
-        if block.name is not None:
-            yield self._event("output_item.added", block, item=item)
-            return
-        (part,) = item.pop("content")
-        yield self._event("output_item.added", block, item={**item, "content": []})
-        yield self._event("content_part.added", block, part=part, content_index=0, item_id=item["id"])
+        yield self._event("output_item.added", block, item=self._item(block, "in_progress", []))
+        if block.name is None:
+            yield self._inner("content_part.added", block, part=_part(block))
 
     def grow(self, block: Block, piece: str, logprobs: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-        place: dict[str, Any] = {"item_id": self._id(block)}
-        if block.name is not None:
-            yield self._event("function_call_arguments.delta", block, delta=piece, **place)
+        if block.name is None:
+            yield self._inner("output_text.delta", block, delta=piece, logprobs=logprobs)
         else:
-            yield self._event("output_text.delta", block, delta=piece, content_index=0, logprobs=logprobs, **place)
+            yield self._inner("function_call_arguments.delta", block, delta=piece)
 
     def close(self, block: Block) -> Iterable[dict[str, Any]]:
-        item = self._item(block, self._status)
-        place: dict[str, Any] = {"item_id": item["id"]}
-        if block.name is not None:
-            done = {"arguments": block.text, "name": item["name"]}
-            yield self._event("function_call_arguments.done", block, **done, **place)
+        item = self._item(block, self._status, [_part(block)])
+        if block.name is None:
+            yield self._inner("output_text.done", block, text=block.text, logprobs=block.logprobs)
+            yield self._inner("content_part.done", block, part=_part(block))
         else:
-            place["content_index"] = 0
-            yield self._event("output_text.done", block, text=block.text, logprobs=block.logprobs, **place)
-            yield self._event("content_part.done", block, part=item["content"][0], **place)
+            yield self._inner("function_call_arguments.done", block, arguments=block.text, name=item["name"])
         yield self._event("output_item.done", block, item=item)
 
     def end(self) -> list[dict[str, Any]]:
@@ -329,23 +315,28 @@ class ResponseReply(BlockReply):
         place = {} if block is None else {"output_index": block.index}
         return {"type": f"response.{kind}", "sequence_number": self._number, **place, **fields}
 
+    def _inner(self, kind: str, block: Block, **fields: Any) -> dict[str, Any]:
+        """Return an event inside an item."""
+        place = {"content_index": 0} if block.name is None else {}
+        return self._event(kind, block, item_id=self._id(block), **place, **fields)
+
     def _id(self, block: Block) -> str:
         return f"{'msg' if block.name is None else 'fc'}_{self._hex}{block.index}"
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: Block, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return an item of the output. content: its parts, if it is a message."""
         item: dict[str, Any] = {"id": self._id(block), "status": status}
         if block.name is None:
-            part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
-            return {**item, "type": "message", "role": "assistant", "content": [part]}
+            return {**item, "type": "message", "role": "assistant", "content": content}
         namespace, name = self._functions.get(block.name, (None, block.name))
         call = {"type": "function_call", "call_id": block.id, "name": name, "arguments": block.text}
         return {**item, **call, **({} if namespace is None else {"namespace": namespace})}
 
     def _response(self, status: str) -> dict[str, Any]:
         given = self._request.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
-        ended = status in ("completed", "incomplete")
-        last = len(self.blocks) - 1
-        output = [self._item(block, status if block.index == last else "completed") for block in self.blocks]
+        ended = status == self._status
+        statuses = ["completed"] * (len(self.blocks) - 1) + [status]
+        output = [self._item(block, state, [_part(block)]) for block, state in zip(self.blocks, statuses, strict=False)]
         echoed = ("instructions", "max_output_tokens", "reasoning", "temperature", "top_p", "user")
         return {
             "id": f"resp_{self._hex}",
@@ -368,6 +359,10 @@ class ResponseReply(BlockReply):
             "truncation": "disabled",
             "usage": _usage(self.chat.usage) if ended else None,
         }
+
+
+def _part(block: Block) -> dict[str, Any]:
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

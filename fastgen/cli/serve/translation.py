@@ -34,6 +34,11 @@ def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def text_of(parts: str | list[Any]) -> str:
+    """Return the text of a message's content. parts: the text, or parts of it with a `text` each."""
+    return parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+
+
 def kind_of(part: Any) -> str | None:
     """Return the type that a part of a request says it has, before or after its check; None if it says none."""
     kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)

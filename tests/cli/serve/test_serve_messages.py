@@ -137,6 +137,16 @@ def test_an_agent_calls_and_gets_the_result(server: Server, client: Anthropic) -
     assert counted.input_tokens > client.messages.count_tokens(model="any", messages=turns).input_tokens
 
 
+def test_the_tool_runner_goes_on_without_a_thread(client: Anthropic) -> None:
+    @anthropic.beta_tool
+    def add(a: int) -> str:
+        return str(a)
+
+    fields: Any = {"tools": [add], "messages": [{"role": "user", "content": "add"}], "max_iterations": 2}
+    runner = client.beta.messages.tool_runner(model="any", max_tokens=100, tool_choice={"type": "any"}, **fields)
+    assert [message.stop_reason for message in runner] == ["tool_use"] * 2
+
+
 def test_why_an_answer_ends(server: Server) -> None:
     cut = post(server, max_tokens=2).json()
     assert (cut["stop_reason"], cut["usage"]["output_tokens"]) == ("max_tokens", 2)
@@ -168,6 +178,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"n": 2}, "n is not supported"),
     "tool": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools.0..type should be 'custom'"),
     "choice": ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "f"}}, "not among the tools"),
+    "thread": ({"thread": {"type": "create"}}, "thread is not supported"),
     "max_tokens": ({"max_tokens": None}, "max_tokens is required"),
     "long": ({"messages": [{"role": "user", "content": "a b " * 2048}]}, "prompt is too long: This model's maximum"),
 }
@@ -234,4 +245,5 @@ def test_turns_become_what_templates_accept() -> None:
 def test_errors_have_types() -> None:
     kinds = [error_body(ApiError(status, "a"))["error"]["type"] for status in (400, 405, 404, 500, 503)]
     assert kinds == [*["invalid_request_error"] * 2, "not_found_error", "api_error", "overloaded_error"]
-    assert reply_of().error(ApiError(504, "late"))[0]["error"] == {"type": "timeout_error", "message": "late"}
+    late = reply_of().error(ApiError(504, "late", code="timeout"))[0]
+    assert late["error"] == {"type": "timeout_error", "message": "late", "details": {"error_code": "timeout"}}

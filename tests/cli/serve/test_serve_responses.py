@@ -185,6 +185,7 @@ def test_logprobs(server: Server) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "stored": ({"previous_response_id": "resp_1"}, "previous_response_id", "send all earlier items as input"),
+    "no tools": ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     "conversation": ({"conversation": "conv_1"}, "conversation", "nothing is stored"),
     "unknown": ({"n": 2}, "n", "is not supported"),
     "background": ({"background": True}, "background", "wait for the answer"),
