@@ -10,15 +10,15 @@ as they are. The sums of a step are the same to the bit on any number of threads
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
 
 import torch
+
+from fastgen.device.mkl import library_function, mkl_function
 
 INTERVAL = 0.25
 """Seconds over which the use of the cores is measured."""
@@ -29,27 +29,9 @@ SLACK = 0.3
 _STAT = Path("/proc/stat")
 
 
-def _function(library: str | None, name: str) -> Callable[..., int] | None:
-    """Return a function of a library that torch has loaded, or None."""
-    try:
-        found: Callable[..., int] | None = getattr(ctypes.CDLL(library), name, None)
-    except OSError:
-        return None
-    return found
-
-
-def mkl_function(name: str, returns: type = ctypes.c_int) -> Callable[..., int] | None:
-    """Return a function of the MKL within torch, which returns a type of ctypes; None where there is none."""
-    found: Any = _function(_LIBTORCH, name)
-    if found is not None:
-        found.restype = returns
-    return cast("Callable[..., int] | None", found)
-
-
-_LIBTORCH = next(map(str, Path(torch.__file__).parent.glob("lib/libtorch_cpu.*")), None)
 _HAS_MKL = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 # Without MKL, the sums of F.linear depend on the number of threads, which then stays as it is.
-_SET_OPENMP = _function(None, "omp_set_num_threads") if _HAS_MKL else None
+_SET_OPENMP = library_function(None, "omp_set_num_threads") if _HAS_MKL else None
 _SET_MKL = mkl_function("MKL_Set_Num_Threads_Local")  # returns the number that was set, or 0
 
 

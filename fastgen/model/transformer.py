@@ -11,18 +11,17 @@ head size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_float, c_size_t, c_void_p
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen.device import mkl
 from fastgen.device.memory import memory_on
 from fastgen.device.profiling import span
-from fastgen.device.threads import at_most, mkl_function
+from fastgen.device.threads import at_most
 from fastgen.kernels import batch_invariant, epilogue
 from fastgen.kernels.launch import Chip
 from fastgen.kernels.norm import RMSNorm, rms_norm
@@ -43,39 +42,14 @@ ROW_TILE = 16
 PACKED_ROW_TILE = 4
 """The multiple for packed weights."""
 
-PACKED_INPUTS, PACKED_OUTPUTS = 352, 192
-"""The most inputs of a packed part of a weight, whose products are added in order, and the least outputs, to which rows
-of zeros are added. MKL sums longer rows (from 450 to 700 inputs on) in pieces whose size depends on the number of rows,
-and with AVX2 it sums narrower products, or those of weights that 16 threads have packed, in other orders."""
-
 PACKING_THREADS = 8
 """The most threads that pack a weight. Products of few rows take as many threads at most."""
 
 MLP_ROWS = 512
 """Rows that the MLP takes at a time on the CPU: what lies between its products then stays in the cache."""
 
-PACK, MULTIPLY = mkl_function("cblas_sgemm_pack"), mkl_function("cblas_sgemm_compute")
-PACK_SIZE = mkl_function("cblas_sgemm_pack_get_size", returns=c_size_t)
-_ROW_MAJOR, _PLAIN, _TRANSPOSED, _PACKED, _RIGHT = 101, 111, 112, 151, 162  # of CBLAS
 SMALL_WEIGHT = 8 << 20
 """Bytes up to which a packed weight is in huge pages."""
-
-PACKS = None not in (PACK, PACK_SIZE, MULTIPLY)
-"""torch has MKL's float32 product with a packed weight: up to twice as fast as F.linear, and equal to the bit for any
-number of threads."""
-
-
-def _at(x: Tensor, number: int = 0) -> c_void_p:
-    """Return the address of a number of a float32 tensor."""
-    return c_void_p(x.data_ptr() + 4 * number)
-
-
-@cache
-def _pack_bytes(outputs: int, inputs: int) -> int:
-    """Return the bytes of a packed part of a weight, a multiple of 64."""
-    assert PACK_SIZE is not None
-    return -(-PACK_SIZE(_RIGHT, ROW_TILE, outputs, inputs) // 64) * 64
-
 
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 """The linear layers of a Layer."""
@@ -106,60 +80,32 @@ class Linear:
 
     def add_to(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the layer of x [T, in] to y [T, out] in place; return y."""
-        if self.pack is not None and len(self.weight) >= PACKED_OUTPUTS:
-            return self._accumulate(x, y if self.bias is None else y.add_(self.bias), keep=1)
+        if self.pack is not None and len(self.weight) >= mkl.PACKED_OUTPUTS:
+            return mkl.multiply_packed(x, self.pack, y if self.bias is None else y.add_(self.bias), keep=1)
         if self.bias is None and x.device.type != "cpu":
             return y.addmm_(x, self.weight.t())  # cuBLAS adds it in the product
         return y.add_(self(x))
 
     def _multiply(self, x: Tensor) -> Tensor:
         """Return the layer of x [T, in] with the packed weight."""
+        assert self.pack is not None
         outputs = len(self.weight)
-        y = self._accumulate(x, x.new_empty(len(x), max(outputs, PACKED_OUTPUTS)), keep=0)
+        y = mkl.multiply_packed(x, self.pack, x.new_empty(len(x), max(outputs, mkl.PACKED_OUTPUTS)), keep=0)
         y = y if y.shape[1] == outputs else y[:, :outputs].contiguous()
         return y if self.bias is None else y.add_(self.bias)
 
-    def _accumulate(self, x: Tensor, y: Tensor, keep: float) -> Tensor:
-        """Set y [T, out] to keep * y, plus the product of x [T, in] and the packed weight; return y."""
-        assert MULTIPLY is not None
-        assert self.pack is not None
-        assert y.is_contiguous()
-        x, outputs, inputs, pack = x.contiguous(), y.shape[1], self.weight.shape[1], self.pack.data_ptr()
-        for first in range(0, inputs, PACKED_INPUTS):
-            size = min(PACKED_INPUTS, inputs - first)
-            MULTIPLY(
-                _ROW_MAJOR, _PLAIN, _PACKED, len(x), outputs, size, _at(x, first), inputs, c_void_p(pack), size,
-                c_float(1 if first else keep), _at(y), outputs,
-            )  # fmt: skip
-            pack += _pack_bytes(outputs, size)
-        return y
-
     def packed(self, memory: Tensor) -> Linear:
-        """Return the layer with its weight in the order of MKL's product, which would reorder it in each call; in
-        `memory`, float32 [pack_size]."""
+        """Return the layer with its weight packed in `memory`, float32 [pack_size]."""
         if self.pack is not None:
             return self
-        assert PACK is not None
-        weight = self.weight.contiguous()
-        if len(weight) < PACKED_OUTPUTS:
-            weight = F.pad(weight, (0, 0, 0, PACKED_OUTPUTS - len(weight)))
-        (outputs, inputs), pack = weight.shape, memory.data_ptr()
-        for first in range(0, inputs, PACKED_INPUTS):
-            size = min(PACKED_INPUTS, inputs - first)
-            with at_most(PACKING_THREADS):
-                PACK(
-                    _ROW_MAJOR, _RIGHT, _TRANSPOSED, ROW_TILE, outputs, size, c_float(1), _at(weight, first), inputs,
-                    c_void_p(pack),
-                )  # fmt: skip
-            pack += _pack_bytes(outputs, size)
+        with at_most(PACKING_THREADS):
+            mkl.pack(self.weight, memory)
         return Linear(self.weight.new_empty(()).expand(self.weight.shape), self.bias, pack=memory)
 
     @property
     def pack_size(self) -> int:
         """The numbers that the packed weight takes, a multiple of 64 bytes."""
-        outputs, inputs = self.weight.shape
-        parts = (min(PACKED_INPUTS, inputs - first) for first in range(0, inputs, PACKED_INPUTS))
-        return sum(_pack_bytes(max(outputs, PACKED_OUTPUTS), size) for size in parts) // 4
+        return mkl.pack_size(*self.weight.shape)
 
     def unpacked(self) -> Linear:
         """Return the layer with a plain weight: the product with the identity matrix, which rounds nothing."""
@@ -293,7 +239,7 @@ class Transformer:
         self._dtype, self._device = dtype, device
         self.memory = memory_on(device)
         self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU rows are padded for it
-        self._packs = PACKS and device.type == "cpu" and dtype == torch.float32
+        self._packs = mkl.PACKS and device.type == "cpu" and dtype == torch.float32
         self.row_tile = 1 if device.type != "cpu" else PACKED_ROW_TILE if self._packs else ROW_TILE
         self.group.prepare(config.hidden_size, dtype, half)
         self._vocab = config.vocab_size // self.group.size  # rows of embedding and head on this rank

@@ -15,8 +15,9 @@ from conftest import VOCAB, Checkpoint, hf_logits, hf_model, random_ids
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
+from fastgen.device import mkl
 from fastgen.model.attention import StepLayout
-from fastgen.model.transformer import PACKS, ROW_TILE, StepInput
+from fastgen.model.transformer import ROW_TILE, StepInput
 
 PROMPTS = [random_ids(length) for length in (1, 130, 16, 37)]
 
@@ -112,7 +113,7 @@ def test_dummy_weights_generate(llama: Path) -> None:
     assert all(0 <= token < VOCAB for token in ids)
 
 
-@pytest.mark.skipif(not PACKS, reason="this torch has no MKL")
+@pytest.mark.skipif(not mkl.PACKS, reason="this torch has no MKL")
 @pytest.mark.parametrize("instructions", ["AVX2", "AVX512"])
 def test_a_packed_product_has_the_same_bits_for_any_number_of_rows_and_threads(instructions: str) -> None:
     """MKL takes the instructions that the variable names where the CPU has them, and older ones elsewhere."""

@@ -17,18 +17,14 @@ query rows of a head tile (with padding), B blocks of the longest tile, M pairs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastgen.device.threads import mkl_function
+from fastgen.device import mkl
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.kv_pool import KVPool
 
@@ -47,10 +43,6 @@ def padded_rows(rows: int, head_size: int) -> int:
     behind a multiple of 6.
     """
     return 4 if rows <= 4 and head_size <= 64 else -(-rows // 12) * 12
-
-
-_MULTIPLY = mkl_function("cblas_sgemm_batch")
-_ROW_MAJOR, _PLAIN, _TRANSPOSED = 101, 111, 112  # of CBLAS
 
 
 @dataclass
@@ -120,8 +112,8 @@ class _InPlace:
         scores, weights = (_addresses(x, tiles.pairs[order] * KEY_BLOCK) for x in (tiles.scores, tiles.weights))
         sums = _addresses(tiles.sums, order * size)
         at, same = (self._at, size), np.ones_like(keys)
-        self._score = _batch(groups, rows * same, keys, size * same, (q, size), at, (scores, count), transposed=True)
-        self._sum = _batch(groups, rows * same, size * same, keys, (weights, count), at, (sums, pairs * size))
+        self._score = mkl.batch(groups, rows * same, keys, size * same, (q, size), at, (scores, count), transposed=True)
+        self._sum = mkl.batch(groups, rows * same, size * same, keys, (weights, count), at, (sums, pairs * size))
 
     def score(self, keys: Tensor) -> None:
         np.add(self._blocks, keys.data_ptr(), out=self._at)
@@ -135,38 +127,6 @@ class _InPlace:
 def _addresses(x: Tensor, numbers: Indices) -> Indices:
     """Return the addresses of numbers of a float32 tensor."""
     return numbers * 4 + x.data_ptr()
-
-
-def _batch(
-    groups: Indices,
-    m: Indices,
-    n: Indices,
-    k: Indices,
-    a: tuple[Indices, int],
-    b: tuple[Indices, int],
-    c: tuple[Indices, int],
-    transposed: bool = False,
-) -> Callable[[], object]:
-    """Return the call that sets matrices c [m, n] to the products of a [m, k] and b, [k, n] or [n, k] if transposed.
-
-    groups: the number of products of each size m, n, k. a, b, c: the addresses of the matrices, read at each call, and
-    the numbers from a row to the next.
-    """
-    assert _MULTIPLY is not None
-    count = len(groups)
-
-    def same(kind: Any, value: float) -> Any:
-        return (kind * count)(*[value] * count)
-
-    sizes = (each.astype(np.int32).ctypes.data_as(c_void_p) for each in (m, n, k))
-    (a_at, a_row), (b_at, b_row), (c_at, c_row) = (
-        (at.ctypes.data_as(c_void_p), same(c_int, row)) for at, row in (a, b, c)
-    )
-    return partial(
-        _MULTIPLY, _ROW_MAJOR, same(c_int, _PLAIN), same(c_int, _TRANSPOSED if transposed else _PLAIN), *sizes,
-        same(c_float, 1), a_at, a_row, b_at, b_row, same(c_float, 0), c_at, c_row, count,
-        groups.astype(np.int32).ctypes.data_as(c_void_p),
-    )  # fmt: skip
 
 
 class _Copied:
@@ -213,7 +173,7 @@ class ReferenceAttention:
         self._layers = list(zip(pool.keys, pool.values, strict=True))
         self._device = pool.keys.device
         plain = self._device.type == "cpu" and pool.keys.dtype == torch.float32 and self._run == KEY_BLOCK
-        self._in_place = plain and _MULTIPLY is not None
+        self._in_place = plain and mkl.BATCHES
         self._memory = torch.zeros(0, dtype=torch.float32, device=self._device)
         self._key: tuple[object, ...] | None = None  # what `_plan`, the last one of decodes alone, depends on
         self._plan: list[tuple[_Tiles, _Copied | _InPlace]] = []
