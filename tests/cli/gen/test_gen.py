@@ -52,6 +52,18 @@ def test_a_row_has_parameters_of_its_own(fggen: Fggen, gen: Generator) -> None:
     assert second["completion_tokens"] == [5]
 
 
+def test_the_models_defaults_are_under_the_options_and_these_under_the_row(
+    fggen: Fggen, gen: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gen, "default_params", SamplingParams(temperature=0, top_k=3))
+    write("in.jsonl", {"prompt": "hello"}, {"prompt": "hello", "temperature": 0.5})
+    for name, options, temperatures in (("a", (), (0, 0.5)), ("b", ("--temperature", 0.7), (0.7, 0.5))):
+        assert fggen("in.jsonl", "-o", f"{name}.jsonl", *options, *SHORT) == 0
+        for row, (record, temperature) in enumerate(zip(by_row(f"{name}.jsonl"), temperatures, strict=True)):
+            params = SamplingParams(temperature=temperature, top_k=3, max_tokens=5, seed=seed_of(3, row))
+            assert record["completions"] == [gen.generate("hello", params)[0].completions[0].text]
+
+
 def test_the_seed_makes_equal_rows_differ_and_runs_the_same(fggen: Fggen) -> None:
     write("in.jsonl", *[{"prompt": "hello"}] * 6)
     for name in ("a.jsonl", "b.jsonl"):
