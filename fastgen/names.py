@@ -101,15 +101,16 @@ def explains_names(owner: str, foreign: Mapping[str, str]) -> Callable[[Callable
     """Decorate a function so that an unknown argument is an error as `unknown_name` makes it."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = dict.fromkeys(inspect.signature(function).parameters)
-        known.pop("self", None)
-        names = frozenset(known)
+        known = frozenset(inspect.signature(function).parameters) - {"self"}
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            if not names.issuperset(kwargs):
-                raise unknown_name(owner, min(kwargs.keys() - names), known, foreign)
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except TypeError:
+                if unknown := sorted(kwargs.keys() - known):
+                    raise unknown_name(owner, unknown[0], known, foreign) from None
+                raise
 
         return call
 

@@ -27,7 +27,7 @@ Prompt = str | SequenceOf[int] | SequenceOf[Message] | Mapping[str, Any]
 """Text, token ids, chat messages, or a dict with one of them; see `Generator.generate`."""
 
 MAX_LOGPROBS = 20
-STRUCTURES = ("json_schema", "regex", "choice", "grammar")
+STRUCTURES = ("mask", "json_schema", "regex", "choice", "grammar")
 
 MAX_BIASES = 4096
 """The most tokens whose logits logit_bias and min_tokens may change together in one request."""
@@ -120,11 +120,6 @@ class SamplingParams:
     def penalized(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    @property
-    def structure(self) -> list[str]:
-        """The names of the parameters that restrict answers to a structure."""
-        return [name for name in ("mask", *STRUCTURES) if getattr(self, name) is not None]
-
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError, or TypeError for a value of the wrong type, naming the parameter and what it may be."""
         check_integer("n", self.n, 1)
@@ -169,17 +164,21 @@ class SamplingParams:
             _token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
             if len(self.allowed_token_ids) == 0:
                 raise ValueError("allowed_token_ids is empty, so that no token could be drawn; give at least one id")
-        _texts("bad_words", self.bad_words)
-        if not all(map(str.strip, self.bad_words)):
-            raise ValueError("a text in bad_words is blank; remove it")
+        if self.bad_words != ():
+            _texts("bad_words", self.bad_words)
+            if not all(map(str.strip, self.bad_words)):
+                raise ValueError("a text in bad_words is blank; remove it")
         self._check_structure()
 
     def _check_structure(self) -> None:
-        if len(self.structure) > 1:
-            raise ValueError(f"{' and '.join(self.structure)} are given together; give one of them")
-        for name, text in (("regex", self.regex), ("grammar", self.grammar)):
-            if not isinstance(text, str | None):
-                raise TypeError(f"{name} must be a string, not {text!r}")
+        values = (self.mask, self.json_schema, self.regex, self.choice, self.grammar)
+        given = [name for name, value in zip(STRUCTURES, values, strict=True) if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given together; give one of them")
+        if not isinstance(self.regex, str | None):
+            raise TypeError(f"regex must be a string, not {self.regex!r}")
+        if not isinstance(self.grammar, str | None):
+            raise TypeError(f"grammar must be a string, not {self.grammar!r}")
         if self.choice is not None:
             _texts("choice", self.choice)
             if not self.choice:
@@ -188,7 +187,8 @@ class SamplingParams:
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
     """Raise TypeError unless `value` is an integer, and ValueError unless it is from `low` to `high`."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    # `type` is asked first, since a check against Integral takes many times longer.
+    if type(value) is not int and (not isinstance(value, Integral) or isinstance(value, bool)):
         raise TypeError(f"{name} must be an integer, not {value!r}")
     if int(value) < low or (high is not None and int(value) > high):
         raise ValueError(
@@ -197,7 +197,7 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> N
 
 
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if type(value) not in (int, float) and (not isinstance(value, Real) or isinstance(value, bool)):
         raise TypeError(f"{name} must be a number, not {value!r}")
     try:
         number = float(value)
@@ -551,7 +551,7 @@ class Timings:
 class RequestOutput:
     """A finished request.
 
-    prompt: its text, for chat messages with the chat template; None for a prompt of ids.
+    prompt: its text, for chat messages with the chat template; None for a prompt of ids, and from an AsyncGenerator.
     completions: its samples, by index.
     prompt_logprobs: if asked for, float32 values as long as the prompt; NaN at position 0 and before the start of a
         score. prompt_top_logprobs: their alternatives.

@@ -151,12 +151,12 @@ def _class_of(folder: Path) -> Any:
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int], str | None]:
     """Return the ids of a prompt of any kind, and its text where it has one. Raises ValueError or TypeError for other
     values."""
-    check_needs(prompt, tokenizer)
+    if isinstance(prompt, str):
+        return _needed(tokenizer).encode(prompt), prompt
+    if type(prompt) is list and prompt and type(prompt[0]) is int:  # the usual case; other checks take longer
+        return _read_ids(prompt), None
     if isinstance(prompt, Mapping):
         return _encode_mapping(prompt, tokenizer)
-    if isinstance(prompt, str):
-        assert tokenizer is not None
-        return tokenizer.encode(prompt), prompt
     if _is_chat(prompt):
         return _encode_mapping({"messages": prompt}, tokenizer)
     return _read_ids(prompt), None
@@ -168,11 +168,17 @@ def check_needs(prompt: Any, tokenizer: Tokenizer | None) -> None:
         if prompt.get("prompt_token_ids") is not None:
             return
         prompt = prompt.get("prompt") or prompt.get("messages")
-    chat = _is_chat(prompt)
-    if tokenizer is None and (chat or isinstance(prompt, str)):
+    if _is_chat(prompt):
+        _needed(tokenizer).check_template()
+    elif isinstance(prompt, str):
+        _needed(tokenizer)
+
+
+def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer. Raises ValueError if there is none."""
+    if tokenizer is None:
         raise ValueError("this model has no tokenizer files, so a prompt must be a list of token ids")
-    if tokenizer is not None and chat:
-        tokenizer.check_template()
+    return tokenizer
 
 
 def _is_chat(prompt: Any) -> bool:
@@ -197,9 +203,8 @@ def _encode_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> t
     prompting = bool(given.get("add_generation_prompt", not continuing))
     if prompting and continuing:
         raise ValueError("add_generation_prompt begins another message, so it can not go with continue_final_message")
-    assert tokenizer is not None
-    text = tokenizer.render_chat(given["messages"], prompting, variables, continuing)
-    return tokenizer.encode(text, special=False), text
+    text = _needed(tokenizer).render_chat(given["messages"], prompting, variables, continuing)
+    return _needed(tokenizer).encode(text, special=False), text
 
 
 def _read_ids(prompt: Any) -> list[int]:

@@ -51,6 +51,15 @@ def test_an_odd_parameter_fails_alone(gen: Generator, params: SamplingParams) ->
     assert bad.error
 
 
+def test_params_that_have_changed_are_checked_again(gen: Generator) -> None:
+    biases = {5: 1.0}
+    params = replace(SHORT, logit_bias=biases)
+    assert gen.generate([5], params)[0].error is None
+    biases[10**6] = 1.0
+    with pytest.raises(ValueError, match="logit_bias holds the id 1000000"):
+        gen.generate([5], params)
+
+
 def test_too_many_biases_are_refused(gen: Generator) -> None:
     """Each lane has room for so many; with a wide row all lanes' would have to grow."""
     intake = InputProcessor(replace(gen.model_config, vocab_size=3 * MAX_BIASES, eos_ids=(1, 2)), None, 100, 0, SHORT)

@@ -52,6 +52,7 @@ class InputProcessor:
         self.model, self.tokenizer, self.context, self.defaults = model, tokenizer, context, defaults
         self._seed = os.urandom(8) if seed is None else str(seed).encode()
         self._seeds = itertools.count()
+        self._checked: SamplingParams | None = None  # the last ones, which thousands of requests may share
         self._token_rules = lru_cache(CACHED_RULES)(self._read_rules)
 
     @cached_property
@@ -97,6 +98,8 @@ class InputProcessor:
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError or TypeError for parameters that the model can not be sampled with."""
+        if params is self._checked:
+            return
         params.validate(self.model.vocab_size)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("this model has no tokenizer files, so stop strings can not be found; use stop_token_ids")
@@ -108,6 +111,7 @@ class InputProcessor:
                 f"logit_bias and the stop ids that min_tokens holds back are {edited} tokens; they may be at most "
                 f"{MAX_BIASES}: a mask can forbid any number"
             )
+        self._checked = params if _is_immutable(params) else None
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         eos_ids = () if params.ignore_eos else self.model.eos_ids
@@ -204,6 +208,15 @@ class InputProcessor:
     def _next_seed(self) -> int:
         digest = hashlib.blake2b(self._seed + b":%d" % next(self._seeds), digest_size=8).digest()
         return int.from_bytes(digest, "little")
+
+
+def _is_immutable(params: SamplingParams) -> bool:
+    """Return whether parameters can not change: lists and dicts have no hash."""
+    try:
+        hash(params)
+    except TypeError:
+        return False
+    return True
 
 
 def _want_scores(sequence: Sequence, start: int, temperature: float) -> None:

@@ -49,7 +49,7 @@ def test_equal_neighbours_are_one_request_and_the_order_is_that_of_the_prompts(
     prompts = [*[first] * 3, second, *[first] * 2]
     found = rl_trl.roll_out(prompts, trainer_of(gen, 64))
     assert [params.n for params in asked] == [3, 1, 2]
-    assert found["prompt_ids"] == [encode_prompt(prompt, gen.tokenizer) for prompt in prompts]
+    assert found["prompt_ids"] == [encode_prompt(prompt, gen.tokenizer)[0] for prompt in prompts]
     assert [len(logprobs) for logprobs in found["logprobs"]] == [len(ids) for ids in found["completion_ids"]]
     assert all(isinstance(logprob, float) for logprobs in found["logprobs"] for logprob in logprobs)
     assert all(ids[-1] in (2, 6) for ids in found["completion_ids"]), "the final EOS stays"
