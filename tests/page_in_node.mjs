@@ -86,7 +86,7 @@ document.getElementById = (id) => elements[id] ?? assert.fail(`there is no eleme
 document.createElement = () => new Element();
 const realFetch = fetch;
 globalThis.fetch = (path, options) => {
-  if (options.body) bodies.push(JSON.parse(options.body));
+  if (options?.body) bodies.push(JSON.parse(options.body));
   return realFetch(new URL(path, url), options);
 };
 (0, eval)(html.match(/<script>(.*?)<\/script>/s)[1]);
