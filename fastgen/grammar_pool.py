@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ GRAMMAR_TIMEOUT = 10.0  # default of the seconds that a grammar may take
 WORKERS = 4  # grammars that are compiled at a time
 POLL_SECONDS = 0.05  # interval of checks whether anybody still waits for a grammar
 NICENESS = 10  # the processes give way to the engine
+MAX_BYTES = 4 * 2**30  # address space of a process, which must not take the engine's memory
 
 
 class GrammarPool:
@@ -129,6 +131,8 @@ def main() -> None:
 
     processes.end_with_parent()
     os.nice(NICENESS)
+    if sys.platform == "linux" and resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     tokens = LLTokenizer("byte")
     with Connection(int(sys.argv[-1])) as connection:
         while True:
