@@ -283,9 +283,13 @@ class AsyncGenerator:
             self._progress = time.monotonic()
         numbers = self._number(len(prompts))
         stream = EventStream(self, numbers, int(params.n), every_step)
-        for number, prompt in zip(numbers, prompts, strict=True):
-            self._streams[number] = stream
-            peer.send(Submit(number, prompt, params, grammar, self._grammar_timeout))
+        try:
+            for number, prompt in zip(numbers, prompts, strict=True):
+                self._streams[number] = stream
+                peer.send(Submit(number, prompt, params, grammar, self._grammar_timeout))
+        except BaseException:  # a prompt that can not be pickled
+            stream.__exit__()
+            raise
         return stream
 
     def _running_peer(self) -> _Process | _Thread:

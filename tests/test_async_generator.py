@@ -406,6 +406,8 @@ def test_a_wrong_request_fails_alone(client: Client) -> None:
         await refused(ValueError, "the prompt is empty", [], SamplingParams())
         await refused(TypeError, "must hold integers", ["x"], SamplingParams())
         await refused(ValueError, "Invalid type: x", ids(3), SamplingParams(), grammar='start: %json {"type": "x"}')
+        unreadable = "pickle" if engine._own_process else "not generator"
+        await refused(TypeError, unreadable, (id for id in [5]), SamplingParams())
         (event,) = await good
         assert len(event.token_ids) == 60
 
