@@ -98,7 +98,8 @@ Item = Annotated[
     | Annotated[FunctionOutput, Tag("function_call_output")]
     | Annotated[Reasoning, Tag("reasoning")],
     by_kind(
-        "must have the type message, function_call, function_call_output or reasoning; nothing is stored to refer to",
+        "must have the type message, function_call, function_call_output or reasoning; nothing is stored: a client "
+        "that sends references sends items where its `store` is false",
         _kind_of_item,
     ),
 ]

@@ -242,6 +242,29 @@ def test_turns_become_what_templates_accept() -> None:
     assert [call.function.arguments for call in messages[2].tool_calls or ()] == ['{"x":"é"}']
 
 
+def test_a_request_of_claude_code() -> None:
+    """Its fields as version 2.1 sends them, with short texts and few tools."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    tool = {"name": "Bash", "description": "a", "input_schema": {"$schema": "https://json-schema.org/a", **SCHEMA}}
+    text = [{"type": "text", "text": "reminder"}, {"type": "text", "text": "list the folder", **cached}]
+    body = {
+        "model": "any",
+        "messages": [{"role": "user", "content": text}, {"role": "system", "content": "agents"}],
+        "system": [{"type": "text", "text": "version"}, {"type": "text", "text": "rules", **cached}],
+        "tools": [tool],
+        "metadata": {"user_id": "a"},
+        "max_tokens": 32000,
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "stream": True,
+    }
+    chat = read_request(MessageRequest, json.dumps(body).encode()).chat()
+    messages = [(message.role, message.text) for message in chat.messages]
+    assert messages == [("system", "version\nrules"), ("user", "reminder\n\nlist the folder\n\nagents")]
+    assert (chat.limit, chat.max_tokens) == (None, 32000)
+
+
 def test_errors_have_types() -> None:
     kinds = [error_body(ApiError(status, "a"))["error"]["type"] for status in (400, 405, 404, 500, 503)]
     assert kinds == [*["invalid_request_error"] * 2, "not_found_error", "api_error", "overloaded_error"]

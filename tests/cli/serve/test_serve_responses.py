@@ -189,7 +189,11 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "conversation": ({"conversation": "conv_1"}, "conversation", "nothing is stored"),
     "unknown": ({"n": 2}, "n", "is not supported"),
     "background": ({"background": True}, "background", "wait for the answer"),
-    "reference": ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "must have the type message"),
+    "reference": (
+        {"input": [{"type": "item_reference", "id": "msg_1"}]},
+        "input[0]",
+        "must have the type message.*where its `store` is false",
+    ),
     "image": (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0].type",
@@ -276,6 +280,33 @@ def test_messages_become_what_templates_accept() -> None:
     assert said[3:] == [("tool", "i"), ("tool", "j")]
     assert [call.function.name for call in messages[2].tool_calls or ()] == ["g", "n__h"]
     assert merged([]) == []
+
+
+def test_a_request_of_codex() -> None:
+    """Its fields as version 0.169 sends them, with short texts and few tools."""
+    run = {"type": "function", "name": "exec_command", "description": "a", "strict": False, "parameters": SCHEMA}
+    agents = {"type": "namespace", "name": "agents", "description": "a", "tools": [{**run, "name": "close"}]}
+    said = [("developer", "rules"), ("developer", "more"), ("user", "where"), ("user", "list the folder")]
+    body = {
+        "model": "any",
+        "stream": True,
+        "input": [
+            {"type": "message", "id": "msg_1", "role": role, "content": [{"type": "input_text", "text": text}]}
+            for role, text in said
+        ],
+        "tools": [run, agents, {"type": "web_search", "external_web_access": False}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "a",
+        "client_metadata": {"session_id": "a"},
+    }
+    chat = read_request(ResponseRequest, json.dumps(body).encode()).chat()
+    messages = [(message.role, message.text) for message in chat.messages]
+    assert messages == [("system", "rules\n\nmore"), ("user", "where\n\nlist the folder")]
+    assert [tool.function.name for tool in chat.tools or ()] == ["exec_command", "agents__close"]
 
 
 def test_fields_without_effect_are_refused_where_that_is_wanted() -> None:
