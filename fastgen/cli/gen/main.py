@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import signal
 import sys
 import time
@@ -157,20 +156,16 @@ def _check_options(args: argparse.Namespace, path: Path) -> None:
         raise UsageError(f"the suffix of {path} names no format; it must be one of {', '.join(SUFFIXES)}")
     if args.output == STDOUT and args.retry_errors:
         raise UsageError("--retry-errors needs an output that can be read; give a file as -o")
-    if re.fullmatch(r"\w*", args.prefix, re.ASCII) is None:
-        raise UsageError(f"--prefix is {args.prefix!r}; it may have letters, digits and _")
     args.ray = args.ray or bool(given(args, (option.name for option in RAY)))
 
 
 def _check_columns(template: str | None, source: Source) -> None:
-    """Raise UsageError if no row has a column that the template names, or, without one, a prompt.
+    """Raise UsageError for a template that can not be read, and if no row has a column that it names or, without one, a
+    prompt.
 
     Rows are read until the columns are found; an input in which no row can be read passes.
     """
-    try:
-        wanted: list[tuple[str, ...]] = [PROMPTS] if template is None else [(name,) for name in fields_of(template)]
-    except ValueError as error:
-        raise UsageError(error) from None
+    wanted: list[tuple[str, ...]] = [PROMPTS] if template is None else [(name,) for name in fields_of(template)]
     for columns in chain([source.columns], (row.columns for row in read_rows(source.files))):
         wanted = [names for names in wanted if columns.keys().isdisjoint(names)]
         if not wanted or not source.columns:
@@ -275,7 +270,8 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=f"A row has one of {', '.join(PROMPTS)}, and any other columns, which are kept. Columns with these names"
         f" override the options: {', '.join(PARAMS)}. A row that fails has the reason as its `error`. The rows of"
         " OpenAI's batch files (custom_id, body) come back in their own format, with the errors among the answers, as"
-        " response.status_code says.",
+        " response.status_code says. Exit status: 0 done, 1 error, 2 wrong options or a template column that no row has, 3"
+        " all rows failed, 130 Ctrl-C.",
         allow_abbrev=False,
     )
     option = parser.add_argument

@@ -25,7 +25,7 @@ STDIN = "-"
 CSV, GZIP, PARQUET = ".csv", ".gz", ".parquet"
 SUFFIXES = (".jsonl", ".ndjson", CSV, ".jsonl.gz", ".ndjson.gz", ".csv.gz", PARQUET)
 PARQUET_ROWS = 256  # rows that are in memory at a time
-CELL_BYTES = 1 << 30  # limit of a cell of CSV
+csv.field_size_limit(1 << 30)  # characters of a cell; logprobs of a row do not fit into Python's limit
 
 RowReader = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 """The name of each row, and a function that returns its columns, or raises an error for a row without."""
@@ -130,7 +130,6 @@ def _parquet_rows(path: Path) -> RowReader:
 
 
 def _csv_rows(path: Path) -> RowReader:
-    csv.field_size_limit(CELL_BYTES)
     with io.TextIOWrapper(open_file(path), "utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
         if len(set(reader.fieldnames or ())) < len(reader.fieldnames or ()):

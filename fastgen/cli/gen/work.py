@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
+from fastgen.cli.command import UsageError
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.options import SAMPLING
 from fastgen.request import Prompt, Request, RequestOutput, SamplingParams
@@ -142,11 +143,11 @@ def fill(template: str, columns: Mapping[str, Any]) -> str:
 
 
 def fields_of(template: str) -> set[str]:
-    """Return the columns that a template names. Raises ValueError for braces that do not match."""
+    """Return the columns that a template names. Raises UsageError for braces that do not match."""
     try:
         return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:
-        raise ValueError(f"the template can not be read: {error}; write a literal brace twice") from None
+        raise UsageError(f"the template can not be read: {error}; write a literal brace twice") from None
 
 
 def parsed(value: Any) -> Any:

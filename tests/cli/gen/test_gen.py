@@ -211,7 +211,8 @@ def test_columns_of_fggens_own_names_need_a_prefix(fggen: Fggen, capsys: pytest.
     assert all(len(record["second_completions"]) == 1 for record in found)
     assert fggen(write("late.jsonl", PROMPTS[0], {"prompt": "x", "error": 1}), "-o", "late_out.jsonl", *SHORT) == 0
     assert "column error already" in by_row("late_out.jsonl")[1]["error"]
-    assert fggen("one.jsonl", "-o", "two.jsonl", "--prefix", "a b") == 2
+    assert fggen("one.jsonl", "-o", "three.csv", "--prefix", 'my "own" ', *SHORT) == 0
+    assert fggen("one.jsonl", "-o", "three.csv", "--prefix", 'my "own" ', *SHORT) == 0
 
 
 # ------------------------------------------------------------------------------------------------- long files

@@ -189,7 +189,7 @@ def test_a_line_is_json_whatever_the_columns_hold() -> None:
 
 @pytest.mark.parametrize("name", ["out.csv", "out.jsonl.gz", "out.csv.gz"])
 def test_csv_and_gzip_go_on_after_any_torn_end(fggen: Fggen, name: str) -> None:
-    prompts = ['a "quoted" one', "two\nlines\r\n", "a, b", "", "é"]
+    prompts = ['a "quoted" one', "two\nlines\r\n", "a, b", "", "é", "long" * 50_000]
     write("in.jsonl", *({"prompt": prompt, "n": 1 + row, "id": row} for row, prompt in enumerate(prompts)))
     assert fggen("in.jsonl", "-o", "whole.jsonl", *SHORT) == 0
     assert fggen("in.jsonl", "-o", name, *SHORT) == 0
