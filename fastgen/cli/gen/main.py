@@ -270,8 +270,8 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=f"A row has one of {', '.join(PROMPTS)}, and any other columns, which are kept. Columns with these names"
         f" override the options: {', '.join(PARAMS)}. A row that fails has the reason as its `error`. The rows of"
         " OpenAI's batch files (custom_id, body) come back in their own format, with the errors among the answers, as"
-        " response.status_code says. Exit status: 0 done, 1 error, 2 wrong options or a template column that no row has, 3"
-        " all rows failed, 130 Ctrl-C.",
+        " response.status_code says. Exit status: 0 done, 1 error, 2 wrong options or a template column no row has,"
+        " 3 all rows failed, 130 Ctrl-C.",
         allow_abbrev=False,
     )
     option = parser.add_argument
