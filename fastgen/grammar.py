@@ -26,36 +26,41 @@ CACHED_GRAMMARS = 64
 WHITESPACE = r" |\n[ \t]{0,20}"
 FREE_FORMATS = ("binary", "directory-path", "file-path", "password", "path")  # every string has them
 _VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords that hold values, not schemas
+_ADDING = frozenset({"patternProperties", "anyOf", "oneOf", "$ref"})  # keywords that may add properties beside them
 _NAMING = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
 
 def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
     """Return the rule of a JSON value of a schema, with properties in the schema's order.
 
-    strict: schema keywords that can not be enforced are an error, except uniqueItems; otherwise they are ignored.
+    strict: schema keywords that can not be enforced are an error, except uniqueItems; otherwise they are ignored. An
+    object has no other properties than those listed, unless additionalProperties or allOf are in the schema.
     Raises ValueError.
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict}
     try:
-        schema = _enforceable(schema) if strict else schema
+        if strict:
+            schema = _enforceable(schema, closed='"allOf"' not in json.dumps(schema))
         return f"%json {json.dumps({**schema, 'x-guidance': options}, allow_nan=False)}"
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the JSON schema is not JSON: {error}") from error
 
 
-def _enforceable(schema: Any, named: bool = False) -> Any:
-    """Return a schema without FREE_FORMATS and uniqueItems, which llguidance refuses. named: the keys are names of
-    schemas, and no keywords."""
+def _enforceable(schema: Any, closed: bool, named: bool = False) -> Any:
+    """Return a schema without FREE_FORMATS and uniqueItems, which llguidance refuses. closed: objects have no other
+    properties than those listed. named: the keys are names of schemas, and no keywords."""
     if isinstance(schema, list):
-        return [_enforceable(part) for part in schema]
+        return [_enforceable(part, closed) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
     kept = {}
     for key, value in schema.items():
         if named or key not in _VALUES | {"uniqueItems", "format"}:
-            kept[key] = _enforceable(value, not named and key in _NAMING)
+            kept[key] = _enforceable(value, closed, not named and key in _NAMING)
         elif key in _VALUES or (key == "format" and value not in FREE_FORMATS):
             kept[key] = value
+    if closed and not named and "properties" in kept and kept.keys().isdisjoint(_ADDING):
+        kept.setdefault("additionalProperties", False)
     return kept
 
 

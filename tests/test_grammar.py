@@ -225,6 +225,20 @@ def test_names_and_values_in_a_strict_schema_are_no_keywords() -> None:
     assert told == {"properties": parts, "const": schema["const"], "anyOf": [{}, False]}
 
 
+@pytest.mark.parametrize(
+    ("more", "there"),
+    [({}, False), ({"additionalProperties": True}, True), ({"allOf": [{"required": ["a"]}]}, True)],
+)
+def test_objects_have_the_properties_of_a_strict_schema_alone(
+    vocabulary: Vocabulary, compiler: Compiler, more: dict[str, Any], there: bool
+) -> None:
+    tokenizer, size, ends = vocabulary
+    schema = {"properties": {"properties": {"type": "object", "properties": {}}, "a": {"type": "null"}}, **more}
+    for text, fits in (('{"properties": {}, "a": null}', True), ('{"a": null, "b": 5}', there)):
+        mask = compiler.compile(f"start: {json_rule(schema, strict=True)}")
+        assert accepts(mask, [*encoded(tokenizer, text), ends[0]], size) == fits
+
+
 def test_the_same_grammar_is_compiled_once(vocabulary: Vocabulary) -> None:
     compiler = Compiler(*vocabulary)
     with ThreadPoolExecutor(4) as pool:
