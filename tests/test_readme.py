@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fastgen.names import CALLS, GENERATOR, PARAMETERS
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -43,3 +45,8 @@ def test_the_code_of_a_guide_runs_and_its_links_lead_somewhere(page: str) -> Non
 def test_links_of_the_readme_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#]+?)\)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_the_guide_for_users_of_vllm_has_all_names_that_errors_explain() -> None:
+    guide = (ROOT / "docs" / "from-vllm.md").read_text(encoding="utf-8")
+    assert [name for name in {**GENERATOR, **PARAMETERS, **CALLS} if not re.search(rf"\b{name}\b", guide)] == []
