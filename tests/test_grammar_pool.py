@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from serving import alive, children, until
 
 import fastgen
 from fastgen.grammar import Compiler, json_rule
-from fastgen.grammar_pool import WORKERS, GrammarPool
+from fastgen.grammar_pool import LARGE, WORKERS, GrammarPool
 from fastgen.tokenizer import Tokenizer
 
 SECONDS = 0.5
@@ -45,7 +44,7 @@ def pool(compiler: Compiler) -> Iterator[GrammarPool]:
 
 
 def test_a_grammar_that_takes_too_long_is_an_error_and_others_go_on(pool: GrammarPool) -> None:
-    slow = [pool.compile(number, NEVER + " " * number, SECONDS) for number in range(3)]
+    slow = [pool.compile(number, NEVER, SECONDS) for number in range(WORKERS - 1)]
     assert pool.compile(10, EASY, SECONDS).result().words
     assert not any(each.done() for each in slow)
     for each in slow:
@@ -54,11 +53,18 @@ def test_a_grammar_that_takes_too_long_is_an_error_and_others_go_on(pool: Gramma
     assert pool.compile(11, EASY, SECONDS).result() is not pool.compile(12, EASY, SECONDS).result()
 
 
+def test_small_grammars_do_not_wait_for_large_ones(pool: GrammarPool) -> None:
+    slow = [pool.compile(number, NEVER + " " * LARGE, SECONDS) for number in range(2 * WORKERS)]
+    assert pool.compile(99, EASY, SECONDS).result().words
+    assert not any(each.done() for each in slow)
+
+
 def test_grammars_that_nobody_waits_for_make_room(compiler: Compiler) -> None:
     pool = GrammarPool(lambda: compiler)
-    slow = [pool.compile(number, NEVER, SECONDS) for number in range(3 * WORKERS)]
+    before = children(os.getpid())
+    slow = [pool.compile(number, NEVER, 1000) for number in range(3 * WORKERS)]
     last = pool.compile(99, EASY, SECONDS)
-    time.sleep(0.3)
+    until(lambda: len(children(os.getpid())) == len(before) + WORKERS)
     for number in range(3 * WORKERS):
         pool.drop(number)
     assert last.result(timeout=10).words
