@@ -173,9 +173,8 @@ class CountRequest(Unused):
         """Return the request as a chat. Raises ApiError."""
         messages = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
         messages = merged([*messages, *(message for turn in self.messages for message in turn.messages())])
-        data: dict[str, Any] = {"messages": messages, **self._fields()}
-        if messages[-1:] and messages[-1]["role"] == "assistant":
-            data["continue_final_message"] = True
+        begun = messages[-1:] and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+        data: dict[str, Any] = {"messages": messages, "continue_final_message": bool(begun), **self._fields()}
         data["tools"] = [tool.for_chat() for tool in self.tools or ()]
         if self.tool_choice is not None:
             data["tool_choice"] = self.tool_choice.for_chat()

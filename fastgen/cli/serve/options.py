@@ -160,7 +160,7 @@ def make_options(
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fgserve",
-        description="Serve models over HTTP, in the manner of OpenAI's API.",
+        description="Serve models over HTTP, in the manner of OpenAI's and Anthropic's APIs.",
         epilog="Each option is a flag, an environment variable and a key of the YAML file. A flag overrides the "
         "variable, which overrides the file. In the file, an entry of `models` may be a mapping of `model`, `name` "
         "(for clients) and options of models, which then hold for that one.",

@@ -240,6 +240,8 @@ def test_turns_become_what_templates_accept() -> None:
     said = [(message.role, message.text) for message in messages]
     assert said == [("system", "a"), ("user", "b\n\nc"), ("assistant", "d"), ("tool", ""), ("user", "e")]
     assert [call.function.arguments for call in messages[2].tool_calls or ()] == ['{"x":"é"}']
+    body = json.dumps({"messages": turns[:-1], "max_tokens": 9}).encode()
+    assert not read_request(MessageRequest, body).chat().continue_final_message, "a call is not continued"
 
 
 def test_a_request_of_claude_code() -> None:
