@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -250,3 +254,38 @@ def test_tensors_that_do_not_match_are_refused() -> None:
         launch_as(AllReduceConfig(2, 64, 1), x, x, inbox)
     with pytest.raises(AssertionError):
         words_of(torch.zeros(1, 3, dtype=torch.float16))
+
+
+COMPILE = """
+import json
+import triton  # before fastgen, which without a GPU does without it
+from fastgen.kernels import allreduce
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+for kernel, name in ((allreduce._one_trip_kernel, "BLOCK"), (allreduce._two_trips_kernel, "SLICE")):
+    constants = {"RANK": 0, "SIZE": 2, "RANKS": 2, name: 256, "CELLS": 1024, "BLOCKS": 4096, "PDL": True}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    types = {"x_ptr": "*bf16", "y_ptr": "*bf16", "peers_ptr": "*i64"}
+    types |= {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr") and name not in types}
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+    aligned = [place for place, kind in enumerate(signature.values()) if kind != "constexpr"]
+    source = ASTSource(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in aligned})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    print(json.dumps(made.asm["ptx"]))
+"""
+
+
+def test_a_step_s_number_is_written_after_all_warps_have_read_it() -> None:
+    """Each warp reads the cell for itself. Without a barrier ahead of the write, a warp that woke late read the next
+    number, and both ranks waited for ever, in one start of twenty."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    kernels = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(kernels) == 2
+    for ptx in kernels:
+        before, store, _ = ptx.partition("st.global.b32")  # the first of 4 bytes; words are stored as vectors
+        assert store
+        assert "bar.sync" in before
