@@ -238,6 +238,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     report: dict[str, Any] = {"machine": machine, "threads": torch.get_num_threads(), "dtype": arguments.dtype}
     report |= {"torch": torch.__version__, **train(settings, arguments.device, arguments.dtype)}
     if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     return report
 
