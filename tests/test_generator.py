@@ -155,6 +155,37 @@ def test_chat_takes_conversations_tools_and_variables(gen: Generator, monkeypatc
             call(one, SHORT)  # type: ignore[operator]
 
 
+def get_weather(city: str) -> str:
+    """
+    Tell the weather.
+
+    Args:
+        city: where
+    """
+    return f"It rains in {city}."
+
+
+def test_an_agent_calls_a_tool_and_reads_its_result(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gen.tokenizer is not None
+    template = """{% for tool in tools %}{{ tool.function.name }}: {{ tool.function.description }}{% endfor %}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>
+{{- call.function | tojson }}</tool_call>{% endfor %}{% endfor %}"""
+    monkeypatch.setattr(gen.tokenizer.hf, "chat_template", template)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Rain?"}]
+    call = '\\n<tool_call>\\n{\\"name\\": \\"get_weather\\", \\"arguments\\": {\\"city\\": \\"'
+    params = SamplingParams(max_tokens=200, grammar=f'start: "hello{call}" ("Rome" | "Bonn") "\\"}}}}\\n</tool_call>"')
+    (out,) = gen.chat(messages, params, tools=[get_weather])
+    assert out.prompt == "get_weather: Tell the weather.<user>Rain?"
+    messages.append(gen.parse_message(out.text, [get_weather]))
+    assert messages[-1]["content"].strip() == "hello"
+    (made,) = messages[-1]["tool_calls"]
+    messages.append({"role": "tool", "content": get_weather(**made["function"]["arguments"])})
+    city = made["function"]["arguments"]["city"]
+    assert city in ("Rome", "Bonn")
+    (out,) = gen.chat(messages, SHORT, tools=[get_weather])
+    assert f'"arguments": {{"city": "{city}"}}}}</tool_call><tool>It rains in {city}.' in str(out.prompt)
+
+
 def test_allowed_and_forbidden_tokens(gen: Generator) -> None:
     assert gen.tokenizer is not None
     free = SamplingParams(n=8, max_tokens=30, ignore_eos=True, seed=3)

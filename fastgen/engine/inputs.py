@@ -52,27 +52,32 @@ class InputProcessor:
         self.model, self.tokenizer, self.context, self.defaults = model, tokenizer, context, defaults
         self._seed = os.urandom(8) if seed is None else str(seed).encode()
         self._seeds = itertools.count()
-        self._checked: SamplingParams | None = None  # the last ones, which thousands of requests may share
+        # The last parameters and their mask: thousands of requests may share them.
+        self._prepared: tuple[SamplingParams | None, TokenMask | None] = (None, None)
         self._token_rules = lru_cache(CACHED_RULES)(self._read_rules)
 
     @cached_property
     def _compiler(self) -> Compiler:
         return Compiler.of(self.tokenizer, self.model)
 
-    def _mask_of(self, params: SamplingParams) -> TokenMask | None:
-        """Return the mask of parameters, which the samples share so far. Raises ValueError or TypeError."""
+    def prepare(self, params: SamplingParams) -> TokenMask | None:
+        """Check parameters, and return their mask, which samples copy. Raises ValueError or TypeError."""
+        if params is self._prepared[0]:
+            return self._prepared[1]
+        self.check_params(params)
         rule = params_rule(params)
         mask = params.mask if rule is None else self._compiler.compile(f"start: {rule}")
-        if params.allowed_token_ids is None and not params.bad_words:
-            return mask
-        allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
-        return TokenRules(mask, *self._token_rules(allowed, tuple(params.bad_words)))
+        if params.allowed_token_ids is not None or params.bad_words:
+            allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
+            mask = TokenRules(mask, *self._token_rules(allowed, tuple(params.bad_words)))
+        self._prepared = (params, mask) if _is_immutable(params) else (None, None)
+        return mask
 
     def _read_rules(self, allowed: tuple[int, ...] | None, words: tuple[str, ...]) -> tuple[Any, list[list[int]]]:
         """Return the row and the words of TokenRules."""
         written = [text for word in words for text in (word, " " + word.lstrip())]
         found = [self.tokenizer.encode(text, special=False) for text in written] if self.tokenizer is not None else []
-        known = [ids for ids in found if max(ids) < self.model.vocab_size]
+        known = [ids for ids in found if ids and max(ids) < self.model.vocab_size]
         row = token_row(self.model.vocab_size, allowed, [ids[0] for ids in known if len(ids) == 1])
         return row, [ids for ids in known if len(ids) > 1]
 
@@ -86,8 +91,7 @@ class InputProcessor:
             check_needs(prompt, self.tokenizer)
         if params is None or isinstance(params, SamplingParams | Mapping):
             shared = params_of(params, self.defaults)
-            self.check_params(shared)
-            self._mask_of(shared)
+            self.prepare(shared)
             return [(prompt, shared) for prompt in many]
         if not isinstance(params, Iterable) or isinstance(params, str):
             raise TypeError(f"params must be SamplingParams, a dict or a list of them, not {type(params).__name__}")
@@ -98,8 +102,6 @@ class InputProcessor:
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError or TypeError for parameters that the model can not be sampled with."""
-        if params is self._checked:
-            return
         params.validate(self.model.vocab_size)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("this model has no tokenizer files, so stop strings can not be found; use stop_token_ids")
@@ -111,7 +113,6 @@ class InputProcessor:
                 f"logit_bias and the stop ids that min_tokens holds back are {edited} tokens; they may be at most "
                 f"{MAX_BIASES}: a mask can forbid any number"
             )
-        self._checked = params if _is_immutable(params) else None
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         eos_ids = () if params.ignore_eos else self.model.eos_ids
@@ -126,7 +127,7 @@ class InputProcessor:
         that can not be resumed.
         """
         params, resume = params_of(request.params, self.defaults), request.resume
-        self.check_params(params)
+        mask = self.prepare(params)
         ids, text = encode_prompt(request.prompt, self.tokenizer)
         self._check_prompt(ids, params)
         if score is None and params.prompt_logprobs is not None:
@@ -135,7 +136,7 @@ class InputProcessor:
             raise ValueError(f"start is {score[0]}; it must be from 0 to the sequence's length, {len(ids)}")
         if resume is not None:
             check_resumed(resume, params, self.model.vocab_size)
-        seed, stop_ids, mask = self._seed_of(params, resume), self._stop_ids(params), self._mask_of(params)
+        seed, stop_ids = self._seed_of(params, resume), self._stop_ids(params)
         most = self.context if params.max_tokens is None else len(ids) + params.max_tokens
         sequences = [
             Sequence(
