@@ -98,7 +98,8 @@ class _Report:
             nonlocal status
             if message["type"] == "http.response.start" and status != 499:
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+                if self._service.options.replicas is None:  # Ray returns the id itself
+                    message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
             await send(message)
 
         try:

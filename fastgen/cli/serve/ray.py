@@ -41,7 +41,8 @@ class Replica:
 
     def __init__(self, options: Options) -> None:
         logging.getLogger("fastgen").setLevel(logging.INFO if options.server.verbose else logging.WARNING)
-        self._service = Service(replace(options, server=replace(options.server, restart=False)))
+        server = replace(options.server, restart=False, replicas=options.server.replicas or 1)
+        self._service = Service(replace(options, server=server))
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application. Ray calls this once, after the constructor, and sends requests after its return.

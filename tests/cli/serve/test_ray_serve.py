@@ -21,6 +21,7 @@ import serve_stub
 import yaml
 from serving import FGSERVE, ROOT, Server, alive, children, descendants, is_called, until
 
+from fastgen.async_generator import _Process
 from fastgen.cli.serve import ray as ray_backend
 from fastgen.cli.serve.options import read_options
 from fastgen.cli.serve.ray import Replica
@@ -99,6 +100,12 @@ def test_answers_are_those_of_fgserve(server: Server) -> None:
     with Server(FGSERVE) as alone:
         assert answers(server) == answers(alone.await_ready())
     assert len(replicas(server)) == 2
+
+
+def test_a_request_has_one_id(server: Server) -> None:
+    given = ASKING.get(server.url + "/health", headers={"X-Request-Id": "abc"})
+    assert given.headers.get_list("x-request-id") == ["abc"]
+    assert len(ASKING.get(server.url + "/health").headers.get_list("x-request-id")) == 1
 
 
 def test_a_session_keeps_to_its_replica(server: Server) -> None:
@@ -203,8 +210,8 @@ def test_health_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
         await replica.check_health()
         assert "/v1/chat/completions" in {getattr(route, "path", None) for route in app.routes}
         (model,) = replica._service.models.values()
-        assert model.engine._process is not None
-        model.engine._process.kill()
+        assert isinstance(model.engine._peer, _Process)
+        model.engine._peer.process.kill()
         await model.engine.died()
         await asyncio.wait([replica._keeping])
         with pytest.raises(RuntimeError, match="the engine of one was killed by SIGKILL"):
