@@ -26,7 +26,7 @@ from fastgen.engine.options import GeneratorOptions, takes_fields_of
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats, error_output, with_progress
 from fastgen.engine.scheduler import Scheduler
 from fastgen.model.config import read_config, sampling_defaults
-from fastgen.model.loader import resolve
+from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.model.transformer import checkpoint_shards
 from fastgen.model.weights import Update, Weights
 from fastgen.names import CALLS, PARAMETERS, explains_names
@@ -44,7 +44,7 @@ from fastgen.request import (
     Sequence,
     Status,
 )
-from fastgen.tokenizer import Tokenizer
+from fastgen.tokenizer import chat_arguments
 from fastgen.tool_parser import parse_message
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Generator:
                 options.check()
                 self.folder = resolve(options.model, options.revision, weights=False)  # checks come before the weights
                 self.model_config = read_config(self.folder)
-                tokenizer = beside.submit(_find_tokenizer, options.tokenizer, self.folder)
+                tokenizer = beside.submit(find_tokenizer, options.tokenizer, self.folder)
                 settled = settle_options(self.model_config, options)
                 start = time.perf_counter()
                 if options.load == "auto":
@@ -170,6 +170,11 @@ class Generator:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
+        variables = chat_arguments(fields)["variables"]  # raises what is wrong for all conversations
+        if self.tokenizer is not None:
+            self.tokenizer.check_template(variables)
+        if isinstance(messages, str | Mapping):
+            raise TypeError(f"messages must be a list of dicts, or a list of such lists, not {type(messages).__name__}")
         prompts = [{"messages": conversation, **fields} for conversation in prompt_list(messages)]
         return self.generate(prompts, params, progress=progress)
 
@@ -640,11 +645,3 @@ class Generator:
         if unknown:
             raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are 'weights' and 'kv_cache'")
         return wanted
-
-
-def _find_tokenizer(name: str | Path | None, folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of that name, else the model's own; None where the model has none."""
-    found = Tokenizer.find(folder if name is None else resolve(name, weights=False))
-    if name is not None and found is None:
-        raise ValueError(f"tokenizer is {str(name)!r}, which has no tokenizer files")
-    return found

@@ -161,8 +161,10 @@ class SamplingParams:
             if not text:
                 raise ValueError("a stop string is empty and would end every output at once; remove it")
         if self.allowed_token_ids is not None:
+            if not isinstance(self.allowed_token_ids, Iterable):
+                raise TypeError(f"allowed_token_ids must be a list, not {self.allowed_token_ids!r}")
             _token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
-            if len(self.allowed_token_ids) == 0:
+            if not len(self.allowed_token_ids):
                 raise ValueError("allowed_token_ids is empty, so that no token could be drawn; give at least one id")
         if self.bad_words != ():
             _texts("bad_words", self.bad_words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -97,11 +97,8 @@ class Tokenizer:
         prompting: end with the beginning of an assistant's message. variables: of the template, such as tools.
         continuing: end within the last message, behind its text; not together with `prompting`.
         """
-        self.check_template()
         variables = variables or {}
-        for name in inspect.signature(self.hf.apply_chat_template).parameters:
-            if name in variables and name not in ("tools", "documents"):
-                raise ValueError(f"{name} is not a variable of a chat template; leave it out")
+        self.check_template(variables)
         try:
             text = self.hf.apply_chat_template(
                 list(messages),
@@ -114,10 +111,13 @@ class Tokenizer:
             raise ValueError(f"the chat template does not take these messages: {error}") from error
         return str(text)
 
-    def check_template(self) -> None:
-        """Raise ValueError if there is no chat template."""
+    def check_template(self, variables: Collection[str] = ()) -> None:
+        """Raise ValueError if there is no chat template, or if it can not have variables of these names."""
         if self.hf.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; give the prompt as text or ids")
+        for name in inspect.signature(self.hf.apply_chat_template).parameters:
+            if name in variables and name not in ("tools", "documents"):
+                raise ValueError(f"{name} is not a variable of a chat template; leave it out")
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Return the text of ids. special: with special tokens."""
@@ -190,21 +190,32 @@ def _encode_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> t
     kinds = [name for name in PROMPT_KINDS if name in given]
     unknown = given.keys() - {*PROMPT_KINDS, *(CHAT_FIELDS if "messages" in kinds else ())}
     if unknown or not kinds:
-        name = f"not {min(unknown)!r}" if unknown else f"which {prompt!r} has not"
+        name = f"not {min(unknown)!r}" if unknown else "and one does not"
         raise TypeError(f"a prompt that is a dict has 'prompt', 'prompt_token_ids' or 'messages', {name}")
     if "prompt_token_ids" in given:
         return _read_ids(given["prompt_token_ids"]), given.get("prompt")
     if "messages" not in given:
         return encode_prompt(given["prompt"], tokenizer)
     if not _is_chat(given["messages"]):
-        raise TypeError(f"messages must be a list of dicts, not {given['messages']!r}")
+        raise TypeError(f"messages must be a list of dicts, not {type(given['messages']).__name__}")
+    text = _needed(tokenizer).render_chat(given["messages"], **chat_arguments(given))
+    return _needed(tokenizer).encode(text, special=False), text
+
+
+def chat_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Tokenizer.render_chat` that CHAT_FIELDS stand for. Raises ValueError or TypeError."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    tools, variables = given.get("tools", []), given.get("chat_template_kwargs", {})
+    if not isinstance(tools, list | tuple):
+        raise TypeError(f"tools must be a list of functions or dicts, not {type(tools).__name__}")
+    if not isinstance(variables, Mapping):
+        raise TypeError(f"chat_template_kwargs must be a dict, not {type(variables).__name__}")
     continuing = bool(given.get("continue_final_message"))
-    variables = {"tools": given.get("tools"), **given.get("chat_template_kwargs", {})}
     prompting = bool(given.get("add_generation_prompt", not continuing))
     if prompting and continuing:
         raise ValueError("add_generation_prompt begins another message, so it can not go with continue_final_message")
-    text = _needed(tokenizer).render_chat(given["messages"], prompting, variables, continuing)
-    return _needed(tokenizer).encode(text, special=False), text
+    variables = {"tools": list(tools) or None, **variables}
+    return {"prompting": prompting, "variables": variables, "continuing": continuing}
 
 
 def _read_ids(prompt: Any) -> list[int]:

@@ -145,8 +145,16 @@ def test_chat_takes_conversations_tools_and_variables(gen: Generator, monkeypatc
     assert gen.chat(one, SHORT, add_generation_prompt=False)[0].prompt == "helloNone"
     (out,) = gen.chat([*one, {"role": "assistant", "content": "wor"}], SHORT, continue_final_message=True)
     assert out.prompt == "hellowor"
-    (out,) = gen.chat(one, SHORT, continue_final_message=True, add_generation_prompt=True)
-    assert "can not go with continue_final_message" in str(out.error)
+    for wrong, kind, reason in (
+        ({"continue_final_message": True, "add_generation_prompt": True}, ValueError, "can not go with continue_final"),
+        ({"tools": tool}, TypeError, "tools must be a list of functions or dicts, not dict"),
+        ({"chat_template_kwargs": {"tokenize": True}}, ValueError, "tokenize is not a variable of a chat template"),
+        ({"chat_template_kwargs": "glad"}, TypeError, "chat_template_kwargs must be a dict, not str"),
+    ):
+        with pytest.raises(kind, match=reason):
+            gen.chat(one, SHORT, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="messages must be a list of dicts, or a list of such lists, not str"):
+        gen.chat("hello", SHORT)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no known format for tools"):
         gen.parse_message(out.prompt or "")
     monkeypatch.setattr(gen.tokenizer.hf, "chat_template", None)

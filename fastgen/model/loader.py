@@ -27,6 +27,7 @@ from fastgen.device.pinned import on_stream
 from fastgen.device.threads import at_most
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.model.weights import FLOATS, Shard, TensorMatcher
+from fastgen.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent.parent / "tiny"
 
@@ -60,6 +61,14 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     elif revision is not None:
         raise ValueError(f"revision={revision!r} goes with a hub id, and {folder} is a folder")
     return folder
+
+
+def find_tokenizer(name: str | Path | None, folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of a name (see `resolve`), else that of the model in `folder`; None if it has none."""
+    found = Tokenizer.find(folder if name is None else resolve(name, weights=False))
+    if name is not None and found is None:
+        raise ValueError(f"tokenizer is {str(name)!r}, which has no tokenizer files")
+    return found
 
 
 def fill_random(targets: Mapping[str, Shard]) -> None:
