@@ -31,8 +31,8 @@ class _Protocol(H11Protocol):
     """HTTP/1.1 on one connection. It is closed where a head is not complete `read_timeout` seconds after its first byte
     (or the connection), and where a body makes no progress for so long.
 
-    httptools would be faster by 3 us a chunk, but it loses the body of a request that offers an upgrade to HTTP/2, as
-    Java's HttpClient does.
+    httptools would be faster, by 3 us a chunk and 0.1 ms a request, but it loses the body of a request that offers an
+    upgrade to HTTP/2, as Java's HttpClient does.
     """
 
     read_timeout: float
