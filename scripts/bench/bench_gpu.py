@@ -2,6 +2,8 @@
 
     python scripts/bench/bench.py gpu                                  # the workloads of Mistral 7B that share nothing
     python scripts/bench/bench.py gpu --only group,tree                # with prefixes in common; takes 5 minutes
+    python scripts/bench/bench.py gpu --only chat64,batch128,long,longchat
+    python scripts/bench/bench.py gpu --model llama1 --only chat1,chat8,chat32,batch128
     python scripts/bench/bench.py gpu --model qwen14 --only headline
     python scripts/bench/bench.py gpu --deterministic                  # headline, short and chat1, with it and without
     python scripts/bench/bench.py gpu --turns                          # conversations, with and without the host tier

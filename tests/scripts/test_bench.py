@@ -63,6 +63,7 @@ def test_pairs_of_both_engines_quiet_and_busy(tmp_path: Path, monkeypatch: pytes
 def test_the_models_have_their_true_sizes() -> None:
     sizes = {name: bench_limits.Costs.of(parse_config(config)) for name, config in bench_limits.MODELS.items()}
     assert sizes["mistral7"] == bench_limits.Costs(32 * 218_103_808, 32768 * 4096, 4 * 32 * 4096, 131_072)
+    assert sizes["llama1"] == bench_limits.Costs(16 * 60_817_408, 128256 * 2048, 4 * 16 * 2048, 32_768)
     assert sizes["qwen14"] == bench_limits.Costs(48 * 275_251_200, 152064 * 5120, 4 * 48 * 5120, 196_608)
     assert sizes["llama70"] == bench_limits.Costs(80 * 855_638_016, 128256 * 8192, 4 * 80 * 8192, 327_680)
 
@@ -77,10 +78,15 @@ def test_the_models_have_their_true_sizes() -> None:
         ("mistral7", 1, "chat1", 301),
         ("mistral7", 1, "chat8", 2315),
         ("mistral7", 1, "chat32", 8216),
+        ("mistral7", 1, "tree", 33801),
+        ("mistral7", 1, "chat64", 14281),
         ("mistral7", 1, "batch128", 17049),
         ("mistral7", 1, "long", 939),
         ("mistral7", 1, "longchat", 180),
+        ("llama1", 1, "chat1", 1730),
         ("llama1", 1, "chat8", 13286),
+        ("llama1", 1, "chat32", 46767),
+        ("llama1", 1, "batch128", 96421),
         ("qwen14", 1, "headline", 2401),
         ("llama70", 4, "headline", 2044),
     ],
