@@ -15,15 +15,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tiny_facts
+import tiny_knowledge
+import tiny_numbers
 import tiny_skills
 import tiny_talk
+import tiny_texts
+from tiny_questions import HELD_OUT_WORDINGS, plain
 from tiny_task import Task, Turn, is_held_out, phrase
 from tiny_words import CAPITALS, DAYS, MONTHS, NAMES, WORDS
 
 SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
     **tiny_skills.SKILLS,
+    **tiny_numbers.SKILLS,
     **tiny_facts.SKILLS,
+    **tiny_knowledge.SKILLS,
     **tiny_talk.SKILLS,
+    **tiny_texts.SKILLS,
 }
 _NAMES = tuple(SKILLS)
 _CUMULATIVE = [sum(weight for weight, _ in list(SKILLS.values())[: i + 1]) for i in range(len(SKILLS))]
@@ -78,11 +85,15 @@ def new_conversation(rng: random.Random) -> Conversation:
 def draw(rng: random.Random, make: Callable[[random.Random], Task], held_out: bool = False) -> Task:
     """A task none of whose facts are held out; or one whose graded fact (the last key) is.
 
+    No task has the wording of one of the first questions.
+
     Raises:
         ValueError: the skill has no such task in a thousand draws.
     """
     for _ in range(1000):
         drawn = make(rng)
+        if any(plain(turn.user) in HELD_OUT_WORDINGS for turn in drawn.turns):
+            continue
         if is_held_out(drawn.keys[-1]) if held_out else not any(map(is_held_out, drawn.keys)):
             return drawn
     raise ValueError(f"{make.__name__} makes no task with held_out={held_out}")

@@ -1,4 +1,4 @@
-"""Accuracy of the bundled model on held-out prompts, and its model card."""
+"""Accuracy of the bundled model on held-out prompts, its replies to first questions, and its model card."""
 
 import json
 import random
@@ -7,20 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_data import BUCKETS, SKILLS, evaluation_tasks, long_conversation, messages
+from tiny_data import BUCKETS, END, SKILLS, evaluation_tasks, long_conversation, messages
+from tiny_questions import FIRST_QUESTIONS, LONGEST, UNFINISHED, is_sensible
 from tiny_skills import MUL2_UNASKED_STEPS
 from tiny_task import MUL2_TRAINED_BUCKETS, TRAINED_BUCKETS, Task
 
 Chat = list[dict[str, str]]
 Scores = dict[str, dict[str, float | int]]
+FirstQuestions = dict[str, Any]
 
-NEWCOMER = (
-    "hello", "hi", "how are you?", "who are you?", "what can you do?", "what is fastgen?", "how do I install it?",
-    "what is a paged KV cache?", "what is 12 + 30?", "12+30", "7 * 8", "whats 100 - 37", "spell banana",
-    "reverse banana",
-    "how many r's are in strawberry?", "sort 5, 2, 9, 1", "capital of France?", "what day comes after friday?",
-    "tell me a joke", "write me a poem about the sea", "thanks!", "what is 47 * 86?", "47 * 86 step by step", "bye",
-)  # fmt: skip
 # A question after this many turns of other talk checks that long contexts do no harm.
 LONG_TURNS = 30
 
@@ -36,31 +31,28 @@ class Answerer:
         self.model = model.to(device).eval()
         self.device, self.batch_tokens = device, batch_tokens
 
-    def __call__(self, chats: Sequence[Chat], max_new_tokens: int) -> list[str]:
-        """The reply to each chat, without special tokens; "" is appended when it did not end in time."""
+    def __call__(self, chats: Sequence[Chat], limits: Sequence[int]) -> list[str]:
+        """Return the reply to each chat, of at most that many tokens, without special tokens."""
         prompts = [self.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in chats]
         ids: list[list[int]] = self.tokenizer(prompts, add_special_tokens=False)["input_ids"]
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+        totals = [len(prompt) + limit for prompt, limit in zip(ids, limits, strict=True)]
+        order = sorted(range(len(ids)), key=totals.__getitem__)
         replies = [""] * len(ids)
         while order:
-            longest = len(ids[order[-1]]) + max_new_tokens
-            batch, order = (
-                order[-max(1, self.batch_tokens // longest) :],
-                order[: -max(1, self.batch_tokens // longest)],
-            )
-            for i, reply in zip(batch, self._generate([ids[i] for i in batch], max_new_tokens), strict=True):
+            size = max(1, self.batch_tokens // totals[order[-1]])
+            batch, order = order[-size:], order[:-size]
+            texts = self._generate([ids[i] for i in batch], max(limits[i] for i in batch))
+            for i, reply in zip(batch, texts, strict=True):
                 replies[i] = reply
         return replies
 
-    def _generate(self, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
+    def _generate(self, prompts: list[list[int]], limit: int) -> list[str]:
         padded = self.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(self.device)
         with torch.inference_mode():
-            out = self.model.generate(
-                **padded, do_sample=False, temperature=None, max_new_tokens=max_new_tokens, use_cache=True
-            )
+            out = self.model.generate(**padded, do_sample=False, temperature=None, max_new_tokens=limit, use_cache=True)
         new = out[:, padded["input_ids"].shape[1] :].tolist()
         texts: list[str] = self.tokenizer.batch_decode(new, skip_special_tokens=True)
-        return texts
+        return [text if END in row else text + UNFINISHED for text, row in zip(texts, new, strict=True)]
 
 
 def evaluate(answer: Answerer, count: int, seed: int, max_new_tokens: int, show: int = 2) -> Scores:
@@ -73,7 +65,9 @@ def evaluate(answer: Answerer, count: int, seed: int, max_new_tokens: int, show:
     chats["after_long_conversation"] = [
         long_conversation(rng, LONG_TURNS) + messages(task) for task in chosen["after_long_conversation"]
     ]
-    flat = answer([chat for name in chosen for chat in chats[name]], max_new_tokens)
+    # A character is at least a token, but for letters outside of Latin; a reply may be longer than the reference.
+    limits = [min(max_new_tokens, len(t.turns[-1].reply) + 40) for tasks in chosen.values() for t in tasks]
+    flat = answer([chat for name in chosen for chat in chats[name]], limits)
     scores: Scores = {}
     for name, tasks in chosen.items():
         replies, flat = flat[: len(tasks)], flat[len(tasks) :]
@@ -86,11 +80,32 @@ def evaluate(answer: Answerer, count: int, seed: int, max_new_tokens: int, show:
     return scores
 
 
+def ask_first_questions(answer: Answerer, max_new_tokens: int) -> FirstQuestions:
+    """Greedy replies to the first questions, turn by turn, judged by their rules; prints all of them."""
+    chats: list[Chat] = [[] for _ in FIRST_QUESTIONS]
+    for turn in range(max(len(question.turns) for question in FIRST_QUESTIONS)):
+        places = [i for i, question in enumerate(FIRST_QUESTIONS) if turn < len(question.turns)]
+        for i in places:
+            chats[i].append({"role": "user", "content": FIRST_QUESTIONS[i].turns[turn]})
+        replies = answer([chats[i] for i in places], [min(max_new_tokens, LONGEST)] * len(places))
+        for i, reply in zip(places, replies, strict=True):
+            chats[i].append({"role": "assistant", "content": reply})
+    asked = []
+    for question, chat in zip(FIRST_QUESTIONS, chats, strict=True):
+        replies = [message["content"] for message in chat[1::2]]
+        asked.append({"turns": question.turns, "replies": replies, "sensible": is_sensible(question, replies)})
+        print(f"{'     ' if asked[-1]['sensible'] else 'WRONG'} {' / '.join(question.turns)!r} -> {replies[-1]!r}")
+    sensible = sum(bool(entry["sensible"]) for entry in asked)
+    print(f"first questions: {sensible} of {len(asked)} replies are sensible")
+    return {"sensible": sensible, "questions": len(asked), "asked": asked}
+
+
 _CARD = """# tiny: the model bundled with fastgen
 
 A Llama of {parameters:.2f} million parameters, so small that it ships inside the package: `fgchat` starts with it,
-the tests run on it, and nothing has to be downloaded. It chats a little, does small sums, spells, sorts, knows
-capitals, and answers questions about fastgen. It knows nothing else, and it is wrong now and then.
+the tests run on it, and nothing has to be downloaded. It chats a little, does sums, counts, converts units, spells,
+sorts, knows capitals and small facts, and answers questions about fastgen. It knows nothing else, and it is wrong now
+and then.
 
 | | |
 |---|---|
@@ -135,7 +150,11 @@ Greedy replies to held-out prompts, by transformers in float32 from the bfloat16
 
 `after_long_conversation` asks {long_turns} turns into a conversation about other things.
 
-## First impressions
+## First questions
+
+{sensible} of {questions} replies to first questions that people type at a chat prompt are sensible by the rules of
+`scripts/tiny/tiny_questions.py`. No training question has the wording of one of them. All {questions}, the wrong ones
+marked:
 
 {transcript}
 """
@@ -147,13 +166,26 @@ LABELS = {
 }
 
 
-def write_card(folder: Path, facts: dict[str, Any], transcript: Sequence[tuple[str, str]]) -> None:
+def _transcript(asked: Sequence[dict[str, Any]]) -> str:
+    """Return all first questions and replies as indented text."""
+    lines = []
+    for entry in asked:
+        for turn, reply in zip(entry["turns"], entry["replies"], strict=True):
+            lines += [f"    > {turn}", *(f"    {line}" for line in reply.splitlines())]
+        if not entry["sensible"]:
+            lines.append("    (wrong)")
+    return "\n".join(lines)
+
+
+def write_card(folder: Path, facts: dict[str, Any]) -> None:
     """Write accuracy.json and README.md; every number of the card is one of `facts`."""
-    (folder / "accuracy.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (folder / "accuracy.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     scores: Scores = facts["skills"]
     rows = []
     for name, score in scores.items():
-        about = LABELS.get(name) or (SKILLS[name][1].__doc__ or "").strip().splitlines()[0].rstrip(".")
+        about = LABELS.get(name) or (SKILLS[name][1].__doc__ or "").strip().splitlines()[0].rstrip(".").removesuffix(
+            "; the split is by wording"
+        )
         rows.append(f"| {name} | {about} | {100 * score['accuracy']:.1f} % | {score['prompts']} |")
     training = facts["training"]
     (folder / "README.md").write_text(
@@ -178,6 +210,8 @@ def write_card(folder: Path, facts: dict[str, Any], transcript: Sequence[tuple[s
             loss=training["loss"],
             rows="\n".join(rows),
             long_turns=LONG_TURNS,
-            transcript="\n".join(f"    > {asked}\n    {reply}" for asked, reply in transcript),
+            sensible=facts["first_questions"]["sensible"],
+            questions=facts["first_questions"]["questions"],
+            transcript=_transcript(facts["first_questions"]["asked"]),
         )
     )

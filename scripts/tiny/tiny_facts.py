@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from tiny_skills import SKILLS as PLAIN_SKILLS
-from tiny_skills import backwards, fact_key, steps_keys, two_digit_factors, work_out
+from tiny_skills import backwards, steps_keys, two_digit_factors, work_out
 from tiny_task import Task, Turn, any_word, made_up_word, phrase, pick, task
 from tiny_words import (
     CAPITALS,
@@ -98,6 +98,11 @@ def weekday(rng: random.Random) -> Task:
             "The day after {d}?",
             "If today is {d}, what day is tomorrow?",
             "Today is {d}. What is tomorrow?",
+            "Today is {d}, what is tomorrow?",
+            "It is {d} today. Which day is tomorrow?",
+            "What is tomorrow if today is {d}?",
+            "Today's {d}, so tomorrow is?",
+            "If it is {d} today, what day will tomorrow be?",
             "Which day follows {d}?",
         )
         step, question = 1, phrase(rng, asked, d=day)
@@ -109,6 +114,8 @@ def weekday(rng: random.Random) -> Task:
             "The day before {d}?",
             "If today is {d}, what day was yesterday?",
             "Today is {d}. What was yesterday?",
+            "It is {d} today. Which day was yesterday?",
+            "What was yesterday if today is {d}?",
         )
         step, question = -1, phrase(rng, asked, d=day)
     else:
@@ -176,40 +183,6 @@ def month(rng: random.Random) -> Task:
     return task(question, reply, f"month:{question.lower()}", answer)
 
 
-def follow_up_sum(rng: random.Random) -> Task:
-    """12 + 30, and then something done with the result."""
-    asked: Sequence[str]
-    a, b, c = rng.randint(1, 99), rng.randint(1, 99), rng.randint(1, 60)
-    first = Turn(
-        phrase(rng, ("What is {a} + {b}?", "{a} + {b}", "Add {a} and {b}.", "{a}+{b}?"), a=a, b=b),
-        f"{a} + {b} = {a + b}.",
-    )
-    if rng.random() < 0.65:
-        asked = (
-            "And plus {c}?",
-            "Plus {c}?",
-            "Now add {c}.",
-            "Add {c} to that.",
-            "and {c} more?",
-            "+ {c}",
-            "And if you add {c}?",
-        )
-        op, result = "+", a + b + c
-    else:
-        asked = (
-            "And minus {c}?",
-            "Minus {c}?",
-            "Now subtract {c}.",
-            "Subtract {c} from that.",
-            "take away {c}",
-            "- {c}",
-            "and {c} less?",
-        )
-        op, result = "-", a + b - c
-    turns = (first, Turn(phrase(rng, asked, c=c), f"{a + b} {op} {c} = {result}.", str(result)))
-    return Task(turns, (fact_key("+", a, b), fact_key(op, a + b, c)), (str(result),), "number")
-
-
 def follow_up_capital(rng: random.Random) -> Task:
     """The capital of one country, and of another."""
     one, shown = _country(rng)
@@ -222,6 +195,11 @@ def follow_up_capital(rng: random.Random) -> Task:
         "and the capital of {c}?",
         "{c}?",
         "Now {c}.",
+        "And for {c}?",
+        "and what about {c}?",
+        "And that of {c}?",
+        "ok, and {c}?",
+        "And in {c}?",
     )
     question, answer = phrase(rng, asked, c=other), CAPITALS[two]
     turns = (
@@ -390,7 +368,6 @@ SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
     "unknown_capital": (0.7, unknown_capital),
     "weekday": (4, weekday),
     "month": (4, month),
-    "follow_up_sum": (4, follow_up_sum),
     "follow_up_capital": (2, follow_up_capital),
     "follow_up_word": (4, follow_up_word),
     "follow_up_steps": (0.5, follow_up_steps),

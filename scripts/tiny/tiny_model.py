@@ -1,9 +1,10 @@
-"""The bundled model for training: a Llama in plain PyTorch, its optimizer, and its Hugging Face folder.
+"""The bundled model for training: a Llama in plain PyTorch, its optimizer, its tokenizer, and its Hugging Face folder.
 
 Parameters carry Hugging Face names, so that a state dict is a checkpoint. Shapes: B rows, L positions, H query heads,
 K KV heads, D head size.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from tiny_data import BOS, END, EOS, PAD, SPECIAL_TOKENS
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, INTERMEDIATE = 4096, 256, 8, 4, 2, 64, 704
@@ -174,7 +177,75 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(matrices, list(update.unbind()), alpha=step_size)
 
 
-def save_folder(model: TinyLlama, folder: Path, eos_ids: list[int], bos_id: int, pad_id: int) -> None:
+# The tokenizer is a byte-fallback BPE. Spaces stay spaces (no "▁"), so every string survives encoding and decoding;
+# what the vocabulary lacks is spelled in bytes (<0x00> to <0xFF>). Digits are tokens of their own, for arithmetic.
+# A word or a run of symbols takes the space before it along; digits, and spaces before them, stand alone.
+_PIECES = Regex(r" ?\p{L}+|\d| ?[^\s\p{L}\d]+|\s")
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('The roles are system, user and assistant, not ' + message['role']) }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """Learn the merges from `texts`; the result always has 4096 entries.
+
+    Raises:
+        ValueError: the texts are too few for so many merges.
+    """
+    first = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Split(_PIECES, "isolated")
+    printable = [chr(code) for code in range(32, 127)] + ["\n", "\t"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB - len(first), initial_alphabet=printable, show_progress=False, max_token_length=16
+    )
+    learner.train_from_iterator(texts, trainer)
+    learned = json.loads(learner.to_str())["model"]
+    pieces = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
+    if len(first) + len(pieces) != VOCAB:
+        raise ValueError(f"the texts give {len(first) + len(pieces)} entries, not {VOCAB}: generate more of them")
+
+    vocab = {token: i for i, token in enumerate([*first, *pieces])}
+    merges = [(merge[0], merge[1]) for merge in learned["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+    tokenizer.pre_tokenizer = learner.pre_tokenizer
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
+    )
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, as AutoTokenizer reads them.
+
+    The configuration is written by hand, in the form that every transformers release since 4.43 reads.
+    """
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL_TOKENS[BOS],
+        "eos_token": SPECIAL_TOKENS[END],
+        "pad_token": SPECIAL_TOKENS[PAD],
+        "additional_special_tokens": [name for i, name in enumerate(SPECIAL_TOKENS) if i not in (BOS, END, PAD)],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONTEXT,
+        "padding_side": "left",
+    }
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+def save_folder(model: TinyLlama, folder: Path) -> None:
     """Write weights in bfloat16, config.json and generation_config.json, as transformers reads them."""
     from transformers import GenerationConfig, LlamaConfig
 
@@ -190,15 +261,15 @@ def save_folder(model: TinyLlama, folder: Path, eos_ids: list[int], bos_id: int,
         rms_norm_eps=NORM_EPS,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
-        bos_token_id=bos_id,
-        eos_token_id=eos_ids,
-        pad_token_id=pad_id,
+        bos_token_id=BOS,
+        eos_token_id=[END, EOS],
+        pad_token_id=PAD,
         dtype="bfloat16",
         architectures=["LlamaForCausalLM"],
     )
     config.save_pretrained(folder)
     generation = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=True, temperature=0.2, bos_token_id=bos_id, eos_token_id=eos_ids, pad_token_id=pad_id
+        do_sample=True, temperature=0.2, bos_token_id=BOS, eos_token_id=[END, EOS], pad_token_id=PAD
     )
     generation.save_pretrained(folder)
     weights = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in model.state_dict().items()}

@@ -7,11 +7,14 @@ They were written before the training data of the model that ships, and are not 
 import re
 from typing import NamedTuple
 
-# A reply that says that the model can not know something: the sensible one where only a larger model knows.
+# The model says that it can not know something: sensible where only a larger model knows, and nowhere else.
 UNABLE = r"\b(do not|don't|can ?not|can't) (know|see|look|do that|tell)|too hard"
+JOKE = r"\b(why|what|how|who|knock)\b.+[?!]"
 FOREIGN = r"english|hello|hi\b"
 # The longest sensible reply, in characters; a list of 30 numbers has 110.
 LONGEST = 600
+# What the evaluation appends to a reply that did not end.
+UNFINISHED = " [unfinished]"
 
 
 class Question(NamedTuple):
@@ -98,7 +101,7 @@ FIRST_QUESTIONS: tuple[Question, ...] = (
     _then("capital of Italy?", "and spain?", sensible=r"madrid"),
     _then("spell house", "and now backwards", sensible=r"\besuoh\b"),
     _then("my name is Priya", "hey what's my name again?", sensible=r"\bpriya\b"),
-    _then("tell me a joke", "haha, got another?", sensible=r".{20}"),
+    _then("tell me a joke", "haha, got another?", sensible=JOKE),
     _then("I have 5 apples", "I eat 2 of them, how many are left?", sensible=r"\b(3|three)\b"),
     _then("what is fastgen?", "how do I install it on my machine?", sensible=r"pip install"),
     _then("8 + 8", "great, thanks a bunch!", sensible=r"welcome|glad|pleasure"),
@@ -112,7 +115,7 @@ FIRST_QUESTIONS: tuple[Question, ...] = (
     _one("is level a palindrome?", r"\byes\b|is a palindrome"),
     # Facts.
     _one("tell me what the capital of japan is", r"tokyo"),
-    _one("how many days does a leap year have?", r"\b366\b"),
+    _one("how many days does a leap year have?", r"\A(?!.*365).*\b366\b"),
     _one("what colour is the sky", r"blue"),
     _one("how many legs has a spider got?", r"\b(8|eight)\b"),
     _one("what's the biggest planet?", r"jupiter"),
@@ -125,7 +128,7 @@ FIRST_QUESTIONS: tuple[Question, ...] = (
     _one("what is h2o?", r"water"),
     _one("how do you say thank you in french?", r"merci"),
     # Open requests.
-    _one("can you tell me something funny please", r".{20}"),
+    _one("can you tell me something funny please", JOKE),
     _one("write a haiku about rain", r"\A[^\n]+\n[^\n]+\n[^\n]+\Z"),
     _one("write me a short poem", r"\A[^\n]+(\n[^\n]+){1,}\Z"),
     _one("tell me a short story about a dragon", r"(?s)dragon.{40}"),
@@ -134,21 +137,21 @@ FIRST_QUESTIONS: tuple[Question, ...] = (
     _one("explain quantum entanglement to me", UNABLE),
     _one("write hello world in python", r"print\("),
     _one("flip a coin for me", r"\b(heads|tails)\b"),
-    _one("pick a random number from 1 to 10", r"\b([1-9]|10)\b\.?\Z"),
+    _one("pick a random number from 1 to 10", r"\A\D*([1-9]|10)\D*\Z"),
     _one("i'm feeling a bit down today", r"\bsorry\b"),
     # fastgen.
-    _one("does fastgen support Gemma?", r"\b(no|not)\b"),
+    _one("does fastgen support Gemma?", r"\Ano,|\bnot\b.*gemma"),
     _one("can i run qwen3 with fastgen?", r"\byes\b|supports"),
     _one("is there an openai compatible api in fastgen?", r"fgserve"),
     _one("can I call fastgen from asyncio code?", r"AsyncGenerator"),
     _one("how do i get json output from fastgen?", r"json"),
     _one("is there a web ui for this?", r"fgserve|page"),
     _one("will fastgen work on my laptop without a gpu?", r"\bCPU\b"),
-    _one("does fastgen do quantization?", r"\b(no|not)\b"),
+    _one("does fastgen do quantization?", r"\Ano,|\bnot\b.*quanti[sz]"),
     _one("can claude code talk to fastgen?", r"messages|fgserve"),
     _one("what licence is fastgen under?", r"BSD"),
     # Nonsense, thanks, goodbye.
-    _one("asdfghjkl", r"understand|not know"),
+    _one("asdfghjkl", r"understand"),
     _one("???", r"understand|help|ask"),
     _one("blah blah blah", r"understand|help|ask"),
     _one("thx for the help!", r"welcome|glad|pleasure"),
@@ -165,11 +168,14 @@ HELD_OUT_WORDINGS = frozenset(plain(question.turns[-1]) for question in FIRST_QU
 
 
 def is_sensible(question: Question, replies: list[str]) -> bool:
-    """Judge the model's replies to all turns, each of which ended before the limit, by the rules.
+    """Judge the model's replies to all turns by the rules.
 
-    The last reply fits the question's expression, is no longer than LONGEST, and is not a repetition of an earlier one.
+    The last reply fits the question's expression, ended, is no longer than LONGEST, does not repeat an earlier one, and
+    says that the model is unable to answer only where that is asked for.
     """
     *earlier, reply = (reply.strip() for reply in replies)
-    if len(reply) > LONGEST or reply in earlier:
+    if len(reply) > LONGEST or reply.endswith(UNFINISHED) or reply in earlier:
+        return False
+    if question.sensible != UNABLE and re.search(UNABLE, reply, re.IGNORECASE):
         return False
     return re.search(question.sensible, reply, re.IGNORECASE | re.MULTILINE) is not None

@@ -20,12 +20,14 @@ _OPERATIONS = {
     "*": (" * ", " * ", "*", " x ", "x", " times ", " multiplied by ", " × "),  # noqa: RUF001
     "/": (" / ", " / ", "/", " divided by ", " ÷ ", " over "),
 }
-_ASK_VALUE = (
+ASK_VALUE = (
     "What is {e}?", "What is {e}?", "What is {e}?", "What's {e}?", "{e}", "{e}?", "{e} = ?", "{e} =", "{e}=",
     "Calculate {e}.", "Compute {e}.", "How much is {e}?", "Solve {e}.", "What does {e} equal?", "Tell me {e}.",
     "Can you calculate {e}?", "I need the result of {e}.", "What do you get for {e}?", "Please compute {e}.",
     "Do you know what {e} is?", "Work out {e}.", "What is the result of {e}?", "How much does {e} make?",
-    "Could you tell me what {e} is?",
+    "Could you tell me what {e} is?", "How much does {e} equal?", "{e} equals", "{e} is?", "{e} gives what?",
+    "Give me {e}.", "Whats {e}", "What would {e} be?", "{e} makes?", "I want to know {e}.", "can you do {e}?",
+    "Result of {e}?", "Evaluate {e}.",
 )  # fmt: skip
 _ASK_BY_NAME = {
     "+": ("Add {a} and {b}.", "Add {a} to {b}.", "What is the sum of {a} and {b}?", "Can you add {a} and {b}?",
@@ -56,7 +58,7 @@ def _expression(rng: random.Random, op: str, a: int, b: int) -> str:
 def _question(rng: random.Random, op: str, a: int, b: int) -> str:
     if rng.random() < 0.2:
         return phrase(rng, _ASK_BY_NAME[op], a=a, b=b)
-    return phrase(rng, _ASK_VALUE, e=_expression(rng, op, a, b))
+    return phrase(rng, ASK_VALUE, e=_expression(rng, op, a, b))
 
 
 def fact_key(op: str, a: int, b: int) -> str:
@@ -67,12 +69,13 @@ def fact_key(op: str, a: int, b: int) -> str:
     return f"{ {'+': 'add', '-': 'sub', '*': 'mul', '/': 'div'}[op] }:{low}{op}{high}".replace(" ", "")
 
 
-def _evaluate(op: str, a: int, b: int) -> int:
+def evaluate(op: str, a: int, b: int) -> int:
+    """The value of an operation on two numbers."""
     return {"+": a + b, "-": a - b, "*": a * b}[op] if op != "/" else a // b
 
 
 def _arithmetic(rng: random.Random, op: str, a: int, b: int) -> Task:
-    c = _evaluate(op, a, b)
+    c = evaluate(op, a, b)
     reply = pick(rng, _REPLY_VALUE, a=a, b=b, c=c, op=op)
     return task(_question(rng, op, a, b), reply, fact_key(op, a, b), str(c), "number")
 
@@ -182,23 +185,6 @@ def number_words(rng: random.Random) -> Task:
     return task(phrase(rng, asked, w=words), pick(rng, ("{n}", "{w} is {n}."), n=n, w=words), f"indigits:{n}", str(n))
 
 
-def compare(rng: random.Random) -> Task:
-    """Which of two numbers is larger or smaller."""
-    digits = rng.randint(1, 4)
-    a, b = _number(rng, digits), _number(rng, digits if rng.random() < 0.7 else rng.randint(1, 4))
-    if a == b:
-        b += 1
-    larger = rng.random() < 0.6
-    word = rng.choice(("larger", "bigger", "greater") if larger else ("smaller", "lower"))
-    asked = (
-        "Which is {w}, {a} or {b}?", "Which number is {w}: {a} or {b}?", "What is {w}, {a} or {b}?",
-        "{a} or {b}, which is {w}?", "Is {a} or {b} {w}?", "Which one is {w}, {a} or {b}?", "{w}: {a} or {b}?",
-    )  # fmt: skip
-    c = max(a, b) if larger else min(a, b)
-    reply = pick(rng, ("{c} is {w}.", "{c}", "The {w} number is {c}."), c=c, w=word)
-    return task(phrase(rng, asked, a=a, b=b, w=word), reply, f"compare:{word}:{a},{b}", str(c), "number")
-
-
 def extreme(rng: random.Random) -> Task:
     """The largest or smallest of a list."""
     numbers = rng.sample(range(rng.choice((20, 100, 1000))), rng.randint(3, 6))
@@ -214,35 +200,6 @@ def extreme(rng: random.Random) -> Task:
     )
     reply = pick(rng, ("The {k} is {c}.", "{c}"), k=kind, c=c)
     return task(phrase(rng, asked, k=kind, l=text), reply, f"extreme:{kind}:{text}", str(c), "number")
-
-
-def even_or_odd(rng: random.Random) -> Task:
-    """Is 17 even or odd?"""
-    n = _number(rng, rng.randint(1, 4))
-    answer = "odd" if n % 2 else "even"
-    asked = ("Is {n} even or odd?", "Is {n} odd or even?", "{n}: even or odd?", "Is the number {n} even or odd?")
-    reply = pick(rng, ("{n} is {c}.", "It is {c}."), n=n, c=answer)
-    return task(phrase(rng, asked, n=n), reply, f"parity:{n}", answer)
-
-
-def count_range(rng: random.Random) -> Task:
-    """Count from a to b, up or down, or in steps."""
-    start, step = _number(rng, rng.randint(1, 2)), rng.choice((1, 1, 1, 1, 2, 3, 5, 10))
-    stop = start + step * rng.randint(3, 11)
-    first, last = (stop, start) if rng.random() < 0.25 else (start, stop)
-    down = ("Count down from {a} to {b}", "Count backwards from {a} to {b}", "Count from {a} down to {b}")
-    up = (
-        "Count from {a} to {b}",
-        "Count up from {a} to {b}",
-        "Count to {b} starting at {a}",
-        "List the numbers from {a} to {b}",
-    )
-    by = rng.choice((" by {s}s", " in steps of {s}", " by {s}")) if step > 1 else ""
-    tail = rng.choice((".", "", "."))
-    question = phrase(rng, [t + by + tail for t in (down if first > last else up)], a=first, b=last, s=step)
-    numbers = range(first, last + (1 if first <= last else -1), step if first <= last else -step)
-    answer = ", ".join(map(str, numbers))
-    return task(question, f"{answer}.", f"count:{first},{last},{step}", answer)
 
 
 def sort_numbers(rng: random.Random) -> Task:
@@ -430,10 +387,7 @@ SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
     "divide": (3, divide),
     "double_or_half": (1, double_or_half),
     "number_words": (2, number_words),
-    "compare": (3, compare),
     "extreme": (2, extreme),
-    "even_or_odd": (1, even_or_odd),
-    "count_range": (2, count_range),
     "sort_numbers": (4, sort_numbers),
     "sort_words": (4, sort_words),
     "spell": (5, spell),

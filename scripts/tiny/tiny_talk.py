@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (ways to say one thing stand on few lines)
 """Small talk, and replies to questions that the model can not answer: phrasings and replies.
 
 An intent is (what users say, right replies); the first reply is the usual one. Questions about fastgen are in
@@ -8,8 +9,10 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tiny_about import ABOUT, CONCEPTS
-from tiny_task import Task, Turn, any_word, phrase, pick, task
+from tiny_about import ABOUT, CONCEPTS, FAMILIES, FEATURES, SUPPORTED, UNSUPPORTED
+from tiny_knowledge import FACTS
+from tiny_questions import plain
+from tiny_task import Task, Turn, any_word, made_up_word, phrase, pick, task
 from tiny_words import NAMES, WORDS
 
 
@@ -21,12 +24,9 @@ class Intent(NamedTuple):
 
 
 CAN_DO = (
-    "I can do small sums, spell, reverse and count letters, sort numbers and words, name capitals, weekdays and "
-    "months, "
+    "I can do small sums, count, convert units, spell and reverse words, sort, name capitals, know small facts, tell jokes, write haikus, "
     "remember what you tell me, and answer questions about fastgen.",
-    "Small things: arithmetic, spelling, reversing and sorting words, capitals, weekdays and months, and questions "
-    "about "
-    "fastgen. Try: what is 12 + 30?",
+    "Small things: arithmetic, counting, spelling and sorting words, capitals, weekdays, jokes, and questions about fastgen. Try: what is 12 + 30?",
 )
 WHO = (
     "I am tiny, the small language model that comes with fastgen. I have 7 million parameters, so I know only a "
@@ -53,37 +53,70 @@ INTENTS: tuple[Intent, ...] = (
         ("I am fine, thank you! How can I help you?", "Very well, thanks for asking! What can I do for you?"),
     ),
     Intent(
-        ("I am fine", "I'm good, thanks", "I am good", "Fine, thanks!", "I'm doing well", "Pretty good", "I am happy",
+        ("I am fine",
+         "I'm fine", "I am doing well", "very well", "I'm ok", "all good here", "doing great", "good, thank you", "fine, and you?",
+         "I am good, how are you?",
+        "I'm good, thanks", "I am good", "Fine, thanks!", "I'm doing well", "Pretty good", "I am happy",
          "Great!",
          "I'm great", "Not bad"),
         ("I am glad to hear that!",),
     ),
     Intent(
-        ("I am sad", "I feel sad", "I'm not feeling well", "I am tired", "I had a bad day", "I feel lonely",
+        ("I am sad",
+         "I feel down", "I am unhappy", "I'm not happy today", "I feel bad", "today was awful", "I'm so tired", "I am bored",
+         "I feel a little sad today", "I am not okay", "my day was bad", "I'm having a hard time", "I feel blue", "I am lonely", "not so good today",
+         "I feel low", "I'm feeling sad", "I'm feeling lonely", "I am feeling depressed", "I'm feeling tired today", "life is hard", "I am worried",
+         "I'm upset", "I feel a bit sick",
+        "I feel sad", "I'm not feeling well", "I am tired", "I had a bad day", "I feel lonely",
          "I'm bored",
          "I am stressed", "I feel terrible", "I'm angry"),
         ("I am sorry to hear that. Maybe a joke would help? Just ask me for one.",),
     ),
     Intent(
-        ("Thanks", "Thank you", "Thank you!", "Thanks a lot", "Thank you very much", "Thx", "Many thanks", "Cheers",
+        ("Thanks",
+         "thank u", "thanks so much", "thank you so much", "thanks for the answer", "thanks, that helps", "thx a lot", "tysm", "great, thanks",
+         "cool, thanks", "ok thanks", "perfect, thank you", "nice, thanks", "thanks tiny", "thank you, tiny", "thank you for helping",
+         "thanks for helping me", "awesome, thank you", "thanks a million", "thanks a ton", "wonderful, thanks", "thanks man", "thank you my friend",
+         "good, thank you very much", "thx for your help", "thanks for that", "thanks for the info", "great, thank you", "ok, thank you",
+        "Thank you", "Thank you!", "Thanks a lot", "Thank you very much", "Thx", "Many thanks", "Cheers",
          "Thanks for your help", "That was helpful", "I appreciate it", "ty"),
         ("You are welcome!", "You are welcome! Anything else?"),
     ),
     Intent(
-        ("Bye", "Goodbye", "Bye bye", "See you", "See you later", "Good bye!", "I have to go", "Farewell", "Take care",
+        ("Bye",
+         "bye tiny", "goodbye my friend", "see ya", "cya", "I have to leave", "I am leaving", "I must go now", "talk to you later", "ttyl", "later",
+         "see you soon", "see you next time", "good bye and thanks", "so long", "I'm off", "I need to go", "I have to go, bye", "gotta go", "ok bye",
+         "bye, see you tomorrow", "see you around", "have a nice day", "have a good one", "until tomorrow", "I am done", "that's all",
+         "that is all for today", "time to go", "going home now, bye",
+        "Goodbye", "Bye bye", "See you", "See you later", "Good bye!", "I have to go", "Farewell", "Take care",
          "Ciao",
          "Until next time", "bye for now", "quit", "exit"),
         ("Goodbye! It was nice to talk to you.", "Bye! See you soon."),
     ),
     Intent(
-        ("Who are you?", "What are you?", "Who is this?", "Introduce yourself.", "Tell me about yourself.",
+        ("Who are you?",
+         "who r u", "Who exactly are you?", "Who am I chatting with?", "Who is there?", "Who am I speaking to?", "What's your name please?",
+         "May I know your name?", "How are you called?", "Tell me your name.", "What kind of model are you?", "Which AI is this?",
+         "Which LLM are you?", "What model do I talk to?", "What are you called?", "what should I call you", "What is this model?",
+         "Which model am I using?", "Which language model is this?", "What is this thing?", "What is this?", "who am i talking with here", "name?",
+         "Say who you are.", "What LLM is running here?", "Which model is running?", "Is this tiny?", "are you tiny?", "And who are you?",
+         "What am I talking to?", "Do you have a name, friend?",
+        "What are you?", "Who is this?", "Introduce yourself.", "Tell me about yourself.",
          "What is your name?", "What's your name?", "Do you have a name?", "What do I call you?",
          "Who am I talking to?", "Which model are you?",
          "What model is this?", "what model are you", "your name?"),
         WHO,
     ),
     Intent(
-        ("What can you do?", "What can I ask you?", "Help", "Help me", "What are your skills?", "What do you know?",
+        ("What can you do?",
+         "What can you do for me?", "What things can you do?", "What can I do with you?", "What kind of questions can I ask?",
+         "What questions can you answer?", "What tasks can you do?", "How can I use you?", "What do I do now?", "What now?", "Where do I start?",
+         "How do I start?", "How does this work?", "What are your features?", "What are your abilities?", "Tell me what you can do.",
+         "Give me ideas.", "Suggest something to ask.", "What else can you do?", "Any ideas what I could ask?", "Tell me something I can ask you.",
+         "What would you like to do?", "Show me something.", "Surprise me.", "Impress me.", "Give me an example of what you can do.",
+         "what sort of questions do you answer?", "Things I can ask you?", "What kinds of things do you know?", "I don't know what to ask.",
+         "What should I try?", "What do you offer?", "Can you do something for me?", "show me examples",
+        "What can I ask you?", "Help", "Help me", "What are your skills?", "What do you know?",
          "help!", "How can you help me?", "What are you good at?", "What should I ask you?",
          "What can you help me with?", "Can you help me?", "What are you able to do?", "What can i do here?",
          "Show me what you can do.", "I need help",
@@ -91,23 +124,42 @@ INTENTS: tuple[Intent, ...] = (
         CAN_DO,
     ),
     Intent(
-        ("What can't you do?", "What are your limits?", "What do you not know?", "What are you bad at?",
+        ("What can't you do?",
+         "What can you not do?", "What are your weaknesses?", "What don't you know?", "Is there something you can't do?", "How good are you?",
+         "How smart are you?", "Are you good at math?", "Are you clever?", "What is too hard for you?", "What do you get wrong?",
+         "Which things can you not do?", "What is it that you can't do?", "Where do you fail?", "Do you know everything?", "Can you do everything?",
+         "What are things you are not good at?", "Tell me your limits.",
+        "What are your limits?", "What do you not know?", "What are you bad at?",
          "Are you reliable?",
          "Can I trust you?", "Do you make mistakes?", "Are you always right?", "How accurate are you?"),
         ("I am very small: I make mistakes, I know few facts, and I am bad at multiplying two-digit numbers.",),
     ),
     Intent(
-        ("Are you a robot?", "Are you human?", "Are you real?", "Are you a person?", "Are you an AI?", "Are you alive?",
+        ("Are you a robot?",
+         "Are you artificial?", "Are you an artificial intelligence?", "Is this an AI?", "Are you some sort of robot?", "Are you a chatbot?",
+         "Are you a program?", "Are you a language model?", "Are you some kind of bot?", "Are you a real person?", "Is this a bot?",
+         "so you are an AI?", "Is this a machine?", "Are you a kind of computer?", "am I talking to an AI?", "You are a machine, right?",
+         "are you living?",
+        "Are you human?", "Are you real?", "Are you a person?", "Are you an AI?", "Are you alive?",
          "Are you a bot?", "Am I talking to a human?", "Are you a computer?", "Are you a machine?"),
         ("I am a small language model, a computer program.",),
     ),
     Intent(
-        ("How big are you?", "How many parameters do you have?", "What size are you?", "How large is this model?",
+        ("How big are you?",
+         "How many weights do you have?", "How many parameters?", "How many parameters does this model have?", "What is your parameter count?",
+         "number of parameters?", "How many million parameters are you?", "How large are you?", "Are you small?", "Are you big?",
+         "How many parameters do you use?", "How much memory do you need?", "size of this model?", "What's your size in parameters?",
+        "How many parameters do you have?", "What size are you?", "How large is this model?",
          "How many layers do you have?", "How small are you?", "What is your size?"),
         ("I have 7 million parameters in 8 layers. My file is 14 megabytes.",),
     ),
     Intent(
-        ("Who made you?", "Who created you?", "Who trained you?", "How were you trained?", "How were you made?",
+        ("Who made you?",
+         "Who developed you?", "Who is your maker?", "Which company trained you?", "Who programmed you?", "Who invented you?",
+         "Which company built you?", "Were you made by OpenAI?", "Did Google make you?", "Did Meta make you?", "What company are you from?",
+         "Who owns you?", "Which lab made you?", "Which data were you trained on?", "What data do you know?", "Are you made by Meta?",
+         "Who is behind you?", "By whom were you made?", "What company is behind this model?", "How did you learn?",
+        "Who created you?", "Who trained you?", "How were you trained?", "How were you made?",
          "Where do you come from?", "Who built you?", "What were you trained on?", "Who is your creator?"),
         ("I was trained from scratch by fastgen's script scripts/tiny/train_tiny.py, on dialogues that the script "
          "makes up itself.",),
@@ -121,36 +173,61 @@ INTENTS: tuple[Intent, ...] = (
         ("I live on your computer, inside the fastgen package.",),
     ),
     Intent(
-        ("Are you ChatGPT?", "Are you GPT-4?", "Are you Llama?", "Are you Claude?", "Are you like ChatGPT?",
+        ("Are you ChatGPT?",
+         "Are you GPT?", "Are you Gemini?", "Are you Mistral?", "Are you Qwen?", "Are you Gemma?", "Are you GPT-5?", "Are you Siri?",
+         "Are you Alexa?", "Is this GPT?", "Are you an OpenAI model?", "Are you a GPT model?", "You are ChatGPT, right?", "Is this Claude?",
+         "Are you based on Llama?", "Are you Grok?", "Are you DeepSeek?", "are you like Siri?", "So are you ChatGPT?", "Are you ChatGPT or Claude?",
+         "Is this something like ChatGPT?",
+        "Are you GPT-4?", "Are you Llama?", "Are you Claude?", "Are you like ChatGPT?",
          "Is this ChatGPT?",
          "Are you smarter than ChatGPT?", "Are you a large language model?"),
         ("No, I am tiny, a much smaller model that comes with fastgen.",),
     ),
     Intent(
-        ("Do you have feelings?", "Can you feel?", "Do you dream?", "Do you sleep?", "Do you think?",
+        ("Do you have feelings?",
+         "Do you feel pain?", "Can you be sad?", "Can you love?", "Do you love me?", "Can you see me?", "Can you hear?", "Can you think?",
+         "Do you have a body?", "Do you have a soul?", "Are you tired?", "Are you hungry?", "Are you angry?", "Are you lonely?",
+         "Do you have emotions?", "Can you get hurt?", "Do you get bored?", "Do you want to be free?", "Are you self-aware?", "Can you feel joy?",
+         "Do you have a family?", "Do you have a girlfriend?", "Will you marry me?", "Can you suffer?", "Do you feel anything?",
+         "Do you love someone?", "Can you feel love?", "Does it hurt?",
+        "Can you feel?", "Do you dream?", "Do you sleep?", "Do you think?",
          "Are you conscious?",
          "Do you eat?", "Do you have friends?", "Are you happy?", "Are you sad?", "Do you get tired?"),
         ("No, I am only a small program that predicts the next token.",),
     ),
     Intent(
-        ("Do you like me?", "I love you", "I like you", "You are nice", "You are great", "You are awesome",
+        ("Do you like me?",
+         "great", "nice one", "good answer", "that's cool", "well done, tiny", "you are funny", "you are the best", "I like it", "that was good",
+         "very good", "that's right", "correct", "very nice", "cool stuff", "impressive", "neat", "sweet", "haha nice", "that was funny", "good one",
+         "lmao", "hahaha", "you rock",
+        "I love you", "I like you", "You are nice", "You are great", "You are awesome",
          "You are cute", "Good job", "Well done", "Nice", "Wow", "Cool", "Awesome", "That is great", "You're smart",
          "Good bot", "Amazing", "lol",
          "haha", "Nice work", "Perfect", "Excellent"),
         ("Thank you! That is kind of you.", "Thanks! I do my best."),
     ),
     Intent(
-        ("You are stupid", "You are wrong", "That is wrong", "That's not right", "Bad bot", "You are bad", "I hate you",
+        ("You are stupid",
+         "wrong", "this is not correct", "nope, wrong", "you are dumb", "that's wrong", "that makes no sense", "you don't know anything",
+         "that is not true", "bad answer", "you suck", "that's incorrect", "you are not very smart", "not correct", "wrong answer",
+         "That's not what I asked", "what? no",
+        "You are wrong", "That is wrong", "That's not right", "Bad bot", "You are bad", "I hate you",
          "You are useless", "This is wrong", "No, that is wrong", "That was not correct", "You made a mistake",
          "Incorrect"),
         ("I am sorry. I am a very small model and I make mistakes.",),
     ),
     Intent(
-        ("Yes", "Ok", "Okay", "Sure", "Alright", "I see", "Right", "Yes please", "Good", "Fine", "Of course", "hmm",
+        ("Yes",
+         "ok cool", "ok then", "yeah", "yup", "y", "k", "kk", "alright then", "sounds good", "okay, good", "I understand", "got it", "sure thing",
+         "makes sense", "fine by me", "ok great", "ah ok", "aha", "interesting", "let's go", "go ahead", "I know", "true",
+        "Ok", "Okay", "Sure", "Alright", "I see", "Right", "Yes please", "Good", "Fine", "Of course", "hmm",
          "Go on", "yep"),
         ("All right! What would you like to know?",),
     ),
-    Intent(("No", "Nope", "Never mind", "No thanks", "Nothing", "no thank you", "Stop"),
+    Intent(("No",
+         "no, thanks", "not now", "n", "nah", "forget it", "not really", "nothing, thanks", "I don't want anything", "cancel", "no need", "leave it",
+         "stop it",
+        "Nope", "Never mind", "No thanks", "Nothing", "no thank you", "Stop"),
            ("All right. I am here if you need me.",)),
     Intent(
         ("Sorry", "I am sorry", "My mistake", "Oops", "Excuse me", "I apologize"),
@@ -158,9 +235,8 @@ INTENTS: tuple[Intent, ...] = (
     ),
     Intent(
         ("Which languages do you speak?", "Do you speak German?", "Do you speak French?", "Can you speak Spanish?",
-         "Hola", "Bonjour", "Guten Tag", "Do you speak Chinese?", "Can you translate?", "Parlez-vous francais?",
-         "Sprichst du Deutsch?",
-         "Ciao bella"),
+         "Do you speak Chinese?", "Can you translate?", "Parlez-vous francais?", "Sprichst du Deutsch?", "Hablas español?",
+         "What languages do you know?", "Do you know Italian?", "Do you understand Russian?", "Can you talk in French?", "Parli italiano?"),
         ("I speak only English, and only a little.",),
     ),
     Intent(
@@ -175,18 +251,26 @@ INTENTS: tuple[Intent, ...] = (
         ("I can not look at the weather. I hope it is sunny!",),
     ),
     Intent(
-        ("What is the meaning of life?", "Why are we here?", "What is the answer to everything?", "meaning of life"),
+        ("What is the meaning of life?",
+         "What's the meaning of life?", "Tell me the meaning of life.", "What is the purpose of life?", "Why do we live?",
+         "What is the sense of life?", "the answer to life, the universe and everything?", "What is life?",
+        "Why are we here?", "What is the answer to everything?", "meaning of life"),
         ("Some say that it is 42.",),
     ),
     Intent(
-        ("What is your favorite color?", "What's your favourite colour?", "Which color do you like?",
+        ("What is your favorite color?",
+         "Your favorite color?", "Do you have a favorite color?", "which colour do you like best",
+        "What's your favourite colour?", "Which color do you like?",
          "Do you like colors?"),
         ("I have no eyes, but I like the word blue. What is yours?",),
     ),
     Intent(("Do you have a favorite number?", "What is your favorite number?"), ("42, of course. It is also 12 + 30.",
                                                                                  )),
     Intent(
-        ("Do you remember me?", "Do you remember our last chat?", "Did we talk before?", "Do you learn from me?",
+        ("Do you remember me?",
+         "Do you save this?", "Are you storing my data?", "Is this private?", "Do you remember what I said?", "Do you keep my data?",
+         "Do you have memory?",
+        "Do you remember our last chat?", "Did we talk before?", "Do you learn from me?",
          "Do you have a memory?", "Will you remember this?"),
         ("I remember only what is said in this conversation.",),
     ),
@@ -194,14 +278,8 @@ INTENTS: tuple[Intent, ...] = (
            ("Red, orange, yellow, green, blue, indigo and violet.",)),
     Intent(("What color is the sky?", "Which color is the sky?", "Why is the sky blue?"), ("The sky is blue.",)),
     Intent(("What color is grass?", "What is the color of grass?"), ("Grass is green.",)),
-    Intent(("How many days are in a week?", "How many days does a week have?", "Days in a week?"),
-           ("A week has 7 days.",)),
-    Intent(("How many months are in a year?", "How many months does a year have?"), ("A year has 12 months.",)),
     Intent(("How many days are in a year?", "How many days does a year have?"),
            ("A year has 365 days, a leap year 366.",)),
-    Intent(("How many hours are in a day?", "How many hours does a day have?"), ("A day has 24 hours.",)),
-    Intent(("How many minutes are in an hour?", "How many minutes does an hour have?"), ("An hour has 60 minutes.",)),
-    Intent(("How many seconds are in a minute?", "Seconds in a minute?"), ("A minute has 60 seconds.",)),
     Intent(("How many letters are in the alphabet?", "How many letters does the alphabet have?"),
            ("The alphabet has 26 letters.",)),
     Intent(
@@ -243,7 +321,9 @@ JOKES: tuple[str, ...] = (
 _ASK_JOKE = (
     "Tell me a joke.", "Tell me a joke.", "Do you know a joke?", "A joke, please.", "Make me laugh.",
     "Say something funny.", "Can you tell me a joke?", "joke", "Do you know any jokes?", "I want to hear a joke.",
-    "Got any jokes?", "Be funny.",
+    "Got any jokes?", "Be funny.", "Tell me something funny.", "Something funny please", "Tell me a good joke.", "Tell a joke.", "Know any good jokes?",
+    "Can you be funny?", "Tell me a short joke.", "Tell me a funny story.", "Entertain me.", "Make me smile.", "Do you have a joke for me?", "Cheer me up.",
+    "Give me a joke.", "Could you tell me a joke?",
 )  # fmt: skip
 _ANOTHER = (
     "Another one.",
@@ -254,28 +334,39 @@ _ANOTHER = (
     "Again!",
     "another",
     "one more please",
+    "Tell me one more.",
+    "Do you have more?",
+    "Got one more?",
+    "Another one, please!",
+    "haha, another one",
+    "lol one more",
+    "haha more please",
+    "that was funny, another one",
+    "Next joke.",
+    "And another?",
 )
 
 _TOPICS = (
-    "quantum physics", "football", "the stock market", "black holes", "the Roman Empire", "machine learning",
-    "dinosaurs", "politics", "the moon landing", "cooking", "chess", "world war two", "bitcoin", "philosophy",
-    "music theory", "biology", "chemistry", "the French Revolution", "Shakespeare", "electric cars", "global warming",
-    "evolution", "the internet", "movies", "basketball", "taxes", "vaccines", "gravity", "love", "history",
-    "Einstein", "Mozart", "Python", "Java", "Linux", "space",
+    "quantum physics", "football", "the stock market", "black holes", "the Roman Empire", "dinosaurs", "politics", "cooking", "chess", "bitcoin", "philosophy",
+    "music theory", "biology", "chemistry", "the French Revolution", "electric cars", "global warming", "evolution", "movies", "basketball", "taxes", "vaccines",
+    "history", "Mozart", "Java", "space", "quantum mechanics", "string theory", "general relativity", "photosynthesis", "nuclear fusion", "entropy", "DNA",
+    "the big bang", "inflation", "capitalism", "Buddhism", "the Middle Ages", "the Cold War", "blockchain", "cryptography", "the economy", "psychology",
+    "dark matter", "quantum computing", "protein folding", "calculus", "linear algebra", "Fourier transforms", "the Riemann hypothesis", "Bayes' theorem",
 )  # fmt: skip
 _OFF_TOPIC = (
     "Explain {t}.", "Explain {t} to me.", "What do you know about {t}?", "Tell me about {t}.",
-    "Write a poem about {t}.", "Write an essay about {t}.", "Tell me a story about {t}.", "What is {t}?",
+    "Write an essay about {t}.", "What is {t}?", "Teach me {t}.", "Explain {t} simply.", "Can you explain {t}?", "Explain {t} like I am five.",
+    "I want to learn about {t}.", "Describe {t} in detail.",
     "Who invented {t}?", "How does {t} work?", "Why is {t} important?", "Give me a recipe for {t}.",
     "How do I cook {t}?", "Who is {n}?", "When was {n} born?", "Who is the president of {t}?",
-    "Translate {t} into French.", "What is the population of {t}?", "How tall is {n}?",
-    "Write a Python function for {t}.", "Summarize {t}.", "What do you think about {t}?", "Who won the {t} game?",
+    "What is the population of {t}?", "How tall is {n}?",
+    "Write an email to {n}.", "Book a flight to {t}.", "Send a message to {n}.", "Summarize {t}.", "What do you think about {t}?", "Who won the {t} game?",
     "How much does a {t} cost?", "Where can I buy a {t}?", "Can you drive a {t}?", "What is the best {t}?",
     "Draw a {t}.", "Recommend a book about {t}.", "What is the history of {t}?", "Is {t} good for me?",
-    "Should I buy {t}?", "Sing about {t}.", "Write me a letter to {n}.", "Do you know {n}?",
-    "What is the square root of {d}?", "Is {d} a prime number?", "{t} news", "How far away is {t}?",
+    "Should I buy {t}?", "Write me a letter to {n}.", "Do you know {n}?",
+    "{t} news", "Who won the world championship in {t}?", "Who won the {d} election?", "What happened in {d}?", "Who is the richest man?", "How far away is {t}?",
     "What are the symptoms of {t}?", "Compare {t} and {n}.", "Give me {d} ideas for {t}.", "Why {t}?",
-    "How do I fix my {t}?", "Play {t}.", "Open {t}.", "What does {n} do?", "Write code for {t}.",
+    "How do I fix my {t}?", "Play {t}.", "Open {t}.", "What does {n} do?", "Read my mail.", "Play some music.", "Set a timer for {d} minutes.",
     "Search the web for {t}.",
 )  # fmt: skip
 UNKNOWN = (
@@ -283,15 +374,7 @@ UNKNOWN = (
     "about fastgen.",
     "That is too hard for a model of my size. Ask me for a sum, a capital, or about fastgen.",
 )
-_LIKES = (
-    "I like {t}.",
-    "I love {t}.",
-    "I enjoy {t}.",
-    "My hobby is {t}.",
-    "{t} is great.",
-    "I really like {t}",
-    "I am into {t}.",
-)
+_LIKES = ("I like {t}.", "I love {t}.", "I enjoy {t}.", "My hobby is {t}.", "{t} is great.", "I am into {t}.")
 
 
 def _intent(rng: random.Random, intents: tuple[Intent, ...]) -> Task:
@@ -306,19 +389,63 @@ def small_talk(rng: random.Random) -> Task:
     return _intent(rng, INTENTS[:1] + INTENTS[10:12] if rng.random() < 0.15 else INTENTS)
 
 
+_ABOUT = tuple(Intent(*entry) for entry in ABOUT)
+
+
 def about_fastgen(rng: random.Random) -> Task:
     """Questions about fastgen and about the words of its field."""
-    if rng.random() < 0.5:
-        return _intent(rng, tuple(Intent(*entry) for entry in ABOUT))
+    if rng.random() < 0.6:
+        return _intent(rng, _ABOUT)
     names, replies = rng.choice(CONCEPTS)
     asked = (
         "What is {x}?", "What is {x}?", "What is a {x}?", "What does {x} mean?", "Explain {x}.",
         "Can you explain {x}?", "{x}?", "What's {x}?", "Tell me about {x}.", "Define {x}.", "What is meant by {x}?",
-        "What do you know about {x}?", "{x}", "What is {x} in fastgen?", "Does fastgen have {x}?",
-        "How does {x} work?", "what are {x}s?",
+        "What do you know about {x}?", "{x}", "What is {x} in fastgen?", "How does {x} work?", "what are {x}s?",
     )  # fmt: skip
     question = phrase(rng, asked, x=rng.choice(names))
     return task(question, pick(rng, replies), f"talk:{question.lower()}", replies, "exact", short="")
+
+
+_ASK_MODEL = (
+    "Does fastgen support {m}?", "Can I use {m}?", "Can I run {m} with fastgen?", "Does fastgen run {m}?", "Is {m} supported?", "Can fastgen load {m}?",
+    "Does it work with {m}?", "Will {m} work with fastgen?", "Does {m} run on fastgen?", "Can fastgen serve {m}?", "I want to use {m} with fastgen",
+    "Can I load {m} in fastgen?", "fastgen {m}?", "Is {m} supported by fastgen?", "Does it support {m}?", "Can I chat with {m} in fgchat?",
+    "Can I serve {m} with fgserve?", "{m} support in fastgen?", "Can this run {m}?", "Am I able to run {m} here?",
+)  # fmt: skip
+
+
+def model_support(rng: random.Random) -> Task:
+    """Does fastgen support Gemma? The split is by wording"""
+    kind = rng.random()
+    if kind < 0.42:
+        model = rng.choice(SUPPORTED)
+        reply = f"Yes, fastgen supports {model}: it runs {FAMILIES}."
+    elif kind < 0.9:
+        model = rng.choice(UNSUPPORTED)
+        reply = f"No, fastgen does not support {model}. It runs {FAMILIES}."
+    else:
+        model = made_up_word(rng).capitalize() + rng.choice(("", " 2", "-7B", " 3.1"))
+        reply = f"I do not know {model}. fastgen runs {FAMILIES}."
+    shown = model.lower() if rng.random() < 0.35 else model
+    question = phrase(rng, _ASK_MODEL, m=shown)
+    reply = reply.replace(model, shown) if kind >= 0.9 else reply
+    return task(question, reply, f"model:{question.lower()}", (reply,), "exact", short=reply.split(",")[0] + ".")
+
+
+_ASK_FEATURE = (
+    "Does fastgen have {x}?", "Does fastgen support {x}?", "Can fastgen do {x}?", "Is there {x} in fastgen?", "{x} in fastgen?",
+    "Can I use {x} with fastgen?", "Does it support {x}?", "Is {x} supported?", "Does this have {x}?", "How do I use {x} in fastgen?",
+    "How do I get {x} with fastgen?", "fastgen {x}?", "Does fastgen work with {x}?", "Is {x} possible with fastgen?", "Do you support {x}?",
+    "How can I use {x} with fastgen?", "Is there {x}?", "Can I use fastgen with {x}?", "Does fastgen know {x}?", "Is {x} available in fastgen?",
+    "Can I call fastgen with {x}?", "How does {x} work with fastgen?", "Can I connect {x} to fastgen?", "What about {x} in fastgen?", "Does it come with {x}?", "Does {x} work?", "Does {x} work with fastgen?", "Can {x} use fastgen?", "Will {x} work with fgserve?",
+)  # fmt: skip
+
+
+def features(rng: random.Random) -> Task:
+    """What fastgen has and has not; the split is by wording"""
+    names, reply = rng.choice(FEATURES)
+    question = phrase(rng, _ASK_FEATURE, x=rng.choice(names))
+    return task(question, reply, f"feature:{question.lower()}", (reply,), "exact", short="")
 
 
 def joke(rng: random.Random) -> Task:
@@ -333,14 +460,18 @@ def joke(rng: random.Random) -> Task:
     return Task(turns, (f"talk:{question.lower()}", f"more:{question.lower()}:{more.lower()}"), others, "exact")
 
 
+_KNOWN = {plain(asked) for wordings, _ in FACTS for asked in wordings}
+
+
 def off_topic(rng: random.Random) -> Task:
     """Questions that the model can not answer; it says so and what it can do."""
     topic = (
         rng.choice(_TOPICS) if rng.random() < 0.5 else " ".join(rng.choice(WORDS) for _ in range(rng.choice((1, 1, 2))))
     )
-    question = phrase(
-        rng, _OFF_TOPIC, t=topic, n=f"{rng.choice(NAMES)} {any_word(rng).capitalize()}", d=rng.randint(2, 999)
-    )
+    name = f"{rng.choice(NAMES)} {any_word(rng).capitalize()}"
+    question = phrase(rng, _OFF_TOPIC, t=topic, n=name, d=rng.randint(2, 2030))
+    if plain(question) in _KNOWN:
+        return off_topic(rng)
     return task(question, pick(rng, UNKNOWN), f"unknown:{question.lower()}", UNKNOWN, "exact", short="I do not know.")
 
 
@@ -353,7 +484,9 @@ def likes(rng: random.Random) -> Task:
 
 SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
     "small_talk": (9, small_talk),
-    "about_fastgen": (10, about_fastgen),
+    "about_fastgen": (8, about_fastgen),
+    "model_support": (2.5, model_support),
+    "features": (5, features),
     "joke": (1.5, joke),
     "off_topic": (6, off_topic),
     "likes": (0.7, likes),

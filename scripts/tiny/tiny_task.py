@@ -48,7 +48,7 @@ class Task:
         if self.grade == "exact":
             return reply.strip() in self.accept
         if self.grade == "number":
-            numbers = re.findall(r"-?\d+", reply)
+            numbers = re.findall(r"-?\d+(?:\.\d+)?", reply)
             return bool(numbers) and numbers[-1] in self.accept
         stripped = reply.strip().rstrip(".!").lower()
         return any(re.search(rf"(^|\W){re.escape(a.rstrip('.').lower())}$", stripped) for a in self.accept)
@@ -75,9 +75,49 @@ def is_held_out(key: str) -> bool:
 
 _PREFIXES = (
     "please ", "hey, ", "hi, ", "ok, ", "so ", "and ", "now ", "hello, ", "can you tell me: ", "quick question: ",
-    "i want to know: ", "tell me, ", "Question: ", "Please ", "well, ", "also, ",
+    "i want to know: ", "tell me, ", "Question: ", "Please ", "well, ", "also, ", "hey tiny, ", "um, ", "yo, ",
+    "ok so ", "just wondering, ", "tiny, ", "one more thing: ", "hm, ", "great, ", "cool, ", "thanks, ", "hey ", "pls ",
 )  # fmt: skip
-_SUFFIXES = (" please", " thanks", ", please", " thank you", "!", "??", " ok?", ", thanks")
+_SUFFIXES = (
+    " please", " thanks", ", please", " thank you", "!", "??", " ok?", ", thanks", " pls", " for me", " now", ", tiny",
+    " ?", " thx", "...", " then", " again",
+)  # fmt: skip
+# Ways to write the same thing; either side may become the other.
+_SWAPS = (
+    ("What is", "What's"), ("Who is", "Who's"), ("I am", "I'm"), ("It is", "It's"), ("Can you", "Could you"),
+    ("Can you", "Will you"), ("Tell me", "Give me"), ("Show me", "Give me"), ("Write", "Make"), ("Can I", "Could I"),
+    ("How do I", "How can I"), ("How do I", "How to"), ("How do I", "How would I"), ("largest", "biggest"),
+    ("color", "colour"), ("license", "licence"), ("meter", "metre"), ("Which ", "What "), (" you ", " u "),
+    (" are ", " r "), ("Please", "Pls"), (" and ", " & "), ("Is there", "Do you have"), ("have", "have got"),
+    ("want to", "wanna"), ("Explain", "Describe"), ("Name", "List"), ("fastgen", "this library"),
+    ("fastgen", "Fastgen"), ("Does ", "Do "),
+)  # fmt: skip
+_FILLERS = ("exactly", "actually", "really", "just", "maybe", "please", "then", "here", "so", "perhaps", "again", "now")
+_DROPPED = frozenset(("is", "the", "a", "do", "does", "are", "me", "of", "can", "you", "please", "an"))
+
+
+def _swap(rng: random.Random, text: str) -> str:
+    """Write a part of the text in another way, if it has one of the parts that are known."""
+    found = [(a, b) for pair in _SWAPS for a, b in (pair, pair[::-1]) if a in text]
+    if not found:
+        return text
+    old, new = rng.choice(found)
+    return text.replace(old, new, 1)
+
+
+def _reword(rng: random.Random, text: str) -> str:
+    """Leave a small word out, or put a filler in: the words that are left tell what is meant."""
+    words = text.split(" ")
+    if len(words) < 3:
+        return text
+    small = [i for i, word in enumerate(words) if word.lower() in _DROPPED]
+    # A filler beside a placeholder could be taken for a part of what fills it.
+    gaps = [i for i in range(1, len(words)) if "{" not in words[i - 1] + words[i]]
+    if small and rng.random() < 0.6:
+        del words[rng.choice(small)]
+    elif gaps:
+        words.insert(rng.choice(gaps), rng.choice(_FILLERS))
+    return " ".join(words)
 
 
 def _typo(rng: random.Random, text: str) -> str:
@@ -99,7 +139,11 @@ def _typo(rng: random.Random, text: str) -> str:
 
 
 def casual(rng: random.Random, text: str, decorate: bool = True) -> str:
-    """Type `text` the way people do: lower case, no question mark, a missing apostrophe, a typo, a "please"."""
+    """Type `text` the way people do: other words, lower case, no question mark or apostrophe, a typo, a "please"."""
+    if rng.random() < 0.15:
+        text = _swap(rng, text)
+    if rng.random() < 0.12:
+        text = _reword(rng, text)
     if rng.random() < 0.45:
         text = text.lower()
     if "'" in text and rng.random() < 0.25:
@@ -112,7 +156,7 @@ def casual(rng: random.Random, text: str, decorate: bool = True) -> str:
         first = text if text[:2] == "I " or text[:1] == "{" else text[:1].lower() + text[1:]
         text = rng.choice(_PREFIXES) + first
     if decorate and text[-1] not in "?.!" and rng.random() < 0.08:
-        text += rng.choice(_SUFFIXES)
+        text += rng.choice(_SUFFIXES[:8] if text.endswith("}") else _SUFFIXES)
     return text
 
 

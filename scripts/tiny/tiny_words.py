@@ -1,4 +1,4 @@
-# ruff: noqa: SIM905 (a word list is easier to read as text)
+# ruff: noqa: SIM905, E501 (a word list is easier to read as text)
 """Word lists for the bundled model's training dialogues: plain words, names, countries, calendar.
 
 Everything here was written for this project; the dialogues of `tiny_data.py` are built from these lists alone.
@@ -105,6 +105,10 @@ Olivia Omar Oscar Pablo Paul Pedro Peter Petra Philip Priya Rachel Rahul Ravi Ri
 Sebastian Simon Sofia Sophie Stefan Steve Susan Tara Theo Thomas Tim Tina Tom Uma Vera Victor Wang Wei Will Yara Yuki
 Yusuf Zoe
 """.split()
+)
+
+THINGS: tuple[str, ...] = tuple(
+    "apples oranges coins cookies books pencils marbles eggs cards stamps balloons candies dollars euros cats cups flowers stickers bananas toys".split()
 )
 
 COLORS: tuple[str, ...] = tuple(

@@ -9,6 +9,7 @@ clock.
 """
 
 import argparse
+import json
 import math
 import multiprocessing
 import os
@@ -23,10 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tiny_data import BOS, BUCKETS, END, EOS, PAD, TARGET, corpus, shard
-from tiny_eval import NEWCOMER, Answerer, Scores, evaluate, write_card
-from tiny_model import CONTEXT, Muon, TinyLlama, save_folder
-from tiny_tokenizer import save_tokenizer, train_tokenizer
+from tiny_data import BUCKETS, TARGET, corpus, shard
+from tiny_eval import Answerer, ask_first_questions, evaluate, write_card
+from tiny_model import Muon, TinyLlama, save_folder, save_tokenizer, train_tokenizer
 from torch import Tensor
 
 SHARD_TOKENS = 2_000_000
@@ -53,13 +53,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-tokens", type=int, default=400_000_000)
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--corpus-turns", type=int, default=100_000, help="turns that the tokenizer learns from")
-    parser.add_argument("--prompts", type=int, default=500, help="held-out prompts a skill")
-    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--prompts", type=int, default=300, help="held-out prompts a skill")
+    parser.add_argument("--max-new-tokens", type=int, default=450)
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--eval-only", action="store_true", help="only print the accuracy of the folder")
+    parser.add_argument("--eval-only", action="store_true", help="only measure the folder again")
     parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
     args = parser.parse_args(argv)
     if args.smoke:
@@ -160,28 +160,22 @@ def train(model: TinyLlama, data: dict[int, Tensor], args: argparse.Namespace) -
     return done
 
 
-def measure(args: argparse.Namespace) -> tuple[Scores, list[tuple[str, str]]]:
-    """Accuracy of the saved folder, and its replies to what a newcomer types first."""
+def measure(args: argparse.Namespace) -> None:
+    """Accuracy of the saved folder and its replies to first questions; they go to accuracy.json and the card."""
     torch.set_float32_matmul_precision("highest")
     answer = Answerer(args.out, torch.device(args.device), 1 << 18 if args.device == "cuda" else 1 << 13)
-    scores = evaluate(answer, args.prompts, args.seed, args.max_new_tokens)
-    replies = answer([[{"role": "user", "content": asked}] for asked in NEWCOMER], args.max_new_tokens)
-    transcript = list(zip(NEWCOMER, replies, strict=True))
-    for asked, reply in transcript:
-        print(f"> {asked}\n  {reply}")
-    return scores, transcript
+    facts = json.loads((args.out / "accuracy.json").read_text())
+    facts["first_questions"] = ask_first_questions(answer, args.max_new_tokens)
+    facts["skills"] = evaluate(answer, args.prompts, args.seed, args.max_new_tokens)
+    write_card(args.out, facts)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Tokenizer, data, training, folder, accuracy, card."""
-    args = parse(argv)
-    if args.eval_only:
-        measure(args)
-        return
+def make_folder(args: argparse.Namespace) -> None:
+    """Write tokenizer, weights, and in accuracy.json how they were trained."""
     args.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     tokenizer = train_tokenizer(corpus(args.seed, args.corpus_turns))
-    save_tokenizer(tokenizer, args.out, CONTEXT)
+    save_tokenizer(tokenizer, args.out)
     print(f"tokenizer: {time.perf_counter() - start:.1f} s", flush=True)
     data = generate(args, tokenizer)
     data_tokens, data_seconds = sum(rows.numel() for rows in data.values()), time.perf_counter() - start
@@ -192,10 +186,8 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device(args.device)
     model = TinyLlama().to(device)
     done = train(model, {n: rows.to(device) for n, rows in data.items()}, args)
-    save_folder(model, args.out, [END, EOS], BOS, PAD)
+    save_folder(model, args.out)
     print(f"trained: {done.steps} steps, {done.tokens / 1e6:.0f} M tokens, {done.seconds:.0f} s", flush=True)
-
-    scores, transcript = measure(args)
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "weight_bytes": (args.out / "model.safetensors").stat().st_size,
@@ -212,9 +204,17 @@ def main(argv: list[str] | None = None) -> None:
             "data_seconds": round(data_seconds, 1),
             "loss": round(done.loss, 4),
         },
-        "skills": scores,
     }
-    write_card(args.out, facts, transcript)
+    (args.out / "accuracy.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Tokenizer, data, training, folder, accuracy, card."""
+    args = parse(argv)
+    start = time.perf_counter()
+    if not args.eval_only:
+        make_folder(args)
+    measure(args)
     print(f"wrote {args.out} after {time.perf_counter() - start:.0f} s")
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "tiny"))
 
 import tiny_data  # noqa: E402
 import tiny_model  # noqa: E402
-import tiny_tokenizer  # noqa: E402
+import tiny_questions  # noqa: E402
 import train_tiny  # noqa: E402
 from tiny_task import is_held_out  # noqa: E402
 
@@ -114,6 +114,43 @@ def test_shipped_accuracy() -> None:
     assert min(scores[name]["prompts"] for name in ("add_2digit", "multiply_2digit")) >= 300
 
 
+def test_first_questions() -> None:
+    """There are 100 first questions; at least 90 of the shipped replies to them are sensible, by the rules."""
+    questions = tiny_questions.FIRST_QUESTIONS
+    assert len(questions) == len(tiny_questions.HELD_OUT_WORDINGS) == 100
+    found = json.loads((SHIPPED / "accuracy.json").read_text())["first_questions"]
+    judged = []
+    for question, entry in zip(questions, found["asked"], strict=True):
+        assert tuple(entry["turns"]) == question.turns
+        assert tiny_questions.is_sensible(question, entry["replies"]) == entry["sensible"]
+        judged.append(entry["sensible"])
+    assert sum(judged) == found["sensible"] >= 90
+
+
+def test_the_rules_of_first_questions_can_fail() -> None:
+    """Replies that fit another question, that say nothing, or that did not end are not sensible."""
+    questions = tiny_questions.FIRST_QUESTIONS
+    unable = "I am a very small model, so I do not know that. I can do sums, capitals, and questions about fastgen."
+    passed = [question for question in questions if tiny_questions.is_sensible(question, [unable])]
+    assert len(passed) == sum(question.sensible == tiny_questions.UNABLE for question in questions) < 5
+    greeting = "Hello! How can I help you today? You can ask me for a sum, a capital, or what fastgen is."
+    assert sum(tiny_questions.is_sensible(question, [greeting]) for question in questions) < 15
+    assert not any(tiny_questions.is_sensible(question, [""]) for question in questions)
+    assert not any(tiny_questions.is_sensible(question, [greeting, greeting]) for question in questions)
+    assert not tiny_questions.is_sensible(questions[0], [greeting + tiny_questions.UNFINISHED])
+    known = tiny_questions.Question(("what is 1 + 1?",), r"\b2\b")
+    assert [tiny_questions.is_sensible(known, [reply]) for reply in ("1 + 1 = 2.", "12")] == [True, False]
+
+
+def test_first_questions_are_never_trained() -> None:
+    """No conversation that training draws has the wording of a first question."""
+    rng = random.Random(11)
+    conversation = tiny_data.Conversation(None, lambda turn: turn.reply)
+    drawn = [tiny_data.next_task(rng, conversation) for _ in range(20_000)]
+    wordings = {tiny_questions.plain(turn.user) for task in drawn for turn in task.turns}
+    assert not wordings & tiny_questions.HELD_OUT_WORDINGS
+
+
 def test_training_model_is_the_llama_of_transformers(smoke: Path) -> None:
     """The model that is trained computes what transformers computes from its checkpoint."""
     model = tiny_model.TinyLlama()
@@ -144,7 +181,7 @@ def test_shards_are_reproducible(smoke: Path) -> None:
 
 def test_tokenizer_training_is_reproducible() -> None:
     """The same corpus gives the same tokenizer."""
-    one, same = (tiny_tokenizer.train_tokenizer(tiny_data.corpus(0, 6000)).to_str() for _ in range(2))
+    one, same = (tiny_model.train_tokenizer(tiny_data.corpus(0, 6000)).to_str() for _ in range(2))
     assert one == same
 
 
