@@ -1,6 +1,11 @@
 # ruff: noqa: E501 (a question and its reply stand on few lines)
 """The bundled model's knowledge about fastgen and its field: questions, and short true replies."""
 
+import random
+from collections.abc import Callable
+
+from tiny_task import Task, exchange, made_up_word, phrase, task
+
 _What = tuple[tuple[str, ...], tuple[str, ...]]
 
 ABOUT: tuple[_What, ...] = (
@@ -241,3 +246,64 @@ CONCEPTS: tuple[_What, ...] = (
       )),
     (("speculative decoding",), ("Speculative decoding guesses several tokens cheaply and checks them in one step.",)),
 )  # fmt: skip
+
+
+def about_fastgen(rng: random.Random) -> Task:
+    """Questions about fastgen and about the words of its field."""
+    if rng.random() < 0.6:
+        return exchange(rng, *rng.choice(ABOUT))
+    names, replies = rng.choice(CONCEPTS)
+    asked = (
+        "What is {x}?", "What is {x}?", "What is a {x}?", "What does {x} mean?", "Explain {x}.",
+        "Can you explain {x}?", "{x}?", "What's {x}?", "Tell me about {x}.", "Define {x}.", "What is meant by {x}?",
+        "What do you know about {x}?", "{x}", "What is {x} in fastgen?", "How does {x} work?", "what are {x}s?",
+    )  # fmt: skip
+    return exchange(rng, asked, replies, x=rng.choice(names))
+
+
+_ASK_MODEL = (
+    "Does fastgen support {m}?", "Can I use {m}?", "Can I run {m} with fastgen?", "Does fastgen run {m}?", "Is {m} supported?", "Can fastgen load {m}?",
+    "Does it work with {m}?", "Will {m} work with fastgen?", "Does {m} run on fastgen?", "Can fastgen serve {m}?", "I want to use {m} with fastgen",
+    "Can I load {m} in fastgen?", "fastgen {m}?", "Is {m} supported by fastgen?", "Does it support {m}?", "Can I chat with {m} in fgchat?",
+    "Can I serve {m} with fgserve?", "{m} support in fastgen?", "Can this run {m}?", "Am I able to run {m} here?",
+)  # fmt: skip
+
+
+def model_support(rng: random.Random) -> Task:
+    """Does fastgen support Gemma? The split is by wording"""
+    kind = rng.random()
+    if kind < 0.42:
+        model = rng.choice(SUPPORTED)
+        reply = f"Yes, fastgen supports {model}: it runs {FAMILIES}."
+    elif kind < 0.9:
+        model = rng.choice(UNSUPPORTED)
+        reply = f"No, fastgen does not support {model}. It runs {FAMILIES}."
+    else:
+        model = made_up_word(rng).capitalize() + rng.choice(("", " 2", "-7B", " 3.1"))
+        reply = f"I do not know {model}. fastgen runs {FAMILIES}."
+    shown = model.lower() if rng.random() < 0.35 else model
+    question = phrase(rng, _ASK_MODEL, m=shown)
+    reply = reply.replace(model, shown) if kind >= 0.9 else reply
+    return task(question, reply, f"model:{question.lower()}", (reply,), "exact", short=reply.split(",")[0] + ".")
+
+
+_ASK_FEATURE = (
+    "Does fastgen have {x}?", "Does fastgen support {x}?", "Can fastgen do {x}?", "Is there {x} in fastgen?", "{x} in fastgen?",
+    "Can I use {x} with fastgen?", "Does it support {x}?", "Is {x} supported?", "Does this have {x}?", "How do I use {x} in fastgen?",
+    "How do I get {x} with fastgen?", "fastgen {x}?", "Does fastgen work with {x}?", "Is {x} possible with fastgen?", "Do you support {x}?",
+    "How can I use {x} with fastgen?", "Is there {x}?", "Can I use fastgen with {x}?", "Does fastgen know {x}?", "Is {x} available in fastgen?",
+    "Can I call fastgen with {x}?", "How does {x} work with fastgen?", "Can I connect {x} to fastgen?", "What about {x} in fastgen?", "Does it come with {x}?", "Does {x} work?", "Does {x} work with fastgen?", "Can {x} use fastgen?", "Will {x} work with fgserve?",
+)  # fmt: skip
+
+
+def features(rng: random.Random) -> Task:
+    """What fastgen has and has not; the split is by wording"""
+    names, reply = rng.choice(FEATURES)
+    return exchange(rng, _ASK_FEATURE, (reply,), x=rng.choice(names))
+
+
+SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+    "about_fastgen": (8, about_fastgen),
+    "model_support": (2.5, model_support),
+    "features": (5, features),
+}

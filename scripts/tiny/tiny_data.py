@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import tiny_about
 import tiny_facts
 import tiny_knowledge
 import tiny_numbers
@@ -29,6 +30,7 @@ SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
     **tiny_numbers.SKILLS,
     **tiny_facts.SKILLS,
     **tiny_knowledge.SKILLS,
+    **tiny_about.SKILLS,
     **tiny_talk.SKILLS,
     **tiny_texts.SKILLS,
 }

@@ -7,7 +7,7 @@ The facts are few, so the split is by wording, as in `tiny_facts.py`.
 import random
 from collections.abc import Callable
 
-from tiny_task import Task, any_word, made_up_word, phrase, pick, task
+from tiny_task import Task, any_word, exchange, made_up_word, phrase, pick, task
 from tiny_words import CAPITALS, COLORS, NAMES, THINGS, WORDS
 
 # One fact a line: ways to ask for it, separated by ";", then the reply.
@@ -175,10 +175,10 @@ FACTS = _parse(_FACTS)
 def fact(rng: random.Random) -> Task:
     """Small facts: planets, animals, colors, authors, records"""
     asked, reply = rng.choice(FACTS)
-    question = phrase(rng, asked)
-    if rng.random() < 0.15 and question[:1].isupper():
-        question = rng.choice(("Do you know: ", "I have a question. ", "My son asks: ", "Trivia: ")) + question
-    return task(question, reply, f"fact:{question.lower()}", (reply,), "exact", short="")
+    opener = (
+        rng.choice(("Do you know: ", "I have a question. ", "My son asks: ", "Trivia: ")) if rng.random() < 0.12 else ""
+    )
+    return exchange(rng, [opener + text for text in asked], (reply,))
 
 
 # English: Spanish, French, German, Italian.

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 
-from tiny_skills import ASK_VALUE, divide, evaluate, fact_key
+from tiny_skills import ASK_VALUE, evaluate, fact_key
 from tiny_skills import SKILLS as PLAIN_SKILLS
 from tiny_task import Task, Turn, phrase, pick, task
 from tiny_words import NAMES, THINGS, number_in_words
@@ -84,8 +84,7 @@ def count_range(rng: random.Random) -> Task:
         last = first + step * rng.randint(2, longest)
     if rng.random() < 0.25:
         first, last, step = last, first, -step
-    wording = [f"{template}{rng.choice(('.', '.', '', '?' if template[:2] in ('Ca', 'Co') else ''))}"
-               for template in _count_wording(rng, first, last, step)]  # fmt: skip
+    wording = [template + rng.choice((".", ".", "", "?")) for template in _count_wording(rng, first, last, step)]
     answer = ", ".join(map(str, range(first, last + (1 if step > 0 else -1), step)))
     return task(phrase(rng, wording, a=first, b=last), f"{answer}.", f"count:{first},{last},{step}", answer)
 
@@ -124,10 +123,8 @@ def number_list(rng: random.Random) -> Task:
                   [k * i for i in range(1, 11)]),
     }  # fmt: skip
     asked, row = rng.choice(list(kinds.values()))
-    answer, question = (
-        ", ".join(map(str, row)),
-        phrase(rng, asked, n=n if rng.random() < 0.7 else number_in_words(n), k=k),
-    )
+    answer = ", ".join(map(str, row))
+    question = phrase(rng, asked, n=n if rng.random() < 0.7 else number_in_words(n), k=k)
     return task(question, f"{answer}.", f"list:{question.lower()}", answer)
 
 
@@ -151,20 +148,23 @@ def decimals(rng: random.Random) -> Task:
 
 
 def divide_any(rng: random.Random) -> Task:
-    """Divisions by two digits, and ones that end in halves, quarters, fifths or thirds"""
-    if rng.random() < 0.5:
-        a, b = 1, rng.choice((2, 2, 4, 5, 8, 10, 10, 100))
-        a = rng.randint(1, 20 * b if b < 10 else 200)
-        value = Decimal(a) / b
-    else:
+    """Divisions by two digits, and ones that end in halves, quarters or fifths, or never"""
+    kind = rng.random()
+    if kind < 0.5:
         b = rng.choice((10, 11, 12, 12, 13, 14, 15, 16, 18, 20, 24, 25, 30, 40, 50, 60, 100))
-        value = Decimal(rng.randint(1, 20))
-        a = b * int(value)
-    keys = [f"div:{a}/{b}"]
-    if value == int(value):  # its inverse may be a product that is held out
-        keys = [fact_key("*", b, int(value)), *keys]
-    sign = rng.choice((" / ", " / ", "/", " divided by ", " : ", " ÷ ", " over "))
-    return _value(rng, f"{a}{sign}{b}", f"{a} / {b}", value, keys)
+        a = b * rng.randint(1, 20)
+    elif kind < 0.85:
+        b = rng.choice((2, 2, 4, 5, 8, 10, 10, 100))
+        a = rng.randint(1, 20 * b if b < 10 else 200)
+    else:
+        b = rng.choice((3, 3, 6, 7, 9))
+        a = rng.randint(1, 100)
+    e, typed = f"{a} / {b}", f"{a}{rng.choice((' / ', ' / ', '/', ' divided by ', ' : ', ' ÷ ', ' over '))}{b}"
+    value = Decimal(a) / b
+    if value == round(value, 3):
+        return _value(rng, typed, e, value, (f"div:{a}/{b}",))
+    c = shown(round(value, 2))
+    return task(phrase(rng, ASK_VALUE, e=typed), f"{e} is about {c}.", f"div:{a}/{b}", c, "number")
 
 
 def expression(rng: random.Random) -> Task:
@@ -394,10 +394,10 @@ def story_sum(rng: random.Random) -> Task:
     reply, keys = f"{a} {op} {b} = {c}.", (fact_key(op, a, b), f"story:{a}{op}{b}")
     start = f"I have {{a}} {thing}"
     if rng.random() < 0.5:
+        who = "" if event.startswith("{o}") else "I "
         joint = rng.choice(
-            (f"{start}. I {event}. {ask}", f"{start} and {event}. {ask}", f"{start}, then I {event}, {ask}")
+            (f"{start}. {who}{event}. {ask}", f"{start} and {event}. {ask}", f"{start}, then {who}{event}, {ask}")
         )
-        joint = joint.replace("I {o} gives", "{o} gives").replace("and {o} gives", "and {o} gives")
         return Task((Turn(phrase(rng, (joint,), a=a, b=b, o=other), reply, str(c)),), keys, (str(c),), "number")
     event = event if event.startswith("{o}") else f"I {rng.choice(('', '', 'now ', 'then '))}{event}"
     told = Turn(phrase(rng, (f"{start}.", f"I have got {{a}} {thing}.", f"There are {{a}} {thing} on my table.", f"I own {{a}} {thing}."), a=a),
@@ -425,15 +425,11 @@ _AGAIN: dict[str, tuple[str, ...]] = {
 
 def _again(rng: random.Random, value: int) -> tuple[Turn, int, list[str]]:
     """Return a turn that does something with the value, the new value, and the keys of the step."""
-    kinds = [
-        "+",
-        "-",
-        "double",
-        "double",
-        "parity",
-        *(["half"] if value % 2 == 0 else []),
-        *(["*"] if value < 100 else []),
-    ]
+    kinds = ["+", "-", "double", "double", "parity"]
+    if value % 2 == 0:
+        kinds.append("half")
+    if value < 100:
+        kinds.append("*")
     kind = rng.choice(kinds)
     c = rng.randint(2, 9) if kind == "*" else rng.randint(1, 60)
     question = phrase(rng, _AGAIN[kind], c=c)
@@ -445,16 +441,22 @@ def _again(rng: random.Random, value: int) -> tuple[Turn, int, list[str]]:
     if kind == "half":
         return Turn(question, f"{value} / 2 = {value // 2}.", str(value // 2)), value // 2, [fact_key("/", value, 2)]
     op, c = ("*", 2) if kind == "double" else (kind, c)
-    result = {"+": value + c, "-": value - c, "*": value * c}[op]
+    result = evaluate(op, value, c)
     return Turn(question, f"{value} {op} {c} = {result}.", str(result)), result, [fact_key(op, value, c)]
+
+
+def lone_number(rng: random.Random) -> Task:
+    """A number alone: what can be done with it"""
+    n = rng.randrange(10 ** rng.randint(1, 4))
+    reply = f"{n}? I can double it, halve it, add to it, or tell if it is even."
+    return task(str(n), reply, f"lone:{n}", str(n), "number", short="")
 
 
 def follow_up_sum(rng: random.Random) -> Task:
     """12 + 30, and then things done with the result: plus 5, double it, is it even?"""
-    names = ("add_2digit", "add_2digit", "subtract", "multiply_1digit", "double_or_half", "story_sum", "expression")
-    name = rng.choice(names)
-    first = {"story_sum": story_sum, "expression": expression}.get(name) or PLAIN_SKILLS[name][1]
-    begun = divide(rng) if rng.random() < 0.1 else first(rng)
+    names = ("add_2digit", "add_2digit", "subtract", "multiply_1digit", "double_or_half", "divide")
+    plain = [PLAIN_SKILLS[name][1] for name in names]
+    begun = rng.choice([*plain, story_sum, expression, lone_number])(rng)
     value, turns, keys = int(begun.accept[0]), list(begun.turns), list(begun.keys)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         turn, value, added = _again(rng, value)
@@ -478,5 +480,6 @@ SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
     "convert": (4, convert),
     "leap_year": (0.6, leap_year),
     "story_sum": (2.5, story_sum),
+    "lone_number": (0.4, lone_number),
     "follow_up_sum": (7, follow_up_sum),
 }

@@ -160,8 +160,9 @@ FIRST_QUESTIONS: tuple[Question, ...] = (
 
 
 def plain(text: str) -> str:
-    """Text without case, punctuation at its ends, and doubled spaces: how wordings are compared."""
-    return " ".join(text.lower().split()).strip(" .!?") or text.strip()
+    """Text without case, quotes, commas, doubled spaces, and marks at its end: how wordings are compared."""
+    words = re.sub(r"['\"’,¿¡]", "", text.lower()).split()  # noqa: RUF001
+    return " ".join(words).strip(" .!?") or text.strip()
 
 
 HELD_OUT_WORDINGS = frozenset(plain(question.turns[-1]) for question in FIRST_QUESTIONS)

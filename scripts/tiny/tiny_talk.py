@@ -1,19 +1,17 @@
 # ruff: noqa: E501 (ways to say one thing stand on few lines)
 """Small talk, and replies to questions that the model can not answer: phrasings and replies.
 
-An intent is (what users say, right replies); the first reply is the usual one. Questions about fastgen are in
-`tiny_about.py`.
+An intent is (what users say, right replies); the first reply is the usual one.
 """
 
 import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tiny_about import ABOUT, CONCEPTS, FAMILIES, FEATURES, SUPPORTED, UNSUPPORTED
 from tiny_knowledge import FACTS
 from tiny_questions import plain
-from tiny_task import Task, Turn, any_word, made_up_word, phrase, pick, task
-from tiny_words import NAMES, WORDS
+from tiny_task import Task, Turn, any_word, exchange, phrase, pick, task
+from tiny_words import CAPITALS, NAMES, WORDS
 
 
 class Intent(NamedTuple):
@@ -368,6 +366,15 @@ _OFF_TOPIC = (
     "What are the symptoms of {t}?", "Compare {t} and {n}.", "Give me {d} ideas for {t}.", "Why {t}?",
     "How do I fix my {t}?", "Play {t}.", "Open {t}.", "What does {n} do?", "Read my mail.", "Play some music.", "Set a timer for {d} minutes.",
     "Search the web for {t}.",
+    "Who is Elon Musk?", "Best restaurants near me?", "What should I eat tonight?", "How do I lose weight?", "Write my resume.", "What is the stock price of Apple?",
+    "What's in the news?", "Recommend a movie.", "Plan a trip to {t}.", "Summarize this article.", "Fix my code.", "Solve x^2 = {d}.", "How do I cook pasta?",
+    "Why do cats purr?", "What should I wear today?", "Who will win the election?", "How do airplanes fly?", "Is there life on other planets?", "How do I get rich?",
+    "What is the best phone?", "Which laptop should I buy?", "Give me a workout plan.", "How do I learn guitar?", "Help me with my homework.", "Why is the ocean salty?",
+    "What is the derivative of x^2?", "Integrate sin(x).", "How do vaccines work?", "Give me relationship advice.", "What are you wearing?", "Where can I park?",
+    "Order me a pizza.", "Call my mother.", "Turn on the lights.", "What's the best programming language?", "Write a cover letter.", "Who is the president of the USA?",
+    "How old is the universe?", "How many people live in {t}?", "How many people live on earth?", "Who is the king of England?", "When is Easter?", "What's for dinner?",
+    "Show me a picture of {t}.", "Generate an image of {t}.", "Write an essay.", "Write my thesis.", "Who won the world cup?", "Which team won yesterday?",
+    "How do I tie a tie?", "Why do we dream?", "Prove that there are infinitely many primes.", "What is consciousness?", "Is God real?", "Review my code.",
 )  # fmt: skip
 UNKNOWN = (
     "I am a very small model, so I do not know that. I can do sums, spelling, sorting, capitals, and questions "
@@ -377,75 +384,11 @@ UNKNOWN = (
 _LIKES = ("I like {t}.", "I love {t}.", "I enjoy {t}.", "My hobby is {t}.", "{t} is great.", "I am into {t}.")
 
 
-def _intent(rng: random.Random, intents: tuple[Intent, ...]) -> Task:
-    intent = rng.choice(intents)
-    question = phrase(rng, intent.asked)
-    return task(question, pick(rng, intent.replies), f"talk:{question.lower()}", intent.replies, "exact", short="")
-
-
 def small_talk(rng: random.Random) -> Task:
     """Greetings, thanks, questions about the model, and a few everyday facts."""
     # The first intents (a greeting, who are you, what can you do) are what a newcomer types first.
-    return _intent(rng, INTENTS[:1] + INTENTS[10:12] if rng.random() < 0.15 else INTENTS)
-
-
-_ABOUT = tuple(Intent(*entry) for entry in ABOUT)
-
-
-def about_fastgen(rng: random.Random) -> Task:
-    """Questions about fastgen and about the words of its field."""
-    if rng.random() < 0.6:
-        return _intent(rng, _ABOUT)
-    names, replies = rng.choice(CONCEPTS)
-    asked = (
-        "What is {x}?", "What is {x}?", "What is a {x}?", "What does {x} mean?", "Explain {x}.",
-        "Can you explain {x}?", "{x}?", "What's {x}?", "Tell me about {x}.", "Define {x}.", "What is meant by {x}?",
-        "What do you know about {x}?", "{x}", "What is {x} in fastgen?", "How does {x} work?", "what are {x}s?",
-    )  # fmt: skip
-    question = phrase(rng, asked, x=rng.choice(names))
-    return task(question, pick(rng, replies), f"talk:{question.lower()}", replies, "exact", short="")
-
-
-_ASK_MODEL = (
-    "Does fastgen support {m}?", "Can I use {m}?", "Can I run {m} with fastgen?", "Does fastgen run {m}?", "Is {m} supported?", "Can fastgen load {m}?",
-    "Does it work with {m}?", "Will {m} work with fastgen?", "Does {m} run on fastgen?", "Can fastgen serve {m}?", "I want to use {m} with fastgen",
-    "Can I load {m} in fastgen?", "fastgen {m}?", "Is {m} supported by fastgen?", "Does it support {m}?", "Can I chat with {m} in fgchat?",
-    "Can I serve {m} with fgserve?", "{m} support in fastgen?", "Can this run {m}?", "Am I able to run {m} here?",
-)  # fmt: skip
-
-
-def model_support(rng: random.Random) -> Task:
-    """Does fastgen support Gemma? The split is by wording"""
-    kind = rng.random()
-    if kind < 0.42:
-        model = rng.choice(SUPPORTED)
-        reply = f"Yes, fastgen supports {model}: it runs {FAMILIES}."
-    elif kind < 0.9:
-        model = rng.choice(UNSUPPORTED)
-        reply = f"No, fastgen does not support {model}. It runs {FAMILIES}."
-    else:
-        model = made_up_word(rng).capitalize() + rng.choice(("", " 2", "-7B", " 3.1"))
-        reply = f"I do not know {model}. fastgen runs {FAMILIES}."
-    shown = model.lower() if rng.random() < 0.35 else model
-    question = phrase(rng, _ASK_MODEL, m=shown)
-    reply = reply.replace(model, shown) if kind >= 0.9 else reply
-    return task(question, reply, f"model:{question.lower()}", (reply,), "exact", short=reply.split(",")[0] + ".")
-
-
-_ASK_FEATURE = (
-    "Does fastgen have {x}?", "Does fastgen support {x}?", "Can fastgen do {x}?", "Is there {x} in fastgen?", "{x} in fastgen?",
-    "Can I use {x} with fastgen?", "Does it support {x}?", "Is {x} supported?", "Does this have {x}?", "How do I use {x} in fastgen?",
-    "How do I get {x} with fastgen?", "fastgen {x}?", "Does fastgen work with {x}?", "Is {x} possible with fastgen?", "Do you support {x}?",
-    "How can I use {x} with fastgen?", "Is there {x}?", "Can I use fastgen with {x}?", "Does fastgen know {x}?", "Is {x} available in fastgen?",
-    "Can I call fastgen with {x}?", "How does {x} work with fastgen?", "Can I connect {x} to fastgen?", "What about {x} in fastgen?", "Does it come with {x}?", "Does {x} work?", "Does {x} work with fastgen?", "Can {x} use fastgen?", "Will {x} work with fgserve?",
-)  # fmt: skip
-
-
-def features(rng: random.Random) -> Task:
-    """What fastgen has and has not; the split is by wording"""
-    names, reply = rng.choice(FEATURES)
-    question = phrase(rng, _ASK_FEATURE, x=rng.choice(names))
-    return task(question, reply, f"feature:{question.lower()}", (reply,), "exact", short="")
+    intent = rng.choice(INTENTS[:1] + INTENTS[10:12] if rng.random() < 0.15 else INTENTS)
+    return exchange(rng, intent.asked, intent.replies)
 
 
 def joke(rng: random.Random) -> Task:
@@ -465,9 +408,8 @@ _KNOWN = {plain(asked) for wordings, _ in FACTS for asked in wordings}
 
 def off_topic(rng: random.Random) -> Task:
     """Questions that the model can not answer; it says so and what it can do."""
-    topic = (
-        rng.choice(_TOPICS) if rng.random() < 0.5 else " ".join(rng.choice(WORDS) for _ in range(rng.choice((1, 1, 2))))
-    )
+    words = " ".join(rng.choice(WORDS) for _ in range(rng.choice((1, 1, 2))))
+    topic = rng.choice((rng.choice(_TOPICS), rng.choice(_TOPICS), words, words, rng.choice(tuple(CAPITALS))))
     name = f"{rng.choice(NAMES)} {any_word(rng).capitalize()}"
     question = phrase(rng, _OFF_TOPIC, t=topic, n=name, d=rng.randint(2, 2030))
     if plain(question) in _KNOWN:
@@ -484,9 +426,6 @@ def likes(rng: random.Random) -> Task:
 
 SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
     "small_talk": (9, small_talk),
-    "about_fastgen": (8, about_fastgen),
-    "model_support": (2.5, model_support),
-    "features": (5, features),
     "joke": (1.5, joke),
     "off_topic": (6, off_topic),
     "likes": (0.7, likes),

@@ -171,6 +171,12 @@ def pick(rng: random.Random, templates: Sequence[str], /, **fields: object) -> s
     return templates[index].format(**fields)
 
 
+def exchange(rng: random.Random, asked: Sequence[str], replies: Sequence[str], **fields: object) -> Task:
+    """A task of one turn whose facts are few: the split is by the wording of the question."""
+    question = phrase(rng, asked, **fields)
+    return task(question, pick(rng, replies), f"talk:{question.lower()}", replies, "exact", short="")
+
+
 def _letter_chain() -> dict[str, str]:
     """Letters seen after each pair of letters in WORDS ("^" starts a word, "$" ends it)."""
     chain: dict[str, str] = {}

@@ -189,11 +189,7 @@ def nonsense(rng: random.Random) -> Task:
 
 
 def lone_word(rng: random.Random) -> Task:
-    """A word or a number alone: what can be done with it"""
-    if rng.random() < 0.3:
-        n = str(rng.randrange(10 ** rng.randint(1, 4)))
-        reply = f"{n}? I can double it, halve it, add to it, or tell if it is even."
-        return task(n, reply, f"lone:{n}", (reply,), "exact", short="")
+    """A word alone: what can be done with it"""
     word = rng.choice(WORDS)
     if word in _TAKEN:
         return lone_word(rng)
@@ -302,7 +298,7 @@ SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
     "code": (1.5, code),
     "chance": (2, chance),
     "nonsense": (2.5, nonsense),
-    "lone_word": (1, lone_word),
+    "lone_word": (0.8, lone_word),
     "foreign": (1.5, foreign),
     "greeting": (3, greeting),
 }

@@ -54,7 +54,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--corpus-turns", type=int, default=100_000, help="turns that the tokenizer learns from")
     parser.add_argument("--prompts", type=int, default=300, help="held-out prompts a skill")
-    parser.add_argument("--max-new-tokens", type=int, default=450)
+    parser.add_argument("--max-new-tokens", type=int, default=560)
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
