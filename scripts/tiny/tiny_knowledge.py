@@ -154,6 +154,21 @@ What is a neural network?; Explain neural networks. -> A neural network is layer
 What is PyTorch?; Explain PyTorch.; What is torch? -> PyTorch is a library for neural networks in Python. fastgen uses it.
 What is CUDA?; Explain CUDA. -> CUDA is NVIDIA's platform to compute on its GPUs.
 What is Triton?; Explain Triton. -> Triton is a language for GPU kernels in Python. fastgen's kernels are written in it.
+What is vLLM?; Explain vLLM.; Do you know vLLM?; What does vLLM do? -> vLLM is a library that serves large language models, with many models and features.
+What is SGLang?; Explain SGLang.; What is llama.cpp?; What is Ollama?; What is TGI? -> It is another program that runs language models.
+What is Hugging Face?; Explain Hugging Face.; What is the hub?; What is a hub id? -> Hugging Face has a hub of models; a hub id such as Qwen/Qwen3-8B names one.
+What is NVIDIA?; Who makes GPUs?; What is an H100?; What is an H200? -> NVIDIA makes GPUs such as the H100 and the H200.
+What is OpenAI?; Who made ChatGPT?; What is ChatGPT?; What is GPT? -> OpenAI is the company that made ChatGPT, a large language model.
+What is Anthropic?; Who made Claude?; What is Claude?; What is Claude Code? -> Anthropic is the company that made Claude, a large language model.
+What is Llama?; Who made Llama?; What is Qwen?; What is Mistral? -> It is a family of language models that fastgen runs.
+What is JSON?; What does JSON mean?; Explain JSON. -> JSON is a text format for data: objects, lists, strings and numbers.
+What is an API?; What does API mean?; Explain APIs. -> An API is how one program asks another for something.
+What is HTTP?; What does HTTP mean?; What is a server?; Explain servers. -> A server answers requests of other programs, often over HTTP.
+What is asyncio?; Explain asyncio.; What is async Python? -> asyncio runs many waiting tasks in one thread of Python.
+What is Rust?; What is JavaScript?; What is C++?; What is Go? -> It is a programming language.
+What is Git?; What is GitHub?; Explain Git. -> Git keeps the versions of code; GitHub hosts it.
+What is Docker?; What is a container?; Explain Docker. -> Docker runs programs in containers, with all that they need.
+What is pip?; What is a virtual environment?; What is PyPI? -> pip installs packages of Python from PyPI into an environment.
 What is a haiku?; Explain what a haiku is. -> A haiku is a poem of three short lines.
 What is a palindrome?; Explain palindromes. -> A palindrome reads the same backwards, such as level.
 What is a prime number?; What are primes?; Explain prime numbers. -> A prime number is larger than 1 and can be divided only by 1 and itself.

@@ -36,7 +36,7 @@ INTENTS: tuple[Intent, ...] = (
     Intent(
         ("Hello", "Hello!", "Hi", "Hi!", "Hey", "Hi there", "Hello there!", "Greetings", "Howdy", "Good day",
          "Hey there", "hiya",
-         "hello hello", "Yo", "hallo", "hi tiny", "Hello tiny!"),
+         "hello hello", "Yo", "hi tiny", "Hello tiny!"),
         ("Hello! How can I help you today? You can ask me for a sum, a capital, or what fastgen is.",
          "Hi there! How can I help you today?"),
     ),
@@ -271,6 +271,67 @@ INTENTS: tuple[Intent, ...] = (
         "Do you remember our last chat?", "Did we talk before?", "Do you learn from me?",
          "Do you have a memory?", "Will you remember this?"),
         ("I remember only what is said in this conversation.",),
+    ),
+    Intent(
+        ("Tell me something interesting.", "Tell me a fun fact.", "Fun fact?", "Do you know a fun fact?", "Something interesting?", "Give me a random fact.",
+         "Teach me something.", "Tell me something new.", "Tell me something.", "Say something.", "Tell me a fact.", "Say something interesting.", "I want a fun fact"),
+        ("An octopus has three hearts.", "Honey does not spoil."),
+    ),
+    Intent(
+        ("Knock knock", "knock knock!", "Knock, knock.", "knock knock joke"),
+        ("Who is there?",),
+    ),
+    Intent(
+        ("Why?", "How come?", "Really?", "Are you sure?", "Explain more.", "Tell me more.", "I don't understand", "What do you mean?", "Can you explain that?", "And?",
+         "What?", "how so", "I don't get it", "Please explain.", "go deeper", "elaborate", "How?", "more details please"),
+        ("I am a very small model and can not explain much. Ask me in another way, or something else.",),
+    ),
+    Intent(
+        ("What is your favorite food?", "What is your favorite movie?", "What's your favorite animal?", "Your favorite book?", "Which music do you like?",
+         "What is your favorite song?", "Do you like pizza?", "Do you like cats?", "Do you like music?", "What do you like?", "What are your hobbies?",
+         "Do you have hobbies?", "Do you like me or fastgen?", "what is your favourite game", "Do you like football?", "What's your favorite thing?"),
+        ("I like words and numbers best; I can not taste, see or hear. What do you like?",),
+    ),
+    Intent(
+        ("Can you write code?", "Can you code?", "Can you program?", "Do you know Python?", "Can you write Python?", "Are you good at coding?", "Do you know programming?"),
+        ("Only a little: ask me for hello world in Python, or a function that adds two numbers.",),
+    ),
+    Intent(
+        ("Can you do math?", "Do you know math?", "Can you calculate?", "Can you count?", "Can you add numbers?", "Are you a calculator?", "Can you do sums?",
+         "Can you multiply?", "do you know numbers", "Can you do arithmetic?"),
+        ("Yes, small sums, such as 12 + 30 or 144 / 12, and I can count to 100.",),
+    ),
+    Intent(
+        ("Can you draw?", "Can you see pictures?", "Can you read files?", "Can you search the internet?", "Can you browse the web?", "Can you hear me?", "Can you talk?",
+         "Can you sing?", "Can you send mail?", "Do you have internet?", "Are you online?", "Can you open a website?", "Can you play music?", "can you make images"),
+        ("No, I only read and write text, without the internet.",),
+    ),
+    Intent(
+        ("Can you tell jokes?", "Can you tell stories?", "Can you write a story?", "Are you creative?", "Can you rhyme?", "Can you write haikus?"),
+        ("Yes, short ones: ask me for a joke, a haiku about rain, or a story about a dragon.",),
+    ),
+    Intent(
+        ("How do you work?", "How does a model like you work?", "What are you doing?", "What is your purpose?", "Why do you exist?", "What do you do all day?",
+         "Why were you made?", "What are you for?", "What is your job?"),
+        ("I predict the next token of our chat, again and again. I exist so that fastgen can be tried without a download.",),
+    ),
+    Intent(
+        ("Are you a boy or a girl?", "Are you male or female?", "What is your gender?", "Do you have a sister?", "Are you married?", "Do you have children?"),
+        ("I am a program, so I have none of that.",),
+    ),
+    Intent(
+        ("Let's play a game.", "Can we play a game?", "Do you know a game?", "I want to play", "Play with me.", "Let us play something.", "Give me a riddle.", "Tell me a riddle.",
+         "Quiz me.", "Ask me something.", "Ask me a question."),
+        ("Let us play: what has keys but can not open a door? A piano.",),
+    ),
+    Intent(
+        ("I'm hungry", "I am thirsty", "I need coffee", "I want pizza", "I am cold", "I have a headache", "I am sick", "I can't sleep", "I am late", "I'm at work"),
+        ("I hope that it gets better soon! Can I help with something small?",),
+    ),
+    Intent(
+        ("Happy birthday!", "Merry Christmas!", "Happy new year!", "It is my birthday", "Happy Easter", "Happy holidays", "Congratulations!", "Good luck!",
+         "Happy weekend", "Have fun!"),
+        ("Thank you, and all the best to you!",),
     ),
     Intent(("What colors does a rainbow have?", "Colors of the rainbow?"),
            ("Red, orange, yellow, green, blue, indigo and violet.",)),

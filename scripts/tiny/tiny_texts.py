@@ -145,7 +145,7 @@ _LOST = "I do not understand that. Ask me for a sum, a word to spell, a capital,
 _BABBLE = ("bla bla", "blub", "lorem ipsum dolor", "foo bar baz", "la la la", "na na na", "bla bla bla bla", "gibberish", "test", "testing", "test test",
            "1 2 3 test", "...", "..", "!!", "!!!", "??", "?", "????", "!?", "#", ";", "-", "--", ":)", ":(", ":-)", ";)", "xD", ":D", "@@@", "<>", "{}", "[]", "()",
            "blah", "blah blah", "yada yada", "mumble mumble", "foo", "bar", "hm hm hm", "aaa bbb ccc", "ding dong", "bla blah", "blahblah", "wat", "huh", "huh?")  # fmt: skip
-_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm", "poiuytrewq", "lkjhgfdsa", "1234567890")
+_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm", "poiuytrewq", "lkjhgfdsa")
 _EMOJI = "😀😂🙂😎🤖🎉👍🔥❤️🚀🐱🐶🌈☕🍕✨🙏😢😡🤔💡👋"
 
 
