@@ -89,7 +89,7 @@ SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "n": ({**HOT, "n": 3}, {**HOT, "n": 3}),
     "stop": ({"stop": "e"}, {"stop": "e"}),
     "stops": ({"stop": ["x", "r"]}, {"stop": ["x", "r"]}),
-    "seed": ({**HOT, "seed": 13}, {**HOT, "seed": 13}),
+    "seed": ({**HOT, "seed": 12}, {**HOT, "seed": 12}),
     "presence_penalty": ({**HOT, "presence_penalty": 2}, {**HOT, "presence_penalty": 2}),
     "frequency_penalty": ({**HOT, "frequency_penalty": -2}, {**HOT, "frequency_penalty": -2}),
     "logit_bias": ({"logit_bias": {"300": 100, "301": 95.5}}, {"logit_bias": {300: 100, 301: 95.5}}),

@@ -77,7 +77,7 @@ def test_an_answer_is_that_of_a_chat(server: Server, client: OpenAI) -> None:
         messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": ASKED}],
         temperature=0,
     )
-    assert reply.output_text == chat.choices[0].message.content == "12 + 30 = 42."
+    assert reply.output_text == chat.choices[0].message.content == "42"
     assert reply.usage is not None
     assert chat.usage is not None
     counts = (reply.usage.input_tokens, reply.usage.output_tokens, reply.usage.total_tokens)
@@ -113,7 +113,8 @@ def test_a_stream_tells_each_part_of_the_response(server: Server) -> None:
 
 def test_an_agent_calls_and_gets_the_result(client: OpenAI) -> None:
     asked: Any = [{"role": "user", "content": "add some"}]
-    with client.responses.stream(model="any", input=asked, tools=[ADD], tool_choice="required") as stream:
+    fields: Any = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}
+    with client.responses.stream(model="any", input=asked, **fields) as stream:
         pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
         reply = stream.get_final_response()
     call = next(item for item in reply.output if item.type == "function_call")
@@ -148,6 +149,7 @@ def test_a_named_function_of_a_namespace_is_called(server: Server) -> None:
     space = {"type": "namespace", "name": "files", "description": "of files", "tools": [{**ADD, "name": "read"}]}
     search = {"type": "web_search", "external_web_access": False}
     fields = {"tools": [ADD, space, search], "tool_choice": {"type": "function", "name": "files__read"}}
+    fields["parallel_tool_calls"] = False
     events = events_of(server, input="read", **fields)
     (item,) = events[-1]["response"]["output"]
     assert (item["type"], item["name"], item["namespace"]) == ("function_call", "read", "files")
