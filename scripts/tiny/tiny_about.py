@@ -209,8 +209,7 @@ CONCEPTS: tuple[_What, ...] = (
     (("top-k", "top_k"), ("Top-k samples only from the k likeliest tokens.",)),
     (("min-p", "min_p"), ("Min-p drops tokens that are less likely than p times the likeliest one.",)),
     (("greedy decoding", "greedy sampling", "greedy"), ("Greedy decoding always takes the likeliest token.",)),
-    (("a seed", "the seed", "seed"), ("A seed fixes the random draws, so that the same request gives the same tokens.",
-                                      )),
+    (("a seed", "the seed", "seed"), ("A seed fixes the random draws, so that the same request gives the same tokens.",)),
     (("a stop string", "stop strings", "stop"), ("A stop string ends the answer as soon as it appears in the text.",)),
     (("logprobs", "log probabilities", "a logprob"),
      ("A logprob is the logarithm of the probability of a token. fastgen returns one for every token.",)),
@@ -242,8 +241,7 @@ CONCEPTS: tuple[_What, ...] = (
     (("the host cache", "host tier", "the host tier"),
      ("The host tier keeps evicted KV pages in the memory of the host, so that they can come back quickly.",)),
     (("grouped-query attention", "GQA", "grouped KV heads"),
-     ("In grouped-query attention several query heads share one key and value head, which makes the KV cache smaller.",
-      )),
+     ("In grouped-query attention several query heads share one key and value head, which makes the KV cache smaller.",)),
     (("speculative decoding",), ("Speculative decoding guesses several tokens cheaply and checks them in one step.",)),
 )  # fmt: skip
 

@@ -92,48 +92,31 @@ def weekday(rng: random.Random) -> Task:
     day = _cased(rng, DAYS[i])
     if shape < 0.35:
         asked = (
-            "What day comes after {d}?",
-            "Which day is after {d}?",
-            "What is the day after {d}?",
-            "The day after {d}?",
-            "If today is {d}, what day is tomorrow?",
-            "Today is {d}. What is tomorrow?",
-            "Today is {d}, what is tomorrow?",
-            "It is {d} today. Which day is tomorrow?",
-            "What is tomorrow if today is {d}?",
-            "Today's {d}, so tomorrow is?",
-            "If it is {d} today, what day will tomorrow be?",
-            "Which day follows {d}?",
-        )
+            "What day comes after {d}?", "Which day is after {d}?", "What is the day after {d}?", "The day after {d}?",
+            "If today is {d}, what day is tomorrow?", "Today is {d}. What is tomorrow?",
+            "Today is {d}, what is tomorrow?", "It is {d} today. Which day is tomorrow?",
+            "What is tomorrow if today is {d}?", "Today's {d}, so tomorrow is?",
+            "If it is {d} today, what day will tomorrow be?", "Which day follows {d}?",
+        )  # fmt: skip
         step, question = 1, phrase(rng, asked, d=day)
     elif shape < 0.6:
         asked = (
-            "What day comes before {d}?",
-            "Which day is before {d}?",
-            "What is the day before {d}?",
-            "The day before {d}?",
-            "If today is {d}, what day was yesterday?",
-            "Today is {d}. What was yesterday?",
-            "It is {d} today. Which day was yesterday?",
-            "What was yesterday if today is {d}?",
-        )
+            "What day comes before {d}?", "Which day is before {d}?", "What is the day before {d}?",
+            "The day before {d}?", "If today is {d}, what day was yesterday?", "Today is {d}. What was yesterday?",
+            "It is {d} today. Which day was yesterday?", "What was yesterday if today is {d}?",
+        )  # fmt: skip
         step, question = -1, phrase(rng, asked, d=day)
     else:
         step = rng.randint(2, 10) * (1 if rng.random() < 0.7 else -1)
         n = str(abs(step)) if rng.random() < 0.8 else number_in_words(abs(step))
         after = (
-            "What day is {n} days after {d}?",
-            "{n} days after {d}?",
-            "Today is {d}. What day is it in {n} days?",
-            "Which day comes {n} days after {d}?",
-            "If today is {d}, what day is it in {n} days?",
-        )
+            "What day is {n} days after {d}?", "{n} days after {d}?", "Today is {d}. What day is it in {n} days?",
+            "Which day comes {n} days after {d}?", "If today is {d}, what day is it in {n} days?",
+        )  # fmt: skip
         before = (
-            "What day is {n} days before {d}?",
-            "{n} days before {d}?",
-            "Which day comes {n} days before {d}?",
+            "What day is {n} days before {d}?", "{n} days before {d}?", "Which day comes {n} days before {d}?",
             "If today is {d}, what day was it {n} days ago?",
-        )
+        )  # fmt: skip
         question = phrase(rng, after if step > 0 else before, n=n, d=day)
     answer = DAYS[(i + step) % 7]
     return task(question, pick(rng, ("{a}.", "It is {a}.", "{a}"), a=answer), f"weekday:{question.lower()}", answer)
@@ -148,36 +131,25 @@ def month(rng: random.Random) -> Task:
         step = rng.choice((1, 1, -1, -1, 2, 3))
         where = "before" if step < 0 else "after"
         asked = (
-            "What month comes {w} {m}?",
-            "Which month is {w} {m}?",
-            "What is the month {w} {m}?",
-            "The month {w} {m}?",
-        )
+            "What month comes {w} {m}?", "Which month is {w} {m}?", "What is the month {w} {m}?", "The month {w} {m}?",
+        )  # fmt: skip
         many = ("What month is {n} months {w} {m}?", "Which month comes {n} months {w} {m}?", "{n} months {w} {m}?")
         question = phrase(rng, asked if abs(step) == 1 else many, w=where, m=name, n=abs(step))
         answer = MONTHS[(i + step) % 12]
         reply = pick(rng, ("{a}.", "It is {a}.", "{a}"), a=answer)
     elif shape < 0.75:
         asked = (
-            "What is the {o} month?",
-            "What is the {o} month of the year?",
-            "Which month is the {o}?",
-            "{o} month?",
-            "Which month is the {o} of the year?",
-            "Name the {o} month.",
-        )
+            "What is the {o} month?", "What is the {o} month of the year?", "Which month is the {o}?", "{o} month?",
+            "Which month is the {o} of the year?", "Name the {o} month.",
+        )  # fmt: skip
         short = f"{i + 1}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(i + 1, 'th') }".replace(" ", "")
         question = phrase(rng, asked, o=ORDINALS[i] if rng.random() < 0.7 else short)
         answer, reply = MONTHS[i], pick(rng, ("{a}.", "It is {a}."), a=MONTHS[i])
     else:
         asked = (
-            "How many days does {m} have?",
-            "How many days are in {m}?",
-            "Number of days in {m}?",
-            "Days in {m}?",
-            "How many days are there in {m}?",
-            "How long is {m}?",
-        )
+            "How many days does {m} have?", "How many days are in {m}?", "Number of days in {m}?", "Days in {m}?",
+            "How many days are there in {m}?", "How long is {m}?",
+        )  # fmt: skip
         question, answer = phrase(rng, asked, m=name), f"{MONTH_DAYS[i]} days"
         reply = f"{MONTHS[i]} has {MONTH_DAYS[i]} days." if i != 1 else "In most years, February has 28 days."
     return task(question, reply, f"month:{question.lower()}", answer)
@@ -188,19 +160,9 @@ def follow_up_capital(rng: random.Random) -> Task:
     one, shown = _country(rng)
     two, other = _country(rng)
     asked = (
-        "And of {c}?",
-        "And {c}?",
-        "What about {c}?",
-        "How about {c}?",
-        "and the capital of {c}?",
-        "{c}?",
-        "Now {c}.",
-        "And for {c}?",
-        "and what about {c}?",
-        "And that of {c}?",
-        "ok, and {c}?",
-        "And in {c}?",
-    )
+        "And of {c}?", "And {c}?", "What about {c}?", "How about {c}?", "and the capital of {c}?", "{c}?", "Now {c}.",
+        "And for {c}?", "and what about {c}?", "And that of {c}?", "ok, and {c}?", "And in {c}?",
+    )  # fmt: skip
     question, answer = phrase(rng, asked, c=other), CAPITALS[two]
     turns = (
         Turn(phrase(rng, _ASK_CAPITAL, c=shown), f"The capital of {_article(one)} is {CAPITALS[one]}.", CAPITALS[one]),
@@ -224,13 +186,9 @@ def follow_up_word(rng: random.Random) -> Task:
     kind = rng.random()
     if kind < 0.4:
         asked = (
-            "Now backwards.",
-            "And backwards?",
-            "Spell it backwards.",
-            "Reverse it.",
-            "What is it backwards?",
+            "Now backwards.", "And backwards?", "Spell it backwards.", "Reverse it.", "What is it backwards?",
             "now reverse it",
-        )
+        )  # fmt: skip
         second, answer = Turn(phrase(rng, asked), backwards(word.lower()), word.lower()[::-1]), word.lower()[::-1]
     elif kind < 0.7:
         asked = ("How many letters does it have?", "How many letters is that?", "How long is it?", "Count the letters.")
@@ -249,14 +207,9 @@ def follow_up_steps(rng: random.Random) -> Task:
     """A product is answered at once; asked how, the model works it out."""
     a, b = two_digit_factors(rng)
     asked = (
-        "How?",
-        "Show me the steps.",
-        "Step by step, please.",
-        "Are you sure?",
-        "Is that right?",
-        "Can you check that?",
+        "How?", "Show me the steps.", "Step by step, please.", "Are you sure?", "Is that right?", "Can you check that?",
         "Why?",
-    )
+    )  # fmt: skip
     turns = (
         Turn(phrase(rng, ("What is {a} * {b}?", "{a} * {b}", "{a} x {b}?"), a=a, b=b), f"{a} * {b} = {a * b}."),
         Turn(phrase(rng, asked), work_out(a, b)),

@@ -326,14 +326,8 @@ def name_some(rng: random.Random) -> Task:
     n = rng.randint(2, 5)
     chosen = ", ".join(_KINDS[kind][:n])
     asked = (
-        "Name {n} {k}.",
-        "Tell me {n} {k}.",
-        "List {n} {k}.",
-        "Give me {n} {k}.",
-        "Can you name {n} {k}?",
-        "What are {n} {k}?",
-        "{n} {k}",
-    )
+        "Name {n} {k}.", "Tell me {n} {k}.", "List {n} {k}.", "Give me {n} {k}.", "Can you name {n} {k}?", "What are {n} {k}?", "{n} {k}",
+    )  # fmt: skip
     question = phrase(rng, asked, n=_COUNTS[n] if rng.random() < 0.6 else n, k=kind)
     return task(question, f"{chosen[0].upper()}{chosen[1:]}.", f"name:{question.lower()}", chosen)
 

@@ -351,35 +351,20 @@ def leap_year(rng: random.Random) -> Task:
     year = rng.choice((rng.randint(1980, 2060), rng.choice(range(1600, 2500, 100)), rng.randint(1500, 2500)))
     leap = year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
     asked = (
-        "Is {y} a leap year?",
-        "Was {y} a leap year?",
-        "Will {y} be a leap year?",
-        "{y}: leap year?",
-        "Is the year {y} a leap year?",
-    )
+        "Is {y} a leap year?", "Was {y} a leap year?", "Will {y} be a leap year?", "{y}: leap year?", "Is the year {y} a leap year?",
+    )  # fmt: skip
     reply = f"Yes, {year} is a leap year." if leap else f"No, {year} is not a leap year."
     return task(phrase(rng, asked, y=year), reply, f"leap:{year}", (reply,), "exact", short=reply.split(",")[0])
 
 
 _GAIN = ("get {b} more", "buy {b} more", "find {b}", "receive {b} more", "pick up {b} more", "{o} gives me {b} more")
 _LOSS = (
-    "eat {b} of them",
-    "lose {b}",
-    "give {b} away",
-    "sell {b}",
-    "drop {b}",
-    "give {b} to {o}",
-    "eat {b}",
-    "throw {b} away",
-)
+    "eat {b} of them", "lose {b}", "give {b} away", "sell {b}", "drop {b}", "give {b} to {o}", "eat {b}", "throw {b} away",
+)  # fmt: skip
 _HOW_MANY = ("How many do I have?", "how many do I have now?", "How many are there now?", "how many have I got?")
 _HOW_MANY_LEFT = (
-    "How many are left?",
-    "how many do I have left?",
-    "How many remain?",
-    "how many are still there?",
-    "how many left?",
-)
+    "How many are left?", "how many do I have left?", "How many remain?", "how many are still there?", "how many left?",
+)  # fmt: skip
 
 
 def story_sum(rng: random.Random) -> Task:

@@ -192,12 +192,9 @@ def extreme(rng: random.Random) -> Task:
     c = min(numbers) if kind in ("smallest", "lowest", "minimum") else max(numbers)
     text = ", ".join(map(str, numbers))
     asked = (
-        "What is the {k} of {l}?",
-        "Which number is the {k}: {l}?",
-        "{k} of {l}",
-        "Find the {k}: {l}",
+        "What is the {k} of {l}?", "Which number is the {k}: {l}?", "{k} of {l}", "Find the {k}: {l}",
         "The {k} of {l}?",
-    )
+    )  # fmt: skip
     reply = pick(rng, ("The {k} is {c}.", "{c}"), k=kind, c=c)
     return task(phrase(rng, asked, k=kind, l=text), reply, f"extreme:{kind}:{text}", str(c), "number")
 

@@ -17,10 +17,9 @@ _TOPICS = (
     "flowers", "trees", "time", "music", "my mother", "fastgen", "robots", "code", "the city", "the stars", "a dragon", "the wind",
 )  # fmt: skip
 _HAIKUS = (
-    "{T}, soft and still,\na small thought in a wide world;\nthen the day goes on.",
-    "I think of {t}.\nThe morning is quiet now.\nA new word begins.",
+    "{T}, soft and still,\na small thought in a wide world;\nthen the day goes on.", "I think of {t}.\nThe morning is quiet now.\nA new word begins.",
     "{T} in the light,\nslowly turning into words;\nsilence follows them.",
-)
+)  # fmt: skip
 _POEMS = (
     "I wrote a little line today\nabout {t}, in my small way.\nIt is not long, it is not deep,\nbut it is yours now, yours to keep.",
     "{T}, {t}, what can I say?\nYou make a better night and day.\nMy words are few, my layers eight,\nbut still I think that you are great.",
@@ -100,26 +99,15 @@ def code(rng: random.Random) -> Task:
 _COIN = ("Flip a coin.", "Toss a coin.", "Heads or tails?", "Can you flip a coin?", "Throw a coin.", "coin flip", "Please toss a coin for me.",
          "Can you throw a coin for me?", "Flip the coin.", "Could you flip a coin?", "coin toss")  # fmt: skip
 _DIE = (
-    "Roll a die.",
-    "Roll a dice.",
-    "Throw a die.",
-    "Can you roll a die?",
-    "Dice roll",
-    "Roll the dice for me.",
-    "throw the dice",
-    "roll a d6",
-)
+    "Roll a die.", "Roll a dice.", "Throw a die.", "Can you roll a die?", "Dice roll", "Roll the dice for me.", "throw the dice", "roll a d6",
+)  # fmt: skip
 _NUMBER = ("Pick a number from {a} to {b}.", "Give me a random number from {a} to {b}.", "Choose a number between {a} and {b}.", "Random number {a} to {b}",
            "Say a number between {a} and {b}.", "Think of a number between {a} and {b}.", "Can you pick a number between {a} and {b}?",
            "Tell me a random number between {a} and {b}.", "a random number between {a} and {b} please", "Pick any number between {a} and {b}.")  # fmt: skip
 _CHOICE = (
-    "{x} or {y}?",
-    "Should I take {x} or {y}?",
-    "Choose: {x} or {y}?",
-    "Pick one: {x} or {y}",
-    "What is better, {x} or {y}?",
+    "{x} or {y}?", "Should I take {x} or {y}?", "Choose: {x} or {y}?", "Pick one: {x} or {y}", "What is better, {x} or {y}?",
     "Which one, {x} or {y}?",
-)
+)  # fmt: skip
 
 
 def chance(rng: random.Random) -> Task:
@@ -235,23 +223,8 @@ def foreign(rng: random.Random) -> Task:
 
 
 _SIMPLE = (
-    "Hello",
-    "Hi",
-    "Hey",
-    "Yo",
-    "Hiya",
-    "Heya",
-    "Good day",
-    "Howdy",
-    "Hi hi",
-    "Hallo",
-    "Greetings",
-    "Hey hey",
-    "hullo",
-    "hellooo",
-    "heyy",
-    "hii",
-)
+    "Hello", "Hi", "Hey", "Yo", "Hiya", "Heya", "Good day", "Howdy", "Hi hi", "Hallo", "Greetings", "Hey hey", "hullo", "hellooo", "heyy", "hii",
+)  # fmt: skip
 _TIMES = ("Good morning", "Good evening", "Good afternoon", "Morning", "Evening")
 _WHOM = ("", "", "", "there", "tiny", "friend", "buddy", "everyone", "everybody", "my dear", "old friend", "robot", "AI", "model", "bot", "pal", "mate", "you",
          "world", "again", "assistant", "computer", "dude", "man", "all", "little model", "stranger", "sir")  # fmt: skip
