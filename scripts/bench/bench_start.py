@@ -68,12 +68,12 @@ def instrument():
     from fastgen.kernels.launch import triton
     from fastgen.ranks import start
 
-    def find_tokenizer(*arguments, find=generator._find_tokenizer):
+    def find_tokenizer(*arguments, find=generator.find_tokenizer):
         found = find(*arguments)
         marks["tokenizer"] = time.time()
         return found
 
-    generator._find_tokenizer = find_tokenizer
+    generator.find_tokenizer = find_tokenizer
     measure(start, "find_device", "device")
     for name, part in (("_build_model", "weights"), ("_compile", "compile"), ("_run_largest_steps", "largest_steps")):
         measure(startup, name, part)
