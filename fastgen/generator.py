@@ -192,7 +192,7 @@ class Generator:
 
         The iterable is read only as far as lanes and pages are free. The item None stands for no request, and lets the
         engine do a step first. Closing the stream early aborts its requests. A request that can not be served gives an
-        output with an error.
+        output with an error. Raises TypeError for other items.
         """
         outputs = self._serve(requests, ahead=0)
         if self._team is not None:
@@ -239,13 +239,12 @@ class Generator:
         if request is None:
             self._advance()
             return True
+        if not isinstance(request, Request):
+            raise TypeError(f"stream takes Requests, not {type(request).__name__}")
         try:
-            if not isinstance(request, Request):
-                raise TypeError(f"stream takes Requests, not {type(request).__name__}")
             self._begin(request, queue)
         except (ValueError, TypeError) as error:
-            id = getattr(request, "id", None)
-            queue.done.append(error_output(self._new_id() if id is None else id, error))
+            queue.done.append(error_output(self._new_id() if request.id is None else request.id, error))
         return True
 
     @on_all_ranks

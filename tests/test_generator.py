@@ -238,6 +238,12 @@ def test_what_is_wrong_for_all_prompts_raises(gen: Generator) -> None:
             gen.generate(["hello", [5]], params)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="params must be SamplingParams, a dict or a list of them, not str"):
         gen.generate("hello", "greedy")  # type: ignore[arg-type]
+    for wrong, reason in ((5, "SamplingParams or a dict, not int"), ({"max_new_tokens": 5}, "use max_tokens")):
+        for call in (gen.add, lambda prompt, params: gen.generate([prompt] * 2, [SHORT, params])):
+            with pytest.raises(TypeError, match=reason):
+                call([5], wrong)  # type: ignore[operator]
+    with pytest.raises(TypeError, match="stream takes Requests, not str"):
+        next(gen.stream(["hello"]))  # type: ignore[list-item]
     with pytest.raises(ValueError, match="2 prompts and 1 params"):
         gen.generate(["hello", "world"], [SHORT])
     check_idle(gen)
@@ -295,8 +301,6 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "bias of nan": ([5], SamplingParams(logit_bias={5: math.nan}), "logit_bias.5. is nan"),
     "many logprobs": ([5], SamplingParams(logprobs=21), "logprobs is 21; it must be from 0 to 20"),
     "prompt_logprobs below 0": ([5], SamplingParams(prompt_logprobs=-1), "prompt_logprobs is -1"),
-    "params of another kind": ([5], 5, "params must be SamplingParams or a dict, not int"),
-    "params of another name": ([5], {"max_new_tokens": 5}, "has no option 'max_new_tokens'; use max_tokens"),
     "no allowed token": ([5], SamplingParams(allowed_token_ids=[]), "allowed_token_ids is empty"),
     "allowed outside": ([5], SamplingParams(allowed_token_ids=[VOCAB]), f"allowed_token_ids holds the id {VOCAB}"),
     "one bad word": ([5], SamplingParams(bad_words="no"), "bad_words must be a list of strings, not 'no'"),

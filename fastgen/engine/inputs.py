@@ -95,7 +95,7 @@ class InputProcessor:
             return [(prompt, shared) for prompt in many]
         if not isinstance(params, Iterable) or isinstance(params, str):
             raise TypeError(f"params must be SamplingParams, a dict or a list of them, not {type(params).__name__}")
-        each = list(params)
+        each = [params_of(own, self.defaults) for own in params]
         if len(each) != len(many):
             raise ValueError(f"there are {len(many)} prompts and {len(each)} params; give one, or one a prompt")
         return list(zip(many, each, strict=True))
