@@ -23,7 +23,18 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from fastgen.async_loop import Abort, Call, EngineInfo, Refused, Returned, StepEnded, Submit, decode, run_in_thread
+from fastgen.async_loop import (
+    Abort,
+    Call,
+    EngineInfo,
+    Packed,
+    Refused,
+    Returned,
+    StepEnded,
+    Submit,
+    decode,
+    run_in_thread,
+)
 from fastgen.engine.outputs import Stats
 from fastgen.grammar import params_rule
 from fastgen.grammar_pool import GRAMMAR_TIMEOUT
@@ -67,7 +78,8 @@ class EventStream:
     has arrived since the last list was taken: a slow reader gets fewer and longer events. The iterator ends after the
     last event of every sample. Leaving the block before that aborts the request.
 
-    Raises ValueError or TypeError where the engine does not accept the request, and EngineError where it ends.
+    Raises ValueError or TypeError where the engine does not accept the request, RuntimeError where its weights are
+    asleep, and EngineError where it ends.
     """
 
     def __init__(self, engine: AsyncGenerator, numbers: range, samples: int, every_step: bool) -> None:
@@ -303,6 +315,11 @@ class AsyncGenerator:
         self._next_number = numbers.stop
         return numbers
 
+    def _waiting(self, number: int) -> asyncio.Future[Any] | None:
+        """Return the future result of a call; None if the call was cancelled."""
+        result = self._calls.get(number)
+        return None if result is None or result.done() else result
+
     def _abort(self, numbers: range) -> None:
         if self._peer is not None and self.dead is None:
             self._peer.send(Abort(numbers))
@@ -335,14 +352,11 @@ class AsyncGenerator:
                 if stream := self._streams.get(message.number):
                     self._abort(stream.numbers)
                     stream._end(message.error)
-            case Returned():
-                result = self._calls.get(message.number)
-                if result is None or result.done():  # cancelled
-                    return
-                if message.error is None:
-                    result.set_result(message.result)
-                else:
+                elif result := self._waiting(message.number):
                     result.set_exception(message.error)
+            case Returned():
+                if result := self._waiting(message.number):
+                    result.set_result(message.result)
             case EngineInfo():
                 self.info, self._loaded = message, True
                 if not self._ready.done():  # else the start was cancelled
@@ -417,6 +431,8 @@ class _Process:
         return self
 
     def send(self, message: object) -> None:
+        if isinstance(message, Submit | Call):
+            message = Packed(message.number, pickle.dumps(message, protocol=5))
         self._writer.write(frame(message))  # the event loop sends later what the socket does not take now
 
     async def listen(self, receive: Callable[[object], None]) -> str:
@@ -437,6 +453,7 @@ class _Process:
         self._writer.close()
         if not await self._has_ended(processes.GRACE):
             self.process.kill()
+            await self._has_ended(processes.GRACE)  # its GPU memory is free then
 
     async def _has_ended(self, seconds: float) -> bool:
         """Wait at most `seconds` for the end of the process; return whether it has ended."""

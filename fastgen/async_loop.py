@@ -10,6 +10,7 @@ import faulthandler
 import logging
 import marshal
 import os
+import pickle
 import socket
 import sys
 import time
@@ -75,12 +76,20 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """To the engine in another process: a Submit or Call, pickled. That process may have no class or function of the
+    same name, and then refuses this message alone."""
+
+    number: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Returned:
-    """From the engine: the result of a call, or its error."""
+    """From the engine: the result of a call."""
 
     number: int
     result: Any
-    error: Exception | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """From the engine: a request is not accepted."""
+    """From the engine: a request is not accepted, or a call has failed."""
 
     number: int
     error: Exception
@@ -178,7 +187,7 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Handle the messages that have arrived, run a step, send its events. An idle loop waits for a message first.
-        Raises what a step raises, and the error of an unreadable message."""
+        Raises what a step raises."""
         wait: float | None = 0
         if self.idle:
             self._flush()
@@ -192,16 +201,10 @@ class EngineLoop:
 
     def _handle_messages(self, wait: float | None) -> None:
         """Handle all messages. wait: seconds to wait for the first one (None: no limit)."""
-        aborted: list[str | int] = []
         with suppress(Empty):
-            message = self._incoming.get(block=wait != 0, timeout=wait)
+            self._handle(self._incoming.get(block=wait != 0, timeout=wait))
             while True:
-                if isinstance(message, Abort):
-                    aborted += message.numbers
-                self._handle(message)
-                message = self._incoming.get_nowait()
-        if aborted:
-            self._gen.abort(aborted)
+                self._handle(self._incoming.get_nowait())
 
     def _handle(self, message: object) -> None:
         match message:
@@ -216,10 +219,11 @@ class EngineLoop:
                     self._arrived.pop(number, None)
                     self._compiling.pop(number, None)
                     self._grammars.drop(number)
+                self._gen.abort(message.numbers)
             case Call():
                 self._call(message)
-            case Failed(error=Exception() as error):  # an unreadable message
-                raise error
+            case Refused():  # see `unpack`
+                self._send(message)
             case None:
                 self._ended = True
             case Future():
@@ -230,9 +234,9 @@ class EngineLoop:
     def _call(self, call: Call) -> None:
         try:
             result = getattr(self._gen, call.method)(*call.args, **call.kwargs)
-            self._send(Returned(call.number, result, None))
+            self._send(Returned(call.number, result))
         except Exception as error:  # of this call, or of pickling its result
-            self._send(Returned(call.number, None, portable(error)))
+            self._send(Refused(call.number, portable(error)))
 
     def _take_compiled(self) -> None:
         for number, (submit, compiled) in list(self._compiling.items()):
@@ -246,7 +250,7 @@ class EngineLoop:
     def _add(self, submit: Submit) -> None:
         try:
             self._gen.add(submit.prompt, submit.params, submit.number)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # a RuntimeError while the weights are asleep
             self._send(Refused(submit.number, portable(error)))
 
     def _report(self, events: list[Event]) -> None:
@@ -276,10 +280,21 @@ def run_in_thread(arguments: dict[str, Any], incoming: SimpleQueue[Any], send: C
     send(None)
 
 
+def unpack(message: object) -> object:
+    """Return the message that is packed in another, or Refused where it can not be read."""
+    if not isinstance(message, Packed):
+        return message
+    try:
+        return pickle.loads(message.data)
+    except Exception as error:
+        reason = f"the engine's process can not read this ({error}); its classes and functions must be in a module"
+        return Refused(message.number, ValueError(f"{reason}, or give own_process=False to the AsyncGenerator"))
+
+
 def serve(connection: socket.socket) -> None:
     """Run an engine until the other end of the socket closes; ends the process."""
     incoming: SimpleQueue[Any] = SimpleQueue()
-    channel = Channel(connection, lambda message: os._exit(0) if message is None else incoming.put(message))
+    channel = Channel(connection, lambda message: os._exit(0) if message is None else incoming.put(unpack(message)))
     try:
         start = incoming.get()
         assert isinstance(start, Start), start

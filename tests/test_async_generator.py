@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import asdict, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import serve_stub
 
@@ -323,6 +325,40 @@ def test_methods_of_the_generator_run_between_steps(client: Client) -> None:
         cancelled.cancel()
         assert len((await reading)[0].token_ids) == 80
         assert not gen._calls
+
+    client.run(main())
+
+
+def test_a_call_comes_after_the_end_of_a_stream_and_a_request_in_sleep_fails_alone(client: Client) -> None:
+    async def main() -> None:
+        with client.engine.submit([ids(9)], LONG) as stream:
+            await anext(stream)
+        await client.engine.call("sleep")
+        with pytest.raises(RuntimeError, match="call wake first"):
+            await client.engine.generate(ids(4))
+        await client.engine.call("wake")
+        assert len((await client.engine.generate(ids(4), replace(LONG, max_tokens=3))).completions[0].token_ids) == 3
+
+    client.run(main())
+
+
+class Unknown(StrEnum):
+    """A string that the process of an engine does not know."""
+
+    STOP = "a"
+
+
+def test_what_another_process_can_not_read_fails_alone(client: Client) -> None:
+    async def main() -> None:
+        params = SamplingParams(max_tokens=200, ignore_eos=True, stop=[Unknown.STOP], seed=0)
+        if client.engine._own_process:
+            with pytest.raises(ValueError, match="own_process=False"):
+                await client.engine.generate(ids(4), params)
+            with pytest.raises(ValueError, match="own_process=False"):
+                await client.engine.call("score", [Unknown.STOP])
+            params = replace(params, stop=[np.str_("a")])
+        output = await client.engine.generate(ids(4), params)
+        assert output.completions[0].stop_reason == "a"
 
     client.run(main())
 

@@ -119,7 +119,8 @@ class ActiveSample:
         """Begin the text, or begin it anew after an exception that may have interrupted `update_text`."""
         sequence, params = self.sequence, self.sequence.params
         prompt = sequence.token_ids[: sequence.prompt_len]
-        self.text = OutputText(tokenizer, prompt, params.stop_strings, params.include_stop_str_in_output)
+        stops = list(map(str.__str__, params.stop_strings))  # events hold plain strings, and no enums or NumPy's
+        self.text = OutputText(tokenizer, prompt, stops, params.include_stop_str_in_output)
         self.ids_read = 0
         return self.text
 
