@@ -36,7 +36,7 @@ from fastgen.async_loop import (
     run_in_thread,
 )
 from fastgen.engine.outputs import Stats
-from fastgen.grammar import params_rule
+from fastgen.grammar import params_grammar
 from fastgen.grammar_pool import GRAMMAR_TIMEOUT
 from fastgen.ranks import processes
 from fastgen.ranks.channel import HEAD, Failed, Start, frame
@@ -267,15 +267,12 @@ class AsyncGenerator:
         finally:
             del self._calls[number]
 
-    def submit(
-        self, prompts: Sequence[Prompt], params: Params, grammar: str | None = None, *, every_step: bool = True
-    ) -> EventStream:
+    def submit(self, prompts: Sequence[Prompt], params: Params, *, every_step: bool = True) -> EventStream:
         """Begin a request of one or more prompts; return the stream of its events.
 
         prompts: lists of ids, or other prompts, which the engine tokenizes between two steps. params: of each prompt;
-        a mask needs own_process=False. grammar: see `fastgen.grammar`; each answer follows it. every_step: False for a
-        reader that needs the complete answer only; then the stream has one list for the first event of each prompt and
-        one for all other events.
+        a mask needs own_process=False. every_step: False for a reader that needs the complete answer only; then the
+        stream has one list for the first event of each prompt and one for all other events.
 
         Raises ValueError or TypeError for wrong params, and EngineError where the engine is not ready.
         """
@@ -287,10 +284,8 @@ class AsyncGenerator:
                 "a mask can not be sent to another process; use json_schema, regex, choice or grammar, or give "
                 "own_process=False to the AsyncGenerator"
             )
-        rule = params_rule(params)
-        if rule is not None:
-            params = replace(params, json_schema=None, regex=None, choice=None, grammar=None)
-            grammar = f"start: {rule}"
+        if (grammar := params_grammar(params)) is not None:
+            params = replace(params, json_schema=None, regex=None, choice=None, grammar=grammar)
         if not self._streams:
             self._progress = time.monotonic()
         numbers = self._number(len(prompts))
@@ -298,7 +293,7 @@ class AsyncGenerator:
         try:
             for number, prompt in zip(numbers, prompts, strict=True):
                 self._streams[number] = stream
-                peer.send(Submit(number, prompt, params, grammar, self._grammar_timeout))
+                peer.send(Submit(number, prompt, params, self._grammar_timeout))
         except BaseException:  # a prompt that can not be pickled
             stream.__exit__()
             raise

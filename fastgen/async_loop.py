@@ -48,13 +48,12 @@ _row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_POSITIONAL, *_KEYWORDS)
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """To the engine: a request. grammar: of its answers (see `fastgen.grammar.Compiler`), or None for any answer.
-    grammar_timeout: seconds that it may take to compile."""
+    """To the engine: a request. params: a structure of the answers is a grammar. grammar_timeout: seconds that it may
+    take to compile."""
 
     number: int
     prompt: Prompt
     params: SamplingParams
-    grammar: str | None = None
     grammar_timeout: float = GRAMMAR_TIMEOUT
 
 
@@ -208,9 +207,9 @@ class EngineLoop:
 
     def _handle(self, message: object) -> None:
         match message:
-            case Submit(grammar=None):
+            case Submit(params=SamplingParams(grammar=None)):
                 self._arrived[message.number] = message
-            case Submit(grammar=str() as grammar):
+            case Submit(params=SamplingParams(grammar=str() as grammar)):
                 compiled = self._grammars.compile(message.number, grammar, message.grammar_timeout)
                 self._compiling[message.number] = message, compiled
                 compiled.add_done_callback(self._incoming.put)  # wakes an idle loop
@@ -245,7 +244,8 @@ class EngineLoop:
                 if error := compiled.exception():  # any error fails this request alone
                     self._send(Refused(number, portable(error)))
                 else:
-                    self._arrived[number] = replace(submit, params=replace(submit.params, mask=compiled.result()))
+                    params = replace(submit.params, grammar=None, mask=compiled.result())
+                    self._arrived[number] = replace(submit, params=params)
 
     def _add(self, submit: Submit) -> None:
         try:

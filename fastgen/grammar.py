@@ -102,6 +102,14 @@ def params_rule(params: SamplingParams) -> str | None:
     return None if params.grammar is None else lark_rule(params.grammar)
 
 
+def params_grammar(params: SamplingParams) -> str | None:
+    """Return the grammar that parameters ask for; None for any text. They are validated."""
+    if params.grammar is not None:
+        return params.grammar
+    rule = params_rule(params)
+    return None if rule is None else f"start: {rule}"
+
+
 def _read_schema(schema: Any) -> Mapping[str, Any]:
     """Return a JSON schema from a mapping, from its JSON, or from a class of pydantic."""
     if hasattr(schema, "model_json_schema"):

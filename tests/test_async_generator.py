@@ -428,9 +428,9 @@ def test_a_request_is_aborted(client: Client, way: Any) -> None:
 
 
 def test_a_wrong_request_fails_alone(client: Client) -> None:
-    async def refused(kind: type[Exception], match: str, prompt: Any, params: SamplingParams, **more: Any) -> None:
+    async def refused(kind: type[Exception], match: str, prompt: Any, params: SamplingParams) -> None:
         with pytest.raises(kind, match=match):
-            await collect(engine.submit([ids(3), prompt], params, **more))
+            await collect(engine.submit([ids(3), prompt], params))
 
     async def main() -> None:
         good = asyncio.create_task(collect(engine.submit([ids(9)], replace(LONG, max_tokens=60))))
@@ -441,7 +441,7 @@ def test_a_wrong_request_fails_alone(client: Client) -> None:
         await refused(ValueError, "the id 5000", [5000], SamplingParams())
         await refused(ValueError, "the prompt is empty", [], SamplingParams())
         await refused(TypeError, "must hold integers", ["x"], SamplingParams())
-        await refused(ValueError, "Invalid type: x", ids(3), SamplingParams(), grammar='start: %json {"type": "x"}')
+        await refused(ValueError, "Invalid type: x", ids(3), SamplingParams(grammar='start: %json {"type": "x"}'))
         unreadable = "pickle" if engine._own_process else "not generator"
         await refused(TypeError, unreadable, (id for id in [5]), SamplingParams())
         (event,) = await good
@@ -452,11 +452,11 @@ def test_a_wrong_request_fails_alone(client: Client) -> None:
 
 
 def test_an_answer_follows_its_grammar(client: Client) -> None:
-    async def main(params: SamplingParams, grammar: str | None = None) -> list[Event]:
-        return await collect(client.engine.submit([ids(4), ids(5)], params, grammar))
+    async def main(params: SamplingParams) -> list[Event]:
+        return await collect(client.engine.submit([ids(4), ids(5)], params))
 
     params = SamplingParams(n=2, max_tokens=9)
-    assert [event.text for event in client.run(main(params, 'start: "the mask"'))] == ["the mask"] * 4
+    assert [event.text for event in client.run(main(replace(params, grammar='start: "the mask"')))] == ["the mask"] * 4
     assert [event.text for event in client.run(main(replace(params, choice=["the mask"])))] == ["the mask"] * 4
 
 

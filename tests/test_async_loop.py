@@ -54,7 +54,7 @@ def test_arrivals_delay_a_step_for_a_limited_time_and_aborts_do_not() -> None:
     for number in range(40):
         incoming.put(Submit(number, [1], SamplingParams()))
     incoming.put(Submit(40, [1], SamplingParams()))
-    incoming.put(Submit(41, [1], SamplingParams(), 'start: "x"'))
+    incoming.put(Submit(41, [1], SamplingParams(grammar='start: "x"')))
     incoming.put(Abort(range(39, 40)))
     incoming.put(Abort(range(41, 42)))
     while not loop.idle or not gen.calls:

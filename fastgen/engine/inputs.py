@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
-from fastgen.grammar import Compiler, TokenRules, params_rule, token_row
+from fastgen.grammar import Compiler, TokenRules, params_grammar, token_row
 from fastgen.model.config import ModelConfig
 from fastgen.request import (
     MAX_BIASES,
@@ -65,8 +65,8 @@ class InputProcessor:
         if params is self._prepared[0]:
             return self._prepared[1]
         self.check_params(params)
-        rule = params_rule(params)
-        mask = params.mask if rule is None else self._compiler.compile(f"start: {rule}")
+        grammar = params_grammar(params)
+        mask = params.mask if grammar is None else self._compiler.compile(grammar)
         if params.allowed_token_ids is not None or params.bad_words:
             allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
             mask = TokenRules(mask, *self._token_rules(allowed, tuple(params.bad_words)))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.gen.work import Record, RowRequests, seed_of
 from fastgen.cli.serve.prompts import GenerationReply, GenerationRequest, ModelFacts, grammar_field, prepare
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, Strict, check_request, refused
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, Strict, check_request
 from fastgen.cli.serve.replies import Vocabulary
-from fastgen.grammar import Compiler
-from fastgen.request import Event, RequestOutput, SamplingParams, TokenMask
+from fastgen.request import Event, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from fastgen.generator import Generator
@@ -39,25 +37,20 @@ class BatchJob:
         self._model = ModelFacts(
             name, gen.tokenizer, vocabulary, defaults, gen.model_config.vocab_size, gen.max_model_len
         )
-        self._gen, self._seed = gen, seed
-
-    @cached_property
-    def _compiler(self) -> Compiler:
-        return Compiler.of(self._gen.tokenizer, self._gen.model_config)
+        self._seed = seed
 
     def ask(self, row: Row) -> RowRequests:
         try:
             request = self._request(row)
-            reply, params, grammar = prepare(self._model, request)
-            if grammar is not None:
-                params = replace(params, mask=self._mask(request, grammar))
+            reply, params = prepare(self._model, request)
         except ApiError as error:
             refusal = error
             return RowRequests([], lambda _: _failed(row, refusal))
         if params.seed is None:
             params = replace(params, seed=seed_of(self._seed, row.index))
         requests = [(prompt.ids, params) for prompt in reply.prompts]
-        return RowRequests(requests, lambda outputs: _answer(row, reply, outputs))
+        field = None if params.grammar is None else grammar_field(request)
+        return RowRequests(requests, lambda outputs: _answer(row, reply, outputs, field))
 
     def _request(self, row: Row) -> GenerationRequest:
         if row.error is not None:
@@ -69,19 +62,15 @@ class BatchJob:
             return check_request(ChatRequest, line.body)
         return check_request(CompletionRequest, line.body)
 
-    def _mask(self, request: GenerationRequest, grammar: str) -> TokenMask:
-        """Return the compiled grammar of a request. Raises ApiError."""
-        try:
-            return self._compiler.compile(grammar)
-        except ValueError as error:
-            raise refused(error, grammar_field(request)) from None
 
-
-def _answer(row: Row, reply: GenerationReply, outputs: list[RequestOutput]) -> tuple[Record, str | None]:
+def _answer(
+    row: Row, reply: GenerationReply, outputs: list[RequestOutput], field: str | None
+) -> tuple[Record, str | None]:
+    """Return the record of a row, and its error, if any. field: of the request, that the grammar comes from."""
     try:
         for output in outputs:
             if output.error is not None:
-                raise ApiError(400, output.error, code="invalid_value")
+                raise ApiError(400, output.error, field, "invalid_value")
         body: Any = reply.whole(event for prompt, output in enumerate(outputs) for event in _events(prompt, output))
     except ApiError as error:
         return _failed(row, error)

@@ -124,13 +124,13 @@ class GenerationResponse(Response):
         model = service.choose(request.model)
         scope["meter"] = meter = Meter(service.metrics, model.name)
         with model.queue.enter(_sizes(request), request.choices) as leave:
-            reply, params, grammar = await asyncio.to_thread(prepare, model.facts, request)
+            reply, params = await asyncio.to_thread(prepare, model.facts, request)
             self._reply = reply if self._translate is None else self._translate(reply)
             model.check_ready()  # it may have died meanwhile
-            field = None if grammar is None else grammar_field(request)
+            field = None if params.grammar is None else grammar_field(request)
             prompts = [prompt.ids for prompt in reply.prompts]
             meter.prompt_tokens = sum(map(len, prompts))
-            with model.engine.submit(prompts, params, grammar, every_step=bool(request.stream)) as stream:
+            with model.engine.submit(prompts, params, every_step=bool(request.stream)) as stream:
                 turns = _observed(stream, leave, meter, field)
                 await (_send_stream if request.stream else _send_whole)(self._reply, turns, send)
 

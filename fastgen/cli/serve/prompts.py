@@ -6,7 +6,7 @@ The routes about tokens are here too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastgen.cli.serve.protocol import (
@@ -43,9 +43,9 @@ class ModelFacts:
     max_model_len: int
 
 
-def prepare(model: ModelFacts, request: GenerationRequest) -> tuple[GenerationReply, SamplingParams, str | None]:
-    """Tokenize and check a request. Return its reply, which has no events yet, its sampling parameters and its grammar,
-    which is not compiled yet. Raises ApiError. May take long, so call it in a thread."""
+def prepare(model: ModelFacts, request: GenerationRequest) -> tuple[GenerationReply, SamplingParams]:
+    """Tokenize and check a request. Return its reply, which has no events yet, and its sampling parameters, with its
+    grammar. Raises ApiError. May take long, so call it in a thread."""
     reply: GenerationReply
     if isinstance(request, ChatRequest):
         reply, grammar = _prepare_chat(model, request)
@@ -55,14 +55,14 @@ def prepare(model: ModelFacts, request: GenerationRequest) -> tuple[GenerationRe
         _check_echo(request, reply)
         rule = structure_rule(request)
         grammar = None if rule is None else f"start: {rule}"
-    params = request.sampling_params(model.defaults)
+    params = replace(request.sampling_params(model.defaults), grammar=grammar)
     try:
         params.validate(model.vocab_size)
     except (ValueError, TypeError) as error:
         raise refused(error) from None
     for prompt in reply.prompts:
         _check_prompt(prompt.ids, request, model)
-    return reply, params, grammar
+    return reply, params
 
 
 def _prepare_chat(model: ModelFacts, request: ChatRequest) -> tuple[ChatReply, str | None]:
