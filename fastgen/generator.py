@@ -29,7 +29,7 @@ from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.model.transformer import checkpoint_shards
 from fastgen.model.weights import Update, Weights
-from fastgen.names import CALLS, PARAMETERS, explains_names
+from fastgen.names import CALLS, PARAMETERS, explains_attributes, explains_names
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, settle_options, start_runner
 from fastgen.request import (
@@ -59,6 +59,7 @@ TORN = "the weights are torn, as an update was cut short or failed"
 DROPPED = "the weights were dropped by sleep"
 
 
+@explains_attributes
 class Generator:
     """A model that generates text, for many requests at a time.
 

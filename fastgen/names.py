@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,7 +49,7 @@ PARAMETERS = {
     "max_length": "use max_tokens, which counts the new tokens alone",
     "min_new_tokens": "use min_tokens",
     "do_sample": "use temperature=0 for greedy decoding",
-    "num_beams": "use n; beams are not supported",
+    **dict.fromkeys(("num_beams", "use_beam_search"), "use n; beams are not supported"),
     "stop_strings": "use stop",
     "eos_token_id": "use stop_token_ids, beside which the model's own ids hold unless ignore_eos is set",
     "bad_words_ids": "use bad_words, or mask",
@@ -61,8 +61,11 @@ PARAMETERS = {
     "prefix_allowed_tokens_fn": "use mask, an object of yours that says which tokens may come next (fastgen.TokenMask)",
     "stopping_criteria": "use stop or stop_token_ids, or abort what Generator.step shows",
     "streamer": "use Generator.add and step, or AsyncGenerator.stream",
-    "structured_outputs": "use json_schema, regex, choice or grammar",
-    "guided_decoding": "use json_schema, regex, choice or grammar",
+    **dict.fromkeys(("structured_outputs", "guided_decoding"), "use json_schema, regex, choice or grammar"),
+    "guided_json": "use json_schema",
+    "guided_regex": "use regex",
+    "guided_choice": "use choice",
+    "guided_grammar": "use grammar",
     "truncate_prompt_tokens": "shorten the prompt",
     "skip_special_tokens": "text has no special tokens; Generator.tokenizer.decode(ids, special=True) shows them",
     "spaces_between_special_tokens": "leave it out; text has no special tokens",
@@ -88,13 +91,49 @@ CALLS = {
 }
 """Arguments of LLM.generate and LLM.chat, and of transformers' generate and apply_chat_template."""
 
+FLAGS = {
+    **GENERATOR,
+    **PARAMETERS,
+    "no_enable_prefix_caching": "use no_prefix_cache",
+    "allowed_origins": "use allow_origin",
+    "data_parallel_size": "use replicas",
+    **dict.fromkeys(("enable_auto_tool_choice", "tool_call_parser"), "leave it out; the chat template tells"),
+}
+"""Flags of `vllm serve`."""
+
+ATTRIBUTES = {
+    "request_id": "use id",
+    "outputs": "use completions",
+    "num_cached_tokens": "use cached_tokens",
+    "metrics": "use timings",
+    "get_tokenizer": "use tokenizer.hf",
+    "get_default_sampling_params": "use default_params",
+    "wake_up": "use wake",
+    "llm_engine": "use add and step",
+    "beam_search": "beams are not supported",
+    "encode": "use tokenizer.encode; pooling is not supported",
+}
+"""Attributes of vLLM's LLM and RequestOutput."""
+
 
 def unknown_name(owner: str, name: str, known: Iterable[str], foreign: Mapping[str, str]) -> TypeError:
     """Return the error for an argument that `owner` does not have, with what takes its place, or the nearest name."""
     import difflib
 
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0)[0]
-    return TypeError(f"{owner} has no option {name!r}; {foreign.get(name, f'the nearest one is {nearest!r}')}")
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    other = f"the nearest one is {nearest[0]!r}" if nearest else f"the options are {', '.join(sorted(known))}"
+    return TypeError(f"{owner} has no option {name!r}; {foreign.get(name, other)}")
+
+
+def explains_attributes(cls: type[T]) -> type[T]:
+    """Decorate a class so that the error for an attribute of ATTRIBUTES says what takes its place."""
+
+    def missing(self: object, name: str) -> Any:
+        hint = f"; {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+        raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+
+    cls.__getattr__ = missing  # type: ignore[attr-defined]
+    return cls
 
 
 def explains_names(owner: str, foreign: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -15,7 +15,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastgen.names import PARAMETERS, explains_names
+from fastgen.names import PARAMETERS, explains_attributes, explains_names
 
 if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
     import numpy as np
@@ -549,6 +549,7 @@ class Timings:
     finished: float
 
 
+@explains_attributes
 @dataclass(slots=True)
 class RequestOutput:
     """A finished request.

@@ -379,11 +379,25 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
         Generator(max_seq=4)  # type: ignore[call-arg]
 
 
+def test_attributes_of_vllm_are_errors_that_say_ours(gen: Generator) -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'get_tokenizer'; use tokenizer"):
+        gen.get_tokenizer()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="'RequestOutput' object has no attribute 'outputs'; use completions"):
+        RequestOutput("r", [1], []).outputs  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(gen, "nothing")
+
+
 def test_names_of_others_are_errors_that_say_ours(gen: Generator) -> None:
     for name, ours in (("gpu_memory_utilization", "use memory_fraction"), ("max_num_seqs", "use max_seqs")):
         with pytest.raises(TypeError, match=f"Generator has no option '{name}'; {ours}"):
             Generator(**{name: 1})  # type: ignore[arg-type]
-    for name, ours in (("max_new_tokens", "use max_tokens"), ("logits_processors", "use mask"), ("topk", ".*'top_k'")):
+    for name, ours in (
+        ("max_new_tokens", "use max_tokens"),
+        ("logits_processors", "use mask"),
+        ("topk", ".*'top_k'"),
+        ("guided_regex", "use regex"),
+        ("xyz", "the options are allowed_token_ids, bad"),
+    ):
         with pytest.raises(TypeError, match=f"SamplingParams has no option '{name}'; {ours}"):
             SamplingParams(**{name: 1})  # type: ignore[arg-type]
     for name, ours in (("sampling_params", "use params"), ("use_tqdm", "use progress"), ("n", "give it in params")):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from fastgen import __version__
 from fastgen.cli.chat_backends import Backend, LocalBackend, RefusedError, Reply, ServerBackend
 from fastgen.cli.command import leave_pipe, loading_model, one_line, run_tool
-from fastgen.cli.options import MODEL, SAMPLING, add_flag, flag, given, variable
+from fastgen.cli.options import MODEL, SAMPLING, Parser, add_flag, flag, given, variable
 from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.request import SamplingParams
@@ -356,12 +356,11 @@ def _check_place(args: argparse.Namespace) -> None:
             raise ValueError(f"{option} needs {needed}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="fgchat",
         description="Chat with a model. In a terminal, with line editing and history; through a pipe, each line is a"
         " message, and only the answers go to stdout.",
-        allow_abbrev=False,
     )
     option = parser.add_argument
     option("model", nargs="?", metavar="MODEL", help=f"a hub id or a folder (default: {BUNDLED_NAME}, fastgen's own)")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from fastgen.engine.options import OPTIONS, Option
+from fastgen.names import FLAGS
 
 PREFIX = "FASTGEN_"
 
@@ -35,6 +38,24 @@ SAMPLING = {
     )
 }  # fmt: skip
 """Sampling parameters; SamplingParams checks their bounds."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a command line whose errors are one line. For an unknown flag it says which one takes its place."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        if unknown := re.search(r"unrecognized arguments:.*? (--[\w-]+)", message):
+            message = self._unknown(unknown[1])
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists the options\n")
+
+    def _unknown(self, given: str) -> str:
+        foreign = FLAGS.get(given[2:].replace("-", "_"), "")
+        nearest = difflib.get_close_matches(given, self._option_string_actions, n=1)
+        hint = re.sub(r"[a-z]+(_[a-z]+)+", lambda name: flag(name[0]), foreign) or " ".join(["use", *nearest])
+        return f"there is no {given}" + (f"; {hint}" if foreign or nearest else "")
 
 
 def flag(name: str) -> str:

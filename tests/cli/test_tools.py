@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fastgen.cli.gen.main import make_parser as gen_parser
+from fastgen.cli.serve.options import make_parser as serve_parser
 from fastgen.model.loader import BUNDLED
 
 ROOT = Path(__file__).parents[2]
@@ -36,3 +38,23 @@ def test_a_checkpoint_of_another_format_is_one_line(tool: str, arguments: list[s
     assert len(told) == 1
     assert told[0].startswith(f"{tool}: error: model/model.safetensors is missing, and there is pytorch_model.bin")
     assert ended.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("--tensor-parallel-size=2", "there is no --tensor-parallel-size; use --tensor-parallel"),
+        ("--no-enable-prefix-caching", "there is no --no-enable-prefix-caching; use --no-prefix-cache"),
+        ("--max-new-tokens=3", "there is no --max-new-tokens; use --max-tokens"),
+        ("--max-seq", "there is no --max-seq; use --max-seqs"),
+        ("--zzz", "there is no --zzz"),
+    ],
+)
+def test_an_unknown_flag_is_one_line_that_says_what_takes_its_place(
+    given: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for parser, others in ((serve_parser(), ["model"]), (gen_parser(), ["model", "rows.jsonl", "-o", "out.jsonl"])):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args([*others, given])
+        assert ended.value.code == 2
+        assert capsys.readouterr().err == f"{parser.prog}: error: {hint}; {parser.prog} --help lists the options\n"

@@ -35,7 +35,7 @@ from fastgen.cli.gen.work import (
     state_by,
     work,
 )
-from fastgen.cli.options import MODEL, SAMPLING, add_flag, flag, given
+from fastgen.cli.options import MODEL, SAMPLING, Parser, add_flag, flag, given
 from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.engine.options import Option
 from fastgen.model.config import BUNDLED_NAME
@@ -262,8 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_tool("fggen", args.verbose, interruptible)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    parser = Parser(
         prog="fggen",
         description="Run files of prompts through a model. Killed at any moment and started again with the same"
         " command, it goes on: in the end there is one row of output for each row of input.",
@@ -272,7 +272,6 @@ def make_parser() -> argparse.ArgumentParser:
         " OpenAI's batch files (custom_id, body) come back in their own format, with the errors among the answers, as"
         " response.status_code says. Exit status: 0 done, 1 error, 2 wrong options or a template column no row has,"
         " 3 all rows failed, 130 Ctrl-C.",
-        allow_abbrev=False,
     )
     option = parser.add_argument
     suffixes = ", ".join(SUFFIXES)

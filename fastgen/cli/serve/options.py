@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from typing import Any
 import yaml
 
 from fastgen import __version__
-from fastgen.cli.options import MODEL, Value, add_flag, read_yaml, variable
+from fastgen.cli.options import MODEL, Parser, Value, add_flag, read_yaml, variable
 from fastgen.engine.options import Option, option, options_of
 from fastgen.grammar_pool import GRAMMAR_TIMEOUT
 from fastgen.model.config import BUNDLED_NAME
@@ -157,14 +156,13 @@ def make_options(
     return Options(server, tuple(_share_memory(served)))
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    parser = Parser(
         prog="fgserve",
         description="Serve models over HTTP, in the manner of OpenAI's and Anthropic's APIs.",
         epilog="Each option is a flag, an environment variable and a key of the YAML file. A flag overrides the "
         "variable, which overrides the file. In the file, an entry of `models` may be a mapping of `model`, `name` "
         "(for clients) and options of models, which then hold for that one.",
-        allow_abbrev=False,
     )
     models_help = f"hub ids or folders [{variable('models')}, separated by spaces; models: {BUNDLED_NAME}]"
     parser.add_argument("model", nargs="*", metavar="MODEL", help=models_help)
