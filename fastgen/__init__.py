@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastgen.async_generator import AsyncGenerator, EngineError
+    from fastgen.async_engine.client import AsyncGenerator, EngineError
     from fastgen.generator import Generator
     from fastgen.request import Completion, Event, Request, RequestOutput, SamplingParams, TokenMask
 
@@ -23,8 +23,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncGenerator": "fastgen.async_generator",
-    "EngineError": "fastgen.async_generator",
+    "AsyncGenerator": "fastgen.async_engine.client",
+    "EngineError": "fastgen.async_engine.client",
     "Generator": "fastgen.generator",
 }
 

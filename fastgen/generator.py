@@ -44,8 +44,8 @@ from fastgen.request import (
     Sequence,
     Status,
 )
-from fastgen.tokenizer import chat_arguments
-from fastgen.tool_parser import parse_message
+from fastgen.text.tokenizer import chat_arguments
+from fastgen.text.tool_calls import parse_message
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import fastgen.generator  # noqa: F401
 from fastgen.cli.gen import outputs
 from fastgen.cli.gen.main import main
 from fastgen.model.loader import resolve
-from fastgen.tokenizer import Tokenizer
+from fastgen.text.tokenizer import Tokenizer
 
 PART_SECONDS = 0.05
 

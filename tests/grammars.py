@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from fastgen.cli.serve.prompts import answer_rule
 from fastgen.cli.serve.protocol import ResponseFormat
 from fastgen.request import TokenMask
-from fastgen.tokenizer import Tokenizer
+from fastgen.text.tokenizer import Tokenizer
 
 FORMAT: TypeAdapter[Any] = TypeAdapter(ResponseFormat)
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")

@@ -94,12 +94,12 @@ class StubGenerator:
 
 
 def be_an_engine() -> None:
-    from fastgen import async_loop
+    from fastgen.async_engine import loop
 
     stub = ModuleType("fastgen.generator")
     stub.Generator = StubGenerator  # type: ignore[attr-defined]
     sys.modules["fastgen.generator"] = stub
-    async_loop.main()
+    loop.main()
 
 
 def spawn(program: Sequence[str], started: list[subprocess.Popen[bytes]]) -> socket.socket:

@@ -15,7 +15,7 @@ from conftest import check_idle, random_ids
 from fastgen import Event, Generator, Request, SamplingParams
 from fastgen.engine.inputs import InputProcessor
 from fastgen.request import MAX_BIASES
-from fastgen.tokenizer import OutputText, Tokenizer
+from fastgen.text.tokenizer import OutputText, Tokenizer
 
 pytestmark = pytest.mark.timeout(60)
 SHORT = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)

@@ -13,7 +13,7 @@ from importlib import import_module
 from types import FrameType
 from typing import Any
 
-from fastgen.tokenizer import import_transformers
+from fastgen.text.tokenizer import import_transformers
 
 
 def needed(module: str, extra: str, what: str) -> Any:

@@ -15,7 +15,6 @@ from numbers import Integral, Real
 from typing import Any
 
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
-from fastgen.grammar import Compiler, TokenRules, params_grammar, token_row
 from fastgen.model.config import ModelConfig
 from fastgen.request import (
     MAX_BIASES,
@@ -29,7 +28,8 @@ from fastgen.request import (
     TokenMask,
     params_of,
 )
-from fastgen.tokenizer import PROMPT_KINDS, Tokenizer, check_needs, encode_prompt
+from fastgen.text.grammar import Compiler, TokenRules, params_grammar, token_row
+from fastgen.text.tokenizer import PROMPT_KINDS, Tokenizer, check_needs, encode_prompt
 
 CACHED_RULES = 64  # sets of bad_words and allowed_token_ids
 
@@ -58,7 +58,7 @@ class InputProcessor:
 
     @cached_property
     def _compiler(self) -> Compiler:
-        return Compiler.of(self.tokenizer, self.model)
+        return Compiler(self.tokenizer, self.model.vocab_size, self.model.eos_ids)
 
     def prepare(self, params: SamplingParams) -> TokenMask | None:
         """Check parameters, and return their mask, which samples copy. Raises ValueError or TypeError."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from tqdm import tqdm
 
 from fastgen.request import Completion, Event, RequestOutput, Sequence, Status, Timings
-from fastgen.tokenizer import OutputText, Tokenizer
+from fastgen.text.tokenizer import OutputText, Tokenizer
 
 
 @dataclass

@@ -27,7 +27,7 @@ from fastgen.device.pinned import on_stream
 from fastgen.device.threads import at_most
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.model.weights import FLOATS, Shard, TensorMatcher
-from fastgen.tokenizer import Tokenizer
+from fastgen.text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent.parent / "tiny"
 

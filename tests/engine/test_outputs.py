@@ -13,7 +13,7 @@ import pytest
 from conftest import EOS, VOCAB, Script, check_idle, random_ids
 
 from fastgen import Event, Generator, SamplingParams
-from fastgen.tokenizer import BROKEN, Tokenizer
+from fastgen.text.tokenizer import BROKEN, Tokenizer
 
 PARAMS = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
 

@@ -25,7 +25,7 @@ import serve_load  # noqa: E402
 import serve_process  # noqa: E402
 from serve_load import Answer, Load  # noqa: E402
 
-from fastgen.tokenizer import Tokenizer  # noqa: E402
+from fastgen.text.tokenizer import Tokenizer  # noqa: E402
 
 GAP = 0.02
 FRAMES = [

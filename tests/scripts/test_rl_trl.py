@@ -17,7 +17,7 @@ import rl_grpo
 import rl_trl
 
 from fastgen import Generator
-from fastgen.tokenizer import encode_prompt
+from fastgen.text.tokenizer import encode_prompt
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 

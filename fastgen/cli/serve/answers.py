@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from fastgen.async_generator import EngineError, EventStream
+from fastgen.async_engine.client import EngineError, EventStream
 from fastgen.cli.serve import messages, responses
 from fastgen.cli.serve.prompts import GenerationReply, GenerationRequest, grammar_field, prepare
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, refused

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from fastgen import __version__
+from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
 from fastgen.cli.options import MODEL, Parser, Value, add_flag, read_yaml, variable
 from fastgen.engine.options import Option, option, options_of
-from fastgen.grammar_pool import GRAMMAR_TIMEOUT
 from fastgen.model.config import BUNDLED_NAME
 
 

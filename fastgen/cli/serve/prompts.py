@@ -20,9 +20,9 @@ from fastgen.cli.serve.protocol import (
 )
 from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
 from fastgen.cli.serve.tools import Calling
-from fastgen.grammar import json_rule, params_rule
 from fastgen.request import SamplingParams
-from fastgen.tokenizer import CLEARLY_MORE, Tokenizer
+from fastgen.text.grammar import json_rule, params_rule
+from fastgen.text.tokenizer import CLEARLY_MORE, Tokenizer
 
 MAX_ECHOED = 4_000_000  # prompt tokens, logprobs and alternatives in a response, which needs 1 GB to be made
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
 
-from fastgen.async_generator import joined
+from fastgen.async_engine.client import joined
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest
 from fastgen.request import Event
-from fastgen.tokenizer import Tokenizer
-from fastgen.tool_parser import ToolParser, joined_message
+from fastgen.text.tokenizer import Tokenizer
+from fastgen.text.tool_calls import ToolParser, joined_message
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 

@@ -14,13 +14,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fastgen.async_generator import AsyncGenerator
+from fastgen.async_engine.client import AsyncGenerator
 from fastgen.cli.serve.options import ModelOptions, Options
 from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import ApiError
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.request import Event
-from fastgen.tokenizer import Tokenizer
+from fastgen.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

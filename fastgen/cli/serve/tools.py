@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fastgen.cli.serve.protocol import ChatMessage, ChosenTools, NamedTool, Tool, ToolCall
-from fastgen.grammar import json_rule, quoted
-from fastgen.tokenizer import Tokenizer
-from fastgen.tool_parser import HERMES, LLAMA, MISTRAL, ToolParser, find_syntax
+from fastgen.text.grammar import json_rule, quoted
+from fastgen.text.tokenizer import Tokenizer
+from fastgen.text.tool_calls import HERMES, LLAMA, MISTRAL, ToolParser, find_syntax
 
 
 class Calling:

@@ -21,7 +21,7 @@ import serve_stub
 import yaml
 from serving import FGSERVE, ROOT, Server, alive, children, descendants, is_called, until
 
-from fastgen.async_generator import _Process
+from fastgen.async_engine.client import _Process
 from fastgen.cli.serve import ray as ray_backend
 from fastgen.cli.serve.options import read_options
 from fastgen.cli.serve.ray import Replica

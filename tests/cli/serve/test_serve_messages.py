@@ -18,7 +18,7 @@ from fastgen.cli.serve.messages import MessageReply, MessageRequest, error_body
 from fastgen.cli.serve.protocol import ApiError, read_request
 from fastgen.cli.serve.replies import ChatReply, PromptTokens
 from fastgen.request import Event
-from fastgen.tool_parser import HERMES, ToolParser
+from fastgen.text.tool_calls import HERMES, ToolParser
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 SCHEMA = {

@@ -30,8 +30,8 @@ from serving import FGSERVE, Server, until
 
 from fastgen import Generator
 from fastgen.cli.serve.protocol import GUIDED, ChatRequest, CompletionRequest, Unused
-from fastgen.grammar import Compiler
 from fastgen.request import RequestOutput
+from fastgen.text.grammar import Compiler
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -357,9 +357,10 @@ def brief(gen: Generator, favored: str = '}]"') -> dict[str, float]:
 def test_formats_of_answers(asker: Asker, gen: Generator) -> None:
     schema = {"name": "sum", "schema": Sum.model_json_schema(), "strict": True}
     params: dict[str, Any] = {"max_tokens": 100, "temperature": 1.0, "seed": 2, "n": 2, "logit_bias": brief(gen)}
+    compiler = Compiler(gen.tokenizer, gen.model_config.vocab_size, gen.model_config.eos_ids)
     for wanted in ({"type": "json_object"}, {"type": "json_schema", "json_schema": schema}):
         answer = asker.ask(messages=CHAT, response_format=wanted, **sent(params))
-        mask = Compiler.of(gen.tokenizer, gen.model_config).compile(f"start: {rule_of(wanted)}")
+        mask = compiler.compile(f"start: {rule_of(wanted)}")
         check(answer, [expected(gen, CHAT, **params, mask=mask)])
         assert [choice.reason for choice in answer.choices] == ["stop"] * 2
         assert all(isinstance(json.loads(choice.text), dict) for choice in answer.choices)

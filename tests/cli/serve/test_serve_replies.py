@@ -22,7 +22,7 @@ from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest,
 from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
 from fastgen.cli.serve.tools import Calling
 from fastgen.request import Event, SamplingParams
-from fastgen.tokenizer import BROKEN
+from fastgen.text.tokenizer import BROKEN
 
 EXTENSIONS = {"token_ids", "prompt_token_ids", "max_model_len"}
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]

@@ -19,7 +19,7 @@ from fastgen.cli.serve.replies import ChatReply, PromptTokens
 from fastgen.cli.serve.responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.translation import merged
 from fastgen.request import Event
-from fastgen.tool_parser import HERMES, ToolParser
+from fastgen.text.tool_calls import HERMES, ToolParser
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 SCHEMA = {

@@ -15,7 +15,7 @@ from fastgen.cli.serve.replies import Vocabulary
 from fastgen.cli.serve.tools import Calling
 from fastgen.model.loader import resolve
 from fastgen.request import SamplingParams
-from fastgen.tokenizer import Tokenizer
+from fastgen.text.tokenizer import Tokenizer
 
 TEXTS = [
     "hello world, the quick brown fox",

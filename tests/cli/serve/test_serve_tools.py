@@ -1,4 +1,4 @@
-"""tools.py: calls forced by grammars, and written by chat templates; test_tool_parser.py has their parser."""
+"""tools.py: calls forced by grammars, and written by chat templates; test_tool_calls.py has their parser."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.prompts import ModelFacts, prepare
 from fastgen.cli.serve.protocol import ApiError, ChatMessage, ChatRequest, ChosenTools, NamedTool, Tool, read_request
 from fastgen.cli.serve.tools import Calling
-from fastgen.grammar import Compiler, json_rule
-from fastgen.tokenizer import Tokenizer
-from fastgen.tool_parser import HERMES, LLAMA, MISTRAL, find_syntax, parse_message
+from fastgen.text.grammar import Compiler, json_rule
+from fastgen.text.tokenizer import Tokenizer
+from fastgen.text.tool_calls import HERMES, LLAMA, MISTRAL, find_syntax, parse_message
 
 SYNTAXES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
 

@@ -1,4 +1,4 @@
-"""tool_parser.py: calls parsed from pieces of text; test_serve_tools.py has those of forced and templated answers."""
+"""tool_calls.py: calls parsed from pieces of text; test_serve_tools.py has those of forced and templated answers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from grammars import add
 
-from fastgen.tokenizer import Tokenizer
-from fastgen.tool_parser import HELD, HERMES, LLAMA, MISTRAL, Syntax, ToolParser, new_call_id, parse_message
+from fastgen.text.tokenizer import Tokenizer
+from fastgen.text.tool_calls import HELD, HERMES, LLAMA, MISTRAL, Syntax, ToolParser, new_call_id, parse_message
 
 SYNTAXES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
 NAMES = ("get_weather", "get", "add")

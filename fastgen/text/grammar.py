@@ -14,9 +14,8 @@ from copy import deepcopy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from fastgen.model.config import ModelConfig
 from fastgen.request import SamplingParams, TokenMask
-from fastgen.tokenizer import Tokenizer
+from fastgen.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # fgserve's HTTP process, which writes grammars, does not load NumPy
     import numpy as np
@@ -129,10 +128,12 @@ class Compiler:
     vocabulary, which may block other threads. Any thread may call `compile`.
 
     vocab_size: V of the model. eos_ids: the ids that end an answer; masks allow them where the grammar is complete.
-    Raises ValueError where llguidance is not installed, or the model has no eos_ids.
+    Raises ValueError where llguidance is not installed, or the model has no tokenizer or no eos_ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Collection[int]) -> None:
+        if tokenizer is None:
+            raise ValueError("this model has no tokenizer files, so its answers can not follow a grammar")
         try:
             from llguidance.hf import from_tokenizer
         except ModuleNotFoundError:
@@ -143,13 +144,6 @@ class Compiler:
         self._size = max(vocab_size, len(tokenizer.hf))
         self._tokens = from_tokenizer(tokenizer.hf, n_vocab=self._size, eos_token=sorted(eos_ids))
         self._compiled = lru_cache(CACHED_GRAMMARS)(self._compile)
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer | None, config: ModelConfig) -> Compiler:
-        """Create the Compiler for a model. Raises ValueError where it has no tokenizer, or no eos ids."""
-        if tokenizer is None:
-            raise ValueError("this model has no tokenizer files, so its answers can not follow a grammar")
-        return cls(tokenizer, config.vocab_size, config.eos_ids)
 
     def compile(self, grammar: str) -> GrammarMask:
         """Return a new mask. Raises ValueError with the reason where the grammar or a schema in it is wrong."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import regex
 
-from fastgen.tokenizer import Tokenizer
+from fastgen.text.tokenizer import Tokenizer
 
 Pattern = Any  # a compiled pattern of `regex`, which has no types
 

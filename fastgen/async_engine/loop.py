@@ -23,13 +23,13 @@ from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, GrammarPool
 from fastgen.engine.outputs import Stats
-from fastgen.grammar import Compiler, GrammarMask
-from fastgen.grammar_pool import GRAMMAR_TIMEOUT, GrammarPool
 from fastgen.parallel.errors import portable
 from fastgen.ranks.channel import Channel, Failed, Start
 from fastgen.ranks.processes import end_with_parent
 from fastgen.request import Event, Prompt, SamplingParams
+from fastgen.text.grammar import Compiler, GrammarMask
 
 if TYPE_CHECKING:
     from fastgen.generator import Generator
@@ -154,10 +154,11 @@ class EngineLoop:
         send: Callable[[object], None],
         flush: Callable[[], None] = lambda: None,
     ) -> None:
+        model = gen.model_config
         self._gen, self._incoming, self._send, self._flush = gen, incoming, send, flush
         self._arrived: dict[int, Submit] = {}  # requests to be added, in order
         self._compiling: dict[int, tuple[Submit, Future[GrammarMask]]] = {}  # requests whose grammar is being compiled
-        self._grammars = GrammarPool(lambda: Compiler.of(gen.tokenizer, gen.model_config))
+        self._grammars = GrammarPool(lambda: Compiler(gen.tokenizer, model.vocab_size, model.eos_ids))
         self._stats_sent = 0.0
         self._ended = False
 

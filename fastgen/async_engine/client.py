@@ -23,7 +23,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from fastgen.async_loop import (
+from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
+from fastgen.async_engine.loop import (
     Abort,
     Call,
     EngineInfo,
@@ -36,11 +37,10 @@ from fastgen.async_loop import (
     run_in_thread,
 )
 from fastgen.engine.outputs import Stats
-from fastgen.grammar import params_grammar
-from fastgen.grammar_pool import GRAMMAR_TIMEOUT
 from fastgen.ranks import processes
 from fastgen.ranks.channel import HEAD, Failed, Start, frame
 from fastgen.request import Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
+from fastgen.text.grammar import params_grammar
 
 log = logging.getLogger(__name__)
 
@@ -420,7 +420,7 @@ class _Process:
     async def start(cls, arguments: dict[str, Any]) -> _Process:
         """Start a process, which loads the Generator with these arguments."""
         started: list[subprocess.Popen[bytes]] = []
-        connection = processes.spawn(("-c", "from fastgen.async_loop import main; main()"), started)
+        connection = processes.spawn(("-c", "from fastgen.async_engine.loop import main; main()"), started)
         self = cls(started[0], *await asyncio.open_unix_connection(sock=connection))
         self.send(Start(arguments, logging.getLogger("fastgen").getEffectiveLevel()))
         return self

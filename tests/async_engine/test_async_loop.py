@@ -1,4 +1,4 @@
-"""async_loop.py: events between processes, and the loop of an engine in the process of the test."""
+"""loop.py: events between processes, and the loop of an engine in the process of the test."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any
 
-from fastgen import async_loop
-from fastgen.async_generator import joined
-from fastgen.async_loop import Abort, EngineLoop, Submit, decode, encode
+from fastgen.async_engine.client import joined
+from fastgen.async_engine.loop import INTAKE_SECONDS, Abort, EngineLoop, Submit, decode, encode
 from fastgen.engine.outputs import Stats
 from fastgen.request import Event, SamplingParams
 
@@ -63,7 +62,7 @@ def test_arrivals_delay_a_step_for_a_limited_time_and_aborts_do_not() -> None:
     assert added == [*range(39), 40], "in order, without aborted ones"
     assert gen.calls[:2] == [("abort", range(39, 40)), ("abort", range(41, 42))]
     steps = [at for at, (name, _) in enumerate(gen.calls) if name == "step"]
-    most = int(async_loop.INTAKE_SECONDS / 0.004) + 1
+    most = int(INTAKE_SECONDS / 0.004) + 1
     assert all(then - at - 1 <= most for at, then in pairwise(steps))
     assert steps[0] <= most + 1
 

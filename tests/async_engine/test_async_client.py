@@ -1,4 +1,4 @@
-"""async_generator.py: a Generator in a process of its own, used by an asyncio program."""
+"""client.py: a Generator in a process of its own, used by an asyncio program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import serve_stub
 
 import fastgen
 from fastgen import Generator
-from fastgen.async_generator import AsyncGenerator, EngineError, EventStream, _Process
+from fastgen.async_engine.client import AsyncGenerator, EngineError, EventStream, _Process
 from fastgen.ranks import processes
 from fastgen.request import Event, SamplingParams
 
@@ -532,7 +532,7 @@ def python(code: str) -> subprocess.CompletedProcess[bytes]:
 
 PARENT = """
 import asyncio, os, signal
-from fastgen.async_generator import AsyncGenerator
+from fastgen.async_engine.client import AsyncGenerator
 
 async def main():
     engine = AsyncGenerator()

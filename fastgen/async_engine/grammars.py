@@ -1,6 +1,6 @@
 """Grammars that are compiled in the background, with a limit on their time.
 
-    python -m fastgen.grammar_pool FD
+    python -m fastgen.async_engine.grammars FD
 
 is a process that compiles grammars only to show that they do not take too long. FD is the number of its end of a
 socket. This module does not import torch.
@@ -20,8 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from multiprocessing.connection import Connection
 
-from fastgen.grammar import CACHED_GRAMMARS, Compiler, GrammarMask
 from fastgen.ranks import processes
+from fastgen.text.grammar import CACHED_GRAMMARS, Compiler, GrammarMask
 
 GRAMMAR_TIMEOUT = 10.0  # default of the seconds that a grammar may take
 WORKERS = 2  # grammars of each size, small or large, that are compiled at a time
@@ -106,7 +106,7 @@ class _Checker:
 
     def __init__(self) -> None:
         started: list[subprocess.Popen[bytes]] = []
-        connection = processes.spawn(("-m", "fastgen.grammar_pool"), started)
+        connection = processes.spawn(("-m", "fastgen.async_engine.grammars"), started)
         self._connection = Connection(connection.detach())
         (self._process,) = started
 

@@ -17,7 +17,7 @@ import torch
 from conftest import VOCAB
 from transformers import AutoTokenizer
 
-from fastgen.tokenizer import BROKEN, CLEARLY_MORE, Detokenizer, OutputText, StopFinder, Tokenizer, encode_prompt
+from fastgen.text.tokenizer import BROKEN, CLEARLY_MORE, Detokenizer, OutputText, StopFinder, Tokenizer, encode_prompt
 
 TEXTS = [
     "hello world, the quick brown fox",
@@ -285,7 +285,7 @@ def test_the_usual_tokenizers_import_little_and_in_any_thread(talker: Path) -> N
     program = f"""
 import sys, threading
 from pathlib import Path
-from fastgen.tokenizer import Tokenizer, import_transformers
+from fastgen.text.tokenizer import Tokenizer, import_transformers
 
 beside = threading.Thread(target=import_transformers)
 beside.start()

@@ -20,8 +20,8 @@ import fastgen
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.prompts import answer_rule
 from fastgen.cli.serve.replies import Vocabulary as Words
-from fastgen.grammar import Compiler, json_rule, regex_rule
-from fastgen.tokenizer import Tokenizer
+from fastgen.text.grammar import Compiler, json_rule, regex_rule
+from fastgen.text.tokenizer import Tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -276,7 +276,7 @@ def test_a_generator_answers_in_json(gen: Generator) -> None:
         assert completion.token_ids[-1] == EOS
         check(json.loads(completion.text))
     assert len({completion.text for completion in ended}) > 1
-    mask = Compiler.of(gen.tokenizer, gen.model_config).compile(grammar(SCHEMA))
+    mask = Compiler(gen.tokenizer, gen.model_config.vocab_size, gen.model_config.eos_ids).compile(grammar(SCHEMA))
     (same,) = gen.generate("hello", SamplingParams(n=4, max_tokens=400, seed=1, temperature=1, mask=mask))
     assert same.completions == out.completions
 

@@ -1,4 +1,4 @@
-"""grammar_pool.py: a limit on the time of grammars, over the vocabulary of the bundled model."""
+"""grammars.py: a limit on the time of grammars, over the vocabulary of the bundled model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from serving import alive, children, until
 
 import fastgen
-from fastgen.grammar import Compiler, json_rule
-from fastgen.grammar_pool import LARGE, WORKERS, GrammarPool
-from fastgen.tokenizer import Tokenizer
+from fastgen.async_engine.grammars import LARGE, WORKERS, GrammarPool
+from fastgen.text.grammar import Compiler, json_rule
+from fastgen.text.tokenizer import Tokenizer
 
 SECONDS = 0.5
 # llguidance intersects the automata of the multiples, whose states multiply.
