@@ -154,11 +154,10 @@ class EngineLoop:
         send: Callable[[object], None],
         flush: Callable[[], None] = lambda: None,
     ) -> None:
-        model = gen.model_config
         self._gen, self._incoming, self._send, self._flush = gen, incoming, send, flush
         self._arrived: dict[int, Submit] = {}  # requests to be added, in order
         self._compiling: dict[int, tuple[Submit, Future[GrammarMask]]] = {}  # requests whose grammar is being compiled
-        self._grammars = GrammarPool(lambda: Compiler(gen.tokenizer, model.vocab_size, model.eos_ids))
+        self._grammars = GrammarPool(partial(_make_compiler, gen))
         self._stats_sent = 0.0
         self._ended = False
 
@@ -261,6 +260,11 @@ class EngineLoop:
             self._stats_sent, stats = now, self._gen.stats
         if events or stats is not None:
             self._send(StepEnded(encode(events), now, stats))
+
+
+def _make_compiler(gen: Generator) -> Compiler:
+    model = gen.model_config
+    return Compiler(gen.tokenizer, model.vocab_size, model.eos_ids)
 
 
 def make_generator(arguments: dict[str, Any]) -> Generator:
