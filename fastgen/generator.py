@@ -31,7 +31,7 @@ from fastgen.model.transformer import checkpoint_shards
 from fastgen.model.weights import Update, Weights
 from fastgen.names import CALLS, PARAMETERS, explains_attributes, explains_names
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
-from fastgen.ranks.start import agreeing, log_start, settle_options, start_runner
+from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner
 from fastgen.request import (
     Completion,
     Event,
@@ -80,13 +80,13 @@ class Generator:
                 self.folder = resolve(options.model, options.revision, weights=False)  # checks come before the weights
                 self.model_config = read_config(self.folder)
                 tokenizer = beside.submit(find_tokenizer, options.tokenizer, self.folder)
-                settled = settle_options(self.model_config, options)
+                resolved = resolve_options(self.model_config, options)
                 start = time.perf_counter()
                 if options.load == "auto":
                     self.folder = resolve(options.model, options.revision)
             me = weakref.proxy(self)  # so that ranks end with what holds them
             # A Runner; of several ranks, a Leader or Follower, which have a Runner's methods.
-            arguments = self.model_config, settled, self.folder
+            arguments = self.model_config, resolved, self.folder
             self._runner: Any = start_runner(arguments, options.tp_group, status=lambda: me.stats)
             try:
                 with agreeing(options.tp_group):
@@ -314,7 +314,7 @@ class Generator:
             return []
         if not any(id in self._active for id in wanted):
             return []
-        self._settle()
+        self._drain()
         outputs = []
         for active in [self._active[id] for id in dict.fromkeys(wanted) if id in self._active]:
             for sample in active.samples:
@@ -408,7 +408,7 @@ class Generator:
         driver reports before and after; with several ranks, their sum. On the CPU no memory is given back.
         """
         wanted = self._check_tags(tags)
-        self._settle()
+        self._drain()
         if self._active:
             raise ValueError(f"{len(self._active)} requests are in flight; finish or abort them before sleep")
         state = self._weights
@@ -501,7 +501,7 @@ class Generator:
             for sequence in self._scheduler.update(launched.batch, result):
                 self._process(sequence)
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Read the step in flight without launching another."""
         with self._resetting():
             self._collect()
@@ -522,7 +522,7 @@ class Generator:
     def _reset(self) -> None:
         self._in_flight = None
         try:
-            self._runner.settle()  # before the scheduler allocates pages again that launched steps read or write
+            self._runner.synchronize()  # before the scheduler allocates pages again that launched steps read or write
         finally:
             self._scheduler.reset(self._owners)
             for sequence, (_, sample) in list(self._owners.items()):
@@ -609,7 +609,7 @@ class Generator:
             raise RuntimeError("the weights are asleep; call wake first, of 'weights' at least")
         if update.partial:
             state.check_whole()
-        self._settle()
+        self._drain()
         if self._active and in_flight == "error":
             raise ValueError(
                 f"{len(self._active)} requests are in flight; finish or abort them, or pass in_flight='keep' (they "

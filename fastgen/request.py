@@ -453,8 +453,8 @@ class Batch:
     follow. starts: new lanes. pages: page-table updates (lane, index of the first page, pages). masked: a lane that
     samples has a TokenMask, so that the sampler waits for the tokens of the step before.
 
-    fresh: newly allocated pages, whose contents are undefined. saves: (page, host slot), copied to the host tier before
-    the step computes; loads: (host slot, page), from it, after the saves. copies: (page, page), partly filled pages for
+    fresh: newly allocated pages, whose contents are undefined. saves: (page, host page), copied to the host tier before
+    the step computes; loads: (host page, page), from it, after the saves. copies: (page, page), partly filled pages for
     the forks, copied when the step has computed.
     """
 

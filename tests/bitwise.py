@@ -57,7 +57,7 @@ def preempting(gen: Generator, steps: int) -> Generator:
 
     def advance_anew() -> None:
         if next(count) % steps == 0:
-            gen._settle()
+            gen._drain()
             gen._scheduler.preempt_all()
         advance()
 

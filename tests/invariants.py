@@ -58,7 +58,7 @@ def check_pages(pages: PageAllocator, tables: Iterable[list[int]]) -> None:
     _check_tree(pages, tables)
     _check_order(pages._idle)
     _check_order(OrderedDict.fromkeys(node for node in pages._host if node.page < 0))
-    assert pages._clean == sum(node.slot >= 0 for node in pages._idle)
+    assert pages._clean == sum(node.host_page >= 0 for node in pages._idle)
     _check_changes(pages, held)
 
 
@@ -69,13 +69,13 @@ def _check_tree(pages: PageAllocator, tables: list[list[int]]) -> None:
     assert {node.page: node for node in nodes if node.page >= 0} == {
         page: node for page, node in enumerate(pages._nodes) if node is not None
     }
-    assert {node for node in nodes if node.slot >= 0} == pages._host.keys()
+    assert {node for node in nodes if node.host_page >= 0} == pages._host.keys()
     for node in nodes:
         assert node.parent is not None
         assert node.parent.children[node.tokens] is node
         assert node.depth == node.parent.depth + 1
         assert len(node.tokens) == pages.page_size
-        assert node.page >= 0 or node.slot >= 0, "a node is nowhere"
+        assert node.page >= 0 or node.host_page >= 0, "a node is nowhere"
         assert node.page < 0 or node.parent is pages.root or node.parent.page >= 0, "its parent is not there"
     for table in tables:
         for at, page in enumerate(table):
@@ -92,8 +92,8 @@ def _check_order(nodes: OrderedDict[Node, None]) -> None:
 
 
 def _check_changes(pages: PageAllocator, held: Counter[int]) -> None:
-    saved = [node.slot for node in pages._host]
-    slots = [*pages._free_slots, *saved]
+    saved = [node.host_page for node in pages._host]
+    slots = [*pages._free_host_pages, *saved]
     assert sorted(slots) == list(range(pages.host_pages)), "a slot is lost, doubled or made up"
     assert {*pages._saves, *pages._loads} <= {*saved}
     targets = [*pages._fresh, *pages._loads.values(), *(page for _, page in pages._copies)]

@@ -92,7 +92,7 @@ class Simulation:
         self.scheduler.drop_prefixes()
         self._check()
         assert len(self.scheduler.pages._free) == self.config.num_pages, "pages are cached after all is forgotten"
-        assert len(self.scheduler.pages._free_slots) == self.config.host_pages
+        assert len(self.scheduler.pages._free_host_pages) == self.config.host_pages
         return self
 
     def add(self, sequence: Sequence) -> None:
@@ -120,14 +120,14 @@ class Simulation:
         except TroubleError:
             self._reset()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         try:
             self._collect()
         except TroubleError:
             self._reset()
 
     def abort(self, sequence: Sequence) -> None:
-        self.settle()
+        self.drain()
         if sequence in self.open:
             self.scheduler.finish(sequence, "abort")
             self._check()
@@ -135,7 +135,7 @@ class Simulation:
 
     def update_weights(self) -> None:
         """Update the weights between two steps. Running sequences keep their KV, or compute it again."""
-        self.settle()
+        self.drain()
         recompute, running = self.rng.random() < 0.5, len(self.scheduler.running)
         self.scheduler.drop_prefixes()
         if recompute:
@@ -154,14 +154,14 @@ class Simulation:
         scheduler = self.scheduler
         before = list(scheduler.running)
         counts = {sequence: sequence.preemptions for sequence in before}
-        settled, ready = not scheduler.in_flight, [s for s in before if _can_decode(s)]
+        drained, ready = not scheduler.in_flight, [s for s in before if _can_decode(s)]
         batch = scheduler.schedule()
         self._check()
         preempted = [s for s in before if s.preemptions > counts[s]]
-        assert settled or not preempted, "preempted while a step is in flight"
+        assert drained or not preempted, "preempted while a step is in flight"
         assert not preempted or preempted == before[-len(preempted) :], "somebody older than the youngest was preempted"
         if batch is None:
-            assert not settled or not scheduler.busy, "nothing to run and nothing to wait for"
+            assert not drained or not scheduler.busy, "nothing to run and nothing to wait for"
             return None
         if self.checks:
             kept = [s for s in before if s not in preempted]

@@ -92,7 +92,7 @@ def test_after_an_exception_the_device_is_waited_for_before_pages_are_given_out(
                 raise KeyboardInterrupt
             return call(*arguments)
 
-        for owner, name in ((gen._runner, "settle"), (gen._scheduler, "reset")):
+        for owner, name in ((gen._runner, "synchronize"), (gen._scheduler, "reset")):
             inner = getattr(owner, name)
             monkeypatch.setattr(
                 owner, name, lambda *given, name=name, inner=inner: (done.append(name), inner(*given))[1]
@@ -104,7 +104,7 @@ def test_after_an_exception_the_device_is_waited_for_before_pages_are_given_out(
             try:
                 tokens += [token for event in gen.step() for token in event.token_ids]
             except KeyboardInterrupt:
-                assert done == ["settle", "reset"]
+                assert done == ["synchronize", "reset"]
         assert done
         assert tokens == expected[0].token_ids
         check_idle(gen)

@@ -16,7 +16,7 @@ DECODE_KEYS, DECODE_GROUP = 64, 32  # keys of a block and most heads per KV head
 class EngineConfig:
     """The configuration of an engine. The fields with an option's name have its value, or the one chosen for it.
 
-    Memory and pages are those of each rank. num_pages is 0 until a GPU's memory is measured (`settle`). host_pages:
+    Memory and pages are those of each rank. num_pages is 0 until a GPU's memory is measured (`with_pages`). host_pages:
     pages of the host tier. kernels: the kind that runs, "gluon" (beside Triton's), "triton" or "torch". context_given:
     the user gave max_model_len; else it is what the model and the pool allow.
     """
@@ -75,9 +75,9 @@ class EngineConfig:
             context_given=context is not None,
         )
         pages = _num_pages(config, options, page_bytes, measured=gpu)
-        return config.settle(pages) if pages else config
+        return config.with_pages(pages) if pages else config
 
-    def settle(self, num_pages: int) -> EngineConfig:
+    def with_pages(self, num_pages: int) -> EngineConfig:
         """Return the configuration with so many pages, and a context no longer than they hold.
 
         Raises ValueError where the user gave a longer context.

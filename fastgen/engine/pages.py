@@ -17,11 +17,11 @@ CLEAN = 4  # 1 / CLEAN of the pages should be free, or idle with a copy in the h
 class Node:
     """A full page of the prefix cache: its tokens, which follow the tokens of its parent.
 
-    Its KV is on the device in `page`, in the host tier in `slot`, or in both; -1 means neither. The key of a child is
+    Its KV is on the device in `page`, in the host tier in `host_page`, or in both; -1: not there. The key of a child is
     the tuple of its tokens itself, which the dict compares, so that no two prefixes can be mistaken for each other.
     """
 
-    __slots__ = ("children", "depth", "page", "parent", "slot", "tokens")
+    __slots__ = ("children", "depth", "host_page", "page", "parent", "tokens")
 
     def __init__(self, parent: Node | None = None, tokens: tuple[int, ...] = (), page: int = -1) -> None:
         self.parent = parent
@@ -29,7 +29,7 @@ class Node:
         self.children: dict[tuple[int, ...], Node] = {}
         self.depth: int = 0 if parent is None else parent.depth + 1  # full pages from the root to this one
         self.page = page
-        self.slot = -1
+        self.host_page = -1
 
 
 class Changes(NamedTuple):
@@ -55,11 +55,11 @@ class PageAllocator:
     released from its end, this order has children before their parents, and the parent of a page on the device is on
     the device.
 
-    **Host tier.** With `host_pages` slots, evicted pages are saved there, and loaded when they match again. Some of the
-    pages that are evicted next are saved ahead, a few in each step, so that no step has to wait for many. A loaded page
-    keeps its slot as long as there are others. When the tier is full, the slot is taken whose last save, load or
-    eviction of its page was longest ago, from a node on the device or from a leaf, which is dropped. A step does not
-    save to a slot that it loads from, since saves come before loads.
+    **Host tier.** The host tier has `host_pages` pages. Evicted pages are saved there, and loaded when they match
+    again. Some of the pages that are evicted next are saved ahead, a few in each step, so that no step has to wait for
+    many. A loaded page keeps its host page as long as others are free. When the tier is full, the host page is reused
+    whose last save, load or eviction was longest ago. Its node is on the device too, or is a leaf, which is dropped. A
+    step does not save to a host page that it loads from, since saves come before loads.
 
     **Steps in flight.** A page that a step in flight reads or writes is not allocated again before this step was read,
     because sequences hold their pages until then.
@@ -78,13 +78,13 @@ class PageAllocator:
         self._refs = [0] * num_pages
         self._nodes: list[Node | None] = [None] * num_pages  # by page, if it is indexed
         self._idle: OrderedDict[Node, None] = OrderedDict()  # on the device without references, in order of eviction
-        self._host: OrderedDict[Node, None] = OrderedDict()  # with a slot, in the order in which they lose it
-        self._clean = 0  # number of idle nodes with a slot
-        self._free_slots = list(range(host_pages))[::-1]
+        self._host: OrderedDict[Node, None] = OrderedDict()  # in the host tier, in the order of reuse
+        self._clean = 0  # number of idle nodes that are in the host tier
+        self._free_host_pages = list(range(host_pages))[::-1]
         # The changes of the next batch.
         self._fresh: dict[int, None] = {}
-        self._saves: dict[int, int] = {}  # slot -> page
-        self._loads: dict[int, int] = {}  # slot -> page
+        self._saves: dict[int, int] = {}  # host page -> page
+        self._loads: dict[int, int] = {}  # host page -> page
         self._copies: list[tuple[int, int]] = []
 
     @property
@@ -114,18 +114,18 @@ class PageAllocator:
     def adopt(self, pages: list[int], nodes: list[Node]) -> None:
         """Fill an empty page table with the pages of a match, and load those on the host. The pages for them must be
         available."""
-        for node in reversed(nodes):  # reference all pages and keep all slots before a load, which may evict idle pages
-            if node.slot >= 0:
+        for node in reversed(nodes):  # hold all pages and host pages before a load, which may evict idle pages
+            if node.host_page >= 0:
                 self._host.move_to_end(node)
             if node.page < 0:
-                self._loads[node.slot] = -1
+                self._loads[node.host_page] = -1
             else:
                 if not self._refs[node.page]:
                     self._take_from_idle(node)
                 self._refs[node.page] += 1
         for node in nodes:
             if node.page < 0:
-                node.page = self._loads[node.slot] = self._allocate()
+                node.page = self._loads[node.host_page] = self._allocate()
                 self._nodes[node.page] = node
             pages.append(node.page)
         self.references += len(nodes)
@@ -162,7 +162,7 @@ class PageAllocator:
         node = self._nodes[page]
         if node is not None:
             self._idle[node] = None
-            self._clean += node.slot >= 0
+            self._clean += node.host_page >= 0
             return
         self._fresh.pop(page, None)
         heapq.heappush(self._free, page)
@@ -214,16 +214,16 @@ class PageAllocator:
         self._host.clear()
         self._nodes = [None] * self.num_pages
         self._saves.clear()
-        self._free_slots = list(range(self.host_pages))[::-1]
+        self._free_host_pages = list(range(self.host_pages))[::-1]
 
     def _evict(self) -> int:
         """Return the page of the least recently used idle node, and save its KV to the host tier if possible."""
         node = next(iter(self._idle))
         page = node.page
-        if node.slot >= 0:
-            self._host.move_to_end(node)  # its slot may be older than those of its children, which were evicted first
+        if node.host_page >= 0:
+            self._host.move_to_end(node)  # behind its children, which were evicted first
         elif not self._save(node):
-            assert not node.children, "children are evicted first, and have lost their slots"
+            assert not node.children, "children are evicted first, and have lost their host pages"
             self._unlink(node)
         node.page = -1
         self._nodes[page] = None
@@ -232,45 +232,44 @@ class PageAllocator:
 
     def _take_from_idle(self, node: Node) -> None:
         del self._idle[node]
-        self._clean -= node.slot >= 0
+        self._clean -= node.host_page >= 0
 
     def _save_ahead(self) -> None:
         """Save some of the pages that are evicted next."""
         wanted = min(self.num_pages // CLEAN - len(self._free) - self._clean, BACKUPS - len(self._saves))
         if not self.host_pages or wanted <= 0 or self._clean == len(self._idle):
             return
-        dirty = itertools.islice((node for node in self._idle if node.slot < 0), wanted)
+        dirty = itertools.islice((node for node in self._idle if node.host_page < 0), wanted)
         for node in list(dirty):
             if not self._save(node):
                 return
 
     def _save(self, node: Node) -> bool:
-        """Give an idle node a slot; return False if there is none."""
-        slot = self._take_slot()
-        if slot < 0:
+        """Save an idle node to the host tier; return False if no host page can be had."""
+        host_page = self._take_host_page()
+        if host_page < 0:
             return False
-        self._saves[slot] = node.page
-        node.slot = slot
+        self._saves[host_page] = node.page
+        node.host_page = host_page
         self._host[node] = None
         self._clean += 1
         return True
 
-    def _take_slot(self) -> int:
-        """Return a slot of the host tier, either free or taken from the oldest node that no load needs; -1 if there is
-        none."""
-        if self._free_slots:
-            return self._free_slots.pop()
-        node = next((node for node in self._host if node.slot not in self._loads), None)
+    def _take_host_page(self) -> int:
+        """Return a free host page, or that of the oldest node that no load needs; -1 if there is none."""
+        if self._free_host_pages:
+            return self._free_host_pages.pop()
+        node = next((node for node in self._host if node.host_page not in self._loads), None)
         if node is None:
             return -1
         if node.page < 0:
             assert not node.children, "children are evicted first"
             self._unlink(node)
-        slot, node.slot = node.slot, -1
+        host_page, node.host_page = node.host_page, -1
         del self._host[node]
-        self._saves.pop(slot, None)
+        self._saves.pop(host_page, None)
         self._clean -= node in self._idle
-        return slot
+        return host_page
 
     @staticmethod
     def _unlink(node: Node) -> None:
@@ -285,7 +284,7 @@ class PageAllocator:
         self._save_ahead()
         changes = Changes(
             tuple(self._fresh),
-            tuple((page, slot) for slot, page in self._saves.items()),
+            tuple((page, host_page) for host_page, page in self._saves.items()),
             tuple(self._loads.items()),
             tuple(self._copies),
         )

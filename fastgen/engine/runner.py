@@ -100,13 +100,13 @@ class Runner:
         self.config = config
         self.group = model.group
         self.device = torch.device(config.device)
-        most, slots = config.max_seqs, -(-config.max_model_len // config.page_size)
+        most, columns = config.max_seqs, -(-config.max_model_len // config.page_size)
         lanes, vocab, draws = most + 1, model.config.vocab_size, self.group.rank == 0  # other ranks have no logits
-        self.page_table = torch.full((lanes, slots), pool.spare, dtype=torch.int32, device=self.device)
+        self.page_table = torch.full((lanes, columns), pool.spare, dtype=torch.int32, device=self.device)
         self.kv_lens = torch.zeros(lanes, dtype=torch.int32, device=self.device)
         self.state = LaneState(lanes, vocab, self.device, draws)
         # By lane on the host: copies of page_table and kv_lens, sampling parameters, and their plan_flags.
-        self._tables = np.full((lanes, slots), pool.spare, dtype=np.int32)
+        self._tables = np.full((lanes, columns), pool.spare, dtype=np.int32)
         self._kv_lens = np.zeros(lanes, dtype=np.int64)
         self._params = [SamplingParams()] * lanes
         self._flags = np.zeros(lanes, dtype=np.int64)
@@ -175,7 +175,7 @@ class Runner:
             write(self.model.targets(), tensors)
         finally:
             self.model.pack()
-        self.settle()
+        self.synchronize()
 
     def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
         """Release the memory of "weights", "kv_cache" or both; return the bytes that this freed, 0 on the CPU.
@@ -184,7 +184,7 @@ class Runner:
         lost. Raises ValueError, and the weights stay, if the host has too little memory for their copies.
         """
         with current(self.device):
-            self.settle()
+            self.synchronize()
             before = device_memory(self.config.device)
             if "weights" in tags:
                 self.model.memory.release(keep_weights)
@@ -200,9 +200,9 @@ class Runner:
                 self.model.memory.restore()
             if "kv_cache" in tags:
                 self.pool.memory.restore()
-            self.settle()
+            self.synchronize()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the device. Call it before the next launch if a step in flight will not be collected, or if an
         exception has interrupted one."""
         self._sharing_of, self._sharing, self._decodes = (), False, ()
@@ -211,7 +211,7 @@ class Runner:
 
     def close(self) -> None:
         """Wait for the device, so that memory can be released."""
-        self.settle()
+        self.synchronize()
 
     def decode(self, size: int, shared: bool = False) -> None:
         """Compute the logits of the first `size` lanes of `_step`, with all tensors at fixed addresses: the body of a
@@ -301,11 +301,11 @@ class Runner:
                 self._params[start.lane] = start.params
                 self._flags[start.lane] = plan_flags(start.params)
         if batch.pages:
-            rows = [(lane, slot, page) for lane, first, pages in batch.pages for slot, page in enumerate(pages, first)]
+            rows = [(lane, at, page) for lane, first, pages in batch.pages for at, page in enumerate(pages, first)]
             updates = np.array(rows, dtype=np.int64).T.copy()
             self._tables[updates[0], updates[1]] = updates[2]
-            lanes, slots, pages = upload(updates, self.device)
-            self.page_table.index_put_((lanes, slots), pages.int())
+            lanes, columns, pages = upload(updates, self.device)
+            self.page_table.index_put_((lanes, columns), pages.int())
 
     def _move_pages(self, batch: Batch) -> dict[int, torch.cuda.Event]:
         """Save, wipe and load pages. Loads are only started; see HostTier.load for the result."""

@@ -155,7 +155,7 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
             return _make_runner(model, config)
         measured = not config.num_pages
         if measured:
-            config = config.settle(_measure_pages(model, config, free))
+            config = config.with_pages(_measure_pages(model, config, free))
         runner = _make_runner(model, config)
         if not measured:  # _measure_pages has not compiled the kernels
             _compile(runner)
@@ -196,7 +196,7 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     """Return the number of pages that fit beside the weights and the largest step. free: bytes free before the weights
     were loaded."""
     weights = free - device_memory(config.device)
-    # A host tier of one slot takes as much of the GPU's memory as the whole tier.
+    # A host tier of one page takes as much of the GPU's memory as the whole tier.
     probe = _make_runner(model, replace(config, num_pages=1, host_pages=min(config.host_pages, 1)))
     _compile(probe)
     _run_largest_steps(probe)

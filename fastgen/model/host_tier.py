@@ -10,10 +10,10 @@ Ordering of the streams:
 - The step and the loads of the same batch as a save may overwrite its pages, so they wait until the pages are in
   staging memory.
 - The step of a load waits for each group of layers before it computes the first layer of the group.
-- A load waits for the save that filled its slot. A save waits for all loads before it, because it may reuse their
-  slots.
+- A load waits for the save that filled its host page. A save waits for all loads before it, because it may reuse
+  their host pages.
 - After an exception in a step, steps in flight are not collected, so the device must be idle before pages are allocated
-  again (`Runner.settle`).
+  again (`Runner.synchronize`).
 
 On the CPU the same code runs without streams.
 """
@@ -38,31 +38,31 @@ GROUPS = 4  # of layers; more groups arrive earlier, and cost the host more time
 
 
 @dataclass(frozen=True)
-class _Group:
-    """A group of layers from `first` on: views of the pool, of the staging memory and of the slots.
+class _LayerGroup:
+    """A group of layers from `first` on: views of the pool, of the staging memory and of the host tier.
 
-    pool, staging: [2, layers, pages, E]; entries: the pages of the staging memory, [layers, 2, E] each; slots: [slots,
-    layers, 2, E]; arrived: recorded when a load of the group is complete.
+    pool, staging: [2, layers, pages, E]; entries: the pages of the staging memory, [layers, 2, E] each; host: [host
+    pages, layers, 2, E]; arrived: recorded when a load of the group is complete.
     """
 
     first: int
     pool: Tensor
     staging: Tensor
     entries: list[Tensor]
-    slots: Tensor
+    host: Tensor
     arrived: torch.cuda.Event | None
 
 
 class HostTier:
-    """Slots of pinned host memory, each for one page. The scheduler knows which page each slot holds.
+    """Pages in pinned host memory. The scheduler knows what each host page holds.
 
-    slots: [num_slots, layers, 2, E], E = K x P x D, so that a group of layers of a slot is contiguous. staging: pages
+    pages: [num_pages, layers, 2, E], E = K x P x D, so that a group of layers of a page is contiguous. staging: pages
     of staging memory for each direction; None: as many as STAGING_BYTES holds, at most STAGING_PAGES. Raises ValueError
     if the host has too little memory."""
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
-    def __init__(self, pool: KVPool, num_slots: int, staging: int | None = None) -> None:
-        assert num_slots > 0
+    def __init__(self, pool: KVPool, num_pages: int, staging: int | None = None) -> None:
+        assert num_pages > 0
         two, layers, _, size = pool.whole.shape
         dtype, self.device = pool.whole.dtype, pool.whole.device
         page_bytes = two * layers * size * dtype.itemsize
@@ -74,22 +74,22 @@ class HostTier:
         self._out: torch.cuda.Stream | None = None
         self._in: torch.cuda.Stream | None = None
         self._gathered, self._loaded = self._event(), self._event()
-        self._saved: dict[int, torch.cuda.Event] = {}  # by slot: the end of the save that filled it
-        self._pinned = Pinned(num_slots * page_bytes, self.device, "the host tier", "lower host_cache_gb")
+        self._saved: dict[int, torch.cuda.Event] = {}  # by host page: the end of the save that filled it
+        self._pinned = Pinned(num_pages * page_bytes, self.device, "the host tier", "lower host_cache_gb")
         if self.device.type == "cuda":
             # A high priority: their few kernels would otherwise wait until the products of a step leave room.
             self._out, self._in = (torch.cuda.Stream(self.device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
             for stream in (self._out, self._in):
                 stream.wait_stream(torch.cuda.current_stream(self.device))
-        self.slots = self._pinned.bytes.view(dtype).view(num_slots, layers, two, size)
+        self.pages = self._pinned.bytes.view(dtype).view(num_pages, layers, two, size)
         bounds = [layers * number // GROUPS for number in range(GROUPS + 1)]
         self._groups = [
-            _Group(
+            _LayerGroup(
                 first=first,
                 pool=pool.whole[:, first:end],
                 staging=arriving.permute(2, 1, 0, 3)[:, first:end],
                 entries=list(arriving[:, first:end].unbind()),
-                slots=self.slots[:, first:end],
+                host=self.pages[:, first:end],
                 arrived=self._event(),
             )
             for first, end in pairwise(bounds)
@@ -97,7 +97,8 @@ class HostTier:
         ]
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages to slots, pairs (page, slot). Work launched next on the current stream may overwrite the pages."""
+        """Copy pages to the host, pairs (page, host page). Work launched next on the current stream may overwrite
+        them."""
         entries = list(self._leaving.unbind())
         with on_stream(self._out):
             if self._loaded is not None:
@@ -109,31 +110,31 @@ class HostTier:
                 copy_pages(self._pool, self._leaving.permute(2, 1, 0, 3), pages[start : start + len(part)], order)
                 if self._gathered is not None:
                     self._gathered.record()
-                slots = [self.slots[slot] for _, slot in part]
-                torch._foreach_copy_(slots, entries[: len(part)], non_blocking=True)
+                targets = [self.pages[host_page] for _, host_page in part]
+                torch._foreach_copy_(targets, entries[: len(part)], non_blocking=True)
                 saved = self._event()
                 if saved is not None:
                     saved.record()
-                    self._saved.update((slot, saved) for _, slot in part)
+                    self._saved.update((host_page, saved) for _, host_page in part)
         if self._gathered is not None:
             self._gathered.wait()
             self._gathered.wait(self._in)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> dict[int, torch.cuda.Event]:
-        """Copy slots to pages, pairs (slot, page).
+        """Copy from the host to pages, pairs (host page, page).
 
         Returns events by the first layer of each group: before that layer is launched, the current stream must wait
         for the event. On the CPU there are none, and the loads are complete.
         """
         with on_stream(self._in):
-            for saved in {self._saved.pop(slot) for slot, _ in pairs if slot in self._saved}:
+            for saved in {self._saved.pop(host_page) for host_page, _ in pairs if host_page in self._saved}:
                 saved.wait()
             pages = upload(np.array([page for _, page in pairs], dtype=np.int64), self.device)
             for group in self._groups:
                 for start in range(0, len(pairs), len(group.entries)):
                     part = pairs[start : start + len(group.entries)]
-                    slots = [group.slots[slot] for slot, _ in part]
-                    torch._foreach_copy_(group.entries[: len(part)], slots, non_blocking=True)
+                    sources = [group.host[host_page] for host_page, _ in part]
+                    torch._foreach_copy_(group.entries[: len(part)], sources, non_blocking=True)
                     order = self._order[: len(part)]
                     copy_pages(group.staging, group.pool, order, pages[start : start + len(part)])
                 if group.arrived is not None:

@@ -296,10 +296,10 @@ class Leader(Rank):
             return result
         raise cause
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all launched work on all ranks. Does nothing after a failure."""
         if self._failure is None and self._end.alive:
-            self._invoke("settle")
+            self._invoke("synchronize")
 
     def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
         """See Runner; returns the bytes of all ranks."""

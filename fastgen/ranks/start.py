@@ -46,7 +46,7 @@ BuildArguments = tuple[ModelConfig, GeneratorOptions, Path]
 """The first arguments of `build_rank`."""
 
 
-def settle_options(model_config: ModelConfig, options: GeneratorOptions) -> GeneratorOptions:
+def resolve_options(model_config: ModelConfig, options: GeneratorOptions) -> GeneratorOptions:
     """Check the options against the model and this machine. Return them with the device of this process and the number
     of ranks, and without a tp_group, so that they can be sent. Raises ValueError or TypeError."""
     tp_group = options.tp_group
@@ -63,7 +63,7 @@ def settle_options(model_config: ModelConfig, options: GeneratorOptions) -> Gene
 def start_runner(arguments: BuildArguments, tp_group: Any, status: Callable[[], Any]) -> Any:
     """Load the weights on all ranks; return the Runner, Leader or Follower of this one.
 
-    arguments: with the options from `settle_options`. tp_group: the program's process group or DeviceMesh, or None.
+    arguments: with the options from `resolve_options`. tp_group: the program's process group or DeviceMesh, or None.
     status: see Leader.
     """
     device, ranks = str(arguments[1].device), arguments[1].tensor_parallel

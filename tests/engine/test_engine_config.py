@@ -96,7 +96,7 @@ def test_the_host_tier_has_the_size_that_was_asked_for() -> None:
     assert make(host_cache_gb=1, page_size=16).host_pages == 10**9 * 4 // page_bytes
     config = make(device="cuda", host_cache_gb=5.5 * page_bytes / 1e9)
     assert (config.num_pages, config.host_pages) == (0, 11), "in bfloat16; the pool is measured later"
-    assert config.settle(30).host_pages == 11
+    assert config.with_pages(30).host_pages == 11
     assert make(prefix_cache=False, host_cache_gb=0).prefix_cache is False
 
 
@@ -257,13 +257,13 @@ def test_lanes_and_budget_suit_the_model_and_the_gpu(memory: float, lanes: int, 
     assert make(LARGE, device="cuda", memory=memory, max_step_tokens=33).max_seqs == 33
 
 
-def test_a_pool_that_is_measured_settles_the_context() -> None:
+def test_a_pool_that_is_measured_limits_the_context() -> None:
     config = make(LARGE, device="cuda", memory=24e9)
-    assert config.settle(101).max_model_len == 6400
-    assert config.settle(10**6).max_model_len == 32768
+    assert config.with_pages(101).max_model_len == 6400
+    assert config.with_pages(10**6).max_model_len == 32768
     given = make(LARGE, device="cuda", memory=24e9, max_model_len=7000)
     with pytest.raises(ValueError, match=r"101 pages of 64 tokens hold a context of 6400; lower it.*memory_fraction"):
-        given.settle(101)
+        given.with_pages(101)
 
 
 def test_kernels_for_a_gpu_are_not_for_the_cpu() -> None:

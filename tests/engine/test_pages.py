@@ -406,7 +406,7 @@ def test_check_notices_a_fault(damage: str) -> None:
         first.clear()
         allocator._idle.move_to_end(next(iter(allocator._idle)))
     elif damage == "slot":
-        allocator._free_slots.pop()
+        allocator._free_host_pages.pop()
     elif damage == "parent":
         allocator.match([1, 2], 2)[0].children.clear()
     else:

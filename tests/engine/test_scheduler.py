@@ -242,7 +242,7 @@ def test_an_exception_within_update_leaves_no_token_without_its_logprobs(torn: s
     assert simulation.in_flight is not None
     owner = sequences[1] if torn == "token_ids" else sequences[1].drawn
     setattr(owner, torn, Torn(getattr(owner, torn)))
-    simulation.settle()
+    simulation.drain()
     assert simulation.seen["reset"] == 1
     for sequence, length in zip(sequences, (2, 1), strict=True):
         assert {sequence.output_len, *map(len, sequence.drawn.lists().values())} == {length}

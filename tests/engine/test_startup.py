@@ -257,7 +257,7 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, free: list[float], *
     monkeypatch.setattr(startup, "release_memory", lambda device: None)
     config = replace(make(folder, max_seqs=4, max_step_tokens=32, **options), num_pages=0)
     model = _build_model(read_config(folder), config, folder, "dummy", Group())
-    return config.settle(_measure_pages(model, config, int(free[0])))
+    return config.with_pages(_measure_pages(model, config, int(free[0])))
 
 
 def test_the_pool_takes_what_the_largest_step_leaves(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,9 +275,9 @@ def test_staging_memory_is_measured_and_the_host_tier_is_not_made_twice(
     slots = []
 
     class Tier(HostTier):
-        def __init__(self, pool: KVPool, num_slots: int) -> None:
-            super().__init__(pool, num_slots)
-            slots.append(num_slots)
+        def __init__(self, pool: KVPool, num_pages: int) -> None:
+            super().__init__(pool, num_pages)
+            slots.append(num_pages)
 
     monkeypatch.setattr(startup, "HostTier", Tier)
     config = measured(llama, monkeypatch, [10 * GB, 9 * GB, 8 * GB], host_cache_gb=0.01)

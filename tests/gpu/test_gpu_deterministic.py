@@ -183,7 +183,7 @@ def test_a_query_has_one_answer(heads: int, num_kv: int, head_size: int, window:
     ones = torch.ones_like(lens)
     for several in (slice(0, tokens), slice(50, 52), slice(199, 200)):
         assert torch.equal(attend(q[several], ones[several], lens[several]), whole[several])
-    paged.slots = 400  # too few for splits: all of a decode's keys in one item
+    paged.partials = 400  # too few for splits: all of a decode's keys in one item
     assert torch.equal(attend(q, ones, lens), whole)
     assert torch.equal(attend(q, torch.tensor([tokens]), torch.tensor([length])), whole)
 

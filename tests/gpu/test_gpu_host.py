@@ -37,7 +37,7 @@ def bundled(staging: int | None = None, **options: Any) -> Iterator[Runner]:
     runner = make_runner(resolve(None, None), device="cuda:0", max_model_len=256, **options)
     runner.host = HostTier(runner.pool, SLOTS, staging)
     yield runner
-    runner.settle()
+    runner.synchronize()
 
 
 def hold_up(runner: Runner, draw: random.Random) -> None:
@@ -103,11 +103,11 @@ def test_random_traffic_beside_steps_in_flight(dtype: str, staging: int | None) 
                 seen[name] += len(getattr(batch, name))
             if len(flying) > 1:
                 runner.collect(flying.pop(0))
-        runner.settle()
+        runner.synchronize()
         assert min(seen.values()) > 50
         assert torch.equal(runner.pool.whole[:, :, COLD].cpu(), expected.pages[:, :, COLD])
         for slot, content in expected.slots.items():
-            assert torch.equal(runner.host.slots[slot].transpose(0, 1), content)
+            assert torch.equal(runner.host.pages[slot].transpose(0, 1), content)
 
 
 @pytest.mark.parametrize("staging", [None, 1])
@@ -147,7 +147,7 @@ def test_pinned_memory_is_given_back() -> None:
     runner = make_runner(resolve(None, None), device="cuda:0", host_cache_gb=0.05)
     tier = runner.host
     assert tier is not None
-    memory = tier.slots
+    memory = tier.pages
     assert len(memory) == runner.config.host_pages
     assert memory.is_pinned()
     tier.save([(1, 2)])

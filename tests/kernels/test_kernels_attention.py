@@ -304,7 +304,7 @@ def test_deterministic_a_query_has_one_answer(window: int, dtype: torch.dtype) -
     kept = whole.attend(whole.plan(case.layout), 1, case.q, window)
     for slots in (0, 1000):  # for partial results; 0: no keys are split
         paged = case.paged(window, deterministic=True)
-        paged.slots = slots
+        paged.partials = slots
         for first, last in ((0, 1), (3, 10), (11, 12)):
             length = 576 + last
             lens = {"query_lens": torch.tensor([last - first]), "kv_lens": torch.tensor([length])}

@@ -156,8 +156,8 @@ def test_deterministic_rows_do_not_tell_what_they_share(page_size: int, dtype: t
     close(alone, case.expected(window))
     assert case.share(paged)
     assert int(paged._shared.rows.partials.max()) == 1
-    for slots in (paged.slots, 0):  # 0: of no use for splits
-        paged.slots = slots
+    for slots in (paged.partials, 0):  # 0: of no use for splits
+        paged.partials = slots
         plan = case.plan(paged)
         items = plan.work[window][1].list  # type: ignore[attr-defined]
         splits = (
@@ -177,8 +177,8 @@ def test_swapped_rows_give_the_same() -> None:
             paged.configs[phase] = kernel.configure(phase, 4, 64, HALF, H200, deterministic=True)
         assert paged.configs[kernel.DECODE].swap
         assert case.share(paged)
-        for slots in (paged.slots, 0):
-            paged.slots = slots
+        for slots in (paged.partials, 0):
+            paged.partials = slots
             for shared_too in (True, False):
                 close(paged.attend(case.plan(paged, shared_too), 1, case.q, window), case.expected(window))
 

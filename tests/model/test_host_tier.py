@@ -95,15 +95,15 @@ def test_random_traffic_is_what_plain_copies_make_of_it(layers: int, staging: in
             pages[:, :, page] = slots[slot]
         assert torch.equal(pool.whole, pages)
     for slot, page in slots.items():
-        assert torch.equal(tier.slots[slot].transpose(0, 1), page)
+        assert torch.equal(tier.pages[slot].transpose(0, 1), page)
 
 
 def test_a_slot_holds_a_group_of_layers_in_one_piece() -> None:
     tier = HostTier(new_pool(), 3)
-    assert tier.slots.is_contiguous()
-    assert tier.slots.data_ptr() % pinned.ALIGNMENT == 0
+    assert tier.pages.is_contiguous()
+    assert tier.pages.data_ptr() % pinned.ALIGNMENT == 0
     assert [group.first for group in tier._groups] == [0, 1, 3, 4]
-    assert all(group.slots[1].is_contiguous() and group.entries[0].is_contiguous() for group in tier._groups)
+    assert all(group.host[1].is_contiguous() and group.entries[0].is_contiguous() for group in tier._groups)
 
 
 def test_staging_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_what_comes_back_from_the_host_is_gone_on_with(family: Path, staging: in
     expected = continued(runner, prompt, 12, moved=False)
     runner.host = HostTier(runner.pool, 8, staging)
     assert continued(runner, prompt, 12, moved=True) == expected
-    runner.host.slots.zero_()
+    runner.host.pages.zero_()
     runner.host.save = lambda pairs: None  # type: ignore[method-assign]
     assert continued(runner, prompt, 12, moved=True) != expected, "the pages matter"
 
@@ -146,7 +146,7 @@ class Late:
     def wait(self) -> None:
         self.waits += 1
         for slot, page in self.pairs:
-            self.pool.whole[:, self.layer, page] = self.tier.slots[slot, self.layer]
+            self.pool.whole[:, self.layer, page] = self.tier.pages[slot, self.layer]
 
 
 def test_each_layer_waits_for_its_own_pages(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_items_cover_what_is_shared(seed: int, units: int, monkeypatch: pytest.M
         return
     ranges = ranges_of(levels)
     slots = 60 if units == 40 else 1
-    found = shared_tiles(levels, lanes, PAGE, tile_rows=3, block=32, tasks=units, slots=slots)
+    found = shared_tiles(levels, lanes, PAGE, tile_rows=3, block=32, tasks=units, most_partials=slots)
     seen: dict[int, list[tuple[int, int, int]]] = {row: [] for row in range(len(full))}
     for item in found.tiles.tolist():
         members = found.members[item[FIRST] : item[FIRST] + item[TOKENS]]

@@ -66,7 +66,7 @@ class Runner:
                 deaths[self.death]()
             time.sleep(1000)
 
-    def settle(self):
+    def synchronize(self):
         pass
 
 def fail():
@@ -130,7 +130,7 @@ def test_a_rank_that_dies_ends_all(death: str, kind: type[Exception], text: str)
     start = time.monotonic()
     leader.launch(batch(99))
     with pytest.raises(kind, match=text):
-        leader.settle()
+        leader.synchronize()
     assert time.monotonic() - start < 10
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "none lives, and none is a zombie"
     with pytest.raises(RuntimeError, match="no longer agree"):
@@ -141,7 +141,7 @@ def test_a_rank_that_dies_ends_all(death: str, kind: type[Exception], text: str)
 @pytest.mark.usefixtures("fake")
 def test_a_rank_that_can_not_start_ends_all() -> None:
     with pytest.raises(LookupError, match="no such thing"):
-        started("fails").settle()  # the stub of a leader waits for nobody, and may have started before the rank fails
+        started("fails").synchronize()  # the stub of a leader waits for nobody, and may be there first
 
 
 @pytest.mark.usefixtures("fake")
@@ -168,7 +168,7 @@ def test_ranks_that_nobody_holds_end_and_what_they_print_goes_to_stderr(capfd: p
     leader = started(size=2)
     assert leader._spawned is not None
     processes = leader._spawned.processes
-    leader.settle()
+    leader.synchronize()
     del leader
     assert [process.returncode for process in processes] == [1]
     out, err = capfd.readouterr()

@@ -64,8 +64,8 @@ class FakeRunner:
     def collect(self, launched: Any) -> StepResult:
         return StepResult(tokens=[launched.step])
 
-    def settle(self) -> None:
-        self._do("settle", 0)
+    def synchronize(self) -> None:
+        self._do("synchronize", 0)
 
     def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
         self._do("sleep", (tags, keep_weights))
@@ -154,7 +154,7 @@ class Program:
 
     def logs(self) -> list[tuple[str, Any]]:
         """Return the work of each rank, which is the same on all."""
-        self.leader.settle()
+        self.leader.synchronize()
         first = self.runners[0].log.copy()
         for runner in self.runners:
             assert runner.log == first
@@ -183,7 +183,7 @@ def test_started_followers_replay_each_step() -> None:
     for call in (lambda: program.leader.launch(batch(1)), lambda: program.leader.sleep([], keep_weights=True)):
         with pytest.raises(RuntimeError, match="closed"):
             call()
-    program.leader.settle()
+    program.leader.synchronize()
     assert [str(outcome) for outcome in program.join()] == ["rank 0 is gone; make a new Generator"] * 2
 
 
@@ -219,14 +219,14 @@ def test_an_update_that_is_cut_short_leaves_the_ranks_in_step(error: BaseExcepti
     program = Program()
     with pytest.raises(type(error)):
         program.leader.update_weights(Update(cut(), PARTS), lambda: None)
-    program.leader.settle()
+    program.leader.synchronize()
     program.leader.update_weights(Update(iter(WEIGHTS.items()), PARTS), lambda: None)
     assert program.leader.collect(program.leader.launch(batch(3))).tokens == [3]
-    program.leader.settle()
-    first, settled = ARRIVED[:2], ("settle", 0)
+    program.leader.synchronize()
+    first, synchronized = ARRIVED[:2], ("synchronize", 0)
     for runner in program.runners:
-        cut_short = [*first, settled] if runner.rank == 0 else [*first, ("written", 0), settled]
-        assert runner.log == [*cut_short, *ARRIVED, ("written", 0), ("launch", 3), settled]
+        cut_short = [*first, synchronized] if runner.rank == 0 else [*first, ("written", 0), synchronized]
+        assert runner.log == [*cut_short, *ARRIVED, ("written", 0), ("launch", 3), synchronized]
     program.leader.close()
 
 
@@ -254,7 +254,7 @@ class Odd(Exception):  # noqa: N818
     [
         ("sleep", ValueError("odd 1 2"), ValueError),
         ("wake", torch.OutOfMemoryError("odd 1 2"), torch.OutOfMemoryError),
-        ("settle", Odd(1, 2), RuntimeError),
+        ("synchronize", Odd(1, 2), RuntimeError),
     ],
 )
 def test_an_error_of_an_rpc_is_raised_here_and_ends_no_rank(
@@ -265,7 +265,7 @@ def test_an_error_of_an_rpc_is_raised_here_and_ends_no_rank(
     with pytest.raises(kind, match="odd 1 2") as raised:  # noqa: PT012
         program.leader.sleep(["kv_cache"], keep_weights=True)
         program.leader.wake(["kv_cache"])
-        program.leader.settle()
+        program.leader.synchronize()
     assert "raised on rank 1" in raised.value.__notes__
     assert program.leader.collect(program.leader.launch(batch(2))).tokens == [2]
     program.leader.close()
@@ -278,7 +278,7 @@ def test_an_error_of_a_started_follower_in_an_update_ends_all_and_is_raised_here
         program.leader.update_weights(Update(WEIGHTS, PARTS), lambda: None)
     assert "on rank 1:" in raised.value.__notes__[0]
     assert "Traceback" in raised.value.__notes__[0]
-    program.leader.settle()  # does nothing
+    program.leader.synchronize()  # does nothing
     with pytest.raises(RuntimeError, match=r"no longer agree.*too little"):
         program.leader.launch(batch(1))
     first, second = program.join()
@@ -345,7 +345,7 @@ def test_a_call_returns_the_same_on_all_ranks_and_its_steps_run_on_all() -> None
             if step == 3:
                 program.leader.sample(launched, np.full((1, 1), 100, dtype=np.int32))
             found += program.leader.collect(launched).tokens
-        program.leader.call("abort", program.leader.settle)  # is announced to nobody
+        program.leader.call("abort", program.leader.synchronize)  # is announced to nobody
         return found
 
     program = Program(lambda follower: (follower.call("generate"), follower.call("stats")))
@@ -422,7 +422,7 @@ def test_a_generator_gives_the_same_items_on_all_ranks(leave: int | None) -> Non
             for step in range(6):
                 yield program.leader.collect(program.leader.launch(batch(step))).tokens[0]
         finally:
-            program.leader.settle()
+            program.leader.synchronize()
             closed.append(True)
 
     def take(source: Any) -> list[int]:
@@ -484,7 +484,7 @@ def test_a_step_that_only_the_leader_fails_in_ends_it(monkeypatch: pytest.Monkey
         program.runners[rank].launch = lambda batch: None  # type: ignore[method-assign]
     with pytest.raises(LookupError, match="no such lane"):
         program.leader.call("generate", lambda: program.leader.launch(batch(99)))
-    program.leader.settle()  # waits for nobody
+    program.leader.synchronize()  # waits for nobody
     with pytest.raises(RuntimeError, match="no longer agree"):
         program.leader.call("generate", lambda: 1)
     assert [type(outcome) for outcome in program.join()] == [LookupError, LookupError]

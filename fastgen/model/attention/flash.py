@@ -32,7 +32,7 @@ class FlashPlan(PagedPlan):
     """The plan of a step with prefill chunks: that of the `decodes`, the first tokens of the step, and of S chunks.
 
     starts: int32 [S + 1], the row of q where each chunk begins, then the end of the last; kv_lens: int32 [S]; pages:
-    int32 [S, slots].
+    int32 [S, columns].
     """
 
     decodes: int

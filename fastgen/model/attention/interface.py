@@ -19,7 +19,7 @@ class StepLayout:
 
     query_lens, kv_lens: int64 [S] on the host; kv_lens count the query tokens too. decodes: the first sequences of the
     step, which have one query token each. lanes: int64 [S] on the host, the row of page_table of each sequence.
-    page_table: int32 [all lanes, slots] on the device, the pages of positions 0 .. P - 1, P .. 2 P - 1, ...; entries
+    page_table: int32 [all lanes, columns] on the device, the pages of positions 0 .. P - 1, P .. 2 P - 1, ...; entries
     after a sequence's last page are any valid page. shared: the decodes are the rows of the last call of
     `Attention.share`, and it returned True.
     """
@@ -54,8 +54,8 @@ class Attention(Protocol):
     def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
         """Find the keys that the decodes of the next steps share, and return whether reading them once pays.
 
-        lanes: [S]; full: [S], the number of full pages of each sequence now; tables: [all lanes, slots], the page table
-        on the host. The result holds for all steps with the same rows. The call does not wait for the device.
+        lanes: [S]; full: [S], the number of full pages of each sequence now; tables: [all lanes, columns], the page
+        table on the host. The result holds for all steps with the same rows. The call does not wait for the device.
         """
 
     def plan_decode(
@@ -63,11 +63,11 @@ class Attention(Protocol):
     ) -> Any:
         """Prepare a step of one token a sequence from tensors on the device alone, so that a CUDA graph can hold it.
 
-        lanes: int64 [S]; kv_lens: int32 [S]; page_table: int32 [all lanes, slots]. Their values, and the keys that rows
-        share, may change before a replay. shared: read shared keys once; it does not change the results. alone: the
-        step has no prefill chunks, so all other keys are of earlier steps, and an ordinary kernel launch stands between
-        this call and the first `attend`; data that the step's layers do not write may then be read before the kernel
-        ahead has ended (programmatic dependent launch).
+        lanes: int64 [S]; kv_lens: int32 [S]; page_table: int32 [all lanes, columns]. Their values, and the keys that
+        rows share, may change before a replay. shared: read shared keys once; it does not change the results. alone:
+        the step has no prefill chunks, so all other keys are of earlier steps, and an ordinary kernel launch stands
+        between this call and the first `attend`; data that the step's layers do not write may then be read before the
+        kernel ahead has ended (programmatic dependent launch).
         """
 
     def attend(self, plan: Any, layer: int, q: Tensor, window: int) -> Tensor:

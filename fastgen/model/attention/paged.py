@@ -19,8 +19,8 @@ from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.shared import SharedTiles, roots, saved_keys, shared_ranges, shared_tiles
 from fastgen.model.kv_pool import KVPool
 
-INVARIANT_SLOTS = 8192  # partial results of a deterministic decode step; a step that would need more does not split
-PREFILL_SLOTS = 2048  # least number of partial results, of one query token each
+INVARIANT_PARTIALS = 8192  # partial results of a deterministic decode step; a step that would need more does not split
+PREFILL_PARTIALS = 2048  # least number of partial results, of one query token each
 SHARING_PAYS = 16e6  # from so many bytes of a layer's keys and values on that are not read again
 FILLS = 0.5  # least number of unsplit tiles of shared keys, as a fraction of the programs that a chip holds
 DEPTH = 64  # most partial results of a row where few rows share
@@ -40,9 +40,9 @@ class PagedAttention:
 
     num_heads: H; windows: of each layer, 0 for none; max_seqs, max_step_tokens: of a step, with padding; context: the
     largest kv_len. deterministic: the bits of a query's result do not depend on the step.
-    The constructor allocates all memory except results and prefill lists, and CUDA graphs share it: `slots` partial
-    results of (H * (D + 1) + K) * 4 bytes, and 32 bytes for each slot and distinct window. With H = 32, K = 8, D = 128
-    and 1024 sequences these are 9216 slots, 153 MB and 0.3 MB, whatever the size of the pool.
+    The constructor allocates all memory except results and prefill lists, and CUDA graphs share it: `partials` partial
+    results of (H * (D + 1) + K) * 4 bytes, and 32 bytes for each and distinct window. With H = 32, K = 8, D = 128
+    and 1024 sequences these are 9216 results, 153 MB and 0.3 MB, whatever the size of the pool.
     """
 
     needs_clean_pages = False  # the kernels load no unwritten values
@@ -74,17 +74,17 @@ class PagedAttention:
         self._split_below = hopper_decode.SPLIT_BELOW if deterministic and streams else None
         self._most_splits = -(-context // self.configs[kernel.DECODE].keys)
         self.windows = tuple(sorted(set(windows)))
-        self.partials = max(min(work_tiles.SLOTS, DEPTH * max_seqs), max_seqs)  # of all rows together
-        decode_slots = work_tiles.slots_for(max_seqs, context) + self.partials
-        self.slots = max(decode_slots, min(PREFILL_SLOTS, max_step_tokens * work_tiles.MOST_SPLITS))
+        self.shared_partials = max(min(work_tiles.SLOTS, DEPTH * max_seqs), max_seqs)  # of all rows together
+        decode_partials = work_tiles.slots_for(max_seqs, context) + self.shared_partials
+        self.partials = max(decode_partials, min(PREFILL_PARTIALS, max_step_tokens * work_tiles.MOST_SPLITS))
         if self._deterministic:  # prefills are not split then, and a row has one partial
             each = self._most_splits + 1
-            self.slots = max(min(max_seqs * each, INVARIANT_SLOTS), each, 2 * max_seqs)
+            self.partials = max(min(max_seqs * each, INVARIANT_PARTIALS), each, 2 * max_seqs)
         self._windows = torch.tensor(self.windows, dtype=torch.int32, device=device)
-        size = work_tiles.HEADER + self.slots * work_tiles.FIELDS
+        size = work_tiles.HEADER + self.partials * work_tiles.FIELDS
         self._lists = torch.zeros(len(self.windows), size, dtype=torch.int32, device=device)
-        self._shared = _SharedTable(max_seqs, self.partials, len(self.windows), device)
-        self._partial_results = kernel.PartialResults.empty(self.slots, num_heads, num_kv, head_size, device)
+        self._shared = _SharedTable(max_seqs, self.shared_partials, len(self.windows), device)
+        self._partial_results = kernel.PartialResults.empty(self.partials, num_heads, num_kv, head_size, device)
 
     @property
     def capturable(self) -> bool:
@@ -106,10 +106,10 @@ class PagedAttention:
             return False
         config = self.configs[kernel.GROUP]
         tile, tasks = config.rows // self.group, max(self.chip.processors * config.programs // self.num_kv, 1)
-        slots = 0 if self._deterministic else self.partials  # 0: no range is split
-        found = shared_tiles(levels, lanes, page_size, tile, config.keys, tasks, slots)
+        most = 0 if self._deterministic else self.shared_partials  # 0: no range is split
+        found = shared_tiles(levels, lanes, page_size, tile, config.keys, tasks, most)
         idle = self._deterministic and len(found.tiles) < FILLS * tasks  # where it is slower than each row's own splits
-        if idle or int(found.partials.sum()) > self.partials:  # or trees are so deep that there is no room
+        if idle or int(found.partials.sum()) > self.shared_partials:  # or trees are so deep that there is no room
             self._shared.clear()
             return False
         self._shared.write(found)
@@ -131,7 +131,7 @@ class PagedAttention:
             if rows is not None:
                 group = self.configs[kernel.GROUP]
                 bases = rows.bases[number]
-                tiles = kernel.TileList(rows.list, self.partials, group, kernel.SHARED, rows, bases, kv_lens)
+                tiles = kernel.TileList(rows.list, self.shared_partials, group, kernel.SHARED, rows, bases, kv_lens)
                 plan.work[window].append(tiles)
             kind = kernel.PRIVATE if shared else kernel.PLAIN
             tiles = kernel.TileList(self._lists[number], sequences * (most + 1), config, kind, alone=alone)
@@ -148,7 +148,7 @@ class PagedAttention:
         config = self.configs[kernel.DECODE]
         tasks = config.programs if shared or self._split_below is None else self._split_below
         idle = sequences * self.num_kv < self.chip.processors * tasks
-        room = sequences * (self._most_splits + 1) <= self.slots and self._most_splits < work_tiles.SPLITS // 2
+        room = sequences * (self._most_splits + 1) <= self.partials and self._most_splits < work_tiles.SPLITS // 2
         if idle and room:
             return config.keys, self._most_splits
         return work_tiles.WHOLE, 1
@@ -166,8 +166,8 @@ class PagedAttention:
             tile = config.rows // self.group
             tasks = max(self.chip.processors * config.programs // self.num_kv, 1)
             for window in self.windows:
-                slots = 0 if self._deterministic else self.slots  # 0: no tile's keys are split
-                tiles = work_tiles.prefill_tiles(chunks, window, tile, config.keys, tasks, slots)
+                most = 0 if self._deterministic else self.partials  # 0: no tile's keys are split
+                tiles = work_tiles.prefill_tiles(chunks, window, tile, config.keys, tasks, most)
                 counts.append(len(tiles))
                 pieces.append(work_tiles.list_of(tiles))
         on_device = upload_together(pieces, device)

@@ -186,8 +186,8 @@ class ReferenceAttention:
         other pages or another KEY_STEP.
         """
         query_lens, kv_lens = layout.query_lens.numpy(), layout.kv_lens.numpy()
-        slots = -(-int(kv_lens.max()) // self._page_size)
-        table = layout.page_table.cpu().numpy()[layout.lanes.numpy(), :slots].astype(np.int64)
+        columns = -(-int(kv_lens.max()) // self._page_size)
+        table = layout.page_table.cpu().numpy()[layout.lanes.numpy(), :columns].astype(np.int64)
         decode = query_lens == 1
         key = (table.shape, table.tobytes(), (-(-kv_lens // KEY_STEP)).tobytes()) if decode.all() else None
         if key is not None and key == self._key:
@@ -216,7 +216,7 @@ class ReferenceAttention:
     def _tiles(
         self, size: int, sequences: Indices, layout: StepLayout, table: Indices
     ) -> list[tuple[_Tiles, _Copied | _InPlace]]:
-        """Lay out tiles of `size` tokens of these sequences, about SCORES at a time; table: [S, slots]."""
+        """Lay out tiles of `size` tokens of these sequences, about SCORES at a time; table: [S, columns]."""
         lens = layout.query_lens.numpy()
         query_lens, first = lens[sequences], (lens.cumsum() - lens)[sequences]
         before = layout.kv_lens.numpy()[sequences] - query_lens
@@ -243,7 +243,7 @@ class ReferenceAttention:
         self, sequences: Indices, tokens: Indices, position: Indices, real: NDArray[np.bool_], table: Indices
     ) -> tuple[_Tiles, _Copied | _InPlace]:
         """Lay out tiles of these sequences, [n], with these tokens at these positions, [n, size]; real: not padding;
-        table: [n, slots]."""
+        table: [n, columns]."""
         (count, size), heads, group = tokens.shape, self._kv_heads, self._group
         rows = np.arange(padded_rows(size * group, self._head_size))
         token, head = np.minimum(rows // group, size - 1), rows % group

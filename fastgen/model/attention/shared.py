@@ -1,7 +1,8 @@
 """The ranges of keys that rows of a decode step share, because several page tables name the same pages.
 
-Page tables share prefixes alone (see fastgen.engine.pages): two tables with the same page in a slot have the same pages
-in all slots before it. So the ranges form trees: a system prompt, then few-shot prompts, then the samples of each.
+Page tables share prefixes alone (see fastgen.engine.pages): two tables with the same page in a column have the same
+pages in all columns before it. So the ranges form trees: a system prompt, then few-shot prompts, then the samples of
+each.
 
 Shape letters: S rows of the step, P page size.
 """
@@ -23,7 +24,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Level:
-    """The n ranges at one depth of the trees. In range i, slots first[i] .. last[i] - 1 hold the same pages for
+    """The n ranges at one depth of the trees. In range i, columns first[i] .. last[i] - 1 hold the same pages for
     count[i] rows, two or more.
 
     count, first, last: int64 [n]; rows: int64 [count.sum()], the rows of one range after the other.
@@ -38,32 +39,32 @@ class Level:
 def shared_ranges(tables: NDArray[np.int32], lanes: Ints, full: Ints) -> list[Level]:
     """Return the ranges that rows share, level by level from the roots of the trees.
 
-    tables: int32 [all lanes, slots], page tables; lanes: int64 [S], the table of each row; full: int64 [S], its number
-    of full pages.
+    tables: int32 [all lanes, columns], page tables; lanes: int64 [S], the table of each row; full: int64 [S], its
+    number of full pages.
     """
     found: list[Level] = []
     rows = np.arange(len(full))
-    group, slot = np.zeros_like(rows), np.zeros_like(rows)  # a row's range in the last level, and its end
+    group, column = np.zeros_like(rows), np.zeros_like(rows)  # a row's range in the last level, and its end
     while True:
-        more = full[rows] > slot
-        rows, group, slot = rows[more], group[more], slot[more]
-        pages = tables[lanes[rows], slot]
+        more = full[rows] > column
+        rows, group, column = rows[more], group[more], column[more]
+        pages = tables[lanes[rows], column]
         order = np.lexsort((pages, group))
-        rows, group, slot, pages = rows[order], group[order], slot[order], pages[order]
+        rows, group, column, pages = rows[order], group[order], column[order], pages[order]
         cuts = np.flatnonzero(np.diff(group) | np.diff(pages)) + 1
         count = np.diff(cuts, prepend=0, append=len(rows))
         several = np.repeat(count > 1, count)
-        rows, slot, count = rows[several], slot[several], count[count > 1]
+        rows, column, count = rows[several], column[several], count[count > 1]
         if not len(rows):
             return found
         begin = np.cumsum(count) - count
         last = np.minimum.reduceat(_first_differences(tables, lanes, full, rows, np.repeat(rows[begin], count)), begin)
-        found.append(Level(rows, count, slot[begin], last))
-        group, slot = np.repeat(np.arange(len(count)), count), np.repeat(last, count)
+        found.append(Level(rows, count, column[begin], last))
+        group, column = np.repeat(np.arange(len(count)), count), np.repeat(last, count)
 
 
 def _first_differences(tables: NDArray[np.int32], lanes: Ints, full: Ints, rows: Ints, others: Ints) -> Ints:
-    """Return the first slot in which each row's table differs from that of another row, or that is not full."""
+    """Return the first column in which each row's table differs from that of another row, or that is not full."""
     width = int(full[rows].max())
     same = tables[lanes[rows], :width] == tables[lanes[others], :width]
     return np.minimum(np.where(same.all(1), width, same.argmin(1)), full[rows])
@@ -99,12 +100,12 @@ class SharedTiles:
 
 
 def shared_tiles(
-    levels: list[Level], lanes: Ints, page_size: int, tile_rows: int, block: int, tasks: int, slots: int
+    levels: list[Level], lanes: Ints, page_size: int, tile_rows: int, block: int, tasks: int, most_partials: int
 ) -> SharedTiles:
     """Return the work tiles of shared ranges, of up to `tile_rows` rows each, longest first. lanes: [S].
 
     Ranges are split, evenly and at multiples of `block` keys, where they have more than their even share of `tasks`
-    tiles, but not so far that all partials together are more than `slots` (0: not at all).
+    tiles, but not so far that all partials together are more than `most_partials` (0: not at all).
     """
     members, count, first, last = (
         np.concatenate([getattr(each, name) for each in levels]) for name in ("rows", "count", "first", "last")
@@ -116,7 +117,7 @@ def shared_tiles(
         splits = np.maximum((length + share // 2) // share, 1)
         split = -(-length // (splits * block)) * block
         splits = -(-length // split)
-        if splits.max() == 1 or int((splits * count).sum()) <= slots:
+        if splits.max() == 1 or int((splits * count).sum()) <= most_partials:
             break
         share *= 2
     ends, partials = np.zeros(len(lanes), np.int32), np.zeros(len(lanes), np.int32)
