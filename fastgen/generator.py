@@ -338,8 +338,7 @@ class Generator:
 
     @property
     def stats(self) -> Stats:
-        """Counts since the start, and the current state. In a tp_group, ranks above 0 have those of the end of the last
-        call."""
+        """Counts since the start, and the current state; on ranks above 0, those of the end of the last call."""
         if isinstance(self._team, Follower):
             return self._team.status or Stats()
         scheduler, pages = self._scheduler, self._scheduler.pages
@@ -387,6 +386,11 @@ class Generator:
             following: int = change() if self._team is None else self._team.call("update_weights", change, update)
             self._weights.version = following  # of ranks above 0, too
         return following
+
+    @property
+    def torn(self) -> bool:
+        """True while nothing can be generated: an update of the weights has failed midway, or `sleep` dropped them."""
+        return bool(self._weights.torn)
 
     @property
     def weight_version(self) -> int:
@@ -641,7 +645,6 @@ class Generator:
     def _check_tags(self, tags: str | Iterable[str]) -> frozenset[str]:
         self._check_open()
         wanted = frozenset((tags,) if isinstance(tags, str) else tags)
-        unknown = wanted.difference(TAGS)
-        if unknown:
+        if unknown := wanted.difference(TAGS):
             raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are 'weights' and 'kv_cache'")
         return wanted

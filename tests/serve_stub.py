@@ -28,6 +28,7 @@ class StubGenerator:
     """Generates an "x" per step for each of the first max_seqs requests, which hold a page each."""
 
     tokenizer = None
+    torn = False
     max_model_len = 4096
     default_params = SamplingParams()
 
@@ -38,7 +39,6 @@ class StubGenerator:
                 time.sleep(0.01)
         if model is not None and "broken" in model:
             raise ValueError(f"{model} is broken; mend it")
-        self.folder = Path(__file__).parent
         self.config = SimpleNamespace(max_seqs=max_seqs, page_size=16, num_pages=100, summary="a stub")
         self.model_config = SimpleNamespace(vocab_size=1000, eos_ids=(2,))
         self._requests: dict[int, tuple[Sequence[int], SamplingParams]] = {}

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator as PyAsyncGenerator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,12 +29,10 @@ from fastgen.async_engine.loop import (
     Abort,
     Call,
     EngineInfo,
-    Packed,
     Refused,
     Returned,
     StepEnded,
     Submit,
-    decode,
     run_in_thread,
 )
 from fastgen.engine.outputs import Stats
@@ -43,8 +42,6 @@ from fastgen.request import Completion, Event, Params, Prompt, RequestOutput, Ti
 from fastgen.text.grammar import params_grammar
 
 log = logging.getLogger(__name__)
-
-POLL_SECONDS = 0.01  # interval of checks whether the process has ended
 
 
 def joined(events: list[Event]) -> list[Event]:
@@ -163,7 +160,7 @@ class AsyncGenerator:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._progress = 0.0  # time.monotonic() of the last step, or of the request that ended an idle time
         self._peer: _Process | _Thread | None = None
-        self._loaded = self._closing = False
+        self._wanted = self._loaded = self._closing = False
         self._failure: Exception | None = None
 
     # ------------------------------------------------------------------------------------ life
@@ -176,22 +173,22 @@ class AsyncGenerator:
         """
         if self._peer is not None:
             raise RuntimeError(f"the engine of {self.name} has been started; use restart")
-        self._loaded, self._closing, self._failure, self.dead = False, False, None, None
-        self.stats = Stats()
-        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._peer = await _Process.start(self._options) if self._own_process else _Thread(self._options)
-        self._listener = asyncio.create_task(self._listen(self._peer))
-        try:
-            await self._ready
-        except BaseException:
-            await self.close()
-            raise
+        self._wanted = True
+        await self._start()
 
     async def restart(self, **changes: Any) -> None:
-        """End the engine, if it runs, and start another one; running requests fail. changes: new values of options."""
-        await self.close()
+        """End the engine, if it runs, and start another one; running requests fail. changes: new values of options.
+        Raises what `start` raises, and EngineError where `close` is called meanwhile."""
+        self._wanted = True
+        await self._end()
         self._options.update(changes)
-        await self.start()
+        await self._start()
+
+    async def close(self) -> None:
+        """End the engine and wait for its end; running requests fail. A process has a few seconds to end; a thread ends
+        after the step that runs, or when its model is loaded. Further calls have no effect."""
+        self._wanted = False
+        await self._end()
 
     async def died(self) -> str:
         """Wait until the engine has ended; return `dead`."""
@@ -199,15 +196,28 @@ class AsyncGenerator:
         assert self.dead is not None
         return self.dead
 
-    async def close(self) -> None:
-        """End the engine and wait for its end; running requests fail. A process has a few seconds to end; a thread ends
-        after the step that runs, or when its model is loaded. Further calls have no effect."""
-        if self._peer is None:
+    async def _start(self) -> None:
+        self._loaded, self._closing, self._failure, self.dead = False, False, None, None
+        self.stats = Stats()
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._peer = await _Process.start(self._options) if self._own_process else _Thread(self._options)
+        self._listener = asyncio.create_task(self._listen(self._peer))
+        try:
+            if not self._wanted:  # `close` was called during a restart
+                raise EngineError(f"the engine of {self.name} was closed")
+            await self._ready
+        except BaseException:
+            await self._end()
+            raise
+
+    async def _end(self) -> None:
+        if (peer := self._peer) is None:
             return
-        self._closing = True
-        await self._peer.end()
-        await asyncio.wait([self._listener])
-        self._peer = None
+        self._closing, listener = True, self._listener
+        await peer.end()
+        await asyncio.wait([listener])
+        if self._peer is peer:  # else another task has ended it, and perhaps started the next one
+            self._peer = None
 
     async def __aenter__(self) -> AsyncGenerator:
         await self.start()
@@ -340,7 +350,7 @@ class AsyncGenerator:
                 self._progress = max(self._progress, message.time)
                 if message.stats is not None:
                     self.stats = message.stats
-                for event in decode(message.events):
+                for event in message.events:
                     if stream := self._streams.get(event.id):  # else it was aborted
                         stream._put(event)
             case Refused():
@@ -426,8 +436,6 @@ class _Process:
         return self
 
     def send(self, message: object) -> None:
-        if isinstance(message, Submit | Call):
-            message = Packed(message.number, pickle.dumps(message, protocol=5))
         self._writer.write(frame(message))  # the event loop sends later what the socket does not take now
 
     async def listen(self, receive: Callable[[object], None]) -> str:
@@ -440,24 +448,14 @@ class _Process:
             pass
         finally:
             self._writer.close()
-        await self._has_ended(0.5)
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self.process.wait, 0.5)
         return processes.describe_exit(self.process.returncode)
 
     async def end(self) -> None:
         """End the process with its connection, and kill it if it lives on."""
         self._writer.close()
-        if not await self._has_ended(processes.GRACE):
-            self.process.kill()
-            await self._has_ended(processes.GRACE)  # its GPU memory is free then
-
-    async def _has_ended(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the end of the process; return whether it has ended."""
-        deadline = time.monotonic() + seconds
-        while self.process.poll() is None:
-            if time.monotonic() > deadline:
-                return False
-            await asyncio.sleep(POLL_SECONDS)
-        return True
+        await asyncio.to_thread(processes.end_processes, [self.process])
 
 
 class _Thread:

@@ -24,8 +24,7 @@ from fastgen.ranks import processes
 from fastgen.text.grammar import CACHED_GRAMMARS, Compiler, GrammarMask
 
 GRAMMAR_TIMEOUT = 10.0  # default of the seconds that a grammar may take
-WORKERS = 2  # grammars of each size, small or large, that are compiled at a time
-LARGE = 20_000  # characters of a grammar that small ones do not wait for
+WORKERS = 4  # grammars that are compiled at a time
 POLL_SECONDS = 0.05  # interval of checks whether anybody still waits for a grammar
 NICENESS = 10  # the processes give way to the engine
 MAX_BYTES = 4 * 2**30  # address space of a process, which must not take the engine's memory
@@ -41,7 +40,7 @@ class GrammarPool:
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
         self._make_compiler = make_compiler
-        self._small, self._large = (ThreadPoolExecutor(WORKERS, "fastgen-compile") for _ in range(2))
+        self._threads = ThreadPoolExecutor(WORKERS, "fastgen-compile")
         self._lock = threading.Lock()  # for the first use of the Compiler
         self._wanted: set[int] = set()  # requests that wait
         self._passed: set[str] = set()  # grammars that a process has compiled
@@ -51,8 +50,7 @@ class GrammarPool:
         """Return the future mask for a request. It raises ValueError where the grammar is wrong, or takes more than
         `seconds` after its time in the queue."""
         self._wanted.add(number)
-        threads = self._large if len(grammar) > LARGE else self._small
-        return threads.submit(self._compile, number, grammar, seconds)
+        return self._threads.submit(self._compile, number, grammar, seconds)
 
     def drop(self, number: int) -> None:
         """Give up the mask for a request; its future raises an error."""
@@ -61,8 +59,7 @@ class GrammarPool:
     def close(self) -> None:
         """Give up all masks, and end the processes."""
         self._wanted.clear()
-        for threads in (self._small, self._large):
-            threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)
         for checker in self._idle:
             checker.kill()
 

@@ -14,7 +14,7 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -40,14 +40,32 @@ INTAKE_SECONDS = 0.02  # maximum time between two steps for adding new requests 
 
 # ------------------------------------------------------------------------------------------------- messages
 
-# The constructor of Event takes the fields of its base class, Drawn, by keyword alone.
-_POSITIONAL = tuple(field.name for field in fields(Event) if not field.kw_only)
-_KEYWORDS = tuple(field.name for field in fields(Event) if field.kw_only)
-_row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_POSITIONAL, *_KEYWORDS)
+_NAMES = tuple(field.name for field in fields(Event))
+_row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_NAMES)
+
+
+class _Numbered:
+    """A message about one request or call. A process that can not read it, since it has no class or function of the
+    same name for instance, gets a Refused in its place."""
+
+    __slots__: tuple[str, ...] = ()
+    number: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = [getattr(self, name) for name in type(self).__slots__]
+        return _read, (type(self), self.number, pickle.dumps(values, protocol=5))
+
+
+def _read(kind: Callable[..., _Numbered], number: int, data: bytes) -> _Numbered:
+    try:
+        return kind(*pickle.loads(data))
+    except Exception as error:
+        reason = f"the other process can not read this ({error}); its classes and functions must be in a module"
+        return Refused(number, ValueError(f"{reason}, or give own_process=False to the AsyncGenerator"))
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(_Numbered):
     """To the engine: a request. params: a structure of the answers is a grammar. grammar_timeout: seconds that it may
     take to compile."""
 
@@ -65,7 +83,7 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(_Numbered):
     """To the engine: call a method of the Generator between two steps."""
 
     number: int
@@ -75,16 +93,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """To the engine in another process: a Submit or Call, pickled. That process may have no class or function of the
-    same name, and then refuses this message alone."""
-
-    number: int
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(_Numbered):
     """From the engine: the result of a call."""
 
     number: int
@@ -95,12 +104,10 @@ class Returned:
 class EngineInfo:
     """From the engine when its Generator is ready: the facts that a server needs.
 
-    folder: the model's. tokenizer: folder or hub id of the tokenizer, None without one. max_model_len: maximum tokens
-    of prompt and answer together. summary: of the engine's configuration, in words. default_params: of requests that
-    give none.
+    tokenizer: folder or hub id of the tokenizer, None without one. max_model_len: maximum tokens of prompt and answer
+    together. summary: of the engine's configuration, in words. default_params: of requests that give none.
     """
 
-    folder: str
     tokenizer: str | None
     max_model_len: int
     vocab_size: int
@@ -109,8 +116,8 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """From the engine: a request is not accepted, or a call has failed."""
+class Refused(_Numbered):
+    """A request is not accepted, or a call has failed. The engine returns one that it gets (see _Numbered)."""
 
     number: int
     error: Exception
@@ -118,23 +125,22 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class StepEnded:
-    """From the engine after a step. events: as `encode` writes them. time: time.monotonic() at the end of the step, a
-    clock that all processes of a machine share. stats: sent a few times a second, and when the engine becomes idle."""
+    """From the engine after a step. time: time.monotonic() at the end of the step, a clock that all processes of a
+    machine share. stats: sent a few times a second, and when the engine becomes idle.
 
-    events: bytes
+    marshal serializes events many times faster than pickle does. Both processes run the same Python, as it requires.
+    """
+
+    events: list[Event]
     time: float
     stats: Stats | None
 
-
-def encode(events: Iterable[Event]) -> bytes:
-    """Serialize events, many times faster than pickle does. Both processes run the same Python, as marshal requires."""
-    return marshal.dumps(list(map(_row, events)), 2)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_step, (marshal.dumps(list(map(_row, self.events)), 2), self.time, self.stats)
 
 
-def decode(data: bytes) -> list[Event]:
-    """Return the events that `encode` has serialized."""
-    size = len(_POSITIONAL)
-    return [Event(*row[:size], **dict(zip(_KEYWORDS, row[size:], strict=True))) for row in marshal.loads(data)]
+def _read_step(events: bytes, time: float, stats: Stats | None) -> StepEnded:
+    return StepEnded([Event(**dict(zip(_NAMES, row, strict=True))) for row in marshal.loads(events)], time, stats)
 
 
 # ------------------------------------------------------------------------------------------------- the loop
@@ -165,7 +171,6 @@ class EngineLoop:
         """Report that the Generator is ready, and run until the client ends the loop. Raises what `turn` raises."""
         gen = self._gen
         info = EngineInfo(
-            folder=str(gen.folder),
             tokenizer=None if gen.tokenizer is None else str(gen.tokenizer.hf.name_or_path),
             max_model_len=gen.max_model_len,
             vocab_size=gen.model_config.vocab_size,
@@ -181,8 +186,9 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        """True while only a message can bring work."""
-        return not self._arrived and not self._gen.unfinished
+        """True while only a message can bring work: running requests wait where an update of the weights has failed
+        midway, until another one is complete."""
+        return not self._arrived and (self._gen.torn or not self._gen.unfinished)
 
     def turn(self) -> None:
         """Handle the messages that have arrived, run a step, send its events. An idle loop waits for a message first.
@@ -196,7 +202,7 @@ class EngineLoop:
         deadline = time.monotonic() + INTAKE_SECONDS
         while self._arrived and time.monotonic() < deadline:
             self._add(self._arrived.pop(next(iter(self._arrived))))
-        self._report(self._gen.step())
+        self._report([] if self._gen.torn else self._gen.step())
 
     def _handle_messages(self, wait: float | None) -> None:
         """Handle all messages. wait: seconds to wait for the first one (None: no limit)."""
@@ -221,7 +227,7 @@ class EngineLoop:
                 self._gen.abort(message.numbers)
             case Call():
                 self._call(message)
-            case Refused():  # see `unpack`
+            case Refused():
                 self._send(message)
             case None:
                 self._ended = True
@@ -259,7 +265,7 @@ class EngineLoop:
         if now - self._stats_sent >= STATS_SECONDS or self.idle:
             self._stats_sent, stats = now, self._gen.stats
         if events or stats is not None:
-            self._send(StepEnded(encode(events), now, stats))
+            self._send(StepEnded(events, now, stats))
 
 
 def _make_compiler(gen: Generator) -> Compiler:
@@ -285,21 +291,10 @@ def run_in_thread(arguments: dict[str, Any], incoming: SimpleQueue[Any], send: C
     send(None)
 
 
-def unpack(message: object) -> object:
-    """Return the message that is packed in another, or Refused where it can not be read."""
-    if not isinstance(message, Packed):
-        return message
-    try:
-        return pickle.loads(message.data)
-    except Exception as error:
-        reason = f"the engine's process can not read this ({error}); its classes and functions must be in a module"
-        return Refused(message.number, ValueError(f"{reason}, or give own_process=False to the AsyncGenerator"))
-
-
 def serve(connection: socket.socket) -> None:
     """Run an engine until the other end of the socket closes; ends the process."""
     incoming: SimpleQueue[Any] = SimpleQueue()
-    channel = Channel(connection, lambda message: os._exit(0) if message is None else incoming.put(unpack(message)))
+    channel = Channel(connection, lambda message: os._exit(0) if message is None else incoming.put(message))
     try:
         start = incoming.get()
         assert isinstance(start, Start), start

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import serve_stub
+from safetensors.torch import load_file
+from serving import children
 
 import fastgen
 from fastgen import Generator
@@ -249,32 +251,6 @@ def test_a_reader_of_the_complete_answer_is_woken_twice(client: Client) -> None:
 # ------------------------------------------------------------------------------------------------ calls
 
 
-@pytest.mark.parametrize("way", ["break", "cancel"])
-def test_a_reader_that_leaves_frees_its_sequences(client: Client, way: str) -> None:
-    async def read() -> str:
-        text = ""
-        async for event in client.engine.stream(ids(10), replace(LONG, n=2)):
-            text += event.text
-            if way == "break" and text:
-                break
-        return text
-
-    async def main() -> None:
-        task = asyncio.create_task(read())
-        if way == "cancel":
-            while not client.engine.stats.running:
-                await asyncio.sleep(0.01)
-            task.cancel()
-        await asyncio.wait([task])
-        await until_idle(client.engine)
-
-    before = client.engine.stats
-    client.run(main())
-    done = client.engine.stats.since(before)
-    assert (done.aborted, done.finished) == (1, 0)
-    assert done.generated_tokens < 1000
-
-
 def test_a_stream_and_a_whole_output_are_those_of_a_generator(client: Client) -> None:
     prompt, params = "The sum of 2 and 3", SamplingParams(n=2, seed=3, max_tokens=12, prompt_logprobs=1, logprobs=1)
 
@@ -290,20 +266,6 @@ def test_a_stream_and_a_whole_output_are_those_of_a_generator(client: Client) ->
     assert output.prompt_logprobs[1:] == wanted.prompt_logprobs[1:]
     assert output.prompt_top_logprobs == wanted.prompt_top_logprobs
     assert 0 < output.timings.first_token <= output.timings.finished
-
-
-def test_a_slow_reader_gets_fewer_and_longer_events(client: Client) -> None:
-    async def main() -> list[int]:
-        sizes = []
-        async for event in client.engine.stream(ids(5), replace(LONG, max_tokens=40)):
-            sizes.append(len(event.token_ids))
-            while client.engine._streams:  # until the engine has ended the request
-                await asyncio.sleep(0.01)
-        return sizes
-
-    sizes = client.run(main())
-    assert len(sizes) == 2
-    assert sum(sizes) == 40
 
 
 def test_methods_of_the_generator_run_between_steps(client: Client) -> None:
@@ -388,8 +350,11 @@ def test_a_mask_needs_the_same_process(client: Client) -> None:
 # ------------------------------------------------------------------------------------------------ ends
 
 
-async def by_cancelling(engine: AsyncGenerator, stream: EventStream) -> None:
-    task = asyncio.create_task(collect(stream))
+TWO = replace(LONG, n=2)
+
+
+async def by_cancelling(engine: AsyncGenerator) -> None:
+    task = asyncio.create_task(engine.generate(ids(10), TWO))
     while not engine.stats.running:
         await asyncio.sleep(0.01)
     task.cancel()
@@ -397,25 +362,31 @@ async def by_cancelling(engine: AsyncGenerator, stream: EventStream) -> None:
         await task
 
 
-async def by_leaving(engine: AsyncGenerator, stream: EventStream) -> None:
-    with stream:
+async def by_breaking(engine: AsyncGenerator) -> None:
+    async for event in engine.stream(ids(10), TWO):
+        if event.text:
+            break
+
+
+async def by_leaving(engine: AsyncGenerator) -> None:
+    with engine.submit([ids(10)], TWO) as stream:
         await anext(stream)
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
 
 
-async def at_once(engine: AsyncGenerator, stream: EventStream) -> None:
-    with stream:
+async def at_once(engine: AsyncGenerator) -> None:
+    with engine.submit([ids(10)], TWO):
         pass
 
 
-@pytest.mark.parametrize("way", [by_cancelling, by_leaving, at_once])
+@pytest.mark.parametrize("way", [by_cancelling, by_breaking, by_leaving, at_once])
 def test_a_request_is_aborted(client: Client, way: Any) -> None:
     """The engine stops its computation, and other requests go on."""
 
     async def main() -> None:
         other = asyncio.create_task(collect(engine.submit([ids(9)], SamplingParams(max_tokens=5))))
-        await way(engine, engine.submit([ids(10)], replace(LONG, n=2)))
+        await way(engine)
         assert (await other)[0].finish_reason in ("stop", "length")
         await until_idle(engine)
 
@@ -424,7 +395,26 @@ def test_a_request_is_aborted(client: Client, way: Any) -> None:
     client.run(until_idle(engine))
     done = engine.stats.since(before)
     assert done.generated_tokens < 1000
-    assert engine.stats.aborted - before.aborted == (done.requests == 2), "closed at once, it may never be added"
+    assert done.aborted == (done.requests == 2), "closed at once, it may never be added"
+
+
+def test_an_update_that_fails_midway_stops_requests_until_a_whole_one(client: Client) -> None:
+    weights = load_file(Path(fastgen.__file__).parent / "tiny" / "model.safetensors")
+
+    async def main() -> None:
+        gen = client.engine
+        with gen.submit([ids(9)], replace(LONG, max_tokens=200, seed=0)) as stream:
+            await anext(stream)
+            with pytest.raises(ValueError, match="missing"):
+                await gen.call("update_weights", iter([*weights.items()][:1]), in_flight="keep")
+            with pytest.raises(RuntimeError, match="call update_weights"):
+                await gen.generate(ids(4))
+            for version in (1, 0):
+                await gen.call("update_weights", weights, version, in_flight="keep")
+            last = [event async for events in stream for event in events][-1]
+        assert last.finish_reason == "length"
+
+    client.run(main())
 
 
 def test_a_wrong_request_fails_alone(client: Client) -> None:
@@ -467,6 +457,17 @@ def test_an_answer_follows_its_grammar(client: Client) -> None:
 def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that start from now on have a Generator that computes nothing."""
     monkeypatch.setattr(processes, "spawn", serve_stub.spawn)
+
+
+@pytest.mark.usefixtures("stubs")
+def test_a_result_that_the_client_can_not_read_fails_alone() -> None:
+    async def main() -> None:
+        async with AsyncGenerator() as engine:
+            with pytest.raises(ValueError, match="the other process can not read this"):
+                await engine.call("__getattribute__", "__class__")  # of the stub's main module
+            assert engine.ready
+
+    asyncio.run(main())
 
 
 async def stall(engine: AsyncGenerator) -> None:
@@ -518,6 +519,28 @@ def test_a_stall_is_detected_and_a_dead_engine_can_be_restarted() -> None:
             await die(engine, "failed with RuntimeError: bad luck", lambda: engine.submit([[serve_stub.BAD]], LONG))
 
     asyncio.run(main())
+
+
+@pytest.mark.usefixtures("stubs")
+def test_a_close_ends_a_restart() -> None:
+    async def main() -> None:
+        for steps in (1, 2, 5):  # of the event loop after the end of the first engine, or during it
+            engine = AsyncGenerator()
+            await engine.start()
+            first, restart = engine._peer, asyncio.create_task(engine.restart())
+            while steps > 1 and engine._peer is first:
+                await asyncio.sleep(0)
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            await engine.close()
+            with pytest.raises(EngineError, match="was closed"):
+                await restart
+            assert not engine.ready
+            assert engine._peer is None
+
+    before = children(os.getpid())
+    asyncio.run(main())
+    assert children(os.getpid()) == before
 
 
 def pid(engine: AsyncGenerator) -> int:

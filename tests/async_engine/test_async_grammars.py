@@ -12,7 +12,7 @@ import pytest
 from serving import alive, children, until
 
 import fastgen
-from fastgen.async_engine.grammars import LARGE, WORKERS, GrammarPool
+from fastgen.async_engine.grammars import WORKERS, GrammarPool
 from fastgen.text.grammar import Compiler, json_rule
 from fastgen.text.tokenizer import Tokenizer
 
@@ -51,12 +51,6 @@ def test_a_grammar_that_takes_too_long_is_an_error_and_others_go_on(pool: Gramma
         with pytest.raises(ValueError, match=r"takes more than 0\.5 seconds to compile; simplify it"):
             each.result()
     assert pool.compile(11, EASY, SECONDS).result() is not pool.compile(12, EASY, SECONDS).result()
-
-
-def test_small_grammars_do_not_wait_for_large_ones(pool: GrammarPool) -> None:
-    slow = [pool.compile(number, NEVER + " " * LARGE, SECONDS) for number in range(2 * WORKERS)]
-    assert pool.compile(99, EASY, SECONDS).result().words
-    assert not any(each.done() for each in slow)
 
 
 def test_grammars_that_nobody_waits_for_make_room(compiler: Compiler) -> None:

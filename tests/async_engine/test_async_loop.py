@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,13 +11,15 @@ from queue import SimpleQueue
 from typing import Any
 
 from fastgen.async_engine.client import joined
-from fastgen.async_engine.loop import INTAKE_SECONDS, Abort, EngineLoop, Submit, decode, encode
+from fastgen.async_engine.loop import INTAKE_SECONDS, Abort, EngineLoop, StepEnded, Submit
 from fastgen.engine.outputs import Stats
 from fastgen.request import Event, SamplingParams
 
 
 class FakeGenerator:
     """Runs every request for three steps; `add` takes 4 ms."""
+
+    torn = False
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -74,7 +77,7 @@ def test_events_survive_serialization() -> None:
     full = Event(4, 1, [1, 2], "é", "stop", "x", None, *scores, 64, sampling_mask=[[1, 2]], **drawn)
     failed = Event(5, 0, [], "", "error", 17, "the mask raised")
     events = [plain, full, failed]
-    assert decode(encode(events)) == events
+    assert pickle.loads(pickle.dumps(StepEnded(events, 0.5, None))) == StepEnded(events, 0.5, None)
 
 
 def test_events_of_a_sample_are_merged_in_the_order_of_prompts_and_samples() -> None:
