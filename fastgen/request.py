@@ -7,15 +7,15 @@ runner answers a Batch with a StepResult, and finished Sequences become Completi
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from numbers import Integral, Real
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastgen.names import PARAMETERS, explains_attributes, explains_names
+from fastgen.option import Option, option, options_of
 
 if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
     import numpy as np
@@ -81,24 +81,24 @@ class SamplingParams:
     return_sampling_mask: return the token ids that truncation kept, too.
     """
 
-    n: int = 1
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    n: int = option(1, low=1)
+    max_tokens: int | None = option(None, low=0)
+    min_tokens: int = option(0, low=0, high=2**31)
+    temperature: float = option(1.0, low=0)
+    top_p: float = option(1.0, low=0, above=True, high=1)
+    top_k: int = option(0, low=-1)
+    min_p: float = option(0.0, low=0, high=1)
+    repetition_penalty: float = option(1.0, low=0, above=True)
+    presence_penalty: float = option(0.0)
+    frequency_penalty: float = option(0.0)
     logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
+    seed: int | None = option(None, low=-(2**63), high=2**64 - 1)
     stop: str | SequenceOf[str] = ()
     stop_token_ids: SequenceOf[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = option(None, low=0, high=MAX_LOGPROBS)
+    prompt_logprobs: int | None = option(None, low=0, high=MAX_LOGPROBS)
     mask: TokenMask | None = None
     json_schema: Mapping[str, Any] | str | type | None = None
     regex: str | None = None
@@ -111,6 +111,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            if getattr(self, name) is None:  # vLLM's default
+                object.__setattr__(self, name, ())
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -122,54 +125,27 @@ class SamplingParams:
 
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError, or TypeError for a value of the wrong type, naming the parameter and what it may be."""
-        check_integer("n", self.n, 1)
-        if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 0)
-            if self.max_tokens == 0 and self.prompt_logprobs is None:
-                raise ValueError(
-                    "max_tokens is 0, so nothing would be computed; ask for at least 1 token, or set prompt_logprobs"
-                )
-            if self.max_tokens == 0 and self.n != 1:
-                raise ValueError(f"n is {self.n} with max_tokens=0; scoring a prompt takes n=1")
-        check_integer("min_tokens", self.min_tokens, 0, 2**31)
+        for name, value in vars(self).items():
+            option = _OPTIONS[name]
+            if value is not option.default:  # few differ, so that millions of requests are checked fast
+                option.check(value)
+                if name in _ITEMS:
+                    _check_items(name, value, vocab_size)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
-        _number("temperature", self.temperature, 0, math.inf)
-        _number("top_p", self.top_p, 0, 1, open_low=True)
-        check_integer("top_k", self.top_k, 0)
-        _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True)
-        _number("presence_penalty", self.presence_penalty, -math.inf, math.inf)
-        _number("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
-        if self.seed is not None:
-            check_integer("seed", self.seed, -(2**63), 2**64 - 1)
-        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if value is not None:
-                check_integer(name, value, 0, min(MAX_LOGPROBS, vocab_size))
-        if not isinstance(self.logit_bias, Mapping | None):
-            raise TypeError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
-        _token_ids("logit_bias", self.logit_bias or (), vocab_size)
-        for token, bias in (self.logit_bias or {}).items():
-            _number(f"logit_bias[{token}]", bias, -math.inf, math.inf)
-        for name, listed in (("stop_token_ids", self.stop_token_ids), ("stop", self.stop)):
-            if not isinstance(listed, Iterable):
-                raise TypeError(f"{name} must be a list, not {listed!r}")
-        _token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
-        for text in self.stop_strings:
-            if not isinstance(text, str):
-                raise TypeError(f"stop must be a string or a list of strings, not {text!r}")
-            if not text:
-                raise ValueError("a stop string is empty and would end every output at once; remove it")
-        if self.allowed_token_ids is not None:
-            if not isinstance(self.allowed_token_ids, Iterable):
-                raise TypeError(f"allowed_token_ids must be a list, not {self.allowed_token_ids!r}")
-            _token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
-            if not len(self.allowed_token_ids):
-                raise ValueError("allowed_token_ids is empty, so that no token could be drawn; give at least one id")
-        if self.bad_words != ():
-            _texts("bad_words", self.bad_words)
-            if not all(map(str.strip, self.bad_words)):
-                raise ValueError("a text in bad_words is blank; remove it")
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError(
+                "max_tokens is 0, so nothing would be computed; ask for at least 1 token, or set prompt_logprobs"
+            )
+        if self.max_tokens == 0 and self.n != 1:
+            raise ValueError(f"n is {self.n} with max_tokens=0; scoring a prompt takes n=1")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > vocab_size:
+                raise ValueError(f"{name} is {getattr(self, name)}; the vocabulary has {vocab_size} tokens")
+        if "" in self.stop_strings:
+            raise ValueError("a stop string is empty and would end every output at once; remove it")
+        if not all(map(str.strip, self.bad_words)):
+            raise ValueError("a text in bad_words is blank; remove it")
         self._check_structure()
 
     def _check_structure(self) -> None:
@@ -177,52 +153,41 @@ class SamplingParams:
         given = [name for name, value in zip(STRUCTURES, values, strict=True) if value is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given together; give one of them")
-        if not isinstance(self.regex, str | None):
-            raise TypeError(f"regex must be a string, not {self.regex!r}")
-        if not isinstance(self.grammar, str | None):
-            raise TypeError(f"grammar must be a string, not {self.grammar!r}")
-        if self.choice is not None:
-            _texts("choice", self.choice)
-            if not self.choice:
-                raise ValueError("choice is empty; give at least one string")
+        if self.mask is not None and not (hasattr(self.mask, "fill") and hasattr(self.mask, "accept")):
+            raise TypeError(f"mask must be an object with fill and accept (see fastgen.TokenMask), not {self.mask!r}")
+        for name, text in (("regex", self.regex), ("grammar", self.grammar)):
+            if not isinstance(text, str | None):
+                raise TypeError(f"{name} must be a string, not {text!r}")
 
 
-def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise TypeError unless `value` is an integer, and ValueError unless it is from `low` to `high`."""
-    # `type` is asked first, since a check against Integral takes many times longer.
-    if type(value) is not int and (not isinstance(value, Integral) or isinstance(value, bool)):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    if int(value) < low or (high is not None and int(value) > high):
-        raise ValueError(
-            f"{name} is {value}; it must be {f'at least {low}' if high is None else f'from {low} to {high}'}"
-        )
+_OPTIONS = options_of(SamplingParams)
+_BIAS = Option("a number in logit_bias", float, 0.0)
+_ITEMS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("logit_bias", "stop_token_ids", "allowed_token_ids"), (Integral, "token ids (integers)")),
+    **dict.fromkeys(("stop", "choice", "bad_words"), (str, "strings")),
+}
+"""The types of items, and a name for them, by parameter."""
 
 
-def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    if type(value) not in (int, float) and (not isinstance(value, Real) or isinstance(value, bool)):
-        raise TypeError(f"{name} must be a number, not {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond all floats
-        number = math.inf
-    if not math.isfinite(number) or not low <= number <= high or (open_low and number == low):
-        bounds = "finite" if low == -math.inf else f"{'above' if open_low else 'at least'} {low:g}"
-        raise ValueError(
-            f"{name} is {value}; it must be {bounds}{'' if high == math.inf else f' and at most {high:g}'}"
-        )
-
-
-def _token_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:
-    for token in ids:
-        if not isinstance(token, Integral) or isinstance(token, bool):
-            raise TypeError(f"{name} must hold token ids (integers), not {token!r}")
-        if not 0 <= int(token) < vocab_size:
-            raise ValueError(f"{name} holds the id {token}, outside the vocabulary of {vocab_size} tokens")
-
-
-def _texts(name: str, texts: Any) -> None:
-    if not isinstance(texts, SequenceOf) or isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"{name} must be a list of strings, not {texts!r}")
+def _check_items(name: str, values: Any, vocab_size: int) -> None:
+    """Raise TypeError or ValueError unless `values` are a list (or set, or the like) of the items of a parameter."""
+    kind, words = _ITEMS[name]
+    if name == "stop" and isinstance(values, str):
+        return
+    # An iterator would be empty when the values are used.
+    if isinstance(values, str | bytes) or not isinstance(values, Mapping if name == "logit_bias" else Collection):
+        form = f"a dict from {words} to numbers" if name == "logit_bias" else f"a list of {words}"
+        raise TypeError(f"{name} must be {form}, not {values!r}")
+    if not len(values) and name in ("choice", "allowed_token_ids"):
+        raise ValueError(f"{name} is empty, which allows no answer; give at least one of its {words}")
+    for item in values:
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise TypeError(f"{name} must hold {words}, not {item!r}")
+        if kind is Integral and not 0 <= int(item) < vocab_size:
+            raise ValueError(f"{name} holds the id {item}, outside the vocabulary of {vocab_size} tokens")
+    if name == "logit_bias":
+        for bias in values.values():
+            _BIAS.check(bias)
 
 
 # A class decorator would hide the arguments from type checkers.

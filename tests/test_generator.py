@@ -293,17 +293,22 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "n of True": ([5], SamplingParams(n=True), "n must be an integer, not True"),
     "n scores": ([5], SamplingParams(n=2, max_tokens=0, prompt_logprobs=0), "n is 2 with max_tokens=0"),
     "min above max": ([5], SamplingParams(min_tokens=3, max_tokens=2), "min_tokens is 3, above max_tokens"),
-    "seed too large": ([5], SamplingParams(seed=2**64), "it must be from -9223372036854775808 to 18446744073709551615"),
+    "seed too large": (
+        [5],
+        SamplingParams(seed=2**64),
+        "it must be at least -9223372036854775808 and at most 18446744073709551615",
+    ),
     "empty stop": ([5], SamplingParams(stop=["a", ""]), "a stop string is empty"),
-    "stop of ids": ([5], SamplingParams(stop=[5]), "stop must be a string or a list of strings, not 5"),  # type: ignore[list-item]
+    "stop of ids": ([5], SamplingParams(stop=[5]), "stop must hold strings, not 5"),  # type: ignore[list-item]
     "stop id outside": ([5], SamplingParams(stop_token_ids=[VOCAB]), f"stop_token_ids holds the id {VOCAB}"),
     "bias outside": ([5], SamplingParams(logit_bias={-1: 1.0}), "logit_bias holds the id -1"),
-    "bias of nan": ([5], SamplingParams(logit_bias={5: math.nan}), "logit_bias.5. is nan"),
-    "many logprobs": ([5], SamplingParams(logprobs=21), "logprobs is 21; it must be from 0 to 20"),
+    "bias of nan": ([5], SamplingParams(logit_bias={5: math.nan}), "a number in logit_bias is nan; it must be finite"),
+    "many logprobs": ([5], SamplingParams(logprobs=21), "logprobs is 21; it must be at least 0 and at most 20"),
     "prompt_logprobs below 0": ([5], SamplingParams(prompt_logprobs=-1), "prompt_logprobs is -1"),
     "no allowed token": ([5], SamplingParams(allowed_token_ids=[]), "allowed_token_ids is empty"),
     "allowed outside": ([5], SamplingParams(allowed_token_ids=[VOCAB]), f"allowed_token_ids holds the id {VOCAB}"),
     "one bad word": ([5], SamplingParams(bad_words="no"), "bad_words must be a list of strings, not 'no'"),
+    "a flag of text": ([5], SamplingParams(ignore_eos="no"), "ignore_eos must be True or False, not 'no'"),  # type: ignore[arg-type]
     "a blank word": ([5], SamplingParams(bad_words=[" "]), "a text in bad_words is blank"),
 }
 

@@ -26,6 +26,7 @@ ROOMS = (
     "kernels",
     "text",
     "request",
+    "option",
     "names",
     "tiny",
 )
@@ -36,6 +37,7 @@ WITHOUT_TORCH = (
     "text.tokenizer",
     "text.tool_calls",
     "names",
+    "option",
     "request",
     "model.config",
     "engine.options",

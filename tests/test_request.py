@@ -6,6 +6,7 @@ import math
 from dataclasses import FrozenInstanceError
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fastgen.request import (
@@ -51,6 +52,9 @@ NAN, INF = math.nan, math.inf
         ("logit_bias", {VOCAB: 1.0}),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {5: NAN}),
+        ("temperature", 10**400),  # beyond all floats
+        ("choice", []),
+        ("allowed_token_ids", []),
         ("logit_bias", {5: -INF}),
         ("seed", 2**64),
         ("seed", -(2**63) - 1),
@@ -92,8 +96,23 @@ def test_a_bad_value_is_a_value_error_that_names_its_parameter(name: str, value:
         ("logit_bias", {"5": 1.0}),
         ("logit_bias", {5: "1"}),
         ("seed", 1.0),
+        ("logit_bias", [(5, 1.0)]),
+        ("stop", 3),
         ("stop", [5]),
         ("stop", [None]),
+        ("stop", b"a"),
+        ("stop", iter(["a"])),  # would be empty when it is used
+        ("stop_token_ids", iter([3])),
+        ("allowed_token_ids", 3),
+        ("bad_words", "no"),
+        ("choice", "no"),
+        ("regex", 3),
+        ("grammar", ["start"]),
+        ("mask", 3),
+        ("ignore_eos", "yes"),
+        ("ignore_eos", None),
+        ("include_stop_str_in_output", 1),
+        ("return_sampling_mask", "no"),
         ("stop_token_ids", ["</s>"]),
         ("stop_token_ids", [True]),
         ("logprobs", 2.0),
@@ -145,6 +164,9 @@ def test_values_that_do_not_go_together(given: dict[str, Any], message: str) -> 
         {"stop": [" "]},
         {"stop": ("a", "b")},
         {"stop": []},
+        {"stop": None, "stop_token_ids": None, "bad_words": None},
+        {"stop": {"a", "b"}, "stop_token_ids": np.array([3, 4]), "allowed_token_ids": {3}},
+        {"n": np.int64(2), "temperature": np.float32(0.5)},
         {"stop_token_ids": [0, VOCAB - 1], "ignore_eos": True},
         {"logprobs": 0, "prompt_logprobs": MAX_LOGPROBS},
     ],
@@ -155,7 +177,7 @@ def test_the_edges_of_what_is_allowed_pass(given: dict[str, Any]) -> None:
 
 def test_alternatives_are_at_most_the_vocabulary() -> None:
     SamplingParams(logprobs=5).validate(5)
-    with pytest.raises(ValueError, match="logprobs is 6; it must be from 0 to 5"):
+    with pytest.raises(ValueError, match="logprobs is 6; the vocabulary has 5 tokens"):
         SamplingParams(logprobs=6).validate(5)
 
 

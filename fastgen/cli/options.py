@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from fastgen.engine.options import OPTIONS, Option
+from fastgen.engine.options import OPTIONS
 from fastgen.names import FLAGS
+from fastgen.option import Option
 
 PREFIX = "FASTGEN_"
 

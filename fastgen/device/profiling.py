@@ -12,7 +12,7 @@ from pathlib import Path
 from torch._C._autograd import _profiler_enabled
 from torch.profiler import profile, record_function
 
-from fastgen.request import check_integer
+from fastgen.option import Option
 
 _NOTHING = nullcontext()
 
@@ -36,7 +36,7 @@ class Tracer:
         Raises ValueError for steps below 1, for a path that is no file in a folder, and where a trace is being
         recorded already.
         """
-        check_integer("steps", steps, 1)
+        Option("steps", int, 1, low=1).check(steps)
         path = Path(path)
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"path is {str(path)!r}; give the name of a file in a folder that exists")

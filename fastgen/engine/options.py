@@ -6,95 +6,20 @@ Each field has a type, a default and a help line. Nothing here depends on torch,
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass
 from functools import wraps
-from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.names import GENERATOR, unknown_name
+from fastgen.option import option, options_of
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ATTENTION = ("flash", "paged", "reference")
 MOST_SEQS = 8192  # limit of the kernels that list the work of a step
 MOST_GB = 1e9  # of memory: 10^18 bytes
-
-_TYPES: dict[Any, tuple[Any, str]] = {
-    bool: (bool, "True or False"),
-    int: (Integral, "an integer"),
-    float: (Real, "a number"),
-}
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option that a user may set: one field of a dataclass of options.
-
-    kind: str, int, float, bool, or another type, which is not checked. default: None where the option may be left open,
-    and `unset` says in words what holds then. low, high: bounds of a number; `above` excludes low. choices: all values
-    of a string.
-    """
-
-    name: str
-    kind: Any
-    default: Any = None
-    help: str = ""
-    unset: str = ""
-    low: float = -math.inf
-    high: float = math.inf
-    above: bool = False
-    choices: tuple[str, ...] = ()
-
-    @property
-    def default_text(self) -> str:
-        """Return the default in words."""
-        return self.unset or (f"{self.default:g}" if isinstance(self.default, float) else str(self.default))
-
-    @property
-    def line(self) -> str:
-        """Return the description for a docstring."""
-        choices = f" Choices: {', '.join(self.choices)}." if self.choices else ""
-        return f"{self.name}: {self.help}.{choices} Default: {self.default_text}."
-
-    def check(self, value: Any) -> None:
-        """Raise TypeError or ValueError for a value that the option can not have."""
-        if value is None and self.default is None:
-            return
-        if self.kind in _TYPES:
-            kind, words = _TYPES[self.kind]
-            if not isinstance(value, kind) or (isinstance(value, bool) and self.kind is not bool):
-                raise TypeError(f"{self.name} must be {words}, not {value!r}")
-        if wrong := self.wrong(value):
-            raise ValueError(f"{self.name} {wrong}")
-
-    def wrong(self, value: Any) -> str:
-        """Return why a value of the right type can not be used, to stand behind the option's name; "" if it can."""
-        if self.choices and value not in self.choices:
-            return f"is {value!r}; it must be one of {', '.join(map(repr, self.choices))}"
-        if self.kind not in (int, float):
-            return ""
-        if self.low <= value <= self.high and abs(value) < math.inf and not (self.above and value == self.low):
-            return ""
-        least = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
-        most = f" and at most {self.high:g}" if self.high < math.inf else ""
-        return f"is {value}; it must be {'finite' if self.low == -math.inf else least + most}"
-
-
-def option(default: Any, help: str, **limits: Any) -> Any:
-    """Return the field of a dataclass of options. limits: other arguments of `Option`."""
-    return field(default=default, metadata={"help": help, **limits})
-
-
-def options_of(cls: type) -> dict[str, Option]:
-    """Return the options of a dataclass whose fields were made by `option`, by name."""
-    found, hints = {}, get_type_hints(cls)
-    for each in fields(cls):
-        kind = next(iter(get_args(hints[each.name])), hints[each.name])
-        found[each.name] = Option(each.name, kind, each.default, **each.metadata)
-    return found
 
 
 @dataclass(frozen=True)

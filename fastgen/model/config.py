@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fastgen.request import check_integer
+from fastgen.option import Option
 
 BUNDLED_NAME = "fastgen-tiny"
 
@@ -132,7 +132,7 @@ class ModelConfig:
         KV heads are replicated if there are fewer than ranks. `vocab_size` stays that of the whole model, although the
         ranks split it, too. Raises ValueError, with both numbers, for a size that does not divide.
         """
-        check_integer("tensor_parallel", ranks, 1)
+        Option("tensor_parallel", int, 1, low=1).check(ranks)
         if ranks == 1:
             return self
         sizes = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size,

@@ -37,8 +37,8 @@ from fastgen.cli.gen.work import (
 )
 from fastgen.cli.options import MODEL, SAMPLING, Parser, add_flag, flag, given
 from fastgen.engine.interrupts import DeferredInterrupt
-from fastgen.engine.options import Option
 from fastgen.model.config import BUNDLED_NAME
+from fastgen.option import Option
 from fastgen.request import SamplingParams
 
 if TYPE_CHECKING:

@@ -218,8 +218,6 @@ class RowJob:
         given.setdefault("seed", seed_of(self.seed, row.index))
         if isinstance(bias := given.get("logit_bias"), dict):
             given["logit_bias"] = {int(id) if id.isdecimal() else id: value for id, value in bias.items()}
-        if not isinstance(given.get("ignore_eos", False), bool):
-            raise TypeError(f"ignore_eos must be true or false, not {given['ignore_eos']!r}")
         params = replace(self.params, **given)
         if isinstance(params.n, int) and params.n > MAX_SAMPLES:
             raise ValueError(f"n is {params.n}; it may be at most {MAX_SAMPLES}: repeat the row for more")

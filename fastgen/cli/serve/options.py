@@ -13,8 +13,8 @@ import yaml
 from fastgen import __version__
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
 from fastgen.cli.options import MODEL, Parser, Value, add_flag, read_yaml, variable
-from fastgen.engine.options import Option, option, options_of
 from fastgen.model.config import BUNDLED_NAME
+from fastgen.option import Option, option, options_of
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ BAD = (
     ({"prompt": "x", "n": "two"}, "n must be an integer"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
     ({"prompt": "x", "n": 10**9}, "n is 1000000000; it may be at most 10000"),
-    ({"prompt": "x", "ignore_eos": "no"}, "ignore_eos must be true or false"),
+    ({"prompt": "x", "ignore_eos": "no"}, "ignore_eos must be True or False"),
     ({"prompt": "\ud800"}, "surrogates not allowed"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0"),
 )  # fmt: skip
