@@ -174,8 +174,8 @@ def _check_items(name: str, values: Any, vocab_size: int) -> None:
     kind, words = _ITEMS[name]
     if name == "stop" and isinstance(values, str):
         return
-    # An iterator would be empty when the values are used.
-    if isinstance(values, str | bytes) or not isinstance(values, Mapping if name == "logit_bias" else Collection):
+    right = isinstance(values, Collection) and not isinstance(values, str | bytes)  # an iterator is read only once
+    if not right or isinstance(values, Mapping) is not (name == "logit_bias"):
         form = f"a dict from {words} to numbers" if name == "logit_bias" else f"a list of {words}"
         raise TypeError(f"{name} must be {form}, not {values!r}")
     if not len(values) and name in ("choice", "allowed_token_ids"):
@@ -185,9 +185,8 @@ def _check_items(name: str, values: Any, vocab_size: int) -> None:
             raise TypeError(f"{name} must hold {words}, not {item!r}")
         if kind is Integral and not 0 <= int(item) < vocab_size:
             raise ValueError(f"{name} holds the id {item}, outside the vocabulary of {vocab_size} tokens")
-    if name == "logit_bias":
-        for bias in values.values():
-            _BIAS.check(bias)
+    for bias in values.values() if name == "logit_bias" else ():
+        _BIAS.check(bias)
 
 
 # A class decorator would hide the arguments from type checkers.

@@ -321,6 +321,12 @@ def test_add_raises_what_is_bad(gen: Generator, name: str) -> None:
     assert gen.unfinished == 0
 
 
+def test_a_bad_word_without_tokens_is_named(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gen.tokenizer, "encode", lambda text, special: [])
+    with pytest.raises(ValueError, match="bad_words has 'x', which has no tokens; remove it"):
+        gen.add([5], SamplingParams(bad_words=["x"]))
+
+
 def test_bad_requests_fail_alone(gen: Generator) -> None:
     good = [([random_ids(9, seed=i)], replace(SHORT, temperature=1, seed=i)) for i in range(len(BAD))]
     alone = [ids_of(gen.generate(*request))[0] for request in good]

@@ -39,7 +39,7 @@ from fastgen.engine.outputs import Stats
 from fastgen.ranks import processes
 from fastgen.ranks.channel import HEAD, Failed, Start, frame
 from fastgen.request import Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
-from fastgen.text.grammar import params_grammar
+from fastgen.text.grammar import params_grammar, structure_name
 
 log = logging.getLogger(__name__)
 
@@ -294,6 +294,7 @@ class AsyncGenerator:
                 "a mask can not be sent to another process; use json_schema, regex, choice or grammar, or give "
                 "own_process=False to the AsyncGenerator"
             )
+        structure = structure_name(params)
         if (grammar := params_grammar(params)) is not None:
             params = replace(params, json_schema=None, regex=None, choice=None, grammar=grammar)
         if not self._streams:
@@ -303,7 +304,7 @@ class AsyncGenerator:
         try:
             for number, prompt in zip(numbers, prompts, strict=True):
                 self._streams[number] = stream
-                peer.send(Submit(number, prompt, params, self._grammar_timeout))
+                peer.send(Submit(number, prompt, params, self._grammar_timeout, structure))
         except BaseException:  # a prompt that can not be pickled
             stream.__exit__()
             raise

@@ -29,7 +29,7 @@ from fastgen.parallel.errors import portable
 from fastgen.ranks.channel import Channel, Failed, Start
 from fastgen.ranks.processes import end_with_parent
 from fastgen.request import Event, Prompt, SamplingParams
-from fastgen.text.grammar import Compiler, GrammarMask
+from fastgen.text.grammar import Compiler, GrammarMask, named_error
 
 if TYPE_CHECKING:
     from fastgen.generator import Generator
@@ -67,12 +67,13 @@ def _read(kind: Callable[..., _Numbered], number: int, data: bytes) -> _Numbered
 @dataclass(frozen=True, slots=True)
 class Submit(_Numbered):
     """To the engine: a request. params: a structure of the answers is a grammar. grammar_timeout: seconds that it may
-    take to compile."""
+    take to compile. structure: the parameter that it comes from, for errors."""
 
     number: int
     prompt: Prompt
     params: SamplingParams
     grammar_timeout: float = GRAMMAR_TIMEOUT
+    structure: str = "grammar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +249,7 @@ class EngineLoop:
             if compiled.done():
                 del self._compiling[number]
                 if error := compiled.exception():  # any error fails this request alone
+                    error = named_error(submit.structure, error) if isinstance(error, ValueError) else error
                     self._send(Refused(number, portable(error)))
                 else:
                     params = replace(submit.params, grammar=None, mask=compiled.result())

@@ -28,7 +28,7 @@ from fastgen.request import (
     TokenMask,
     params_of,
 )
-from fastgen.text.grammar import Compiler, TokenRules, params_grammar, token_row
+from fastgen.text.grammar import Compiler, TokenRules, named_error, params_grammar, structure_name, token_row
 from fastgen.text.tokenizer import PROMPT_KINDS, Tokenizer, check_needs, encode_prompt
 
 CACHED_RULES = 64  # sets of bad_words and allowed_token_ids
@@ -66,7 +66,10 @@ class InputProcessor:
             return self._prepared[1]
         self.check_params(params)
         grammar = params_grammar(params)
-        mask = params.mask if grammar is None else self._compiler.compile(grammar)
+        try:
+            mask = params.mask if grammar is None else self._compiler.compile(grammar)
+        except ValueError as error:
+            raise named_error(structure_name(params), error) from None
         if params.allowed_token_ids is not None or params.bad_words:
             allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
             mask = TokenRules(mask, *self._token_rules(allowed, tuple(params.bad_words)))
@@ -74,9 +77,11 @@ class InputProcessor:
         return mask
 
     def _read_rules(self, allowed: tuple[int, ...] | None, words: tuple[str, ...]) -> tuple[Any, list[list[int]]]:
-        """Return the row and the words of TokenRules."""
+        """Return the row and the words of TokenRules. Raises ValueError for a word without tokens."""
         written = [text for word in words for text in (word, " " + word.lstrip())]
         found = [self.tokenizer.encode(text, special=False) for text in written] if self.tokenizer is not None else []
+        if [] in found:
+            raise ValueError(f"bad_words has {written[found.index([])]!r}, which has no tokens; remove it")
         known = [ids for ids in found if ids and max(ids) < self.model.vocab_size]
         row = token_row(self.model.vocab_size, allowed, [ids[0] for ids in known if len(ids) == 1])
         return row, [ids for ids in known if len(ids) > 1]

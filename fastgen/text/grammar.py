@@ -14,7 +14,7 @@ from copy import deepcopy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from fastgen.request import SamplingParams, TokenMask
+from fastgen.request import STRUCTURES, SamplingParams, TokenMask
 from fastgen.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # fgserve's HTTP process, which writes grammars, does not load NumPy
@@ -105,8 +105,21 @@ def params_grammar(params: SamplingParams) -> str | None:
     """Return the grammar that parameters ask for; None for any text. They are validated."""
     if params.grammar is not None:
         return params.grammar
-    rule = params_rule(params)
+    try:
+        rule = params_rule(params)
+    except ValueError as error:
+        raise named_error(structure_name(params), error) from None
     return None if rule is None else f"start: {rule}"
+
+
+def structure_name(params: SamplingParams) -> str:
+    """Return the name of the parameter that asks for the structure of the answers, for errors."""
+    return next((name for name in STRUCTURES if getattr(params, name) is not None), "")
+
+
+def named_error(name: str, error: ValueError) -> ValueError:
+    """Return an error that names the parameter whose grammar is wrong."""
+    return error if str(error).startswith(name) else ValueError(f"{name}: {error}")
 
 
 def _read_schema(schema: Any) -> Mapping[str, Any]:

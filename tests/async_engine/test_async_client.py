@@ -431,7 +431,7 @@ def test_a_wrong_request_fails_alone(client: Client) -> None:
         await refused(ValueError, "the id 5000", [5000], SamplingParams())
         await refused(ValueError, "the prompt is empty", [], SamplingParams())
         await refused(TypeError, "must hold integers", ["x"], SamplingParams())
-        await refused(ValueError, "Invalid type: x", ids(3), SamplingParams(grammar='start: %json {"type": "x"}'))
+        await refused(ValueError, "^json_schema: Invalid type: x", ids(3), SamplingParams(json_schema={"type": "x"}))
         unreadable = "pickle" if engine._own_process else "not generator"
         await refused(TypeError, unreadable, (id for id in [5]), SamplingParams())
         (event,) = await good

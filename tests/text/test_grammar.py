@@ -311,14 +311,14 @@ def test_answers_have_the_structure_that_parameters_ask_for(
     [
         ({"json_schema": 5}, TypeError, "json_schema must be a JSON schema"),
         ({"json_schema": "{"}, ValueError, "json_schema is not JSON"),
-        ({"json_schema": {"type": "x"}}, ValueError, "Invalid type: x"),
+        ({"json_schema": {"type": "x"}}, ValueError, "json_schema: Invalid type: x"),
         ({"regex": 5}, TypeError, "regex must be a string"),
-        ({"regex": "(a"}, ValueError, "unclosed group"),
+        ({"regex": "(a"}, ValueError, 'regex: invalid regex "(a"'),
         ({"regex": "a\\"}, ValueError, "regex ends with a backslash"),
         ({"choice": "ab"}, TypeError, "choice must be a list of strings"),
         ({"choice": []}, ValueError, "choice is empty"),
-        ({"grammar": "start: x"}, ValueError, 'unknown name: "x"'),
-        ({"grammar": 'root ::= "a"'}, ValueError, "Expected token"),
+        ({"grammar": "start: x"}, ValueError, 'grammar: unknown name: "x"'),
+        ({"grammar": 'root ::= "a"'}, ValueError, "grammar: 1(7): Expected token"),
         ({"regex": "a", "choice": ["a"]}, ValueError, "regex and choice are given together"),
     ],
 )

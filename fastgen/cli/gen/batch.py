@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.gen.work import Record, RowRequests, seed_of
 from fastgen.cli.serve.prompts import GenerationReply, GenerationRequest, ModelFacts, grammar_field, prepare
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, Strict, check_request
+from fastgen.cli.serve.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Strict,
+    check_request,
+    refused,
+)
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.request import Event, RequestOutput, SamplingParams
 
@@ -70,7 +77,7 @@ def _answer(
     try:
         for output in outputs:
             if output.error is not None:
-                raise ApiError(400, output.error, field, "invalid_value")
+                raise refused(ValueError(output.error), field)
         body: Any = reply.whole(event for prompt, output in enumerate(outputs) for event in _events(prompt, output))
     except ApiError as error:
         return _failed(row, error)

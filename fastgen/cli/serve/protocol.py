@@ -610,8 +610,12 @@ def _path(details: ErrorDetails, data: Any) -> tuple[str | int, ...]:
 
 
 def refused(error: ValueError | TypeError, param: str | None = None) -> ApiError:
-    """Return the response for an error of the engine, a template or a grammar, whose message may begin with a field."""
-    named = re.match(r"[a-z]+(_[a-z]+)*", str(error))
+    """Return the response for an error of the engine, a template or a grammar, whose message may begin with a field.
+
+    param: the field of the request; the engine knows what it asks for as `grammar`.
+    """
+    message = re.sub("^grammar: ", f"{param}: " if param else "", str(error))
+    named = re.match(r"[a-z]+(_[a-z]+)*", message)
     if param is None and named and named[0] in ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys():
         param = named[0]
-    return ApiError(400, str(error), param, "invalid_value")
+    return ApiError(400, message, param, "invalid_value")

@@ -421,7 +421,7 @@ def test_a_bad_schema_is_named(asker: Asker) -> None:
     schema = {"name": "x", "schema": {"type": "no such type"}}
     error = asker.error(messages=CHAT, response_format={"type": "json_schema", "json_schema": schema})
     assert (error.status_code, error.param) == (400, "response_format")
-    assert "no such type" in error.message
+    assert "response_format: Invalid type: no such type" in error.message
 
 
 # ------------------------------------------------------------------------------------------------ tools
