@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, Tag, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import from_json, to_json
 
 from fastgen.cli.serve.prompts import ModelFacts, calling_of, encode_chat, needed
-from fastgen.cli.serve.protocol import INT32, ApiError, ChatRequest, History, Strict, check_request, wrong
+from fastgen.cli.serve.protocol import INT32, ApiError, ChatRequest, Strict, check_request, wrong
 from fastgen.cli.serve.replies import ChatReply
-from fastgen.cli.serve.translation import Block, BlockReply, by_kind, called, merged, text_of
+from fastgen.cli.serve.translation import Block, BlockReply, called, merged, text_of, translated
 from fastgen.request import SamplingParams
 
 ERRORS = {
@@ -29,71 +29,33 @@ ERRORS = {
     504: "timeout_error",
 }  # others are an invalid_request_error
 
-# ------------------------------------------------------------------------------------------------- content
-
-
-class TextBlock(History):
-    type: Literal["text"]
-    text: str
-
-    def messages(self, role: str) -> list[dict[str, Any]]:
-        """Return the block as messages of a chat; so do those below. role: of its message."""
-        return [{"role": role, "content": self.text}]
-
-
-Texts = str | Annotated[list[TextBlock], Field(fail_fast=True)]
-
-
-class ToolUse(History):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-    def messages(self, role: str) -> list[dict[str, Any]]:
-        return [called(self.id, self.name, to_json(self.input).decode())]
-
-
-class ToolResult(History):
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: Texts | None = None
-
-    def messages(self, role: str) -> list[dict[str, Any]]:
-        return [{"role": "tool", "tool_call_id": self.tool_use_id, "content": text_of(self.content or "")}]
-
-
-class Thinking(History):
-    """What a model has thought, which templates do not take back."""
-
-    type: Literal["thinking", "redacted_thinking"]
-
-    def messages(self, role: str) -> list[dict[str, Any]]:
-        return []
-
-
-ContentBlock = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ToolUse, Tag("tool_use")]
-    | Annotated[ToolResult, Tag("tool_result")]
-    | Annotated[Thinking, Tag("thinking")]
-    | Annotated[Thinking, Tag("redacted_thinking")],
-    by_kind("must have the type text, tool_use, tool_result or thinking"),
-]
-
-
-class Turn(History):
-    role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[ContentBlock], Field(fail_fast=True)]
-
-    def messages(self) -> list[dict[str, Any]]:
-        """Return the turn as messages of a chat."""
-        if isinstance(self.content, str):
-            return [{"role": self.role, "content": self.content}]
-        return [message for block in self.content for message in block.messages(self.role)]
-
-
 # ------------------------------------------------------------------------------------------------- requests
+
+
+def _messages_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a turn as messages of a chat. Raises ValueError."""
+    match turn:
+        case {"role": "user" | "assistant" | "system" as role, "content": str() as text}:
+            return [{"role": role, "content": text}]
+        case {"role": "user" | "assistant" | "system" as role, "content": list(blocks)}:
+            return [message for block in blocks for message in _messages_of_block(role, block)]
+    raise ValueError("must have a role, user, assistant or system, and content, a text or a list of blocks")
+
+
+def _messages_of_block(role: str, block: Any) -> list[dict[str, Any]]:
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return [{"role": role, "content": text}]
+        case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(given)}:
+            return [called(id, name, to_json(given).decode())]
+        case {"type": "tool_result", "tool_use_id": str(id)}:
+            return [{"role": "tool", "tool_call_id": id, "content": text_of(block.get("content"))}]
+        case {"type": "thinking" | "redacted_thinking"}:  # templates do not take back what a model has thought
+            return []
+    raise ValueError(
+        "has a block of another type than text (with text), tool_use (id, name, input), tool_result (tool_use_id) and "
+        "thinking"
+    )
 
 
 class ToolDefinition(Strict):
@@ -104,10 +66,6 @@ class ToolDefinition(Strict):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    defer_loading: bool | None = None
-    cache_control: dict[str, Any] | None = None
-    eager_input_streaming: bool | None = None
-    input_examples: list[dict[str, Any]] | None = None
     without_effect = frozenset({"defer_loading", "cache_control", "eager_input_streaming", "input_examples"})
 
     def for_chat(self) -> dict[str, Any]:
@@ -133,31 +91,20 @@ class OutputFormat(Strict):
 
 class OutputConfig(Strict):
     format: OutputFormat | None = None
-    effort: str | None = None
     without_effect = frozenset({"effort"})
 
 
-class Unused(Strict):
-    """Fields that can not change the answer: caches, bills, and thinking, which templates decide."""
-
-    cache_control: dict[str, Any] | None = None
-    context_management: dict[str, Any] | None = None
-    diagnostics: dict[str, Any] | None = None
-    inference_geo: str | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    speed: str | None = None
-    thinking: dict[str, Any] | None = None
-
-
-class CountRequest(Unused):
+class CountRequest(Strict):
     """A request to /messages/count_tokens, and the common fields of both."""
 
-    without_effect = frozenset(Unused.model_fields)
+    without_effect = frozenset({
+        "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
+        "thinking",
+    })  # fmt: skip
 
     model: str | None = None
-    messages: list[Turn] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "a"}]])
-    system: Texts | None = None
+    messages: list[dict[str, Any]] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "a"}]])
+    system: str | list[dict[str, Any]] | None = None
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
@@ -171,8 +118,9 @@ class CountRequest(Unused):
 
     def chat(self) -> ChatRequest:
         """Return the request as a chat. Raises ApiError."""
-        messages = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
-        messages = merged([*messages, *(message for turn in self.messages for message in turn.messages())])
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages = translated(system, "system", _messages_of) + translated(self.messages, "messages", _messages_of)
+        messages = merged(messages)
         begun = messages[-1:] and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
         data: dict[str, Any] = {"messages": messages, "continue_final_message": bool(begun), **self._fields()}
         data["tools"] = [tool.for_chat() for tool in self.tools or ()]

@@ -85,12 +85,12 @@ def answer_rule(wanted: ResponseFormat | None) -> str | None:
 
 def structure_rule(request: GenerationRequest) -> str | None:
     """Return the rule of a structure that is asked for in the manner of vLLM, or None. Raises ApiError."""
-    for field, structure in request.structures.items():
-        try:
-            return params_rule(SamplingParams(**structure))
-        except (ValueError, TypeError) as error:
-            raise refused(error, field) from None
-    return None
+    if request.structured_outputs is None:
+        return None
+    try:
+        return params_rule(request.structured_outputs.params)
+    except (ValueError, TypeError) as error:
+        raise refused(error, "structured_outputs") from None
 
 
 def calling_of(request: ChatRequest, tokenizer: Tokenizer) -> Calling:
@@ -104,8 +104,8 @@ def calling_of(request: ChatRequest, tokenizer: Tokenizer) -> Calling:
 
 def grammar_field(request: GenerationRequest) -> str:
     """Return the name of the field that the grammar of a request comes from."""
-    if request.structures:
-        return next(iter(request.structures))
+    if request.structured_outputs is not None:
+        return "structured_outputs"
     wanted = request.response_format if isinstance(request, ChatRequest) else None
     return "tools" if wanted is None or wanted.type == "text" else "response_format"
 

@@ -19,7 +19,6 @@ from pydantic import (
     Tag,
     ValidationError,
     ValidationInfo,
-    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
@@ -31,7 +30,6 @@ MAX_CHOICES = 128
 MAX_STOPS = 64  # of bad_words too
 MAX_WORD = 1000  # characters of one of the bad_words
 INT32 = 2**31 - 1
-BIASED = "^[0-9]{1,10}$"  # keys of logit_bias
 
 UNSUPPORTED = "is not supported; leave it out"
 _OLD_CALLS = "is the old form of tool calls, which is not supported; use tools, tool_choice and tool_calls"
@@ -42,6 +40,8 @@ HINTS = {
 }  # by field that is not supported: what to do instead
 
 _TokenId = Annotated[int, Field(ge=0, le=INT32)]
+_Biased = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
+_Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
 _Word = Annotated[str, Field(pattern=r"\S", max_length=MAX_WORD)]
 _Stop = Annotated[str, Field(min_length=1)]  # an empty one would end every answer at its beginning
 
@@ -70,18 +70,22 @@ def wrong(field: str, message: str, code: LiteralString = "invalid_value") -> Py
     return PydanticCustomError(code, "{field} {message}", {"field": field, "message": message})
 
 
+def _describe(schema: dict[str, Any], kind: type[Strict]) -> None:
+    """Add to the JSON schema of a part what pydantic does not know."""
+    schema["additionalProperties"] = {"type": "null"}
+    for name in sorted(kind.without_effect):
+        schema["properties"].setdefault(name, {})["description"] = "accepted without effect"
+
+
 class Strict(BaseModel):
     """A part of a request: unknown fields are errors, types are not converted, and a null field counts as left out.
 
-    without_effect: fields that are accepted and not used; they are errors too if the validation's context has "strict".
+    without_effect: names of fields that are accepted and dropped, or only checked where the class declares them too;
+    they are errors if the validation's context has "strict".
     """
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        protected_namespaces=(),
-        json_schema_extra={"additionalProperties": {"type": "null"}},
+        extra="forbid", strict=True, frozen=True, protected_namespaces=(), json_schema_extra=_describe
     )
     without_effect: ClassVar[frozenset[str]] = frozenset()
 
@@ -90,11 +94,13 @@ class Strict(BaseModel):
     def _drop_nulls(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
-        given = {name: value for name, value in data.items() if value is not None}
-        refused: frozenset[str] = cls.without_effect if info.context and info.context.get("strict") else frozenset()
-        for name in given:  # stop at the first unknown field: there may be very many
-            if name in refused or not cls._knows(name):
+        strict, given = bool(info.context and info.context.get("strict")), {}
+        for name, value in data.items():  # stop at the first unknown field: there may be very many
+            ignored = name in cls.without_effect
+            if value is not None and (strict if ignored else not cls._knows(name)):
                 raise wrong(name, HINTS.get(name, UNSUPPORTED), "unsupported_parameter")
+            if value is not None and (not ignored or name in cls.model_fields):
+                given[name] = value
         return given
 
     @classmethod
@@ -106,7 +112,7 @@ class History(Strict):
     """A part of a message. Clients send messages back with keys that servers and libraries have added, which are
     dropped; a key that holds a part of what was said is an error."""
 
-    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    model_config = ConfigDict(extra="ignore", json_schema_extra=None)
 
     @classmethod
     def _knows(cls, name: str) -> bool:
@@ -118,7 +124,6 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
     without_effect = frozenset({"include_obfuscation"})
 
 
@@ -269,39 +274,26 @@ class StructuredOutputs(Strict):
         return self
 
     @property
-    def params(self) -> dict[str, Any]:
+    def params(self) -> SamplingParams:
         """The same structure in the parameters of the engine."""
-        if self.json_object:
-            return {"json_schema": {"type": "object"}}
-        given = {"json_schema": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
-        return {name: value for name, value in given.items() if value is not None}
+        schema = {"type": "object"} if self.json_object else self.json_
+        return SamplingParams(json_schema=schema, regex=self.regex, choice=self.choice, grammar=self.grammar)
 
 
 # ------------------------------------------------------------------------------------------------- requests
 
 
-class Unused(Strict):
-    """Fields of OpenAI's API that can not change the answer: bills, caches, safety, and hints to other models."""
+class GenerationFields(Strict):
+    """The common fields of both generating endpoints; SamplingParams documents most of them. Bills, caches, safety and
+    hints to other models can not change an answer."""
 
-    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="equal to n")
-    metadata: dict[str, Any] | None = None
+    without_effect = frozenset({
+        "best_of", "metadata", "modalities", "prediction", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "verbosity",
+    })  # fmt: skip
+
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)  # equal to n
     modalities: list[Literal["text"]] | None = None
-    prediction: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    reasoning_effort: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    verbosity: str | None = None
-
-
-class GenerationFields(Unused):
-    """The common fields of both generating endpoints; SamplingParams documents most of them."""
-
-    without_effect = frozenset(Unused.model_fields)
-
     model: str | None = None
     temperature: FiniteFloat | None = Field(None, ge=0)
     top_p: FiniteFloat | None = Field(None, ge=0, le=1, description="0 is off, as 1 is")
@@ -314,9 +306,7 @@ class GenerationFields(Unused):
     presence_penalty: FiniteFloat | None = Field(None, ge=-2, le=2)
     frequency_penalty: FiniteFloat | None = Field(None, ge=-2, le=2)
     repetition_penalty: FiniteFloat | None = Field(None, gt=0)
-    logit_bias: dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=MAX_BIASES, json_schema_extra={"propertyNames": {"pattern": BIASED}}
-    )
+    logit_bias: dict[_Biased, _Bias] | None = Field(None, max_length=MAX_BIASES)
     allowed_token_ids: Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)] | None = None
     bad_words: Annotated[list[_Word], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=INT32)
@@ -325,31 +315,13 @@ class GenerationFields(Unused):
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
-    guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _check_bias(cls, bias: Any) -> Any:
-        """Check size and keys before pydantic reports each wrong entry."""
-        if isinstance(bias, dict) and len(bias) > MAX_BIASES:
-            raise wrong("logit_bias", f"has {len(bias)} tokens; it may have {MAX_BIASES}")
-        for token in bias if isinstance(bias, dict) else ():
-            if not re.fullmatch(BIASED, token):
-                raise wrong("logit_bias", f"holds {token[:40]!r}; its keys must be token ids")
-        return bias
 
     @model_validator(mode="after")
     def _check_counts(self) -> GenerationFields:
         if self.best_of not in (None, self.choices):
             raise wrong("best_of", "must equal n: answers are not ranked", "unsupported_parameter")
-        if len(self.structures) > 1:
-            first, second = list(self.structures)[:2]
-            raise wrong(second, f"is given together with {first}; give one of them")
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "is only allowed when stream is true")
         return self
@@ -358,15 +330,6 @@ class GenerationFields(Unused):
     def choices(self) -> int:
         """Number of answers to each prompt."""
         return self.n or 1
-
-    @property
-    def structures(self) -> dict[str, dict[str, Any]]:
-        """The structure that a field asks for, in the parameters of the engine. A checked request has at most one."""
-        guided = {name: value for name in GUIDED if (value := getattr(self, name)) is not None}
-        found = {name: {GUIDED[name]: value} for name, value in guided.items()}
-        if self.structured_outputs is not None:
-            found["structured_outputs"] = self.structured_outputs.params
-        return found
 
     @property
     def include_usage(self) -> bool:
@@ -384,14 +347,6 @@ class GenerationFields(Unused):
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         return replace(defaults, **given, **others)
 
-
-# Fields of vLLM, and the parameters of the engine that they are.
-GUIDED = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
 
 # Fields that SamplingParams has under the same name and with the same meaning.
 COPIED = (GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {"top_p", "logit_bias"}
@@ -427,8 +382,8 @@ class ChatRequest(GenerationFields):
             raise wrong("tool_choice", f"names {unknown[0]!r}, which is not among the tools")
         if self.tool_choice == "required" and not names:
             raise wrong("tool_choice", "is 'required', and there are no tools")
-        if self.structures and self.response_format is not None:
-            raise wrong("response_format", f"is given together with {next(iter(self.structures))}; give one of them")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise wrong("response_format", "is given together with structured_outputs or guided_*; give one of them")
         check_continued(self)
         return self
 
@@ -563,10 +518,24 @@ def read_request(kind: type[RequestT], body: bytes, strict: bool = False) -> Req
 
 def check_request(kind: type[RequestT], data: Any, strict: bool = False) -> RequestT:
     """Check the value of a body. strict: refuse fields without effect. Raises ApiError, which names the wrong field."""
+    data = _with_one_structure(data)
     try:
         return kind.model_validate(data, context={"strict": strict})
     except ValidationError as error:
         raise _api_error(error, data) from None
+
+
+def _with_one_structure(data: Any) -> Any:
+    """Return a body in which `structured_outputs` stands for one of the older fields of vLLM. Raises ApiError."""
+    names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+    given = [name for name in names if isinstance(data, dict) and data.get(name) is not None]
+    if len(given) > 1:
+        message = f"{given[1]} is given together with {given[0]}; give one of them"
+        raise ApiError(400, message, given[1], "invalid_value")
+    if not given or given[0] == "structured_outputs":
+        return data
+    others = {name: value for name, value in data.items() if name not in names}
+    return {**others, "structured_outputs": {given[0].removeprefix("guided_"): data[given[0]]}}
 
 
 def _api_error(error: ValidationError, data: Any) -> ApiError:

@@ -7,23 +7,20 @@ the types of the openai package.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, Tag, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from fastgen.cli.serve.protocol import (
     ApiError,
     ChatRequest,
-    History,
-    JsonSchema,
     Strict,
-    ToolFunction,
     check_request,
     wrong,
 )
 from fastgen.cli.serve.replies import ChatReply
-from fastgen.cli.serve.translation import Block, BlockReply, by_kind, called, kind_of, merged, text_of
+from fastgen.cli.serve.translation import Block, BlockReply, called, merged, text_of, translated
 from fastgen.request import MAX_LOGPROBS
 
 # Fields of a chat that errors name, and what they are called here.
@@ -36,74 +33,6 @@ def renamed(error: ApiError) -> ApiError:
     return ApiError(error.status, error.message, name, error.code)
 
 
-# ------------------------------------------------------------------------------------------------- items
-
-
-class Part(History):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-Parts = str | Annotated[list[Part], Field(fail_fast=True)]
-
-
-class Message(History):
-    type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Parts
-
-    def messages(self) -> list[dict[str, Any]]:
-        """Return the item as messages of a chat; so do those below."""
-        return [{"role": self.role, "content": text_of(self.content)}]
-
-
-class FunctionCall(History):
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    namespace: str | None = None
-    arguments: str
-
-    def messages(self) -> list[dict[str, Any]]:
-        return [called(self.call_id, flat(self.namespace, self.name), self.arguments)]
-
-
-class FunctionOutput(History):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Parts
-
-    def messages(self) -> list[dict[str, Any]]:
-        return [{"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}]
-
-
-class Reasoning(History):
-    """What a model has thought, which templates do not take back."""
-
-    type: Literal["reasoning"]
-
-    def messages(self) -> list[dict[str, Any]]:
-        return []
-
-
-def _kind_of_item(item: Any) -> str | None:
-    """Return the tag of the type that an item is checked as. A message may be without its type."""
-    untyped = isinstance(item, Message) or (isinstance(item, dict) and "role" in item)
-    return kind_of(item) or ("message" if untyped else None)
-
-
-Item = Annotated[
-    Annotated[Message, Tag("message")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionOutput, Tag("function_call_output")]
-    | Annotated[Reasoning, Tag("reasoning")],
-    by_kind(
-        "must have the type message, function_call, function_call_output or reasoning; nothing is stored: a client "
-        "that sends references sends items where its `store` is false",
-        _kind_of_item,
-    ),
-]
-
 # ------------------------------------------------------------------------------------------------- requests
 
 
@@ -112,97 +41,71 @@ def flat(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-class Function(ToolFunction):
-    type: Literal["function"]
+def _messages_of(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return an item as messages of a chat. Raises ValueError."""
+    match {**item, "type": item.get("type") or "message"}:
+        case {"type": "message", "role": "system" | "developer" | "user" | "assistant" as role, "content": content}:
+            return [{"role": role, "content": text_of(content)}]
+        case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
+            return [called(id, flat(item.get("namespace"), name), arguments)]
+        case {"type": "function_call_output", "call_id": str(id), "output": output}:
+            return [{"role": "tool", "tool_call_id": id, "content": text_of(output)}]
+        case {"type": "reasoning"}:  # templates do not take back what a model has thought
+            return []
+    raise ValueError(
+        "must have the type message (with role and content), function_call (call_id, name, arguments), "
+        "function_call_output (call_id, output) or reasoning; nothing is stored: a client that sends references sends "
+        "items where its `store` is false"
+    )
 
 
-class Namespace(Strict):
-    """Functions whose calls have its name beside their own."""
-
-    type: Literal["namespace"]
-    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    description: str | None = None
-    tools: Annotated[list[Function], Field(fail_fast=True)]
-
-
-class WebSearch(History):
-    """A search in pages that are stored, which Codex offers by default: it is left out. One in the web is an error."""
-
-    type: Literal["web_search"]
+def _functions_of(tool: dict[str, Any]) -> list[tuple[str | None, dict[str, Any]]]:
+    """Return the functions of a tool, with their namespaces. Raises ValueError."""
+    match tool:
+        case {"type": "function", "name": str()}:
+            return [(None, tool)]
+        case {"type": "namespace", "name": str(name), "tools": list(tools)}:
+            return [(name, function) for each in tools for _, function in _functions_of(each)]
+        case {"type": "web_search", "external_web_access": False}:  # in stored pages: Codex offers it by default
+            return []
+    raise ValueError("must be of the type function or namespace: the server runs no tools itself, such as a search")
 
 
-def _kind_of_tool(tool: Any) -> str | None:
-    live = isinstance(tool, dict) and tool.get("external_web_access") is not False
-    return None if live and kind_of(tool) == "web_search" else kind_of(tool)
-
-
-ResponseTool = Annotated[
-    Annotated[Function, Tag("function")]
-    | Annotated[Namespace, Tag("namespace")]
-    | Annotated[WebSearch, Tag("web_search")],
-    by_kind(
-        "must be of the type function or namespace: the server runs no tools itself, such as a search", _kind_of_tool
-    ),
-]
-
-
-class ChosenFunction(Strict):
-    type: Literal["function"]
-    name: str
-
-
-class Plain(Strict):
-    type: Literal["text", "json_object"]
-
-
-class Schema(JsonSchema):
-    type: Literal["json_schema"]
+def _nested(part: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return the fields of a part for a chat, which nests what has a type here."""
+    return {name: value for name, value in part.items() if name != "type"} | changes
 
 
 class Text(Strict):
-    format: Annotated[Plain | Schema, Field(discriminator="type")] | None = None
-    verbosity: str | None = None
+    format: dict[str, Any] | None = None
     without_effect = frozenset({"verbosity"})
 
 
-class Unused(Strict):
-    """Fields that can not change the answer."""
+class ResponseRequest(Strict):
+    """A request to /responses. Its items and tools are checked when they have become those of a chat."""
 
-    client_metadata: dict[str, Any] | None = None
-    max_tool_calls: int | None = Field(None, description="of the tools of OpenAI's servers")
-    metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    reasoning: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    user: str | None = None
-
-
-class ResponseRequest(Unused):
-    """A request to /responses."""
-
-    without_effect = frozenset(Unused.model_fields)
+    without_effect = frozenset({
+        "client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user",
+    })  # fmt: skip
 
     model: str | None = None
-    input: str | Annotated[list[Item], Field(fail_fast=True)]
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: FiniteFloat | None = Field(None, ge=0)
     top_p: FiniteFloat | None = Field(None, ge=0, le=1)
     stream: bool | None = None
     text: Text | None = None
-    tools: Annotated[list[ResponseTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include: list[str] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     truncation: Literal["disabled"] | None = None
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -217,42 +120,29 @@ class ResponseRequest(Unused):
     def logprobs(self) -> bool:
         return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
 
-    def functions(self) -> Iterator[tuple[str | None, Function]]:
-        """Yield the functions with their namespaces."""
-        for tool in self.tools or ():
-            if isinstance(tool, Function):
-                yield None, tool
-            elif isinstance(tool, Namespace):
-                yield from ((tool.name, function) for function in tool.tools)
+    def functions(self) -> list[tuple[str | None, dict[str, Any]]]:
+        """Return the functions with their namespaces. Raises ApiError."""
+        return translated(self.tools or (), "tools", _functions_of)
 
     def chat(self) -> ChatRequest:
         """Return the request as a chat. Raises ApiError."""
-        items = [Message(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        messages += [message for item in items for message in item.messages()]
+        messages += translated(items, "input", _messages_of)
         if not messages:
             raise ApiError(400, "input is empty; give at least one message", "input", "invalid_value")
         names = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "chat_template_kwargs")
         data: dict[str, Any] = {name: getattr(self, name) for name in names}
         data |= {"messages": merged(messages), "max_tokens": self.max_output_tokens}
         data |= {"logprobs": True, "top_logprobs": self.top_logprobs} if self.logprobs else {}
-        data |= {"tools": [_chat_tool(*pair) for pair in self.functions()], "tool_choice": self.tool_choice}
-        if isinstance(self.tool_choice, ChosenFunction):
-            data["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
-        if self.text is not None and self.text.format is not None:
-            data["response_format"] = {"type": self.text.format.type}
-            if isinstance(self.text.format, Schema):
-                data["response_format"]["json_schema"] = _given(self.text.format)
+        functions = [_nested(function, name=flat(space, function["name"])) for space, function in self.functions()]
+        data["tools"] = [{"type": "function", "function": function} for function in functions]
+        data["tool_choice"] = self.tool_choice
+        if isinstance(self.tool_choice, dict):
+            data["tool_choice"] = {"type": self.tool_choice.get("type"), "function": _nested(self.tool_choice)}
+        if self.text is not None and (wanted := self.text.format) is not None:
+            data["response_format"] = {"type": wanted.get("type"), "json_schema": _nested(wanted) or None}
         return check_request(ChatRequest, data)
-
-
-def _given(part: Strict) -> dict[str, Any]:
-    """Return the fields of a part for a chat, which nests what has a type here."""
-    return part.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
-
-
-def _chat_tool(namespace: str | None, function: Function) -> dict[str, Any]:
-    return {"type": "function", "function": {**_given(function), "name": flat(namespace, function.name)}}
 
 
 # ------------------------------------------------------------------------------------------------- responses
@@ -264,7 +154,8 @@ class ResponseReply(BlockReply):
     def __init__(self, request: ResponseRequest, chat: ChatReply) -> None:
         super().__init__(chat)
         self._request = request
-        self._functions = {flat(*(space, tool.name)): (space, tool.name) for space, tool in request.functions()}
+        functions = [(space, function["name"]) for space, function in request.functions()]
+        self._functions = {flat(space, name): (space, name) for space, name in functions}
         self._hex = chat.id.rpartition("-")[2]
         self._number = -1
 
@@ -334,11 +225,11 @@ class ResponseReply(BlockReply):
         return {**item, **call, **({} if namespace is None else {"namespace": namespace})}
 
     def _response(self, status: str) -> dict[str, Any]:
-        given = self._request.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
+        given = self._request.model_dump(exclude_none=True, exclude={"input"})
         ended = status == self._status
         statuses = ["completed"] * (len(self.blocks) - 1) + [status]
         output = [self._item(block, state, [_part(block)]) for block, state in zip(self.blocks, statuses, strict=False)]
-        echoed = ("instructions", "max_output_tokens", "reasoning", "temperature", "top_p", "user")
+        echoed = ("instructions", "max_output_tokens", "temperature", "top_p")
         return {
             "id": f"resp_{self._hex}",
             "object": "response",

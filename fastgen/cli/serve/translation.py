@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import Discriminator
-
 from fastgen.cli.serve.protocol import ApiError
 from fastgen.cli.serve.replies import ChatReply
 from fastgen.request import Event
@@ -34,20 +32,31 @@ def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def text_of(parts: str | list[Any]) -> str:
-    """Return the text of a message's content. parts: the text, or parts of it with a `text` each."""
-    return parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+def text_of(content: Any) -> str:
+    """Return the text of a message's content, a text or a list of its parts. Raises ValueError for other content."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        match part:
+            case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise ValueError(f"has content of the type {kind!r:.40}; give text, or parts of the type text")
+    return "\n".join(texts)
 
 
-def kind_of(part: Any) -> str | None:
-    """Return the type that a part of a request says it has, before or after its check; None if it says none."""
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return kind if isinstance(kind, str) else None
-
-
-def by_kind(message: str, kind: Callable[[Any], str | None] = kind_of) -> Discriminator:
-    """Return the choice among the types of a part by their tags. message: the rest of an error's sentence."""
-    return Discriminator(kind, custom_error_type="invalid_value", custom_error_message=message)
+def translated(items: Iterable[Any], field: str, translate: Callable[[Any], list[Any]]) -> list[Any]:
+    """Return what the items of a field become in a chat. Raises ApiError, which names the item, for a ValueError."""
+    found = []
+    for place, item in enumerate(items):
+        try:
+            found += translate(item)
+        except ValueError as error:
+            param = f"{field}[{place}]"
+            raise ApiError(400, f"{param} {error}", param, "invalid_value") from None
+    return found
 
 
 def called(id: str, name: str, arguments: str) -> dict[str, Any]:

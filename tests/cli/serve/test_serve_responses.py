@@ -198,8 +198,8 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "image": (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "input[0].content[0].type",
-        "input_text",
+        "input[0]",
+        "content of the type 'input_image'; give text",
     ),
     "empty": ({"input": []}, "input", "at least one message"),
     "search": ({"tools": [{"type": "web_search"}]}, "tools[0]", "function or namespace"),
