@@ -11,8 +11,8 @@ ROWS = [1, 2, 3, 4, 5, 7, 8, 11, 16, 25, 33, 64, 150, 256]  # of PACKED_ROW_TILE
 def check(outputs: int, inputs: int) -> None:
     plain = Linear(torch.randn(outputs, inputs), torch.randn(outputs))
     torch.set_num_threads(32)
-    packed, x = plain.packed(torch.empty(plain.pack_size)), torch.randn(ROWS[-1] * PACKED_ROW_TILE, inputs)
-    assert torch.equal(packed.unpacked().weight, plain.weight)
+    packed, x = plain.pack(), torch.randn(ROWS[-1] * PACKED_ROW_TILE, inputs)
+    assert torch.equal(packed.unpack().weight, plain.weight)
     expected, stream = packed(x), torch.randn(len(x), outputs)
     torch.testing.assert_close(expected, plain(x), atol=1e-3, rtol=1e-5)
     added = packed.add_to(stream.clone(), x)

@@ -20,7 +20,7 @@ from torch import Tensor
 from fastgen.device.profiling import span
 from fastgen.model.attention import Attention
 from fastgen.model.kv_pool import KVPool
-from fastgen.model.transformer import Microbatch, StepInput, Transformer
+from fastgen.model.transformer import StepPart, Transformer
 from fastgen.parallel.errors import DepartedError
 from fastgen.parallel.residual import ReplicatedResidual
 
@@ -157,35 +157,37 @@ class PrefillGraphs:
         """Return the size that a step of `tokens` tokens, at most sizes[-1], is padded to."""
         return self.sizes[bisect.bisect_left(self.sizes, tokens)]
 
-    def forward(self, step: StepInput, attention: Attention) -> Tensor:
+    def forward(self, part: StepPart, attention: Attention) -> Tensor:
         """Do what `Transformer.forward` does for a step that is padded to one of `sizes`. The next call may overwrite
         the result."""
-        size, model = len(step.token_ids), self._model
-        self._ids[:size] = step.token_ids
-        self._positions[:size] = step.mapping.positions
-        self._slots[:size] = step.mapping.slots
-        batch, q = Microbatch(step, ReplicatedResidual(model.group, self._x[:size])), self._q[:size]
+        size, model = len(part.token_ids), self._model
+        self._ids[:size] = part.token_ids
+        self._positions[:size] = part.mapping.positions
+        self._slots[:size] = part.mapping.slots
+        part.residual, q = ReplicatedResidual(model.group, self._x[:size]), self._q[:size]
         for number in range(self._layers):
             if number:
-                attended = model.attend(batch, number - 1, q, attention)
+                attended = model.attend(part, number - 1, q, attention)
                 self._attended[: len(attended)] = attended
-            step.wait(number)
+            part.wait(number)
             with span("graph"):
                 self.graphs.run(size * self._layers + number)
         last = self._layers - 1
-        model.add_attended(batch, last, model.attend(batch, last, q, attention))
-        model.add_mlp(batch, last)
-        return batch.residual.whole()[: step.wanted]
+        model.add_attended(part, last, model.attend(part, last, q, attention))
+        model.add_mlp(part, last)
+        return part.residual.whole()[: part.num_results]
 
     def _launch(self, number: int) -> None:
         """Launch the kernels of a graph."""
         size, layer = divmod(number, self._layers)
         model, x, ids = self._model, self._x[:size], self._ids[:size]
         mapping = model.slot_mapping(self._pool, self._positions[:size], self._slots[:size], size)
-        batch = Microbatch(StepInput(ids, mapping, plan=None), ReplicatedResidual(model.group, x))
+        part = StepPart(ids, mapping, plan=None)
         if layer == 0:
-            x.copy_(model.embed([ids])[0].whole())
-        else:
-            model.add_attended(batch, layer - 1, self._attended[:size])
-            model.add_mlp(batch, layer - 1)
-        self._q[:size] = model.queries(batch, layer, self._pool)
+            model.embed([part])
+            x.copy_(part.residual.whole())
+        part.residual = ReplicatedResidual(model.group, x)
+        if layer > 0:
+            model.add_attended(part, layer - 1, self._attended[:size])
+            model.add_mlp(part, layer - 1)
+        self._q[:size] = model.project_qkv(part, layer, self._pool)

@@ -22,8 +22,8 @@ from fastgen.kernels.state import DecodeInput, advance
 from fastgen.model.attention import Attention, StepLayout
 from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
-from fastgen.model.sampler import LARGE, LaneState, SampleOutput, SamplePlan, draw, plan_flags
-from fastgen.model.transformer import StepInput, Transformer
+from fastgen.model.sampler import LARGE, LaneState, SampleOutput, SamplePlan, draw
+from fastgen.model.transformer import StepPart, Transformer
 from fastgen.model.weights import Update, write
 from fastgen.parallel.errors import DepartedError
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
@@ -105,11 +105,11 @@ class Runner:
         self.page_table = torch.full((lanes, columns), pool.spare, dtype=torch.int32, device=self.device)
         self.kv_lens = torch.zeros(lanes, dtype=torch.int32, device=self.device)
         self.state = LaneState(lanes, vocab, self.device, draws)
-        # By lane on the host: copies of page_table and kv_lens, sampling parameters, and their plan_flags.
+        # By lane on the host: copies of page_table and kv_lens, sampling parameters, and their SamplePlan.
         self._tables = np.full((lanes, columns), pool.spare, dtype=np.int32)
         self._kv_lens = np.zeros(lanes, dtype=np.int64)
         self._params = [SamplingParams()] * lanes
-        self._flags = np.zeros(lanes, dtype=np.int64)
+        self._plans = np.zeros((len(SamplePlan._fields), lanes), dtype=np.int64)
         self.share_prefixes = attention.shares and most > 1  # decodes may read shared keys once
         self._sharing_of: tuple[int, ...] = ()  # the decodes for which `_sharing` was found
         self._sharing = False
@@ -220,7 +220,7 @@ class Runner:
         advance(self.state.last_token, self.kv_lens, self.page_table, step, self.pool.page_size)
         plan = self.attention.plan_decode(step.lanes, step.kv_lens, self.page_table, shared, alone=True)
         mapping = self.model.slot_mapping(self.pool, step.positions, step.slots, size)
-        x = self.model.forward([StepInput(step.token_ids, mapping, plan)], self.pool, self.attention)
+        x = self.model.forward([StepPart(step.token_ids, mapping, plan)], self.pool, self.attention)
         self.model.logits(x, self._logits[:size])
 
     @torch.inference_mode()
@@ -252,7 +252,7 @@ class Runner:
     def _sample(self, launched: Launched, masks: np.ndarray | None) -> None:
         """Draw tokens, and start copying the step's results to the host."""
         if launched.logits is not None:
-            plan = SamplePlan.of(self._flags[list(launched.batch.sampling)])
+            plan = SamplePlan.together(self._plans.take(launched.batch.sampling, 1))
             mask = None if masks is None else upload(masks, self.device)
             drawn = draw(launched.logits, self.state, launched.lanes, launched.positions, plan, mask)
             self.group.broadcast(drawn.packed[0])
@@ -299,7 +299,7 @@ class Runner:
             self.state.start(batch.starts)
             for start in batch.starts:
                 self._params[start.lane] = start.params
-                self._flags[start.lane] = plan_flags(start.params)
+                self._plans[:, start.lane] = SamplePlan.of(start.params)
         if batch.pages:
             rows = [(lane, at, page) for lane, first, pages in batch.pages for at, page in enumerate(pages, first)]
             updates = np.array(rows, dtype=np.int64).T.copy()
@@ -384,7 +384,7 @@ class Runner:
                 layout = part.ends.layout(self.page_table, len(part.rows), own_shared)
                 ends = rows[row : row + len(part.rows)] - start, layout
             mapping = self.model.slot_mapping(self.pool, positions[here], slots[here], count)
-            inputs.append(StepInput(ids[here], mapping, plan, ends, arrivals))
+            inputs.append(StepPart(ids[here], mapping, plan, ends, arrivals))
             start, row = start + count, row + len(part.rows)
         if graphs:
             x = graphs.forward(inputs[0], self.attention)

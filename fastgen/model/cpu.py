@@ -21,6 +21,11 @@ def _constant(value: float) -> Tensor:
         return torch.full((1,), value, dtype=torch.float32)
 
 
+def takes(x: Tensor) -> bool:
+    """Return whether these operations take x."""
+    return x.device.type == "cpu" and x.dtype == torch.float32
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm of x [T, N] over its last dimension, times weight [N]."""
     size = torch.linalg.vector_norm(x, 2, -1, True)

@@ -16,9 +16,8 @@ Shapes: R rows (the samples drawn in a step), V vocabulary, S lanes. Nothing her
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -38,74 +37,51 @@ NO_TOKEN = -1  # result where no token can be drawn: the mask or -inf forbids al
 LARGE = 1e30  # bound of parameters, and 1 / LARGE that of the temperature, so that float32 arithmetic stays finite
 
 
-@dataclass(frozen=True)
-class SamplePlan:
+class SamplePlan(NamedTuple):
     """The operations that the rows of a batch need, known on the host. False leaves an operation out.
 
-    greedy: some row takes the most likely token; draws: some row draws one. top_k_or_p, min_p: some drawing row has
-    them. widest: the number of most likely tokens that top-k and top-p must sort, 0 for all. top_logprobs: the largest
-    number of raw alternatives that a row asks for. keep_mask: some row asks for the tokens that truncation kept.
+    greedy: some row takes the most likely token; draws: some row draws one. sorted_tokens: the number of most likely
+    tokens that top-k and top-p must sort, 0 where no drawing row has them. keep_mask: some row asks for the tokens that
+    truncation kept. top_logprobs: the largest number of raw alternatives that a row asks for.
     """
 
-    greedy: bool = True
-    draws: bool = True
-    penalties: bool = True
-    bias: bool = True
-    min_tokens: bool = True
-    top_k_or_p: bool = True
-    widest: int = 0
-    min_p: bool = True
-    top_logprobs: int = 0
-    keep_mask: bool = False
+    greedy: bool
+    draws: bool
+    penalties: bool
+    bias: bool
+    min_tokens: bool
+    min_p: bool
+    keep_mask: bool
+    sorted_tokens: int
+    top_logprobs: int
 
     @staticmethod
-    def of(rows: Iterable[SamplingParams] | np.ndarray) -> SamplePlan:
-        """Return the smallest plan for rows with these parameters, or with these `plan_flags`, int64 [R]."""
-        flags = rows if isinstance(rows, np.ndarray) else np.array([plan_flags(p) for p in rows], dtype=np.int64)
-        if not len(flags):
-            return _plan(0, 0, 0)
-        together = int(np.bitwise_or.reduce(flags))
-        top_logprobs = int((flags >> 9 & 31).max())
-        widest = 0 if together & _TOP_P_ALONE else int((flags >> 14).max())
-        return _plan(together & (1 << 9) - 1, top_logprobs, widest)
+    def of(params: SamplingParams) -> SamplePlan:
+        """Return the plan of one row."""
+        drawing = params.temperature > 0
+        cut = drawing and (params.top_k > 0 or params.top_p < 1)
+        return SamplePlan(
+            greedy=not drawing,
+            draws=drawing,
+            penalties=params.penalized,
+            bias=bool(params.logit_bias),
+            min_tokens=params.min_tokens > 0,
+            min_p=drawing and params.min_p > 0,
+            keep_mask=params.return_sampling_mask,
+            sorted_tokens=min(params.top_k or MAX_VOCAB, MAX_VOCAB) if cut else 0,
+            top_logprobs=params.logprobs or 0,
+        )
+
+    @staticmethod
+    def together(plans: np.ndarray) -> SamplePlan:
+        """Return the smallest plan for rows with these plans, int64 [9, R]; R is 1 or more."""
+        largest = plans.max(1).tolist()
+        return SamplePlan(*map(bool, largest[:7]), *largest[7:])
 
     @property
     def edits(self) -> bool:
         """Logits are edited before the draw (not counting masks)."""
         return self.penalties or self.bias or self.min_tokens
-
-
-GREEDY = SamplePlan(draws=False, penalties=False, bias=False, min_tokens=False, top_k_or_p=False, min_p=False)
-
-_NEEDS = ("greedy", "draws", "penalties", "bias", "min_tokens", "top_k_or_p", "min_p", "keep_mask")
-"""Fields of SamplePlan with a bit each in `plan_flags`, from bit 0 on."""
-
-_TOP_P_ALONE = 1 << len(_NEEDS)
-
-
-def plan_flags(params: SamplingParams) -> int:
-    """Return a row's needs for SamplePlan.of as one integer below 2**63: nine bits, then logprobs (5 bits), top_k."""
-    drawing = params.temperature > 0
-    ordered = drawing and (params.top_k > 0 or params.top_p < 1)
-    needs = {
-        "greedy": not drawing,
-        "draws": drawing,
-        "penalties": params.penalized,
-        "bias": bool(params.logit_bias),
-        "min_tokens": params.min_tokens > 0,
-        "top_k_or_p": ordered,
-        "min_p": drawing and params.min_p > 0,
-        "keep_mask": params.return_sampling_mask,
-    }
-    flags = sum(bool(needs[name]) << place for place, name in enumerate(_NEEDS))
-    flags |= _TOP_P_ALONE * (ordered and not params.top_k)
-    return flags | (params.logprobs or 0) << 9 | (min(params.top_k, MAX_VOCAB) << 14 if ordered else 0)
-
-
-@lru_cache(maxsize=1024)
-def _plan(flags: int, top_logprobs: int, widest: int) -> SamplePlan:
-    needs = {name: bool(flags >> place & 1) for place, name in enumerate(_NEEDS)}
-    return SamplePlan(**needs, top_logprobs=top_logprobs, widest=widest)
 
 
 @dataclass(slots=True)
@@ -159,8 +135,8 @@ class LaneState:
 
     last_token: int64 [S], each lane's last token (0 for NO_TOKEN, so that it can always be embedded). table: int64 [S,
     14], the parameters: the integers of _Rows from seed on, then the bits of its floats as float64. token_ids, addends:
-    int64 and float32 [S, MAX_BIASES], (token, addend) pairs, a lane's biases and then its stop ids. widest: the most
-    pairs that a lane has had. counts: int32 [S, V], the occurrences of tokens in a penalized lane's answer, and
+    int64 and float32 [S, MAX_BIASES], (token, addend) pairs, a lane's biases and then its stop ids. most_pairs: the
+    most that a lane has had. counts: int32 [S, V], the occurrences of tokens in a penalized lane's answer, and
     in_prompt: bool [S, V]; both are rebuilt from the lane's tokens when it starts. draws: this rank draws; other ranks
     receive the tokens, and keep only `last_token` up to date."""
 
@@ -174,7 +150,7 @@ class LaneState:
         width = min(MAX_BIASES, 2 * vocab_size)
         self.token_ids = torch.zeros(max_seqs, width, dtype=torch.int64, device=device)
         self.addends = torch.zeros(max_seqs, width, dtype=torch.float32, device=device)
-        self.widest = 0
+        self.most_pairs = 0
         cells = max_seqs if draws else 0, vocab_size
         self.counts = torch.zeros(cells, dtype=torch.int32, device=device)
         self.in_prompt = torch.zeros(cells, dtype=torch.bool, device=device)
@@ -225,7 +201,7 @@ class LaneState:
                 ids, bits, rows = torch.split(upload(packed, self.table.device), [count, count, len(lanes)])
                 self.token_ids[:, :count].index_copy_(0, rows, ids.expand(len(lanes), -1))
                 self.addends[:, :count].index_copy_(0, rows, bits.view(torch.float64).float().expand(len(lanes), -1))
-                self.widest = max(self.widest, count)
+                self.most_pairs = max(self.most_pairs, count)
 
     def _count(self, starts: Sequence[LaneStart]) -> None:
         """Rebuild the penalty counts of these lanes from their tokens."""
@@ -259,10 +235,10 @@ class LaneState:
 def _launch_draw(
     logits: Tensor, state: LaneState, lanes: Tensor, positions: Tensor, plan: SamplePlan, mask: Tensor | None
 ) -> SampleOutput:
-    truncated = plan.top_k_or_p or plan.min_p
+    cut = plan.sorted_tokens > 0
     out, kept = sampling.draw(
         logits, state, lanes, positions, state.workspace(len(lanes)),  # type: ignore[arg-type]  # Lanes admits None
-        edited=plan.edits, truncated=truncated, cut=plan.top_k_or_p, mask=mask, keep=plan.keep_mask,
+        edited=plan.edits, truncated=cut or plan.min_p, cut=cut, mask=mask, keep=plan.keep_mask,
     )  # fmt: skip
     output = SampleOutput(out[:4])
     if kept is not None:
@@ -284,8 +260,6 @@ def _draw_twin(
     min_tokens, mask, temperature, top-k, top-p, min-p.
     """
     logits = logits.float()
-    if plan == GREEDY and mask is None:
-        return _take_likeliest(logits, state, lanes)
     rows = state.rows(lanes)
     edited = _edit(state, rows, lanes, positions, logits, plan, mask)
     best = edited.amax(1, keepdim=True)
@@ -305,19 +279,6 @@ def _draw_twin(
     if plan.top_logprobs:
         output.top_ids, output.top_logprobs = scoring.alternatives.twin(logits, plan.top_logprobs)
     return output
-
-
-def _take_likeliest(logits: Tensor, state: LaneState, lanes: Tensor) -> SampleOutput:
-    """Return what `_draw_twin` does for GREEDY, which needs no parameters of the lanes."""
-    best, tokens = logits.max(1)  # argmax takes three times as long on the CPU
-    raw_logprobs = logits.log_softmax(1).gather(1, tokens[:, None]).squeeze(1)
-    possible = best.isfinite()
-    packed = torch.zeros(4, len(logits), dtype=torch.int32, device=logits.device)
-    packed[0] = tokens.masked_fill_(~possible, NO_TOKEN)
-    packed[1:3].view(torch.float32).masked_fill_(~possible, float("nan"))
-    packed[3] = raw_logprobs.view(torch.int32)
-    state.drew(lanes, tokens, None)
-    return SampleOutput(packed)
 
 
 draw = Kernel(_launch_draw, _draw_twin)
@@ -342,8 +303,8 @@ def _edit(
     if plan.bias or plan.min_tokens:
         early = positions[:, None] - rows.prompt_len < rows.min_tokens
         used = rows.biases + torch.where(early, rows.stops, 0)
-        unused = torch.arange(state.widest, device=logits.device) >= used
-        token_ids, addends = state.token_ids[lanes, : state.widest], state.addends[lanes, : state.widest]
+        unused = torch.arange(state.most_pairs, device=logits.device) >= used
+        token_ids, addends = state.token_ids[lanes, : state.most_pairs], state.addends[lanes, : state.most_pairs]
         logits = logits.scatter_add(1, token_ids, addends.masked_fill(unused, 0.0))
     if mask is not None:
         bits = mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)
@@ -381,18 +342,21 @@ def _truncate(edited: Tensor, best: Tensor, rows: _Rows, plan: SamplePlan) -> Te
     """
     kept = None
     temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
-    if plan.top_k_or_p:
-        kept = _likeliest(edited, best, rows, temperature, plan.widest)
+    if plan.sorted_tokens:
+        kept = _likeliest(edited, best, rows, temperature, plan.sorted_tokens)
     if plan.min_p:
         likely = edited >= best + rows.min_p.log() * temperature
         kept = likely if kept is None else kept.logical_and_(likely)
     return None if kept is None else kept.logical_and_(edited > float("-inf"))
 
 
-def _likeliest(edited: Tensor, best: Tensor, rows: _Rows, temperature: Tensor, widest: int) -> Tensor:
-    """Return the tokens that top-k and then top-p keep of logits [R, V] with maxima best [R, 1]: bool [R, V]."""
+def _likeliest(edited: Tensor, best: Tensor, rows: _Rows, temperature: Tensor, most: int) -> Tensor:
+    """Return the tokens that top-k and then top-p keep of logits [R, V] with maxima best [R, 1]: bool [R, V].
+
+    most: the number of most likely tokens to sort.
+    """
     vocab = edited.shape[1]
-    width = min(widest or vocab, vocab)
+    width = min(most, vocab)
     keys = rank_keys_of(edited)
     ranked = keys.topk(width).values if width < vocab else keys.sort(dim=1, descending=True).values
     likeliest = edited.gather(1, ids_of_keys(ranked, vocab))

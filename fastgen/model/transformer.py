@@ -45,12 +45,6 @@ PACKED_ROW_TILE = 4
 PACKING_THREADS = 8
 """The most threads that pack a weight. Products of few rows take as many threads at most."""
 
-MLP_ROWS = 512
-"""Rows that the MLP takes at a time on the CPU: what lies between its products then stays in the cache."""
-
-SMALL_WEIGHT = 8 << 20
-"""Bytes up to which a packed weight is in huge pages."""
-
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 """The linear layers of a Layer."""
 
@@ -59,14 +53,14 @@ PRODUCTS = ("qkv", "o", "gate_up", "down")
 class Linear:
     """A linear layer, y = x weight^T + bias; weight: [out, in], bias: [out] or None.
 
-    batch_invariant: on a GPU, the bits of a row of y do not depend on the number of rows. pack: on the CPU, the weight
-    in MKL's own order; `weight` then has a shape, and no memory.
+    batch_invariant: on a GPU, the bits of a row of y do not depend on the number of rows. packed: on the CPU, the
+    weight in MKL's own order; `weight` then has a shape, and no memory.
     """
 
     weight: Tensor
     bias: Tensor | None
     batch_invariant: bool = False
-    pack: Tensor | None = None
+    packed: Tensor | None = None
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         if out_dtype not in (None, x.dtype):
@@ -74,44 +68,40 @@ class Linear:
             if x.device.type == "cpu":
                 return F.linear(x, self.weight).to(out_dtype)
             return torch.mm(x, self.weight.t(), out_dtype=out_dtype)
-        if self.pack is not None:
+        if self.packed is not None:
             return self._multiply(x)
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the layer of x [T, in] to y [T, out] in place; return y."""
-        if self.pack is not None and len(self.weight) >= mkl.PACKED_OUTPUTS:
-            return mkl.multiply_packed(x, self.pack, y if self.bias is None else y.add_(self.bias), keep=1)
+        if self.packed is not None and len(self.weight) >= mkl.PACKED_OUTPUTS:
+            return mkl.multiply_packed(x, self.packed, y if self.bias is None else y.add_(self.bias), keep=1)
         if self.bias is None and x.device.type != "cpu":
             return y.addmm_(x, self.weight.t())  # cuBLAS adds it in the product
         return y.add_(self(x))
 
     def _multiply(self, x: Tensor) -> Tensor:
         """Return the layer of x [T, in] with the packed weight."""
-        assert self.pack is not None
+        assert self.packed is not None
         outputs = len(self.weight)
-        y = mkl.multiply_packed(x, self.pack, x.new_empty(len(x), max(outputs, mkl.PACKED_OUTPUTS)), keep=0)
+        y = mkl.multiply_packed(x, self.packed, x.new_empty(len(x), max(outputs, mkl.PACKED_OUTPUTS)), keep=0)
         y = y if y.shape[1] == outputs else y[:, :outputs].contiguous()
         return y if self.bias is None else y.add_(self.bias)
 
-    def packed(self, memory: Tensor) -> Linear:
-        """Return the layer with its weight packed in `memory`, float32 [pack_size]."""
-        if self.pack is not None:
+    def pack(self) -> Linear:
+        """Return the layer with its weight packed."""
+        if self.packed is not None:
             return self
+        memory = self.weight.new_empty(mkl.pack_size(*self.weight.shape))
         with at_most(PACKING_THREADS):
             mkl.pack(self.weight, memory)
-        return Linear(self.weight.new_empty(()).expand(self.weight.shape), self.bias, pack=memory)
+        return Linear(self.weight.new_empty(()).expand(self.weight.shape), self.bias, packed=memory)
 
-    @property
-    def pack_size(self) -> int:
-        """The numbers that the packed weight takes, a multiple of 64 bytes."""
-        return mkl.pack_size(*self.weight.shape)
-
-    def unpacked(self) -> Linear:
+    def unpack(self) -> Linear:
         """Return the layer with a plain weight: the product with the identity matrix, which rounds nothing."""
-        if self.pack is None:
+        if self.packed is None:
             return self
-        transposed = replace(self, bias=None)(torch.eye(self.weight.shape[1]))
+        transposed = replace(self, bias=None)(torch.eye(self.weight.shape[1], dtype=torch.float32))
         return Linear(transposed.t().contiguous(), self.bias)
 
 
@@ -145,18 +135,13 @@ def apply(
         return linear.add_to(add, x)
     y = linear(x, out_dtype)
     if swiglu:
-        y = cpu.swiglu(y) if _plain(y) else epilogue.swiglu(y)
+        y = cpu.swiglu(y) if cpu.takes(y) else epilogue.swiglu(y)
     return y
-
-
-def _plain(x: Tensor) -> bool:
-    """Return whether the operations of fastgen.model.cpu take x."""
-    return x.device.type == "cpu" and x.dtype == torch.float32
 
 
 def _normed(x: Tensor, norm: RMSNorm, delta: Tensor | None = None) -> Tensor:
     """Return the RMSNorm of x [T, N], to which delta [T, N] is added in place before."""
-    if _plain(x) and delta is None:
+    if cpu.takes(x) and delta is None:
         return cpu.rms_norm(x, norm.weight, norm.eps)
     normed: Tensor = rms_norm(x, norm.weight, norm.eps, delta)
     return normed
@@ -176,13 +161,14 @@ class Layer:
     window: int
 
 
-@dataclass(frozen=True)
-class StepInput:
-    """The input of a step, or of one half of a step that is cut in two.
+@dataclass(eq=False)
+class StepPart:
+    """The tokens of a step, or of one half of a step that is cut in two, on their way through the layers.
 
     token_ids: int64 [T]; mapping: their positions and slots; plan: of Attention.plan. ends: the rows of the tokens
     whose logits are wanted, int64 [R], one a sequence, and the layout of a step that has these tokens alone; None if
-    all rows are wanted. arrivals: of HostTier.load, loads of pages that the step must wait for.
+    all rows are wanted. arrivals: of HostTier.load, loads of pages that the step must wait for. residual: the residual
+    stream.
     """
 
     token_ids: Tensor
@@ -190,24 +176,17 @@ class StepInput:
     plan: Any
     ends: tuple[Tensor, StepLayout] | None = None
     arrivals: Mapping[int, torch.cuda.Event] = field(default_factory=dict)
+    residual: Residual = field(init=False)
 
     @property
-    def wanted(self) -> int:
-        """The number of rows after the last layer, without padding."""
+    def num_results(self) -> int:
+        """The number of rows behind the last layer, without the padding that a product adds."""
         return len(self.token_ids if self.ends is None else self.ends[0])
 
     def wait(self, number: int) -> None:
         """Make work launched from now on wait until the loaded pages of a layer are in the pool."""
         if number in self.arrivals:
             self.arrivals[number].wait()
-
-
-@dataclass(eq=False)
-class Microbatch:
-    """The tokens of one StepInput on their way through the layers, with their residual stream."""
-
-    step: StepInput
-    residual: Residual
 
 
 def _fuses(x: Tensor, linear: Linear) -> bool:
@@ -335,22 +314,13 @@ class Transformer:
         Weights are packed one at a time, so that only one is in memory twice, and a head that is the embedding.
         """
         if self._packs:
-            self._replace(lambda linear: linear.packed(self._pack_memory(linear)))
-
-    def _pack_memory(self, linear: Linear) -> Tensor:
-        """Return memory for a packed weight, float32 [pack_size]; MKL leaves most of it untouched.
-
-        That of a small weight has huge pages, from which a step reads up to 1.4 times as fast. A part of a weight takes
-        up to 4 MB more with them, which would double the memory of a large model.
-        """
-        shape = (linear.pack_size,)
-        return self.memory.zeros(shape, torch.float32) if linear.weight.nbytes < SMALL_WEIGHT else torch.empty(shape)
+            self._replace_linears(Linear.pack)
 
     def unpack(self) -> None:
         """Undo `pack`, one weight at a time, also after a `pack` that failed midway. `targets` can be called then."""
-        self._replace(Linear.unpacked)
+        self._replace_linears(Linear.unpack)
 
-    def _replace(self, anew: Callable[[Linear], Linear]) -> None:
+    def _replace_linears(self, anew: Callable[[Linear], Linear]) -> None:
         """Replace each linear layer by the result of `anew`."""
         self.lm_head = anew(self._tied() if self.config.tied else self.lm_head)
         for number in range(len(self.layers)):
@@ -359,108 +329,105 @@ class Transformer:
                 changed: dict[str, Any] = {name: anew(getattr(layer, name))}
                 self.layers[number] = replace(layer, **changed)
 
-    def forward(self, steps: Sequence[StepInput], pool: KVPool, attention: Attention) -> Tensor:
+    def forward(self, parts: Sequence[StepPart], pool: KVPool, attention: Attention) -> Tensor:
         """Return the residual stream after the last layer: [T, hidden], or with `ends` [R, hidden].
 
         Writes the step's keys and values into the pool. In the last layer, rows that are not in `ends` need only their
         keys and values.
 
-        steps: one, or the two halves of a step, the later tokens last. Halves take turns in each layer, so that the
+        parts: one, or the two halves of a step, the later tokens last. Halves take turns in each layer, so that the
         sums over the ranks of one half overlap with the computation of the other. Both have `ends`, or neither.
         """
-        residuals = self.embed([step.token_ids for step in steps])
-        batches = [Microbatch(step, residual) for step, residual in zip(steps, residuals, strict=True)]
+        self.embed(parts)
         for number in range(len(self.layers)):
-            for batch in batches:
-                batch.step.wait(number)
-                q = self.queries(batch, number, pool)
-                self.add_attended(batch, number, self.attend(batch, number, q, attention))
-            for batch in batches:
-                self.add_mlp(batch, number)
-        found = [batch.residual.whole()[: batch.step.wanted] for batch in batches]
+            for part in parts:
+                part.wait(number)
+                q = self.project_qkv(part, number, pool)
+                self.add_attended(part, number, self.attend(part, number, q, attention))
+            for part in parts:
+                self.add_mlp(part, number)
+        found = [part.residual.whole()[: part.num_results] for part in parts]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def embed(self, parts: Sequence[Tensor]) -> list[Residual]:
-        """Return the residual streams of token ids, int64 [T] each."""
-        if self.group.size == 1:
-            return [ReplicatedResidual(self.group, F.embedding(ids, self.embedding)) for ids in parts]
-        found = [self._own_embedding(ids) for ids in parts]  # zeros on all ranks but one
+    def embed(self, parts: Sequence[StepPart]) -> None:
+        """Begin the residual streams with the embeddings of the tokens."""
         exchange = self.group.exchange
-        if exchange is None or len(parts) != HALVES or max(map(len, parts)) > exchange.tokens:
-            return [ReplicatedResidual(self.group, self.group.all_reduce(x)) for x in found]
-        norm = self.layers[0].input_norm
-        return [ShardedResidual.begin(self.group, exchange, half, x, norm) for half, x in enumerate(found)]
+        if exchange is not None and (len(parts) != HALVES or max(len(p.token_ids) for p in parts) > exchange.tokens):
+            exchange = None
+        for half, part in enumerate(parts):
+            x = self._embedding_of(part.token_ids)
+            if exchange is None:
+                part.residual = ReplicatedResidual(self.group, self.group.all_reduce(x))
+            else:
+                part.residual = ShardedResidual.begin(self.group, exchange, half, x, self.layers[0].input_norm)
 
-    def _own_embedding(self, ids: Tensor) -> Tensor:
+    def _embedding_of(self, ids: Tensor) -> Tensor:
         """Return embeddings [T, hidden] of ids [T], zeros for ids that other ranks hold."""
+        if self.group.size == 1:
+            return F.embedding(ids, self.embedding)
         own = ids - self.group.rank * self._vocab
         here = (own >= 0) & (own < self._vocab)
         return F.embedding(own.masked_fill_(~here, 0), self.embedding).masked_fill_(~here[:, None], 0)
 
-    def attend(self, batch: Microbatch, number: int, q: Tensor, attention: Attention) -> Tensor:
+    def attend(self, part: StepPart, number: int, q: Tensor, attention: Attention) -> Tensor:
         """Return the attention of a layer's queries q [T, H, D], without padding: [real, H * D].
 
         In the last layer, rows that are not wanted end here, in the residual stream too: [R, H * D].
         """
-        step, plan = batch.step, batch.step.plan
-        if step.ends is not None and number == len(self.layers) - 1:
-            wanted, layout = step.ends
-            batch.residual = ReplicatedResidual(self.group, self._padded(batch.residual.rows(wanted)))
-            q = q[wanted]
+        plan = part.plan
+        if part.ends is not None and number == len(self.layers) - 1:
+            rows, layout = part.ends
+            part.residual = ReplicatedResidual(self.group, self._padded(part.residual.rows(rows)))
+            q = q[rows]
             if not len(q):
                 return q.flatten(1)
             plan = attention.plan(layout)
         with span("attention"):
-            return attention.attend(plan, number, q[: step.mapping.real], self.layers[number].window).flatten(1)
+            return attention.attend(plan, number, q[: part.mapping.real], self.layers[number].window).flatten(1)
 
-    def add_attended(self, batch: Microbatch, number: int, attended: Tensor) -> None:
+    def add_attended(self, part: StepPart, number: int, attended: Tensor) -> None:
         """Add o of the result of `attend`, with or without rows of padding, to the residual stream."""
-        if not len(batch.residual):
+        if not len(part.residual):
             return
         layer = self.layers[number]
         with span("o"):
-            if len(attended) < len(batch.residual):
-                attended = F.pad(attended, (0, 0, 0, len(batch.residual) - len(attended)))
-            self._add(batch, layer.o, attended, layer.post_norm)
+            if len(attended) < len(part.residual):
+                attended = F.pad(attended, (0, 0, 0, len(part.residual) - len(attended)))
+            self._add(part, layer.o, attended, layer.post_norm)
 
-    def add_mlp(self, batch: Microbatch, number: int) -> None:
+    def add_mlp(self, part: StepPart, number: int) -> None:
         """Add the MLP of the normed residual stream to it."""
-        if not len(batch.residual):
+        if not len(part.residual):
             return
         layer, behind = self.layers[number], self.layers[number + 1 : number + 2]
         with span("mlp"):
-            x, norm, delta = batch.residual.input(layer.post_norm)
-            if _plain(x) and self.group.size == 1:
-                for start in range(0, len(x), MLP_ROWS):
-                    part = x[start : start + MLP_ROWS]
-                    apply(layer.down, apply(layer.gate_up, part, norm=norm, swiglu=True), add=part)
-                return
+            x, norm, delta = part.residual.input(layer.post_norm)
             hidden = apply(layer.gate_up, x, norm=norm, delta=delta, swiglu=True)
-            self._add(batch, layer.down, hidden, behind[0].input_norm if behind else None)
+            self._add(part, layer.down, hidden, behind[0].input_norm if behind else None)
 
-    def _add(self, batch: Microbatch, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:
+    def _add(self, part: StepPart, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:
         """Add a linear layer that the ranks split by columns to the residual stream.
 
         following: the norm that comes next, None after the last layer.
         """
         if self.group.size == 1:
-            batch.residual = ReplicatedResidual(self.group, apply(linear, x, add=batch.residual.whole()))
+            part.residual = ReplicatedResidual(self.group, apply(linear, x, add=part.residual.whole()))
         else:
-            batch.residual.add(apply(linear, x), following)
+            part.residual.add(apply(linear, x), following)
 
-    def queries(self, batch: Microbatch, number: int, pool: KVPool) -> Tensor:
+    def project_qkv(self, part: StepPart, number: int, pool: KVPool) -> Tensor:
         """Return a layer's queries [T, H, D], and write its keys and values into the pool.
 
         Pending sums of the residual stream are added to it.
         """
-        layer, mapping, keys, values = self.layers[number], batch.step.mapping, pool.keys[number], pool.values[number]
+        layer, mapping, keys, values = self.layers[number], part.mapping, pool.keys[number], pool.values[number]
         with span("qkv"):
-            x, norm, delta = batch.residual.input(layer.input_norm)
+            x, norm, delta = part.residual.input(layer.input_norm)
             if layer.head_norm is None and _fuses(x, layer.qkv):
                 rope = batch_invariant.RopeWrite(mapping, keys, values)
                 return apply(layer.qkv, x, norm=norm, delta=delta, rope=rope)
             qkv = apply(layer.qkv, x, norm=norm, delta=delta)
-            if layer.head_norm is None and _plain(qkv):
+            if layer.head_norm is None and cpu.takes(qkv):
                 return cpu.rope_write(qkv, mapping, keys, values)
             turned: Tensor = rope_write(qkv, mapping, keys, values, layer.head_norm)
             return turned

@@ -23,7 +23,7 @@ from fastgen import Generator, SamplingParams
 from fastgen.engine.cuda_graphs import PREFILL_SIZES, prefill_sizes
 from fastgen.engine.runner import Runner
 from fastgen.kernels.rope import SlotMapping
-from fastgen.model.transformer import ROW_TILE, StepInput
+from fastgen.model.transformer import ROW_TILE, StepPart
 from fastgen.request import Batch, Prefill
 
 LAYERS = 3
@@ -146,7 +146,7 @@ def test_a_layer_that_is_loaded_is_waited_for_before_its_piece(llama: Path, monk
     run(runner, replace(EMPTY, prefills=(Prefill(0, 0, tuple(prompt), sample=False),), pages=pages))
     run(runner, replace(EMPTY, prefills=(Prefill(0, 0, (5,), sample=False),), saves=((0, 3), (1, 4))))
     ran.clear()
-    monkeypatch.setattr(StepInput, "wait", lambda self, layer: order.append((layer, len(ran))))
+    monkeypatch.setattr(StepPart, "wait", lambda self, layer: order.append((layer, len(ran))))
     last = Prefill(1, 32, tuple(prompt[32:]), sample=False)
     run(runner, replace(EMPTY, prefills=(last,), loads=((3, 5), (4, 6))))
     assert order == [(layer, layer) for layer in range(LAYERS)]

@@ -35,6 +35,10 @@ def randn(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 3.0) -> T
     return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE)
 
 
+def plan_of(rows: list[SamplingParams]) -> SamplePlan:
+    return SamplePlan.together(np.array([SamplePlan.of(params) for params in rows]).T)
+
+
 @dataclass
 class Draw:
     """Rows to draw: row r has params[r], seed r, and a lane of its own; one lane more was never started."""
@@ -64,7 +68,7 @@ class Draw:
         return state
 
     def by(self, draw: Any) -> tuple[SampleOutput, LaneState]:
-        state, plan = self.state(), self.plan or SamplePlan.of(self.params)
+        state, plan = self.state(), self.plan or plan_of(self.params)
         before = self.logits.clone()
         out = draw(self.logits, state, self.lanes, self.positions, plan, self.mask)
         assert torch.equal(self.logits.nan_to_num(7.0), before.nan_to_num(7.0)), "the logits are left as they are"
@@ -92,7 +96,7 @@ class Draw:
         """The score of this token is so close to the best that rounding decides."""
         state, at = self.state(), slice(row, row + 1)
         lane, position = self.lanes[at], self.positions[at]
-        rows, plan = state.rows(lane), SamplePlan()
+        rows, plan = state.rows(lane), SamplePlan.of(self.params[row])
         mask = None if self.mask is None else self.mask[at]
         edited = sampler._edit(state, rows, lane, position, self.logits[at].float(), plan, mask)
         best = edited.amax(1, keepdim=True)
@@ -356,8 +360,8 @@ def test_a_row_is_the_same_to_the_bit_in_any_company() -> None:
     state = Draw(logits, params).state()
     for row in range(12):
         at = slice(row, row + 1)
-        plan = SamplePlan.of(params[at])
-        assert row >= 4 or not (plan.edits or plan.top_k_or_p or plan.min_p), "drawn by the plain variant"
+        plan = plan_of(params[at])
+        assert row >= 4 or not (plan.edits or plan.sorted_tokens or plan.min_p), "drawn by the plain variant"
         lanes, positions = Draw(logits, params).lanes, Draw(logits, params).positions
         alone = sampler.draw.launch(logits[at].clone(), state, lanes[at], positions[at], plan, None)
         assert torch.equal(alone.packed[:, 0], whole.packed[:, row])
@@ -370,7 +374,7 @@ def test_the_padding_lane_does_no_harm() -> None:
     logits = torch.cat([draw.logits, torch.full((3, VOCAB), math.nan, device=DEVICE)])
     lanes = torch.cat([draw.lanes, torch.full((3,), padding, device=DEVICE)])
     positions = torch.cat([draw.positions, torch.zeros(3, dtype=torch.int64, device=DEVICE)])
-    out = sampler.draw.launch(logits, state, lanes, positions, SamplePlan.of(params), None)
+    out = sampler.draw.launch(logits, state, lanes, positions, plan_of(params), None)
     expected, expected_state = draw.by(sampler.draw.twin)
     assert torch.equal(out.tokens[:2], expected.tokens)
     assert torch.equal(state.counts, expected_state.counts)
@@ -378,7 +382,7 @@ def test_the_padding_lane_does_no_harm() -> None:
 
 def test_edits_that_a_plan_leaves_out_write_nothing() -> None:
     params = [SamplingParams(logit_bias={4: 50.0}, top_k=5, presence_penalty=1.0)]
-    plan = SamplePlan.of([SamplingParams(top_k=5)])
+    plan = SamplePlan.of(SamplingParams(top_k=5))
     out, _ = Draw(randn(1), params, plan=plan).by(sampler.draw.launch)
     assert int(out.tokens[0]) != 4
 

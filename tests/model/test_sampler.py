@@ -14,7 +14,7 @@ from torch import Tensor
 from fastgen.kernels import sampler_rows, scoring
 from fastgen.kernels.sampler_rows import gumbel, philox
 from fastgen.model import sampler
-from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan, plan_flags
+from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan
 from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
 
 CPU = torch.device("cpu")
@@ -29,6 +29,13 @@ def lane_start(lane: int, params: SamplingParams, seed: int | None = None, **oth
 
 def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 2.0) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+EVERYTHING = SamplePlan(*[True] * 7, sorted_tokens=sampler.MAX_VOCAB, top_logprobs=0)
+
+
+def plan_of(rows: list[SamplingParams]) -> SamplePlan:
+    return SamplePlan.together(np.array([SamplePlan.of(params) for params in rows]).T)
 
 
 def sample(
@@ -47,7 +54,7 @@ def draw(
     lanes = torch.arange(rows)
     masks = None if mask is None else mask.expand(rows, -1)
     positions = len(PROMPT) + lanes % 4  # early in the answer, for the sake of min_tokens
-    return sample(state, lanes, positions, logits.expand(rows, -1), plan or SamplePlan.of([params]), masks)
+    return sample(state, lanes, positions, logits.expand(rows, -1), plan or SamplePlan.of(params), masks)
 
 
 def as_mask(allowed: set[int], vocab: int) -> Tensor:
@@ -257,7 +264,7 @@ def test_seeds_of_64_bits_signed_or_not() -> None:
     for seed in (-(2**63), -1, 0, 2**63 - 1, 2**63, 2**64 - 1):
         state = LaneState(1, 4096, CPU)
         state.start([lane_start(0, params, seed)])
-        out = sample(state, torch.tensor([0]), torch.tensor([7]), logits * 0, SamplePlan.of([params]))
+        out = sample(state, torch.tensor([0]), torch.tensor([7]), logits * 0, SamplePlan.of(params))
         drawn[seed] = int(out.tokens)
     assert drawn[-1] == drawn[2**64 - 1]
     assert drawn[-(2**63)] == drawn[2**63]
@@ -330,13 +337,13 @@ def test_a_row_is_the_same_to_the_bit_in_any_company() -> None:
         lanes = rng.permutation(count)[: len(rows)]
         state.start([lane_start(int(lane), params[row], seed=row) for lane, row in zip(lanes, rows, strict=True)])
         mask = masks[rows] if masked & set(rows) else None
-        plan = plan or SamplePlan.of(params[row] for row in rows)
+        plan = plan or plan_of([params[row] for row in rows])
         out = sample(state, torch.from_numpy(lanes), positions[rows], logits[rows], plan, mask)
         assert torch.equal(state.last_token[torch.from_numpy(lanes)], out.tokens)
         return {row: row_bits(out, at, params[row]) for at, row in enumerate(rows)}
 
     alone = {row: run([row])[row] for row in range(count)}
-    everything = SamplePlan(top_logprobs=20, keep_mask=True)
+    everything = EVERYTHING._replace(top_logprobs=20)
     assert run(list(range(count)), everything) == alone
     for size in (2, 3, 5, 17, 33, 63, 64):
         rows = rng.permutation(count)[:size].tolist()
@@ -346,32 +353,29 @@ def test_a_row_is_the_same_to_the_bit_in_any_company() -> None:
 
 def test_plans_ask_for_no_more_than_the_rows_do() -> None:
     plain, greedy = SamplingParams(), SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.5)
-    nothing = SamplePlan.of([])
-    assert SamplePlan.of([plain]) == replace(nothing, draws=True)
-    assert SamplePlan.of([greedy]) == replace(nothing, greedy=True)
+    nothing = SamplePlan(*[False] * 7, 0, 0)
+    assert SamplePlan.of(plain) == nothing._replace(draws=True)
+    assert SamplePlan.of(greedy) == nothing._replace(greedy=True)
     top_k, top_p = SamplingParams(top_k=5), SamplingParams(top_p=0.5)
-    assert SamplePlan.of([plain, top_k, SamplingParams(top_k=9, top_p=0.5)]).widest == 9
-    assert SamplePlan.of([top_k, top_p]).widest == 0
-    assert SamplePlan.of([SamplingParams(presence_penalty=1), plain]).penalties
-    assert SamplePlan.of([SamplingParams(logprobs=3), SamplingParams(logprobs=0)]).top_logprobs == 3
+    assert plan_of([plain, top_k, SamplingParams(top_k=9, top_p=0.5)]).sorted_tokens == 9
+    assert plan_of([top_k, top_p]).sorted_tokens == sampler.MAX_VOCAB
+    assert plan_of([SamplingParams(presence_penalty=1), plain]).penalties
+    assert plan_of([SamplingParams(logprobs=3), SamplingParams(logprobs=0)]).top_logprobs == 3
 
 
-def test_a_plan_of_flags_is_that_of_the_rows() -> None:
+def test_a_plan_of_many_rows_has_what_one_of_them_needs() -> None:
     rng = np.random.default_rng(5)
     for count in (1, 1, 2, 3, 40):
         rows = [replace(p, top_k=p.top_k * 1000) for p in mixed_params(count, rng)]
-        plan = SamplePlan.of(np.array([plan_flags(p) for p in rows]))
         drawing = [p for p in rows if p.temperature > 0]
         cutting = [p for p in drawing if p.top_k or p.top_p < 1]
-        assert plan == SamplePlan.of(rows)
-        assert plan == SamplePlan(
+        assert plan_of(rows) == SamplePlan(
             greedy=len(drawing) < count,
             draws=bool(drawing),
             penalties=any(p.penalized for p in rows),
             bias=any(p.logit_bias for p in rows),
             min_tokens=any(p.min_tokens for p in rows),
-            top_k_or_p=bool(cutting),
-            widest=max((min(p.top_k, 2**18) for p in cutting), default=0) if all(p.top_k for p in cutting) else 0,
+            sorted_tokens=max((min(p.top_k or 2**18, 2**18) for p in cutting), default=0),
             min_p=any(p.min_p for p in drawing),
             top_logprobs=max(p.logprobs or 0 for p in rows),
             keep_mask=any(p.return_sampling_mask for p in rows),
@@ -466,7 +470,7 @@ def test_where_nothing_can_be_drawn_only_that_row_has_no_token(
         mask[0] = 0
     else:
         logits[0, 13] = bad
-    out = sample(state, torch.arange(2), torch.tensor([9, 9]), logits, SamplePlan.of([params]), mask)
+    out = sample(state, torch.arange(2), torch.tensor([9, 9]), logits, SamplePlan.of(params), mask)
     assert out.tokens[0] == sampler.NO_TOKEN
     assert out.logprobs[0][0].isnan()
     assert out.logprobs[1][0].isnan()
@@ -483,7 +487,7 @@ def test_counts_grown_step_by_step_are_those_of_a_restart() -> None:
     plain = SamplingParams(temperature=1.5)
     state, tokens = LaneState(3, VOCAB, CPU), list(PROMPT)
     state.start([lane_start(2, params, seed=8, token_ids=PROMPT), lane_start(0, plain, token_ids=())])
-    plan, lanes = SamplePlan.of([params, plain]), torch.tensor([2, 0])
+    plan, lanes = plan_of([params, plain]), torch.tensor([2, 0])
     for step in range(25):
         resumed = LaneState(2, VOCAB, CPU)
         resumed.start([lane_start(1, params, token_ids=(1, 1, 2, 4, 6, 6))])  # what an earlier lane left behind
@@ -492,7 +496,7 @@ def test_counts_grown_step_by_step_are_those_of_a_restart() -> None:
             assert torch.equal(grown[2], rebuilt[1])
         logits = random_logits(2, VOCAB, seed=step)
         positions = torch.tensor([len(tokens)] * 2)
-        again = sample(resumed, torch.tensor([1]), positions[:1], logits[:1], SamplePlan.of([params]))
+        again = sample(resumed, torch.tensor([1]), positions[:1], logits[:1], SamplePlan.of(params))
         out = sample(state, lanes, positions, logits, plan)
         assert row_bits(out, 0, params) == row_bits(again, 0, params)
         tokens.append(int(out.tokens[0]))
@@ -509,7 +513,7 @@ def test_a_lane_started_anew_keeps_nothing_of_the_one_before() -> None:
     for state in (used, fresh):
         state.start([])
         state.start([lane_start(0, params, token_ids=())])
-    plan, asked = SamplePlan(keep_mask=True), replace(params, return_sampling_mask=True)
+    plan, asked = EVERYTHING, replace(params, return_sampling_mask=True)
     outs = [sample(s, torch.tensor([0]), torch.tensor([6]), logits[None], plan) for s in (used, fresh)]
     assert row_bits(outs[0], 0, asked) == row_bits(outs[1], 0, asked)
 
@@ -520,7 +524,7 @@ def test_min_tokens_end_with_the_answer_index() -> None:
     state.start([lane_start(lane, params) for lane in range(5)])
     logits = torch.zeros(5, VOCAB)
     logits[:, 8] = 5.0  # a stop token
-    out = sample(state, torch.arange(5), len(PROMPT) + torch.arange(5), logits, SamplePlan.of([params]))
+    out = sample(state, torch.arange(5), len(PROMPT) + torch.arange(5), logits, SamplePlan.of(params))
     assert out.tokens.tolist() == [1, 1, 1, 8, 8]
 
 
@@ -535,7 +539,7 @@ def test_lanes_started_together_are_as_if_started_one_by_one() -> None:
         apart.start([start])
     assert torch.equal(together.table, apart.table)
     positions = torch.full((24,), 7)
-    plan, logits = SamplePlan.of([s.params for s in starts]), random_logits(24, VOCAB)
+    plan, logits = plan_of([s.params for s in starts]), random_logits(24, VOCAB)
     outs = [sample(state, torch.arange(24), positions, logits, plan) for state in (together, apart)]
     assert torch.equal(outs[0].packed, outs[1].packed)
     assert torch.equal(together.counts, apart.counts)  # type: ignore[arg-type]
@@ -552,7 +556,7 @@ def test_a_long_list_of_biases_takes_no_more_memory() -> None:
     assert (state.token_ids is tables[0], state.addends is tables[1]) == (True, True)
     allowed = logits[:2].clone()
     allowed[:, : MAX_BIASES - 3] = -math.inf
-    out = sample(state, torch.arange(3), torch.full((3,), len(PROMPT)), logits, SamplePlan.of(params))
+    out = sample(state, torch.arange(3), torch.full((3,), len(PROMPT)), logits, plan_of(params))
     assert out.tokens.tolist() == [*allowed.argmax(1).tolist(), 5]
 
 

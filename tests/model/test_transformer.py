@@ -17,7 +17,7 @@ from torch import Tensor
 from fastgen import Generator, SamplingParams
 from fastgen.device import mkl
 from fastgen.model.attention import StepLayout
-from fastgen.model.transformer import ROW_TILE, StepInput
+from fastgen.model.transformer import ROW_TILE, StepPart
 
 PROMPTS = [random_ids(length) for length in (1, 130, 16, 37)]
 
@@ -40,7 +40,7 @@ def prefill_logits(gen: Generator, prompts: list[list[int]]) -> list[Tensor]:
         torch.nn.functional.pad(slots, (0, padding), value=-1),
         len(positions),
     )
-    step = StepInput(
+    step = StepPart(
         token_ids=torch.tensor([token for prompt in prompts for token in prompt] + [0] * padding),
         mapping=mapping,
         plan=runner.attention.plan(StepLayout(lens, lens, 0, torch.arange(len(prompts)), table.int())),
