@@ -82,14 +82,17 @@ const kept = new Map();
 const bodies = []; // of requests
 globalThis.sessionStorage = { getItem: (name) => kept.get(name) ?? null, setItem: (name, text) => kept.set(name, text) };
 globalThis.document = new Element();
+const page = new EventTarget();
+globalThis.addEventListener = page.addEventListener.bind(page);
 document.getElementById = (id) => elements[id] ?? assert.fail(`there is no element ${id}`);
-document.createElement = () => new Element();
+document.createElement = (tag) => Object.assign(new Element(), { tag });
 const realFetch = fetch;
 globalThis.fetch = (path, options) => {
   if (options?.body) bodies.push(JSON.parse(options.body));
   return realFetch(new URL(path, url), options);
 };
-(0, eval)(html.match(/<script>(.*?)<\/script>/s)[1]);
+const script = html.match(/<script>(.*?)<\/script>/s)[1];
+(0, eval)(script);
 
 const { log, prompt, send, stop, composer, name, status, temperature } = elements;
 const write = (text) => {
@@ -115,7 +118,7 @@ const [question, answer] = log.children;
 assert.equal(question.textContent, "Youhello <b>you</b>");
 assert(answer.classList.has("busy"));
 const text = answer.children[1];
-await until(() => text.children.length > 5, "several pieces came");
+await until(() => text.children[0]?.children.length > 5, "several pieces came");
 stop.dispatchEvent(new Event("click"));
 await until(() => stop.hidden && !send.hidden, "the answer ends");
 assert.match(answer.textContent, /\d+ tokens · \d+(\.\d)? tokens\/s · first after \d+\.\d\d s · stopped$/);
@@ -145,3 +148,14 @@ await until(() => bodies.length === 4, "another request");
 assert.equal(bodies[3].messages.length, 1);
 document.dispatchEvent(Object.assign(new Event("keydown"), { key: "Escape" }));
 await until(() => stop.hidden, "Escape stops");
+
+// A reload keeps the conversation. Code is shown as such, where its marks are complete.
+page.dispatchEvent(new Event("pagehide"));
+const [asked, said] = JSON.parse(kept.get("fgserve-conversation"));
+assert.equal(asked.content, "hello");
+log.replaceChildren();
+kept.set("fgserve-conversation", JSON.stringify([asked, said, { role: "user", content: "run\n```sh\nls\n```\n\n``" }]));
+(0, eval)(script);
+assert.deepEqual(log.children.map(({ textContent }) => textContent), ["Youhello", `Model${said.content}`, "Yourunls``"]);
+const blocks = log.children[2].children[1].children.map(({ tag, textContent }) => [tag, textContent]);
+assert.deepEqual(blocks, [["span", "run"], ["pre", "ls"], ["span", "``"]]);

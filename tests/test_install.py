@@ -36,14 +36,19 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def copy_checkout(folder: Path) -> None:
+    """Copy what an installation needs, without files of earlier builds."""
+    shutil.copytree(ROOT / "fastgen", folder / "fastgen", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout, built from a copy, where no earlier build has left files."""
+    """The wheel of this checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    shutil.copytree(ROOT / "fastgen", source / "fastgen", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    copy_checkout(source)
     built = run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, source)
     assert built.returncode == 0, built.stderr
     (path,) = folder.glob("*.whl")
@@ -90,6 +95,24 @@ def test_all_extras_resolve_on_the_index_alone(
 
 
 # ---------------------------------------------------------------------------------------------------- the wheel
+
+
+def test_an_editable_installation_works_beside_a_checkout_named_fastgen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Import fastgen where the current folder has the checkout, a folder named fastgen without __init__.py."""
+    checkout, site = tmp_path / "fastgen", tmp_path / "site"
+    site.mkdir()
+    copy_checkout(checkout)
+    builder = f"from setuptools.build_meta import build_editable; build_editable({str(site)!r})"
+    built = run(sys.executable, "-c", builder, cwd=checkout)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = site.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    program = f"import site; site.addsitedir({str(site)!r}); import fastgen; print(fastgen.__file__)"
+    assert run(sys.executable, "-c", program).stdout.strip() == str(checkout / "fastgen" / "__init__.py")
 
 
 def test_the_wheel_has_all_files_of_the_package(wheel: Path) -> None:

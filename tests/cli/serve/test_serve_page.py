@@ -61,7 +61,7 @@ def test_the_script_of_the_page(server: Server) -> None:
 def test_the_page_in_a_browser(server: Server, chromium: Browser) -> None:
     page = chromium.new_page()
     said: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
+    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto(server.url)
     page.get_by_label("API key").fill(KEY)
@@ -76,6 +76,8 @@ def test_the_page_in_a_browser(server: Server, chromium: Browser) -> None:
     expect(stop).to_be_hidden()
     expect(page.locator("article").first).to_contain_text("<img src=x onerror=alert(1)>")
     assert not page.locator("#log img").count()
+    page.reload()
+    expect(page.locator("article")).to_have_count(2)
     page.get_by_label("Message").fill("far too long " * 2000)
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_role("alert")).to_contain_text("maximum context length")
