@@ -29,10 +29,11 @@ from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.model.transformer import checkpoint_shards
 from fastgen.model.weights import Update, Weights
-from fastgen.names import CALLS, PARAMETERS, explains_attributes, explains_names
+from fastgen.names import explains_attributes, explains_calls
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner
 from fastgen.request import (
+    FOREIGN,
     Completion,
     Event,
     Message,
@@ -53,13 +54,13 @@ AHEAD = 4096  # requests of one generate() call that are in the engine at a time
 READ_STEPS = 4  # new prompts of at most so many steps' token budgets are read before each step
 LOG_SECONDS = 10.0  # seconds of steps between two lines in the log
 IN_FLIGHT = ("error", "keep", "recompute")
-FOREIGN = {**dict.fromkeys((*PARAMETERS, *SamplingParams.__dataclass_fields__), "give it in params"), **CALLS}
 TAGS = ("weights", "kv_cache")
 TORN = "the weights are torn, as an update was cut short or failed"
 DROPPED = "the weights were dropped by sleep"
 
 
 @explains_attributes
+@explains_calls(FOREIGN)
 class Generator:
     """A model that generates text, for many requests at a time.
 
@@ -117,7 +118,6 @@ class Generator:
 
     # --------------------------------------------------------------------------------------- whole answers
 
-    @explains_names("generate", FOREIGN)
     @on_all_ranks
     def generate(
         self,
@@ -146,7 +146,6 @@ class Generator:
             log.warning("%d of %d prompts failed; the first error is: %s", len(errors), len(results), errors[0])
         return results
 
-    @explains_names("chat", FOREIGN)
     def chat(
         self,
         messages: SequenceOf[Message] | Iterable[SequenceOf[Message]],
@@ -241,7 +240,7 @@ class Generator:
             self._advance()
             return True
         if not isinstance(request, Request):
-            raise TypeError(f"stream takes Requests, not {type(request).__name__}")
+            raise TypeError(f"stream takes Requests, not {type(request).__name__}; give Request(prompt, params)")
         try:
             self._begin(request, queue)
         except (ValueError, TypeError) as error:
@@ -547,7 +546,7 @@ class Generator:
                 # If an id or the length ended it with the same token, the string is still the reason: it cuts the text.
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
         if active.queue is None:
-            sample.emit(self._events, active.cached_tokens)
+            sample.emit(self._events, active)
         elif sample.text is None:
             sequence.watched = False  # it was watched for the time of its first token alone
         if sequence.status is Status.FINISHED:
@@ -644,7 +643,7 @@ class Generator:
 
     def _check_tags(self, tags: str | Iterable[str]) -> frozenset[str]:
         self._check_open()
-        wanted = frozenset((tags,) if isinstance(tags, str) else tags)
+        wanted = frozenset((tags,) if isinstance(tags, str | int) else tags)
         if unknown := wanted.difference(TAGS):
             raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are 'weights' and 'kv_cache'")
         return wanted

@@ -87,9 +87,11 @@ CALLS = {
     "lora_request": "adapters are not supported",
     "chat_template": "set Generator.tokenizer.hf.chat_template",
     "chat_template_content_format": "give a template what it takes",
+    "request_id": "use id",
+    "level": "use keep_weights: True is level 1, and False level 2",
     **dict.fromkeys(("documents", "enable_thinking"), "use chat_template_kwargs"),
 }
-"""Arguments of LLM.generate and LLM.chat, and of transformers' generate and apply_chat_template."""
+"""Arguments of the methods of LLM, and of transformers' generate and apply_chat_template."""
 
 FLAGS = {
     **GENERATOR,
@@ -109,6 +111,9 @@ ATTRIBUTES = {
     "get_tokenizer": "use tokenizer.hf",
     "get_default_sampling_params": "use default_params",
     "wake_up": "use wake",
+    "add_request": "use add",
+    "abort_request": "use abort",
+    "has_unfinished_requests": "use unfinished",
     "llm_engine": "use add and step",
     "beam_search": "beams are not supported",
     "encode": "use tokenizer.encode; pooling is not supported",
@@ -118,11 +123,16 @@ ATTRIBUTES = {
 
 def unknown_name(owner: str, name: str, known: Iterable[str], foreign: Mapping[str, str]) -> TypeError:
     """Return the error for an argument that `owner` does not have, with what takes its place, or the nearest name."""
+    near = nearest(name, known)
+    other = f"the nearest one is {near!r}" if near else f"the options are {', '.join(sorted(known))}"
+    return TypeError(f"{owner} has no option {name!r}; {foreign.get(name, other)}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that an unknown one is most like, or ""."""
     import difflib
 
-    nearest = difflib.get_close_matches(name, list(known), n=1)
-    other = f"the nearest one is {nearest[0]!r}" if nearest else f"the options are {', '.join(sorted(known))}"
-    return TypeError(f"{owner} has no option {name!r}; {foreign.get(name, other)}")
+    return next(iter(difflib.get_close_matches(name[:100], list(known), n=1)), "")
 
 
 def explains_attributes(cls: type[T]) -> type[T]:
@@ -152,5 +162,21 @@ def explains_names(owner: str, foreign: Mapping[str, str]) -> Callable[[Callable
                 raise
 
         return call
+
+    return decorate
+
+
+def explains_calls(foreign: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Decorate a class so that an unknown argument of a public method is an error as `unknown_name` makes it."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        for name, method in list(vars(cls).items()):
+            if (
+                inspect.isfunction(method)
+                and not name.startswith("_")
+                and len(inspect.signature(method).parameters) > 1
+            ):
+                setattr(cls, name, explains_names(name, foreign)(method))
+        return cls
 
     return decorate

@@ -14,7 +14,7 @@ from enum import Enum
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastgen.names import PARAMETERS, explains_attributes, explains_names
+from fastgen.names import CALLS, PARAMETERS, explains_attributes, explains_names
 from fastgen.option import Option, option, options_of
 
 if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
@@ -192,6 +192,8 @@ def _check_items(name: str, values: Any, vocab_size: int) -> None:
 # A class decorator would hide the arguments from type checkers.
 SamplingParams.__init__ = explains_names("SamplingParams", PARAMETERS)(SamplingParams.__init__)  # type: ignore[method-assign]
 
+FOREIGN = {**dict.fromkeys((*PARAMETERS, *_OPTIONS), "give it in params"), **CALLS}
+"""What to give instead of arguments that the calls of a Generator do not have."""
 
 Params = SamplingParams | Mapping[str, Any] | None
 """The parameters of a request: SamplingParams; a dict of those that differ from the model's, or None for these."""
@@ -477,6 +479,7 @@ class Event(Drawn):
     started: float | None = None  # with the sample's first event: time.monotonic() when it began to run
     weight_versions: list[tuple[int, int, int]] | None = None  # with the sample's last event: of all its tokens
     prompt_token_ids: list[int] | None = None  # with the last event of the first sample
+    prompt: str | None = None  # its text, likewise
 
 
 @dataclass(slots=True)
@@ -518,7 +521,7 @@ class Timings:
 class RequestOutput:
     """A finished request.
 
-    prompt: its text, for chat messages with the chat template; None for a prompt of ids, and from an AsyncGenerator.
+    prompt: its text, for chat messages with the chat template; None for a prompt of ids.
     completions: its samples, by index.
     prompt_logprobs: if asked for, float32 values as long as the prompt; NaN at position 0 and before the start of a
         score. prompt_top_logprobs: their alternatives.

@@ -415,6 +415,16 @@ def test_names_of_others_are_errors_that_say_ours(gen: Generator) -> None:
         for call in (gen.generate, gen.chat):
             with pytest.raises(TypeError, match=f"{call.__name__} has no option '{name}'; {ours}"):
                 call("hello", **{name: 1})  # type: ignore[operator]
+    with pytest.raises(TypeError, match="sleep has no option 'level'; use keep_weights"):
+        gen.sleep(level=1)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="tags has 1; there are 'weights' and 'kv_cache'"):
+        gen.sleep(1)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="use wake"):
+        gen.wake_up()  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="add has no option 'request_id'; use id"):
+        gen.add([5], request_id="a")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="stream takes Requests, not str; give Request"):
+        next(gen.stream(["hello"]))  # type: ignore[list-item]
 
 
 def test_no_name_of_others_is_one_of_ours() -> None:

@@ -36,9 +36,10 @@ from fastgen.async_engine.loop import (
     run_in_thread,
 )
 from fastgen.engine.outputs import Stats
+from fastgen.names import explains_calls
 from fastgen.ranks import processes
 from fastgen.ranks.channel import HEAD, Failed, Start, frame
-from fastgen.request import Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
+from fastgen.request import FOREIGN, Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
 from fastgen.text.grammar import params_grammar, structure_name
 
 log = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ class EventStream:
         self._news.set()
 
 
+@explains_calls(FOREIGN)
 class AsyncGenerator:
     """A Generator for asyncio programs, in a process of its own or in a thread of this one. Use it from one event loop.
 
@@ -409,6 +411,7 @@ def _output(id: int, samples: list[Event], timings: Timings) -> RequestOutput:
         id=id,
         prompt_token_ids=first.prompt_token_ids or [],
         completions=completions,
+        prompt=first.prompt,
         prompt_logprobs=first.prompt_logprobs,
         prompt_top_logprobs=first.prompt_top_logprobs,
         cached_tokens=first.cached_tokens,

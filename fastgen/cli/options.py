@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from fastgen.engine.options import OPTIONS
-from fastgen.names import FLAGS
+from fastgen.names import FLAGS, nearest
 from fastgen.option import Option
 
 PREFIX = "FASTGEN_"
@@ -54,9 +53,9 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, given: str) -> str:
         foreign = FLAGS.get(given[2:].replace("-", "_"), "")
-        nearest = difflib.get_close_matches(given, self._option_string_actions, n=1)
-        hint = re.sub(r"[a-z]+(_[a-z]+)+", lambda name: flag(name[0]), foreign) or " ".join(["use", *nearest])
-        return f"there is no {given}" + (f"; {hint}" if foreign or nearest else "")
+        near = nearest(given, self._option_string_actions)
+        hint = re.sub(r"[a-z]+(_[a-z]+)+", lambda name: flag(name[0]), foreign) or f"use {near}"
+        return f"there is no {given}" + (f"; {hint}" if foreign or near else "")
 
 
 def flag(name: str) -> str:

@@ -135,13 +135,14 @@ class ActiveSample:
         self.emitted = (sequence.output_len, 0 if self.text is None else len(self.text.text))
         return stop
 
-    def emit(self, events: list[Event], cached_tokens: int) -> None:
-        """Append an event with what is new since the last one, if anything. cached_tokens: of the request."""
+    def emit(self, events: list[Event], active: ActiveRequest) -> None:
+        """Append an event with what is new since the last one, if anything. active: the sample's request."""
         sequence, (ids, chars) = self.sequence, self.emitted
         text = self.text.text if self.text is not None else ""
         if (sequence.output_len, len(text)) == self.emitted and sequence.finish_reason is None:
             return
         last = sequence.finish_reason is not None
+        first = last and sequence.index == 0
         scored = last and sequence.score_start is not None
         event = Event(
             id=sequence.request_id,
@@ -154,10 +155,11 @@ class ActiveSample:
             error=sequence.error,
             prompt_logprobs=sequence.prompt_logprobs if scored else None,
             prompt_top_logprobs=(sequence.prompt_top_logprobs or None) if scored else None,
-            cached_tokens=cached_tokens,
+            cached_tokens=active.cached_tokens,
             started=None if any(self.emitted) else sequence.started,
             weight_versions=sequence.weight_versions if last else None,
-            prompt_token_ids=sequence.token_ids[: sequence.prompt_len] if last and sequence.index == 0 else None,
+            prompt_token_ids=active.prompt_ids if first else None,
+            prompt=active.prompt if first else None,
         )
         self.emitted = (sequence.output_len, len(text))
         events.append(event)

@@ -95,13 +95,14 @@ class Tokenizer:
         """Return the text of a conversation in the chat template, with the special tokens that the template adds.
 
         prompting: end with the beginning of an assistant's message. variables: of the template, such as tools.
-        continuing: end within the last message, behind its text; not together with `prompting`.
+        continuing: end within the last message, behind its text; not together with `prompting`. Raises ValueError.
         """
         variables = variables or {}
         self.check_template(variables)
+        plain = [_plain_message(message) for message in messages]
         try:
             text = self.hf.apply_chat_template(
-                list(messages),
+                plain,
                 tokenize=False,
                 add_generation_prompt=prompting,
                 continue_final_message=continuing,
@@ -124,6 +125,29 @@ class Tokenizer:
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=not special))
         return str(self.hf.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+
+def _plain_message(message: Any) -> dict[str, Any]:
+    """Return a message for a chat template, with its content as one text. Raises ValueError."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise ValueError(f"a message must be a dict with a role, not {message!r:.80}")
+    if message.get("content") is None:
+        if not message.get("tool_calls"):
+            raise ValueError(f"a message needs content, or tool_calls; this one has neither: {message!r:.80}")
+        return dict(message)
+    return {**message, "content": content_text(message["content"])}
+
+
+def content_text(content: Any) -> Any:
+    """Return the content of a message, with a list of text parts ({"type": "text", "text": ...}) joined by newlines.
+    Raises ValueError for parts of other types."""
+    if not isinstance(content, list | tuple):
+        return content
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            form = '{"type": "text", "text": ...}'
+            raise ValueError(f"a part of a message's content must be {form}, and not {part!r:.80}")
+    return "\n".join(part["text"] for part in content)
 
 
 def import_transformers() -> Any:

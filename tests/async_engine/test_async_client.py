@@ -263,6 +263,7 @@ def test_a_stream_and_a_whole_output_are_those_of_a_generator(client: Client) ->
     assert text == wanted.completions[1].text
     assert output.completions == wanted.completions
     assert output.prompt_token_ids == wanted.prompt_token_ids
+    assert output.prompt == prompt
     assert output.prompt_logprobs[1:] == wanted.prompt_logprobs[1:]
     assert output.prompt_top_logprobs == wanted.prompt_top_logprobs
     assert 0 < output.timings.first_token <= output.timings.finished

@@ -172,6 +172,13 @@ def test_text_gets_the_special_tokens_and_messages_no_second_bos(tokenizer: Toke
     assert tokenizer.decode(chat).replace(" ", "") == "[user]hello[answer]the[answer]"
 
 
+def test_text_parts_of_a_message_are_lines(tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "the", "cache_control": None}]
+    written = tokenizer.render_chat([{"role": "user", "content": parts}])
+    assert written == tokenizer.render_chat([{"role": "user", "content": "hello\nthe"}])
+    assert "hello" in written
+
+
 @pytest.mark.parametrize("ids", [[5, 6], (5, 6), range(5, 7), torch.tensor([5, 6]), np.array([5, 6])])
 def test_ids_of_any_sequence_are_taken_as_they_are(ids: Any) -> None:
     assert encode_prompt(ids, None) == ([5, 6], None)
@@ -198,7 +205,14 @@ def test_ids_of_any_sequence_are_taken_as_they_are(ids: Any) -> None:
         (torch.tensor(5), TypeError, "not int"),
         (torch.tensor([0.5]), TypeError, "not 0.5"),
         ([{"role": "critic", "content": "bad"}], ValueError, "no critics"),
-        ([{"content": "hello"}, "more"], ValueError, "chat template"),
+        ([{"content": "hello"}, "more"], ValueError, "a message must be a dict with a role, not {'content': 'hello'}"),
+        ([{"role": "user", "text": "hello"}], ValueError, "a message needs content"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            ValueError,
+            "must be .*, and not {'type': 'image_url'}",
+        ),
+        ([{"role": "user", "content": ["hello"]}], ValueError, "and not 'hello'"),
     ],
 )
 def test_what_is_no_prompt(tokenizer: Tokenizer, prompt: Any, kind: type[Exception], message: str) -> None:

@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         ):
             working = in_order(working, done) if args.ordered else working
             tally, stopped = write_all(working, output, bar, args.strict)
-    note("fggen", f"{tally}; in {output.path}")
+    note("fggen", f"{tally}; {'on stdout' if args.output == STDOUT else f'in {output.path}'}")
     if stopped:
         note("fggen", "stopped" if args.output == STDOUT else "stopped; the same command goes on from here")
         return 130

@@ -159,9 +159,10 @@ async def _handle(request: Request, error: Exception) -> Response:
         return Response(status_code=400)  # not read: the client has gone
     if not isinstance(error, HTTPException):
         return error_response(as_api_error(error), path)
+    allowed = " or ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
     code, message = {
         404: ("not_found", f"there is no {path}; see /openapi.json"),
-        405: ("method_not_allowed", f"{request.method} is not allowed at {path}"),
+        405: ("method_not_allowed", f"{request.method} is not allowed at {path}; use {allowed}"),
     }.get(error.status_code, (None, str(error.detail)))
     return error_response(ApiError(error.status_code, message, code=code), path, dict(error.headers or {}))
 

@@ -69,7 +69,11 @@ class _Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=2048)
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]
+        raise OSError(f"can not listen at {host}, port {port}: {reason}; give another --port or --host") from None
     # Connections inherit TCP_NODELAY. asyncio does not set it if the listener's protocol is 0, which means TCP as well.
     # Without it, each small write waits for the acknowledgement of the one before, often 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -121,6 +125,8 @@ async def serve(options: Options) -> None:
     def stop() -> None:
         if stopping.is_set():  # the second signal: running requests end now
             service.expire()
+        elif running := len(service.deadlines):
+            note("fgserve", f"finishing {running} requests; a second Ctrl-C ends them at once")
         stopping.set()
 
     loop.run_in_executor(None, import_tokenizers)  # while the first engine loads

@@ -12,8 +12,10 @@ import yaml
 
 from fastgen import __version__
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
-from fastgen.cli.options import MODEL, Parser, Value, add_flag, read_yaml, variable
+from fastgen.cli.command import note
+from fastgen.cli.options import MODEL, PREFIX, Parser, Value, add_flag, read_yaml, variable
 from fastgen.model.config import BUNDLED_NAME
+from fastgen.names import nearest
 from fastgen.option import Option, option, options_of
 
 
@@ -119,9 +121,14 @@ def read_options(argv: Sequence[str] | None = None, environment: Mapping[str, st
         path = args.config or environment.get(variable("config"))
         file = _read_file(Path(path)) if path else {}
         given = {name: value for name, value in vars(args).items() if name in TABLE and value is not None}
-        return make_options(file, environment, args.model, given)
+        options = make_options(file, environment, args.model, given)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    known = [variable(name) for name in ("config", "models", *TABLE)]
+    for name in (name for name in environment if name.startswith(PREFIX) and name not in known):
+        near = nearest(name, known)
+        note("fgserve", f"WARNING: {name} is no option, and is ignored" + (f"; use {near}" if near else ""))
+    return options
 
 
 def make_options(

@@ -22,8 +22,11 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from typing_extensions import TypedDict
 
+from fastgen.names import nearest
 from fastgen.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams
+from fastgen.text.tokenizer import content_text
 
 COMPLETION_TOKENS = 16  # max_tokens of /completions where it is left out, as OpenAI has it
 MAX_CHOICES = 128
@@ -98,7 +101,9 @@ class Strict(BaseModel):
         for name, value in data.items():  # stop at the first unknown field: there may be very many
             ignored = name in cls.without_effect
             if value is not None and (strict if ignored else not cls._knows(name)):
-                raise wrong(name, HINTS.get(name, UNSUPPORTED), "unsupported_parameter")
+                near = "" if ignored else nearest(name, cls.model_fields)
+                usual = f"{UNSUPPORTED} (the nearest field is {near})" if near else UNSUPPORTED
+                raise wrong(name, HINTS.get(name, usual), "unsupported_parameter")
             if value is not None and (not ignored or name in cls.model_fields):
                 given[name] = value
         return given
@@ -127,7 +132,7 @@ class StreamOptions(Strict):
     without_effect = frozenset({"include_obfuscation"})
 
 
-class TextPart(History):
+class TextPart(TypedDict):
     type: Literal["text"]
     text: str
 
@@ -157,8 +162,8 @@ class ChatMessage(History):
 
     @property
     def text(self) -> str | None:
-        """The content as one text; parts are joined by newlines."""
-        return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        text: str | None = content_text(self.content)
+        return text
 
     @model_validator(mode="after")
     def _check_role(self) -> ChatMessage:

@@ -46,7 +46,8 @@ def test_files_folders_globs_and_stdin(fggen: Fggen, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["nothing.jsonl", "-o", "out.jsonl"], "nothing.jsonl: there is no file of .jsonl"),
+        (["nothing.jsonl", "-o", "out.jsonl"], "nothing.jsonl: there is no such file or folder"),
+        (["noth*.jsonl", "-o", "out.jsonl"], "noth*.jsonl: there is no file of .jsonl"),
         (["empty", "-o", "out.jsonl"], "empty: there is no file of .jsonl"),
         (["in.txt", "-o", "out.jsonl"], "in.txt: there is no file of .jsonl"),
         (["in.jsonl", "-o", "out.txt"], "the suffix of out.txt names no format"),
@@ -234,7 +235,9 @@ def test_csv_and_gzip_are_read_and_what_csv_says_is_typed(fggen: Fggen) -> None:
 def test_stdout_gets_lines_and_nothing_else(fggen: Fggen, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.jsonl", *SHORT) == 0
     assert fggen("in.jsonl", "-o", "-", *SHORT) == 0
-    lines = [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
+    said = capfdbinary.readouterr()
+    lines = [json.loads(line) for line in said.out.splitlines()]
+    assert said.err.endswith(b" tok/s; on stdout\n")
     assert sorted(lines, key=lambda record: record["row"]) == by_row("out.jsonl")
     assert not Path("-").exists()
 

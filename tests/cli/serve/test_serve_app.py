@@ -122,6 +122,15 @@ def test_errors_have_one_shape(server: Server, method: str, path: str, body: byt
     assert reply.json()["error"]["code"] == code
 
 
+def test_errors_say_what_there_is(server: Server) -> None:
+    message = server.get("/v1/chat/completions").json()["error"]["message"]
+    assert message == "GET is not allowed at /v1/chat/completions; use POST"
+    message = server.post("/v1/models", {}).json()["error"]["message"]
+    assert message == "POST is not allowed at /v1/models; use GET or HEAD"
+    error = server.post("/completions", {"prompt": "a", "temprature": 1}).json()["error"]
+    assert error["message"] == "temprature is not supported; leave it out (the nearest field is temperature)"
+
+
 # ------------------------------------------------------------------------------------------------ load
 
 

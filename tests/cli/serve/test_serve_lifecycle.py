@@ -290,8 +290,10 @@ def test_a_failed_start_reports_its_reason(monkeypatch: pytest.MonkeyPatch, caps
     assert main(["a-broken-one", "--port", "0"]) == 1
     assert capsys.readouterr().err.endswith("fgserve: error: a-broken-one is broken; mend it\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main(["--port", str(taken.getsockname()[1])]) == 1
-    assert capsys.readouterr().err.startswith("fgserve: error: [Errno 98] Address already in use")
+        port = taken.getsockname()[1]
+        assert main(["--port", str(port)]) == 1
+    place = f"127.0.0.1, port {port}: Address already in use; give another --port or --host"
+    assert capsys.readouterr().err == f"fgserve: error: can not listen at {place}\n"
     assert main(["--port=0", f"--ssl-certfile={__file__}"]) == 1
     assert capsys.readouterr().err.startswith(f"fgserve: error: no certificate and key in {__file__}, None: [SSL]")
     assert main(["--port=0", "--ssl-keyfile=a"]) == 1
@@ -337,6 +339,7 @@ def test_a_second_signal_does_not_wait(start: Start) -> None:
         next(iter(stream))
         server.signal_engines(signal.SIGSTOP)
         server.process.send_signal(signal.SIGINT)
+        server.await_said("fgserve: finishing 1 requests; a second Ctrl-C ends them at once\n", 5)
         until(lambda: refuses(server), 5)
         server.process.send_signal(signal.SIGTERM)
         with pytest.raises(openai.APIError, match="the server is shutting down"):

@@ -140,6 +140,12 @@ def test_what_is_wrong_is_told(
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_variable_that_is_no_option_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    read(FASTGEN_MAX_SEQ="3", FASTGEN_MODELS="a", FASTGEN_CONFIG="", OTHER="4")
+    said = capsys.readouterr().err
+    assert said == "fgserve: WARNING: FASTGEN_MAX_SEQ is no option, and is ignored; use FASTGEN_MAX_SEQS\n"
+
+
 def test_a_file_in_another_encoding_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "serve.yaml"
     file.write_bytes("port: 3".encode("utf-8-sig"))
