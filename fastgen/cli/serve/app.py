@@ -28,7 +28,7 @@ from fastgen.cli.serve.answers import GenerationResponse, as_api_error, error_re
 from fastgen.cli.serve.messages import CountRequest, MessageReply, MessageRequest, count_tokens
 from fastgen.cli.serve.options import ServerOptions
 from fastgen.cli.serve.page import page_response
-from fastgen.cli.serve.prompts import detokenize, needed, tokenize, tokenizer_info
+from fastgen.cli.serve.prompts import GenerationRequest, detokenize, needed, tokenize, tokenizer_info
 from fastgen.cli.serve.protocol import (
     ApiError,
     ChatRequest,
@@ -41,6 +41,7 @@ from fastgen.cli.serve.protocol import (
 )
 from fastgen.cli.serve.responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.service import ServedModel, Service
+from fastgen.cli.serve.translation import BlockReply
 
 OPEN = ("/", "/health", "/ping", "/ready", "/metrics")  # routes without the API key
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # others are replaced
@@ -48,6 +49,7 @@ LARGE = 65536  # bytes; larger bodies are parsed in a thread
 DISCARDED = 8  # multiple of the size limit that is read of a larger body, so that its client reads the response
 
 Handler = Callable[[Request], Awaitable[Response]]
+Answerer = Callable[[Any], Awaitable[Response]]  # of the checked body of a post
 
 
 def make_app(service: Service) -> Starlette:
@@ -168,19 +170,19 @@ async def _handle(request: Request, error: Exception) -> Response:
 
 
 class _Routes:
-    """The routes of a service. posts: by path, with the kind of their bodies."""
+    """The routes of a service. Those of posts have the kind of their bodies and a function that answers one."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._created = int(time.time())
-        self._posts: dict[str, tuple[Handler, type[Strict]]] = {
-            "/chat/completions": (self.chat, ChatRequest),
-            "/completions": (self.completions, CompletionRequest),
-            "/responses": (self.responses, ResponseRequest),
-            "/messages": (self.messages, MessageRequest),
-            "/messages/count_tokens": (self.count_tokens, CountRequest),
-            "/tokenize": (self.tokenize, TokenizeRequest),
-            "/detokenize": (self.detokenize, DetokenizeRequest),
+        self._posts: dict[str, tuple[type[Strict], Answerer]] = {
+            "/chat/completions": (ChatRequest, self._generate),
+            "/completions": (CompletionRequest, self._generate),
+            "/responses": (ResponseRequest, partial(self._translate, ResponseReply)),
+            "/messages": (MessageRequest, partial(self._translate, MessageReply)),
+            "/messages/count_tokens": (CountRequest, partial(self._compute, count_tokens)),
+            "/tokenize": (TokenizeRequest, partial(self._compute, tokenize)),
+            "/detokenize": (DetokenizeRequest, partial(self._compute, detokenize)),
         }
         self._gets: dict[str, Handler] = {
             "/models": self.models,
@@ -196,34 +198,23 @@ class _Routes:
 
     def under(self, prefix: str) -> list[Route]:
         """Return all routes, with a prefix of their paths."""
-        posts = [Route(prefix + path, handler, methods=["POST"]) for path, (handler, _) in self._posts.items()]
+        posts = [
+            Route(prefix + path, partial(self._post, kind, answer), methods=["POST"])
+            for path, (kind, answer) in self._posts.items()
+        ]
         return posts + [Route(prefix + path, handler, methods=["GET"]) for path, handler in self._gets.items()]
 
-    async def chat(self, request: Request) -> Response:
-        return GenerationResponse(self._service, await self._read(ChatRequest, request))
+    async def _post(self, kind: type[Strict], answer: Answerer, request: Request) -> Response:
+        return await answer(await self._read(kind, request))
 
-    async def completions(self, request: Request) -> Response:
-        return GenerationResponse(self._service, await self._read(CompletionRequest, request))
+    async def _generate(self, wanted: GenerationRequest) -> Response:
+        return GenerationResponse(self._service, wanted)
 
-    async def responses(self, request: Request) -> Response:
-        wanted = await self._read(ResponseRequest, request)
-        return GenerationResponse(self._service, await asyncio.to_thread(wanted.chat), partial(ResponseReply, wanted))
+    async def _translate(self, reply: Callable[..., BlockReply], wanted: ResponseRequest | MessageRequest) -> Response:
+        return GenerationResponse(self._service, await asyncio.to_thread(wanted.chat), partial(reply, wanted))
 
-    async def messages(self, request: Request) -> Response:
-        wanted = await self._read(MessageRequest, request)
-        return GenerationResponse(self._service, await asyncio.to_thread(wanted.chat), partial(MessageReply, wanted))
-
-    async def count_tokens(self, request: Request) -> Response:
-        wanted = await self._read(CountRequest, request)
-        return json_response(await asyncio.to_thread(count_tokens, wanted, self._service.choose(wanted.model).facts))
-
-    async def tokenize(self, request: Request) -> Response:
-        wanted = await self._read(TokenizeRequest, request)
-        return json_response(await asyncio.to_thread(tokenize, wanted, self._service.choose(wanted.model).facts))
-
-    async def detokenize(self, request: Request) -> Response:
-        wanted = await self._read(DetokenizeRequest, request)
-        return json_response(await asyncio.to_thread(detokenize, wanted, self._service.choose(wanted.model).facts))
+    async def _compute(self, function: Callable[..., Any], wanted: Any) -> Response:
+        return json_response(await asyncio.to_thread(function, wanted, self._service.choose(wanted.model).facts))
 
     async def tokenizer_info(self, request: Request) -> Response:
         model = self._service.choose(request.query_params.get("model"))
@@ -282,7 +273,7 @@ class _Routes:
         text = {"schema": {"type": "string"}}
         paths["/v1/models/{name}"]["parameters"] = [{"name": "name", "in": "path", "required": True, **text}]
         paths["/v1/tokenizer_info"]["parameters"] = [{"name": "model", "in": "query", **text}]
-        for path, (_, kind) in self._posts.items():
+        for path, (kind, _) in self._posts.items():
             schema = kind.model_json_schema(ref_template=f"{place}{{model}}")
             schemas |= {**schema.pop("$defs", {}), kind.__name__: schema}
             body = {"required": True, "content": {"application/json": {"schema": {"$ref": place + kind.__name__}}}}

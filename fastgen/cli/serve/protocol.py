@@ -19,6 +19,7 @@ from pydantic import (
     Tag,
     ValidationError,
     ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
@@ -203,6 +204,9 @@ class Tool(Strict):
         return {"type": "function", "function": function}
 
 
+ToolMode = Literal["none", "auto", "required"]
+
+
 class NamedFunction(Strict):
     name: str
 
@@ -211,16 +215,6 @@ class NamedTool(Strict):
     type: Literal["function"]
     function: NamedFunction
 
-    @property
-    def names(self) -> list[str]:
-        """The functions that may be called."""
-        return [self.function.name]
-
-    @property
-    def required(self) -> bool:
-        """True if one of them must be called."""
-        return True
-
 
 class AllowedTools(Strict):
     mode: Literal["auto", "required"]
@@ -228,7 +222,7 @@ class AllowedTools(Strict):
 
 
 class ChosenTools(Strict):
-    """The choice of some of the tools, while the chat template shows all of them."""
+    """The choice of one or some of the tools, while the chat template shows all of them."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -367,11 +361,19 @@ class ChatRequest(GenerationFields):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | ChosenTools | None = None
+    tool_choice: ToolMode | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("tool_choice", mode="before", json_schema_input_type=ToolMode | NamedTool | ChosenTools | None)
+    @classmethod
+    def _choose_one(cls, choice: Any) -> Any:
+        """Write the choice of one tool as one of allowed tools."""
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            return {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [choice]}}
+        return choice
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
@@ -382,7 +384,7 @@ class ChatRequest(GenerationFields):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise wrong("tools", "has two functions with the same name")
-        chosen = self.tool_choice.names if isinstance(self.tool_choice, NamedTool | ChosenTools) else []
+        chosen = self.tool_choice.names if isinstance(self.tool_choice, ChosenTools) else []
         if unknown := [name for name in chosen if name not in names]:
             raise wrong("tool_choice", f"names {unknown[0]!r}, which is not among the tools")
         if self.tool_choice == "required" and not names:

@@ -6,9 +6,9 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from fastgen.cli.serve.protocol import ChatMessage, ChosenTools, NamedTool, Tool, ToolCall
+from fastgen.cli.serve.protocol import ChatMessage, ChosenTools, Tool, ToolCall, ToolMode
 from fastgen.text.grammar import json_rule, quoted
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tool_calls import HERMES, LLAMA, MISTRAL, ToolParser, find_syntax
@@ -26,7 +26,7 @@ class Calling:
         tokenizer: Tokenizer,
         tools: Sequence[Tool],
         *,
-        choice: Literal["auto", "none", "required"] | NamedTool | ChosenTools = "auto",
+        choice: ToolMode | ChosenTools = "auto",
         parallel: bool = True,
     ) -> None:
         self._tokenizer, self._syntax = tokenizer, find_syntax(tokenizer)

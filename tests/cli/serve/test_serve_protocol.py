@@ -358,7 +358,7 @@ def test_tools_and_formats_are_as_they_were_sent() -> None:
     tools = [{"type": "function", "function": function}]
     request = read(ChatRequest, tools=tools, tool_choice={"type": "function", "function": {"name": "f"}})
     assert [tool.for_template() for tool in request.tools] == tools
-    assert request.tool_choice.function.name == "f"
+    assert (request.tool_choice.names, request.tool_choice.required) == (["f"], True)
     schema = {"type": "object", "properties": {"a": {"const": None}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
     assert read(ChatRequest, response_format=wanted).response_format.json_schema.schema_ == schema

@@ -13,7 +13,7 @@ from grammars import MARKS, accepts, add, allowed, byte_level, walk
 
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.prompts import ModelFacts, prepare
-from fastgen.cli.serve.protocol import ApiError, ChatMessage, ChatRequest, ChosenTools, NamedTool, Tool, read_request
+from fastgen.cli.serve.protocol import ApiError, ChatMessage, ChatRequest, ChosenTools, Tool, read_request
 from fastgen.cli.serve.tools import Calling
 from fastgen.text.grammar import Compiler, json_rule
 from fastgen.text.tokenizer import Tokenizer
@@ -115,15 +115,14 @@ def test_a_required_call_is_made(model: Model) -> None:
 
 def test_one_call_of_one_function(model: Model) -> None:
     rng = random.Random(1)
-    only = NamedTool.model_validate({"type": "function", "function": {"name": "get_weather"}})
     for _ in range(6):
-        ((name, arguments),) = forced(model, rng, choice=only, parallel=False)
+        ((name, arguments),) = forced(model, rng, choice=chosen("required", "get_weather"), parallel=False)
         assert name == "get_weather"
         check(name, arguments)
 
 
-def chosen(mode: str) -> ChosenTools:
-    tools = [{"type": "function", "function": {"name": "get"}}]
+def chosen(mode: str, name: str = "get") -> ChosenTools:
+    tools = [{"type": "function", "function": {"name": name}}]
     return ChosenTools.model_validate({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}})
 
 
