@@ -282,3 +282,14 @@ def fresh_configs() -> Iterator[None]:
     batch_invariant.config.cache_clear()
     yield
     batch_invariant.config.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server of the bundled model with the tool calls of Hermes, a short context, and the key "secret"."""
+    from asking import save_caller  # they import the openai package, in a second
+    from serving import FGSERVE, Server
+
+    folder = save_caller("hermes", tmp_path_factory.mktemp("caller") / "hermes")
+    with Server(FGSERVE, "--tokenizer", str(folder), "--api-key", "secret", "--max-model-len", "512") as server:
+        yield server.await_ready()

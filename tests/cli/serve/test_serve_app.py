@@ -160,20 +160,6 @@ def test_schemas_that_take_too_long_delay_nobody(server: Server) -> None:
         assert b'"param":"response_format"' in told
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_gives_its_pages_back(server: Server, stream: bool) -> None:
-    before = server.stats()
-    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 1000, "ignore_eos": True, "stream": stream}
-    connection = server.send(request_bytes("/completions", body))
-    until(lambda: server.stats()["running"] == 4)
-    assert server.stats()["pages_used"] > 0
-    connection.close()
-    until(server.idle, 3)
-    after = server.stats()
-    assert after["aborted_total"] - before["aborted_total"] == 2
-    assert after["generated_tokens_total"] - before["generated_tokens_total"] < 3900
-
-
 def test_the_http_process_does_without_torch(server: Server) -> None:
     """Its tokenizer comes from transformers."""
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()

@@ -10,9 +10,8 @@ import anthropic
 import pytest
 from anthropic import Anthropic
 from anthropic.types import Message, RawMessageStreamEvent
-from asking import save_caller
 from pydantic import BaseModel, TypeAdapter
-from serving import FGSERVE, Server
+from serving import Server
 
 from fastgen.cli.serve.messages import MessageReply, MessageRequest, error_body
 from fastgen.cli.serve.protocol import ApiError, read_request
@@ -33,11 +32,8 @@ EXACT: Any = {"model": "any", "max_tokens": 50, "extra_body": {"temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The bundled model with the tool calls of Hermes, and a key."""
-    folder = save_caller("hermes", tmp_path_factory.mktemp("caller") / "hermes")
-    with Server(FGSERVE, "--tokenizer", str(folder), "--api-key", "secret", "--max-model-len", "512") as server:
-        yield server.await_ready()
+def server(caller: Server) -> Server:
+    return caller
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,10 @@ from typing import Any
 
 import openai
 import pytest
-from asking import save_caller
 from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
-from serving import FGSERVE, Server
+from serving import Server
 
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, read_request
 from fastgen.cli.serve.replies import ChatReply, PromptTokens
@@ -34,22 +33,23 @@ FIRST = ["response.created", "response.in_progress", "response.output_item.added
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The bundled model with the tool calls of Hermes."""
-    folder = save_caller("hermes", tmp_path_factory.mktemp("caller") / "hermes")
-    with Server(FGSERVE, "--tokenizer", str(folder)) as server:
-        yield server.await_ready()
+def server(caller: Server) -> Server:
+    return caller
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
         yield client
+
+
+def post(server: Server, **fields: Any) -> Any:
+    return server.post("/v1/responses", fields, headers={"authorization": "Bearer secret"})
 
 
 def events_of(server: Server, **fields: Any) -> list[dict[str, Any]]:
     """Return the events of a stream, held to the types of the package, with the names that lines give them."""
-    lines = server.post("/v1/responses", {"stream": True, **fields}).text.split("\n\n")
+    lines = post(server, stream=True, **fields).text.split("\n\n")
     assert lines.pop() == ""
     found = []
     for number, line in enumerate(lines):
@@ -83,13 +83,13 @@ def test_an_answer_is_that_of_a_chat(server: Server, client: OpenAI) -> None:
     counts = (reply.usage.input_tokens, reply.usage.output_tokens, reply.usage.total_tokens)
     assert counts == (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens)
     assert (reply.status, reply.incomplete_details, reply.metadata) == ("completed", None, {"a": "b"})
-    data = server.post("/v1/responses", {"input": ASKED}).json()
+    data = post(server, input=ASKED).json()
     Response.model_validate(data)
     assert (data["object"], data["tools"], data["tool_choice"], data["store"]) == ("response", [], "auto", False)
 
 
 def test_a_stream_tells_each_part_of_the_response(server: Server) -> None:
-    whole = server.post("/v1/responses", {"input": ASKED, "temperature": 0}).json()
+    whole = post(server, input=ASKED, temperature=0).json()
     events = events_of(server, input=ASKED, temperature=0)
     kinds = [event["type"] for event in events]
     deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
@@ -153,7 +153,7 @@ def test_a_named_function_of_a_namespace_is_called(server: Server) -> None:
     events = events_of(server, input="read", **fields)
     (item,) = events[-1]["response"]["output"]
     assert (item["type"], item["name"], item["namespace"]) == ("function_call", "read", "files")
-    again = server.post("/v1/responses", {"input": [item, {**item, "type": "function_call_output", "output": "1"}]})
+    again = post(server, input=[item, {**item, "type": "function_call_output", "output": "1"}])
     assert again.json()["status"] == "completed"
 
 
@@ -176,7 +176,7 @@ def test_a_cut_answer_is_incomplete(server: Server) -> None:
 
 def test_logprobs(server: Server) -> None:
     fields = {"input": ASKED, "temperature": 0, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    data = server.post("/v1/responses", fields).json()
+    data = post(server, **fields).json()
     Response.model_validate(data)
     scores = data["output"][0]["content"][0]["logprobs"]
     assert len(scores) == data["usage"]["output_tokens"]
