@@ -455,11 +455,13 @@ class Scored:
 class StepResult(Drawn):
     """The result of a Batch: a token and its values for each lane of `Batch.sampling`, and scores of prefill chunks.
 
-    A token is -1 where none could be drawn: the mask allowed none, or a logit is not finite.
+    A token is -1 where none could be drawn: the mask allowed none, or a logit is not finite. seconds: that the step
+    took; 0 if it was not measured.
     """
 
     tokens: list[int] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)

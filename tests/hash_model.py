@@ -194,6 +194,7 @@ class HashRunner:
         self.started: list[LaneStart | None] = [None] * config.max_seqs
         self.counted: list[list[int]] = [[] for _ in range(config.max_seqs)]
         self.trip: Callable[[], None] = lambda: None  # may raise a TroubleError
+        self.seconds: Callable[[], float] = lambda: 0.0  # of a step
 
     def launch(self, batch: Batch) -> Launched:
         self._move_pages(batch)
@@ -214,7 +215,7 @@ class HashRunner:
         for chunk in batch.prefills:
             if chunk.sample:
                 states += [self._state(lane, chunk.lane) for lane in (chunk.lane, *chunk.forks)]
-        launched = Launched(batch, states, StepResult())
+        launched = Launched(batch, states, StepResult(seconds=self.seconds()))
         self._score(launched)
         if not batch.masked:
             self.sample(launched)
@@ -284,6 +285,7 @@ class HashRunner:
 CONFIG: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "attention": "reference", "memory_fraction": 0.9, "prefix_cache": True,
     "host_pages": 0, "tensor_parallel": 1, "deterministic": False, "kernels": "torch", "context_given": False,
+    "max_step_ms": 0.0,
 }  # fmt: skip
 
 

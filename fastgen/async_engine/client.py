@@ -44,6 +44,8 @@ from fastgen.text.grammar import params_grammar, structure_name
 
 log = logging.getLogger(__name__)
 
+STEP_MS = 55.0  # default of `max_step_ms` here, where somebody waits for each token
+
 
 def joined(events: list[Event]) -> list[Event]:
     """Merge the events of each sample into one; return them in the order of prompts (`id`) and samples."""
@@ -155,7 +157,7 @@ class AsyncGenerator:
         self.name = name or ("the bundled model" if model is None else str(model))
         self.dead: str | None = None
         self.stats = Stats()
-        self._own_process, self._options = own_process, {"model": model, **options}
+        self._own_process, self._options = own_process, {"model": model, "max_step_ms": STEP_MS, **options}
         self._grammar_timeout = grammar_timeout
         self._next_number = 0
         self._streams: dict[str | int, EventStream] = {}

@@ -26,6 +26,7 @@ class EngineConfig:
     max_model_len: int
     max_seqs: int
     max_step_tokens: int
+    max_step_ms: float
     page_size: int
     num_pages: int
     attention: str
@@ -63,6 +64,7 @@ class EngineConfig:
             max_model_len=model.max_position if context is None else context,
             max_seqs=max_seqs,
             max_step_tokens=max_step_tokens,
+            max_step_ms=options.max_step_ms,
             page_size=options.page_size,
             num_pages=0,
             attention=auto_attention if options.attention == "auto" else options.attention,

@@ -47,6 +47,10 @@ class GeneratorOptions:
     max_step_tokens: int | None = option(
         None, "tokens that one step computes at most", unset="as many as suit the device", low=1
     )
+    max_step_ms: float = option(
+        0.0, "target in ms for a step that computes prompts beside answers, met by smaller chunks of prompts; "
+        "0: no limit", unset="0; 55 in fgserve and AsyncGenerator", low=0,
+    )  # fmt: skip
     page_size: int = option(64, "tokens of a page of the KV cache", low=1)
     num_pages: int | None = option(None, "pages of the KV cache", unset="what kv_cache_gb holds", low=2)
     kv_cache_gb: float | None = option(

@@ -18,6 +18,7 @@ from fastgen.engine.admission import LengthEstimate, PageReservations
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.outputs import Stats
 from fastgen.engine.pages import PageAllocator
+from fastgen.engine.step_times import StepTimes, StepWork
 from fastgen.request import Batch, LaneStart, Prefill, Score, Scored, Sequence, Status, StepResult
 
 RETRY_STEPS = 8  # from a rejected admission until the next attempt, if no sequence leaves meanwhile
@@ -39,6 +40,9 @@ class Scheduler:
     of a prompt is scheduled, the next waiting sequences with the same tokens become its forks: they share its pages,
     draw from its last row, and compute nothing. A last page that is partly filled is copied for each fork.
 
+    **Time.** With `max_step_ms`, the chunks of a step with decodes are so small that the step is predicted to take no
+    longer (`times`).
+
     **Preemption.** If predictions were too low and pages run out, the youngest running sequence gives up its lane and
     its pages, and later computes again what is not cached. `running` is in order of arrival.
     """
@@ -48,6 +52,7 @@ class Scheduler:
         self.estimate = estimate or LengthEstimate()
         self.closed = False  # True: nothing will be added before all current sequences have ended
         self.stats = Stats(pages=config.num_pages)
+        self.times = StepTimes(config.max_step_ms / 1000)
         self.reset()
 
     def reset(self, sequences: Iterable[Sequence] = ()) -> None:
@@ -173,12 +178,21 @@ class Scheduler:
         return bool(self.running) and self.running[-1].computed < self.running[-1].prefill_len
 
     def _schedule_prefills(self, budget: int) -> list[Prefill]:
-        """Continue the prefill that is not complete, then admit sequences, until `budget` tokens are scheduled."""
+        """Continue the prefill that is not complete, then admit sequences, until `budget` tokens are scheduled or the
+        step has no time for more."""
         chunks: list[Prefill] = []
+        step = StepWork(len(self._decodes))
         self._pause = max(0, self._pause - 1)
         while budget and (self._in_prefill or self._admit()):
-            chunks.append(self._chunk(self.running[-1], budget))
-            budget -= len(chunks[-1].tokens)
+            room = self.times.room(step, self.running[-1].computed, budget)
+            if not room:
+                break
+            chunk = self._chunk(self.running[-1], room)
+            chunks.append(chunk)
+            step.add(chunk.start, len(chunk.tokens))
+            budget -= len(chunk.tokens)
+            if self._in_prefill:  # the step has no time for the rest of this prompt
+                break
         return chunks
 
     def _chunk(self, sequence: Sequence, budget: int) -> Prefill:
@@ -307,6 +321,8 @@ class Scheduler:
     def update(self, batch: Batch, result: StepResult) -> list[Sequence]:
         """Append the tokens that a step drew; return the sequences that finished, and watched ones that changed."""
         self.in_flight -= 1
+        if result.seconds:
+            self.times.learn(batch, result.seconds)
         for scored in result.scored:
             keep_scores(self._on(scored.lane), scored)
         changed, dropped = [], 0

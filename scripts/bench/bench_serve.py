@@ -1,9 +1,11 @@
-"""Measures a server in OpenAI's manner: throughput, and p50, p90 and p99 of the time to the first token, between two
-tokens, and to the end; against the requests in flight. Writes JSON and a plot to scripts/results/.
+"""Measures a server in OpenAI's manner: throughput, and p50, p90, p99 and p99.9 of the time to the first token,
+between two tokens, and to the end; against the requests in flight. Writes JSON and a plot to scripts/results/.
 
     python scripts/bench/bench_serve.py --smoke                             # the bundled model, to see that it runs
     python scripts/bench/bench_serve.py --serve bundled                     # 1 to 512 in flight, at a server of its own
     python scripts/bench/bench_serve.py --preset headline --serve mistral7  # random weights, as in bench.py gpu
+    python scripts/bench/bench_serve.py --preset beside --clients 8 --serve mistral7       # long prompts beside chats
+    python scripts/bench/bench_serve.py --preset beside --name beside-whole --clients 8 --serve mistral7 --max-step-ms 0
     python scripts/bench/bench_serve.py --clients 8 --serve Qwen/Qwen3-8B --max-seqs 256
     python scripts/bench/bench_serve.py --url http://localhost:8000/v1 --concurrency 1,8,64
     python scripts/bench/bench_serve.py --cost                              # fgserve beside Generator.stream
@@ -25,6 +27,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +42,12 @@ RESULTS = Path(__file__).parent.parent / "results"
 PRESETS: dict[str, dict[str, Any]] = {
     "sweep": {"prompt_tokens": 128, "tokens": 128, "concurrency": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]},
     "headline": {"prompt_tokens": 1024, "tokens": 128, "concurrency": [512], "requests": 512},
+    "beside": {"prompt_tokens": 512, "tokens": 128, "concurrency": [256], "requests": 240, "rate": [8, 0],
+               "long_tokens": 8000, "every": 4},
+    "crowd": {"prompt_tokens": 512, "tokens": 128, "concurrency": [4096], "requests": 1500, "rate": [70]},
     "smoke": {"prompt_tokens": 16, "tokens": 8, "concurrency": [1, 4], "requests": 8},
     "cost": {"prompt_tokens": 64, "tokens": 128, "concurrency": [128], "requests": 128},
-}
+}  # fmt: skip
 
 
 def numbers(text: str) -> list[int]:
@@ -54,7 +60,7 @@ def numbers(text: str) -> list[int]:
 
 def loads(arguments: argparse.Namespace, url: str, model: str) -> Iterator[Load]:
     """Return the loads to measure, point by point."""
-    for seed, concurrency in enumerate(arguments.concurrency):
+    for seed, (concurrency, rate) in enumerate(product(arguments.concurrency, arguments.rate or [0.0])):
         yield Load(
             url=url,
             model=model,
@@ -65,6 +71,9 @@ def loads(arguments: argparse.Namespace, url: str, model: str) -> Iterator[Load]
             low=arguments.ids[0],
             high=arguments.ids[1],
             seed=seed,
+            rate=rate,
+            long=arguments.long_tokens or 0,
+            every=arguments.every or 0,
         )
 
 
@@ -94,18 +103,20 @@ def bench_load(arguments: argparse.Namespace) -> None:
             "machine": processor(),
             "prompt": arguments.prompt_tokens,
             "tokens": arguments.tokens,
+            "long": arguments.long_tokens and [arguments.long_tokens, arguments.every],
             "clients": arguments.clients,
             "points": [],
         }
         warm = next(loads(arguments, url, model))
         each = arguments.clients  # of whose first requests some take 0.1 s
-        clients.run(replace(warm, requests=each, concurrency=each, tokens=min(warm.tokens, 8), seed=-1), False)
+        warm = replace(warm, requests=each, concurrency=each, tokens=min(warm.tokens, 8), seed=-1, rate=0.0)
+        clients.run(warm, False)
         for load in loads(arguments, url, model):
             found = figures(clients.run(load))
-            report["points"].append({"concurrency": load.concurrency, **found})
+            report["points"].append({"concurrency": load.concurrency, "rate": load.rate, **found})
             print(line(report["points"][-1]), flush=True)
             write(arguments, report)  # each as it comes, or an error would lose those before it
-    if path := report_path(arguments):
+    if (path := report_path(arguments)) and not arguments.rate:
         try:
             plot(report, path.with_suffix(".png"))
         except ModuleNotFoundError as error:
@@ -115,13 +126,13 @@ def bench_load(arguments: argparse.Namespace) -> None:
 def line(point: dict[str, Any]) -> str:
     def times(name: str) -> str:
         found = point[name]
-        return "none" if found is None else "/".join(f"{1000 * found[of]:.1f}" for of in ("p50", "p90", "p99"))
+        return "none" if found is None else "/".join(f"{1000 * found[of]:.1f}" for of in ("p50", "p90", "p99", "p99.9"))
 
-    load = f"{point['concurrency']} in flight"
+    load = f"{point['rate']:g} requests/s" if point["rate"] else f"{point['concurrency']} in flight"
     errors = f", {point['errors']} errors, the first {point['first_error']}" if point["errors"] else ""
     return (
         f"{load:16} {point['tokens_per_second']:8.1f} tok/s, {point['requests_per_second']:.2f} requests/s; "
-        f"p50/p90/p99 in ms: first token {times('ttft')}, between tokens {times('inter_token')}, "
+        f"p50/p90/p99/p99.9 in ms: first token {times('ttft')}, between tokens {times('inter_token')}, "
         f"whole answer {times('end_to_end')}{errors}"
     )
 
@@ -159,6 +170,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="that are generated for each")
     parser.add_argument("--requests", type=int, help="of each point (default: 2 a lane)")
     parser.add_argument("--concurrency", type=numbers, metavar="1,2,...", help="requests in flight, point by point")
+    rate_help = "requests a second, at random times, point by point; 0 (default): as many in flight as can be"
+    parser.add_argument("--rate", type=lambda text: [float(part) for part in text.split(",")], help=rate_help)
+    parser.add_argument("--long-tokens", type=int, help="of the prompts of some requests")
+    parser.add_argument("--every", type=int, help="each request of such a number is one of these")
     parser.add_argument("--clients", type=int, default=1, help="processes that send (default 1)")
     parser.add_argument("--url", help="of the server, with its /v1 if it has that")
     parser.add_argument("--cost", action="store_true", help="instead: what HTTP costs")

@@ -1,4 +1,4 @@
-"""Sends requests to an OpenAI-compatible server, a number at a time, and measures their waiting times.
+"""Sends requests to an OpenAI-compatible server, a number at a time or at a rate, and measures their waiting times.
 
 Several processes share a load where one client's Python falls behind the server.
 """
@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -21,7 +22,7 @@ import httpx
 import numpy as np
 from tqdm import tqdm
 
-QUANTILES = (50, 90, 99)
+QUANTILES = (50, 90, 99, 99.9)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Load:
     """A load on the server at `url`, whose routes are with or without /v1.
 
     requests: prompts of `prompt` random ids from `low` up to `high`, each to be answered with `tokens` tokens.
-    concurrency: requests that are kept in flight.
+    concurrency: requests that are kept in flight. rate: requests a second, which are sent at random times (a Poisson
+    process); 0: each when another one has ended. long, every: each request number `every` has `long` tokens of prompt.
     """
 
     url: str
@@ -41,6 +43,9 @@ class Load:
     low: int = 1000
     high: int = 4000
     seed: int = 0
+    rate: float = 0.0
+    long: int = 0
+    every: int = 0
 
     def shares(self, clients: int) -> list[Load]:
         """Return the share of each of several processes, of which each has something to do."""
@@ -51,14 +56,17 @@ class Load:
                 requests=_share(self.requests, client, clients),
                 concurrency=_share(self.concurrency, client, clients),
                 seed=self.seed * 1000 + client,
+                rate=self.rate / clients,
             )
             for client in range(clients)
         ]
 
-    def body(self, draw: random.Random) -> bytes:
+    def body(self, draw: random.Random, number: int) -> bytes:
+        """Return request `number`, from 1 on."""
+        tokens = self.long if self.every and number % self.every == 0 else self.prompt
         wanted: dict[str, Any] = {
             "model": self.model,
-            "prompt": [draw.randrange(self.low, self.high) for _ in range(self.prompt)],
+            "prompt": [draw.randrange(self.low, self.high) for _ in range(tokens)],
             "max_tokens": self.tokens,
             "ignore_eos": True,
             "temperature": 1,
@@ -128,14 +136,16 @@ async def _ask_all(load: Load, answered: Callable[[], None]) -> list[Answer]:
 
     async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=headers) as client:
 
-        async def one(body: bytes) -> Answer:
+        async def one(body: bytes, wait: float) -> Answer:
+            await asyncio.sleep(wait)
             async with room:
                 answer = await _ask(client, load, body)
             answered()
             return answer
 
-        bodies = [load.body(draw) for _ in range(load.requests)]
-        return await asyncio.gather(*map(one, bodies))
+        bodies = [load.body(draw, number) for number in range(1, load.requests + 1)]
+        pauses = [draw.expovariate(load.rate) if load.rate else 0.0 for _ in bodies]
+        return await asyncio.gather(*map(one, bodies, accumulate(pauses)))
 
 
 def _serve(end: Connection) -> None:

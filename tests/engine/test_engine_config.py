@@ -52,6 +52,7 @@ def test_the_defaults() -> None:
         max_model_len=1000,
         max_seqs=256,
         max_step_tokens=2048,
+        max_step_ms=0.0,
         page_size=64,
         num_pages=256 * 16 + 1,  # what every lane could ever use, and one more; far below the default size
         attention="reference",

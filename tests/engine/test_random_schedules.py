@@ -31,6 +31,7 @@ def random_config(rng: random.Random, crowd: bool) -> EngineConfig:
         num_pages=-(-context // page_size) + 1 + rng.choice((0, 0, 1, 2, 4) if crowd else (0, 1, 4, 30)),
         prefix_cache=crowd or rng.random() < 0.9,
         host_pages=rng.choice((1, 2, 3, 5, 10, 40) if crowd else (0, 0, 1, 40)),
+        max_step_ms=rng.choice((0, 0, 10)),
     )
 
 
@@ -127,6 +128,10 @@ def random_simulation(seed: int, make_scheduler: MakeScheduler = Scheduler, chec
         check=check,
     )
     simulation.scheduler.closed = rng.random() < 0.3  # waves
+    if config.max_step_ms:
+        times = simulation.scheduler.times
+        times.least, times.multiple = rng.choice((1, 2, 5)), rng.choice((1, 4))
+        simulation.runner.seconds = lambda: rng.choice((0.0, 0.001, 0.01, 0.02, 0.1))
     return simulation
 
 

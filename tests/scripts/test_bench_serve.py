@@ -114,13 +114,21 @@ def test_a_refusal_is_an_error_and_a_load_of_them_raises(fake: FakeServer) -> No
         serve_load.figures(answers)
 
 
+def test_a_rate_spreads_requests_and_some_have_long_prompts(fake: FakeServer) -> None:
+    answers = ask(Load(fake.url, "m", requests=8, prompt=2, tokens=9, concurrency=99, rate=40.0, long=5, every=4))
+    assert sorted(len(body["prompt"]) for body in fake.bodies) == [2] * 6 + [5] * 2
+    sent = sorted(answer.sent for answer in answers)
+    assert 0.05 < sent[-1] - sent[0] < 1.0, "8 requests at 40 a second"
+
+
 def test_several_clients_share_a_load() -> None:
     load = Load("u", "m", requests=10, prompt=1, tokens=1, concurrency=5)
     shares = load.shares(3)
     assert [share.requests for share in shares] == [3, 3, 4]
     assert [share.concurrency for share in shares] == [1, 2, 2]
-    assert len({share.body(random.Random(share.seed)) for share in shares}) == 3
+    assert len({share.body(random.Random(share.seed), 1) for share in shares}) == 3
     assert len(load.shares(64)) == 5
+    assert {share.rate for share in Load("u", "m", 10, 1, 1, 5, rate=6.0).shares(3)} == {2.0}
 
 
 def test_the_figures() -> None:
@@ -128,7 +136,7 @@ def test_the_figures() -> None:
     found = serve_load.figures(answers)
     assert (found["requests"], found["errors"], found["first_error"]) == (2, 1, "lost")
     assert (found["seconds"], found["tokens_per_second"], found["requests_per_second"]) == (5, 10, 0.4)
-    assert found["ttft"] == pytest.approx({"p50": 1.5, "p90": 1.9, "p99": 1.99, "mean": 1.5})
+    assert found["ttft"] == pytest.approx({"p50": 1.5, "p90": 1.9, "p99": 1.99, "p99.9": 1.999, "mean": 1.5})
     assert found["inter_token"]["p50"] == 0.75
     assert found["end_to_end"]["mean"] == 3.5
     assert serve_load.figures([Answer(1.0, [2.0], 5)])["inter_token"] is None
@@ -146,6 +154,8 @@ def test_presets_give_way_to_what_is_given() -> None:
     assert (headline.requests, headline.prompt, headline.tokens, headline.concurrency) == (512, 1024, 128, 512)
     sweep = list(bench_serve.loads(bench_serve.parse([]), "u", "m"))
     assert [load.concurrency for load in sweep] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    beside = list(bench_serve.loads(bench_serve.parse(["--preset", "beside", "--rate", "2.5,0"]), "u", "m"))
+    assert [(load.rate, load.long, load.every) for load in beside] == [(2.5, 8000, 4), (0, 8000, 4)]
     with pytest.raises(SystemExit):
         bench_serve.parse(["--cost", "--url", "http://localhost"])
 

@@ -1,0 +1,185 @@
+"""engine/step_times.py: what it learns, and the scheduler with it over a GPU that is only a clock."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hash_model import make_config, make_sequence
+
+from fastgen.async_engine.client import STEP_MS
+from fastgen.engine.scheduler import Scheduler
+from fastgen.engine.step_times import LEAST_TOKENS, MULTIPLE, StepTimes, StepWork
+from fastgen.request import Batch, Prefill, SamplingParams, Sequence, StepResult
+
+Cost = Callable[[list[int], list[tuple[int, int]]], float]
+"""The seconds of a step, by the contexts of its decodes, and the starts and lengths of its chunks."""
+
+
+def mistral(contexts: list[int], chunks: list[tuple[int, int]]) -> float:
+    """Return the seconds of a step of Mistral 7B on an H200 (docs/performance.md): 14.2 GB of weights at 4.3 TB/s or
+    14.2 GFLOP a token, in tiles of 128 tokens by 256 outputs on 132 processors; attention; 1 ms for all else."""
+    tokens = len(contexts) + sum(count for _, count in chunks)
+    products = 0.0
+    for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)) if tokens > 64 else ():
+        waves = -(-(-(-tokens // 128) * (outputs // 256)) // 132)
+        products += 32 * 2 * waves * 132 * 128 * 256 * inputs / 690e12
+    pairs = sum(count * (start + count / 2) for start, count in chunks)
+    return max(products, 14.2e9 / 4.3e12) + pairs * 524288 / 450e12 + sum(contexts) * 131e3 / 4.2e12 + 1e-3
+
+
+def linear(contexts: list[int], chunks: list[tuple[int, int]]) -> float:
+    """Return the seconds of a step of a small model on a CPU."""
+    each = sum(count * (60e-6 + 4e-9 * (start + count / 2)) for start, count in chunks)
+    return 2e-3 + 60e-6 * len(contexts) + each + 1e-7 * sum(contexts)
+
+
+def step(decodes: int, *chunks: tuple[int, int]) -> Batch:
+    """Return a step with chunks of these starts and lengths."""
+    prefills = [Prefill(0, start, np.zeros(count, dtype=np.int32), False) for start, count in chunks]
+    return Batch(tuple(range(decodes)), tuple(prefills), (), (), masked=False)
+
+
+def taught(limit: float, delays: float = 0.0) -> StepTimes:
+    """Return StepTimes after random steps of `linear`. delays: share of the steps that something holds up."""
+    times, rng = StepTimes(limit), random.Random(0)
+    for _ in range(200):
+        contexts, chunk = [500] * rng.randint(1, 64), (rng.choice((0, 0, 4000)), rng.randint(LEAST_TOKENS, 4096))
+        seconds = linear(contexts, [chunk]) * (20 if rng.random() < delays else 1)
+        times.learn(step(len(contexts), chunk), seconds)
+    return times
+
+
+@pytest.mark.parametrize("delays", [0.0, 0.02])
+@pytest.mark.parametrize("start", [0, 3000, 12000])
+def test_a_chunk_fills_the_time_that_is_left(start: int, delays: float) -> None:
+    times, work = taught(0.05, delays), StepWork(8)
+    times.multiple = 1
+    count = times.room(work, start, 10**6)
+    assert linear([500] * 8, [(start, count)]) == pytest.approx(0.05, rel=0.15)
+    work.add(start, count)
+    assert times.room(work, 0, 10**6) < 0.05 * count
+
+
+def test_a_step_without_decodes_has_no_limit_nor_has_one_where_none_is_given() -> None:
+    assert taught(0.001).room(StepWork(0), 0, 8192) == 8192
+    assert taught(0.0).room(StepWork(64), 0, 8192) == 8192
+
+
+@pytest.mark.parametrize("times", [StepTimes(0.05), taught(0.001)])
+def test_prefills_never_starve(times: StepTimes) -> None:
+    work = StepWork(200)
+    assert times.room(work, 9000, 8192) == LEAST_TOKENS
+    work.add(9000, 100)
+    assert times.room(work, 0, 8192) == LEAST_TOKENS - 100
+    assert times.room(work, 0, 50) == 50
+
+
+def test_large_steps_have_a_multiple_of_tokens() -> None:
+    times, work = taught(0.2), StepWork(33)
+    work.add(0, times.room(work, 0, 100))
+    work.add(0, times.room(work, 0, 10**6))
+    assert work.prefilled + 33 == 2 * MULTIPLE
+    assert times.room(work, 0, 10**6) == 0
+
+
+def test_steps_of_few_prefill_tokens_teach_nothing() -> None:
+    times = taught(0.05)
+    before = times.pace
+    times.learn(step(8, (0, LEAST_TOKENS - 1)), 9.0)
+    assert times.pace == before
+
+
+# ------------------------------------------------------------------------------------- a server in virtual time
+
+H200: dict[str, Any] = {
+    "max_seqs": 1024, "max_step_tokens": 8192, "page_size": 64, "num_pages": 14000, "max_model_len": 32768,
+    "prefix_cache": False,
+}  # fmt: skip
+
+
+@dataclass
+class Served:
+    """Requests that a device with the times of `cost` serves, with the loop of Generator, which runs one step ahead.
+
+    arrivals: times and sequences, in order. times: of the tokens of each sequence.
+    """
+
+    scheduler: Scheduler
+    cost: Cost
+    arrivals: deque[tuple[float, Sequence]]
+    now: float = 0.0
+    times: dict[Sequence, list[float]] = field(default_factory=dict)
+
+    def run(self) -> Served:
+        flight: tuple[Batch, float] | None = None
+        while self.arrivals or self.scheduler.busy:
+            while self.arrivals and self.arrivals[0][0] <= self.now:
+                self.scheduler.add(self.arrivals.popleft()[1])
+            batch = self.scheduler.schedule()
+            if flight is not None:
+                self._end(*flight)
+            flight = None if batch is None else (batch, self._seconds(batch))
+            if not self.scheduler.busy and self.arrivals:
+                self.now = self.arrivals[0][0]
+        return self
+
+    def _seconds(self, batch: Batch) -> float:
+        decoding = [sequence for lane in batch.decodes if (sequence := self.scheduler.lanes[lane])]
+        chunks = [(chunk.start, len(chunk.tokens)) for chunk in batch.prefills]
+        return self.cost([sequence.computed for sequence in decoding], chunks)
+
+    def _end(self, batch: Batch, seconds: float) -> None:
+        self.now += seconds
+        for lane in batch.sampling:
+            sequence = self.scheduler.lanes[lane]
+            assert sequence is not None
+            self.times.setdefault(sequence, []).append(self.now)
+        values = [0.0] * len(batch.sampling)
+        drawn = {"logprobs": values, "untruncated_logprobs": values, "raw_logprobs": values}
+        tokens = [7] * len(batch.sampling)
+        self.scheduler.update(batch, StepResult(tokens=tokens, seconds=seconds, **drawn))
+
+    @property
+    def p999(self) -> float:
+        """The 99.9th percentile of the time between two tokens, in ms."""
+        gaps = [after - before for times in self.times.values() for before, after in pairwise(times)]
+        return float(np.percentile(gaps, 99.9)) * 1000
+
+    @property
+    def rate(self) -> float:
+        return self.scheduler.stats.generated_tokens / self.now
+
+
+def served(limit: float, rate: float, prompts: list[int], answer: int, cost: Cost) -> Served:
+    """Serve prompts of these lengths, which arrive as a Poisson process of `rate` a second. limit: in ms; 0: none."""
+    config, rng, now = make_config(**H200, max_step_ms=limit), random.Random(0), 0.0
+    arrivals = deque[tuple[float, Sequence]]()
+    for number, length in enumerate(prompts):
+        now += rng.expovariate(rate)
+        sequence = make_sequence([number] * length, SamplingParams(max_tokens=answer, ignore_eos=True), config)
+        arrivals.append((now, sequence))
+    return Served(Scheduler(config), cost, arrivals).run()
+
+
+@pytest.mark.parametrize(
+    ("cost", "rate", "prompts", "answer"),
+    [
+        (mistral, 8, [512, 512, 512, 8000] * 30, 128),
+        (mistral, 100, [512, 512, 512, 8000] * 60, 128),
+        (mistral, 70, [512] * 1500, 128),
+        (linear, 3, [100, 100, 100, 2000] * 25, 64),
+    ],
+    ids=["long prompts", "saturation", "many", "a slow device"],
+)
+def test_answers_flow_beside_prompts_at_little_cost(cost: Cost, rate: float, prompts: list[int], answer: int) -> None:
+    free, limited = (served(limit, rate, prompts, answer, cost) for limit in (0, STEP_MS))
+    assert free.p999 > 100
+    assert limited.p999 < 60
+    assert limited.rate > 0.97 * free.rate
