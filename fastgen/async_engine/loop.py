@@ -302,6 +302,8 @@ def serve(connection: socket.socket) -> None:
         assert isinstance(start, Start), start
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         logging.getLogger("fastgen").setLevel(start.log_level)
+        if start.log_level <= logging.WARNING:  # the default shows what a first start waits for
+            logging.getLogger("fastgen.kernels.ahead").setLevel(min(start.log_level, logging.INFO))
         gen = make_generator(start.arguments)
         EngineLoop(gen, incoming, partial(channel.send, wait=False), channel.flush).run()
     except BaseException as error:

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 MOST_THREADS = 16  # more would wait for the interpreter's lock
 PATIENCE = 1.0  # seconds; kernels from Triton's cache take less
+LOG_SECONDS = 5.0  # between two lines in the log
 
 
 def compile_ahead(steps: Callable[[], None], device: torch.device, show: bool = False) -> None:
@@ -78,11 +79,15 @@ def _load(compile_kernel: Callable[[], Any], device: torch.device) -> None:
 
 
 def _wait(futures: list[Future[None]], show: bool) -> None:
-    """Wait for all kernels, with a log line and a progress bar if they take long."""
+    """Wait for all kernels, with a progress bar, or else lines in the log, if they take long."""
     done, waiting = wait(futures, PATIENCE)
-    if waiting:
-        log.info("compiling %d kernels, once for this machine", len(futures))
     form = "compiling kernels {n_fmt}/{total_fmt}, once for this machine"
+    logged = time.monotonic()
+    if waiting and not show:
+        log.info(form.format(n_fmt=len(done), total_fmt=len(futures)))
     with tqdm(total=len(futures), initial=len(done), bar_format=form, disable=not (show and waiting)) as bar:
-        for _ in as_completed(waiting):
+        for count, _ in enumerate(as_completed(waiting), len(done) + 1):
             bar.update()
+            if not show and time.monotonic() - logged >= LOG_SECONDS:
+                log.info(form.format(n_fmt=count, total_fmt=len(futures)))
+                logged = time.monotonic()

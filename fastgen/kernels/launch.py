@@ -105,6 +105,8 @@ def quick(base: Any) -> Any:
     class Quick(base):  # type: ignore[misc]
         def __init__(self, function: Callable[..., Any], **options: Any) -> None:
             super().__init__(function, **options)
+            # It is a part of the key of Triton's cache on disk: a kernel that only moved is not compiled again.
+            self.starting_line_number = 1
             self._loose = [param.do_not_specialize for param in self.params]
             self._compiled: dict[Any, Callable[..., None]] = {}
 

@@ -130,9 +130,11 @@ def test_an_unknown_triton_launches(triton: Triton, monkeypatch: pytest.MonkeyPa
     assert triton.launched.total() == 6
 
 
+@pytest.mark.parametrize("show", [True, False])
 @pytest.mark.parametrize("patience", [0.0, 60.0])
-def test_what_takes_long_is_shown(
+def test_a_bar_or_the_log_shows_what_takes_long(
     patience: float,
+    show: bool,
     triton: Triton,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -152,11 +154,13 @@ def test_what_takes_long_is_shown(
         load(*args)
 
     monkeypatch.setattr(ahead, "PATIENCE", patience)
+    monkeypatch.setattr(ahead, "LOG_SECONDS", 0.0)
     monkeypatch.setattr(ahead, "wait", waited)
     monkeypatch.setattr(ahead, "_load", loaded)
     with caplog.at_level("INFO", logger=ahead.log.name):
-        compile_ahead(triton.steps, CPU, show=True)
+        compile_ahead(triton.steps, CPU, show)
     error = capsys.readouterr().err
-    assert ("compiling kernels 2/2, once for this machine" in error) == (not patience)
-    assert ("compiling 2 kernels, once for this machine" in caplog.text) == (not patience)
-    assert not error if patience else error.endswith("\n")
+    assert ("compiling kernels 2/2, once for this machine" in error) == (show and not patience)
+    said = [f"compiling kernels {count}/2, once for this machine" for count in range(3)]
+    assert caplog.messages == (said if not (show or patience) else [])
+    assert error.endswith("\n") if show and not patience else not error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,3 +68,34 @@ def test_a_kernel_that_has_run_is_found_again_where_triton_would_not_compile_it_
         assert seen.setdefault(number, key) == key, "a kernel ran that was compiled for something else"
     assert len(ran) > 1000
     assert {grid for _, grid in ran} == {(1, 1, 1), (2, 3, 1)}
+
+
+KERNEL = """
+@jit()
+def copy(x_ptr, y_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(y_ptr + at, tl.load(x_ptr + at) + {offset})
+"""
+
+
+def key_on_disk(path: Path, text: str) -> str:
+    """Return the key of the kernel `copy` of a module in Triton's cache on disk."""
+    from triton.runtime.jit import JITFunction
+
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("import triton.language as tl\njit = lambda: lambda function: function\n" + text)
+    spec = importlib.util.spec_from_file_location(path.parent.name, path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    key: str = launch.quick(JITFunction)(module.copy).cache_key
+    return key
+
+
+def test_an_upgrade_compiles_again_what_it_changed_alone(tmp_path: Path) -> None:
+    old = key_on_disk(tmp_path / "old" / "kernels.py", KERNEL.format(offset=1))
+    moved = key_on_disk(tmp_path / "new" / "kernels.py", "# A line\n# or two.\n" + KERNEL.format(offset=1))
+    changed = key_on_disk(tmp_path / "changed" / "kernels.py", KERNEL.format(offset=2))
+    assert moved == old
+    assert changed != old
