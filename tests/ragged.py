@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.model.attention import StepLayout
+from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.kv_pool import KVPool
 
@@ -78,8 +78,8 @@ class Ragged:
         """lens: kv_lens, if not those of the case."""
         ends = [length == 1 for length in self.query_lens] + [False]
         lens = self.kv_lens if lens is None else lens
-        host = torch.tensor(self.query_lens), torch.tensor(lens)
-        return StepLayout(*host, ends.index(False), self.lanes, self.table.to(device))
+        host = np.array(self.query_lens), np.array(lens)
+        return StepLayout(*host, ends.index(False), self.lanes.numpy(), self.table.to(device))
 
     def expected(self, window: int, lens: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """The answer [T, H, D] in float32, and by how much each number of an answer in `dtype` may differ from it.

@@ -154,14 +154,14 @@ def cut_steps(ranks: Ranks, gen: Generator) -> None:
     runner.CUT_TOKENS, runner.CUT_MULTIPLE = 32, 16
     model = gen._runner._runner.model
     model.group.exchange = GatheringExchange(model.group, runner.largest_half(gen.config.max_step_tokens))
-    parts, counts = runner._Lengths.parts, []
+    parts, counts = runner.StepSequences.parts, []
 
     def counted(self: Any, decodes: int) -> Any:
         found = parts(self, decodes)
         counts.append(len(found))
         return found
 
-    runner._Lengths.parts = counted  # type: ignore[method-assign]
+    runner.StepSequences.parts = counted  # type: ignore[method-assign]
     scored = [place for place, (_, params) in enumerate(FEW) if params.prompt_logprobs is not None]
     for name, places in (("scored", scored), ("plain", [p for p in range(len(FEW)) if p not in scored])):
         counts.clear()

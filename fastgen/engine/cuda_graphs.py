@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastgen.device.profiling import span
-from fastgen.model.attention import Attention
+from fastgen.model.attention.interface import Attention
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.transformer import StepPart, Transformer
 from fastgen.parallel.errors import DepartedError

@@ -20,7 +20,7 @@ from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, batch_sizes, prefi
 from fastgen.kernels import scoring
 from fastgen.kernels.launch import current
 from fastgen.kernels.state import DecodeInput, advance
-from fastgen.model.attention import Attention, StepLayout
+from fastgen.model.attention.interface import Attention, StepLayout
 from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.sampler import LARGE, LaneState, SampleOutput, SamplePlan, draw
@@ -368,52 +368,56 @@ class Runner:
 
     def _launch(self, batch: Batch, shared: bool, arrivals: dict[int, torch.cuda.Event]) -> Launched:
         """Launch any step kernel by kernel, or through the PrefillGraphs."""
-        step, decodes = _Lengths.of(batch, self._kv_lens), len(batch.decodes)
+        step, decodes = StepSequences.of(batch, self._kv_lens), len(batch.decodes)
         parts = [step] if self.group.exchange is None else step.parts(decodes)
         total, graphs = int(step.query_lens.sum()), self.prefill_graphs
-        padding = -total % self.model.row_tile
         if graphs and (total > graphs.sizes[-1] or len(parts) > 1):
             graphs = None
-        if graphs:
-            padding = graphs.size_of(total) - total
-        few = len(step.rows) < total and not any(chunk.score for chunk in batch.prefills)  # rows behind the last layer
-        written = np.concatenate([step.lanes, step.forks])
-        owners, at, page_size = np.repeat(step.lanes, step.query_lens), step.positions(), self.config.page_size
-        slots = self._tables[owners, at // page_size].astype(np.int64) * page_size + at % page_size
+        padding = graphs.size_of(total) - total if graphs else -total % self.model.row_tile
+        # Only the rows that tokens are drawn from go through all of the last layer.
+        ends_only = len(step.rows) < total and not any(chunk.score for chunk in batch.prefills)
+        changed, known = np.concatenate([step.lanes, step.forks]), step.positions()  # changed: lanes with new lengths
         ids, positions, slots, lanes, kv_lens, rows, drawn_from, drawing, drawn_at = upload_together([
             step.token_ids(batch, padding),
-            np.pad(at, (0, padding)),
-            np.pad(slots, (0, padding), constant_values=-1),
-            written,
-            self._kv_lens[written],
+            np.pad(known, (0, padding)),
+            np.pad(self._slots(np.repeat(step.lanes, step.query_lens), known), (0, padding), constant_values=-1),
+            changed,
+            self._kv_lens[changed],
             step.rows,
-            np.repeat(np.arange(len(step.rows)) if few else step.rows, step.draws[step.draws > 0]),
+            np.repeat(np.arange(len(step.rows)) if ends_only else step.rows, step.draws[step.draws > 0]),
             np.array(batch.sampling, dtype=np.int64),
             np.repeat(step.kv_lens, step.draws),
         ], self.device)  # fmt: skip
         ids[:decodes] = self.state.last_token[lanes[:decodes]]
         self.kv_lens.index_put_((lanes,), kv_lens.int())
-        inputs, start, row = [], 0, 0
+        step_parts, start, row = [], 0, 0
         for part in parts:
             count = int(part.query_lens.sum())
             here = slice(start, total + padding if start + count == total else start + count)
             own_decodes, own_shared = (0, False) if start else (decodes, shared)  # all decodes are in the first part
             plan = self.attention.plan(part.layout(self.page_table, own_decodes, own_shared))
             ends = None
-            if few:
+            if ends_only:
                 layout = part.ends.layout(self.page_table, len(part.rows), own_shared)
                 ends = rows[row : row + len(part.rows)] - start, layout
             mapping = self.model.slot_mapping(self.pool, positions[here], slots[here], count)
-            inputs.append(StepPart(ids[here], mapping, plan, ends, arrivals))
+            step_parts.append(StepPart(ids[here], mapping, plan, ends, arrivals))
             start, row = start + count, row + len(part.rows)
         if graphs:
-            x = graphs.forward(inputs[0], self.attention)
+            x = graphs.forward(step_parts[0], self.attention)
         else:
-            x = self.model.forward(inputs, self.pool, self.attention)
+            x = self.model.forward(step_parts, self.pool, self.attention)
         # A fork draws from a copy of the row: copies of logits would take more memory than the largest step.
-        wanted = x[: len(rows)] if few and not len(step.forks) else x[drawn_from]
-        logits = self.model.logits(wanted) if len(rows) else None
+        drawn = x[: len(rows)] if ends_only and not len(step.forks) else x[drawn_from]
+        logits = self.model.logits(drawn) if len(rows) else None
         return Launched(batch, drawing, drawn_at.int(), logits, self._launch_scores(batch, x))
+
+    def _slots(self, lanes: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return the slots of the KV pool for tokens of these lanes at these positions: int64 [T]."""
+        page_size = self.config.page_size
+        pages = self._tables[lanes, positions // page_size].astype(np.int64)
+        slots: np.ndarray = pages * page_size + positions % page_size
+        return slots
 
     def _launch_scores(self, batch: Batch, x: Tensor) -> list[_Scores]:
         """Compute the prompt logprobs that prefill chunks ask for. x: [T, hidden size], behind the last layer."""
@@ -446,7 +450,7 @@ class Runner:
 
 
 @dataclass(frozen=True)
-class _Lengths:
+class StepSequences:
     """The sequences of a step, decodes first, as int64 numpy arrays."""
 
     lanes: np.ndarray  # [S]
@@ -456,7 +460,7 @@ class _Lengths:
     forks: np.ndarray  # [F], lanes that draw from another's last token
 
     @classmethod
-    def of(cls, batch: Batch, known: np.ndarray) -> _Lengths:
+    def of(cls, batch: Batch, known: np.ndarray) -> StepSequences:
         """Return the lengths of a batch, and add its tokens to `known`, the KV lengths of all lanes. A fork's length
         becomes the end of its chunk."""
         decodes = len(batch.decodes)
@@ -471,7 +475,7 @@ class _Lengths:
         known[forks] = np.repeat(kv_lens[decodes:], [len(chunk.forks) for chunk in batch.prefills])
         return cls(lanes, query_lens, kv_lens, draws, forks)
 
-    def parts(self, decodes: int) -> list[_Lengths]:
+    def parts(self, decodes: int) -> list[StepSequences]:
         """Cut the step in two parts of about as many tokens, if it is large enough. All decodes are in the first part;
         a sequence may have tokens in both. Forks are in neither."""
         total = int(self.query_lens.sum())
@@ -480,23 +484,22 @@ class _Lengths:
             return [self]
         first = np.clip(at - (self.query_lens.cumsum() - self.query_lens), 0, self.query_lens)
         rest = self.query_lens - first
-        none, begun, unfinished = self.forks[:0], first > 0, rest > 0
-        kv_lens, draws = self.kv_lens - rest, np.where(unfinished, 0, self.draws)
+        none, begun, left = self.forks[:0], first > 0, rest > 0
+        kv_lens, draws = self.kv_lens - rest, np.where(left, 0, self.draws)
         return [
-            _Lengths(self.lanes[begun], first[begun], kv_lens[begun], draws[begun], none),
-            _Lengths(self.lanes[unfinished], rest[unfinished], self.kv_lens[unfinished], self.draws[unfinished], none),
+            StepSequences(self.lanes[begun], first[begun], kv_lens[begun], draws[begun], none),
+            StepSequences(self.lanes[left], rest[left], self.kv_lens[left], self.draws[left], none),
         ]
 
     @property
-    def ends(self) -> _Lengths:
+    def ends(self) -> StepSequences:
         """The sequences that draw, with their last query tokens alone."""
         drawing = self.draws > 0
         ones = np.ones_like(self.lanes[drawing])
-        return _Lengths(self.lanes[drawing], ones, self.kv_lens[drawing], ones, self.forks[:0])
+        return StepSequences(self.lanes[drawing], ones, self.kv_lens[drawing], ones, self.forks[:0])
 
     def layout(self, page_table: Tensor, decodes: int, shared: bool) -> StepLayout:
-        lens = torch.from_numpy(self.query_lens), torch.from_numpy(self.kv_lens)
-        return StepLayout(*lens, decodes, torch.from_numpy(self.lanes), page_table, shared)
+        return StepLayout(self.query_lens, self.kv_lens, decodes, self.lanes, page_table, shared)
 
     @property
     def rows(self) -> np.ndarray:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,8 @@ from fastgen.engine.runner import SCORE_ROWS, Runner, largest_half
 from fastgen.kernels import batch_invariant
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.launch import Chip, current, kernels_of, slower_than_possible, triton
-from fastgen.model.attention import make_attention
+from fastgen.model.attention.interface import Attention
+from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.config import ModelConfig
 from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
@@ -190,6 +192,22 @@ def _make_runner(model: Transformer, config: EngineConfig) -> Runner:
     )  # fmt: skip
     host = HostTier(pool, config.host_pages) if config.host_pages else None
     return Runner(model, pool, attention, config, host)
+
+
+def make_attention(name: str, pool: KVPool, num_heads: int, *sizes: Any) -> Attention:
+    """Make the implementation "reference" (torch), "paged" (fastgen's kernels) or "flash" (flash-attn).
+
+    sizes: see PagedAttention. Raises ValueError if flash-attn does not run here.
+    """
+    if name == "reference":
+        return ReferenceAttention(pool, num_heads)
+    if name == "flash":
+        from fastgen.model.attention.flash import FlashAttention
+
+        return FlashAttention(pool, num_heads, *sizes)
+    from fastgen.model.attention.paged import PagedAttention
+
+    return PagedAttention(pool, num_heads, *sizes)
 
 
 def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:

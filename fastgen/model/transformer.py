@@ -27,7 +27,7 @@ from fastgen.kernels.launch import Chip
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
 from fastgen.model import cpu
-from fastgen.model.attention import Attention, StepLayout
+from fastgen.model.attention.interface import Attention, StepLayout
 from fastgen.model.config import ModelConfig
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.rope import rope_tables

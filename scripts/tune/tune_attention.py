@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,8 +107,8 @@ class Setup:
         self.lanes = torch.arange(case.count, device=DEVICE)
         self.kv_lens = torch.full((case.count,), case.length, dtype=torch.int32, device=DEVICE)
         self.q = torch.randn(case.count * case.tokens, heads, head_size, dtype=torch.bfloat16, device=DEVICE)
-        whole = torch.full((case.count,), case.tokens), torch.full((case.count,), case.length)
-        self.layout = StepLayout(*whole, case.count if case.decodes else 0, torch.arange(case.count), self.table)
+        whole = np.full(case.count, case.tokens), np.full(case.count, case.length)
+        self.layout = StepLayout(*whole, case.count if case.decodes else 0, np.arange(case.count), self.table)
         self.paged = PagedAttention(self.pool, heads, (0,), case.count, len(self.q), case.length, deterministic)
         self.expected = [self._expected(s) for s in range(0, case.count, -(-case.count // CHECKED))]
 

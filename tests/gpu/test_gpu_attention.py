@@ -7,7 +7,8 @@ import torch
 from ragged import KV_HEADS, LAYER, Ragged, assert_within
 from torch import Tensor
 
-from fastgen.model.attention import Attention, make_attention
+from fastgen.engine.startup import make_attention
+from fastgen.model.attention.interface import Attention
 from fastgen.model.kv_pool import KVPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bitwise import Answer, Requests, alone, answers, preempting, random_options, random_requests
@@ -18,7 +19,7 @@ from fastgen.kernels import batch_invariant, hopper_decode, hopper_products
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.launch import Chip
 from fastgen.kernels.rope import SlotMapping
-from fastgen.model.attention import StepLayout
+from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention
 from fastgen.model.kv_pool import KVPool
 
@@ -171,7 +172,7 @@ def test_a_query_has_one_answer(heads: int, num_kv: int, head_size: int, window:
 
     def attend(rows: Tensor, query_lens: Tensor, kv_lens: Tensor) -> Tensor:
         decodes = len(rows) if bool((query_lens == 1).all()) else 0
-        layout = StepLayout(query_lens, kv_lens, decodes, torch.arange(len(query_lens)), table)
+        layout = StepLayout(query_lens.numpy(), kv_lens.numpy(), decodes, np.arange(len(query_lens)), table)
         return paged.attend(paged.plan(layout), 0, rows, window)
 
     whole = attend(q, torch.tensor([tokens]), torch.tensor([length]))

@@ -104,7 +104,7 @@ def make(
                 numbers = torch.randn(KV_HEADS, here, head_size, generator=random).to(DEVICE, dtype)
                 dirty[1, page, :, :here], zero[1, page, :, :here] = numbers, numbers
     decodes = next((number for number, length in enumerate(query_lens) if length > 1), count)
-    layout = StepLayout(torch.tensor(query_lens), torch.tensor(kv_lens), decodes, lanes, table.to(DEVICE))
+    layout = StepLayout(np.array(query_lens), np.array(kv_lens), decodes, lanes.numpy(), table.to(DEVICE))
     q = torch.randn(sum(query_lens), KV_HEADS * group, head_size, generator=random).to(DEVICE, dtype)
     return Case(pool, clean, layout, q, group)
 
@@ -244,7 +244,7 @@ def test_a_decode_step_is_planned_from_the_device() -> None:
     """The same lists serve all layers with a window, each once; lanes may be named twice, as padding is."""
     case = make([1] * 4, [700, 1, 260, 33])
     paged = PagedAttention(case.pool, KV_HEADS * 4, (0, 48, 0), 8, 64, 4096)
-    lanes, kv_lens = case.layout.lanes.to(DEVICE), case.layout.kv_lens.int().to(DEVICE)
+    lanes, kv_lens = (torch.from_numpy(x).to(DEVICE) for x in (case.layout.lanes, case.layout.kv_lens.astype(np.int32)))
     pick = torch.tensor([0, 1, 2, 3, 1, 1], device=DEVICE)
     plan = paged.plan_decode(lanes[pick], kv_lens[pick], case.layout.page_table)
     for window in (48, 0):
@@ -289,7 +289,7 @@ def test_a_position_is_that_of_its_query() -> None:
     whole = case.expected(0)
     for start in (0, 17, 39):
         length = 40 - start
-        layout = replace(case.layout, query_lens=torch.tensor([length]), decodes=0)
+        layout = replace(case.layout, query_lens=np.array([length]), decodes=0)
         paged = case.paged(0)
         plan = paged.plan(layout)
         assert tiles_of(plan.work[0][0].list)[:, POSITION].min() == 200 + start
@@ -307,7 +307,7 @@ def test_deterministic_a_query_has_one_answer(window: int, dtype: torch.dtype) -
         paged.partials = slots
         for first, last in ((0, 1), (3, 10), (11, 12)):
             length = 576 + last
-            lens = {"query_lens": torch.tensor([last - first]), "kv_lens": torch.tensor([length])}
+            lens = {"query_lens": np.array([last - first]), "kv_lens": np.array([length])}
             layout = replace(case.layout, **lens, decodes=int(last - first == 1))
             plan = paged.plan(layout)
             splits = tiles_of(plan.work[window][0].list)[:, SPLIT] // SPLITS

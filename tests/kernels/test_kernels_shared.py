@@ -63,8 +63,8 @@ class Shared:
         clean.keys.copy_(self.pool.keys.nan_to_num())
         clean.values.copy_(self.pool.values.nan_to_num())
         attention = ReferenceAttention(clean, self.q.shape[1])
-        ones, lens = torch.ones(len(self.lanes), dtype=torch.int64), torch.from_numpy(self.kv_lens)
-        plan = attention.plan(StepLayout(ones, lens, len(ones), torch.from_numpy(self.lanes), self.table))
+        ones = np.ones_like(self.lanes)
+        plan = attention.plan(StepLayout(ones, self.kv_lens, len(ones), self.lanes, self.table))
         return attention.attend(plan, 1, self.q.float(), window)
 
 
@@ -223,8 +223,8 @@ def test_a_step_with_prefills_reads_shared_keys_once_too() -> None:
     case = make(TREE)
     paged = case.paged(0)
     assert case.share(paged)
-    ones, lens = torch.ones(len(case.lanes), dtype=torch.int64), torch.from_numpy(case.kv_lens)
-    layout = StepLayout(ones, lens, len(ones) - 1, torch.from_numpy(case.lanes), case.table, shared=True)
+    ones = np.ones_like(case.lanes)
+    layout = StepLayout(ones, case.kv_lens, len(ones) - 1, case.lanes, case.table, shared=True)
     case.share(paged)
     rest = replace(case, lanes=case.lanes[:-1], kv_lens=case.kv_lens[:-1])
     assert rest.share(paged)

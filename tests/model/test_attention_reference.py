@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.model.attention import StepLayout
+from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.kv_pool import KVPool
 
@@ -57,8 +57,8 @@ class Case:
     def attend(self, members: list[int], window: int) -> list[Tensor]:
         """One step with these sequences only."""
         attention = ReferenceAttention(self.pool, self.q[0].shape[1])
-        lens = [torch.tensor([lens[member] for member in members]) for lens in (self.query_lens, self.kv_lens)]
-        plan = attention.plan(StepLayout(*lens, 0, torch.tensor(members), self.table.int()))
+        lens = [np.array([lens[member] for member in members]) for lens in (self.query_lens, self.kv_lens)]
+        plan = attention.plan(StepLayout(*lens, 0, np.array(members), self.table.int()))
         out = attention.attend(plan, 0, torch.cat([self.q[member] for member in members]), window)
         return list(torch.split(out, lens[0].tolist()))
 

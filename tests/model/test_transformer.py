@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastgen import Generator, SamplingParams
 from fastgen.device import mkl
-from fastgen.model.attention import StepLayout
+from fastgen.model.attention.interface import StepLayout
 from fastgen.model.transformer import ROW_TILE, StepPart
 
 PROMPTS = [random_ids(length) for length in (1, 130, 16, 37)]
@@ -43,7 +43,7 @@ def prefill_logits(gen: Generator, prompts: list[list[int]]) -> list[Tensor]:
     step = StepPart(
         token_ids=torch.tensor([token for prompt in prompts for token in prompt] + [0] * padding),
         mapping=mapping,
-        plan=runner.attention.plan(StepLayout(lens, lens, 0, torch.arange(len(prompts)), table.int())),
+        plan=runner.attention.plan(StepLayout(lens.numpy(), lens.numpy(), 0, np.arange(len(prompts)), table.int())),
     )
     with torch.inference_mode():
         logits = runner.model.logits(runner.model.forward([step], runner.pool, runner.attention))

@@ -128,9 +128,9 @@ def test_wanted_rows_come_from_their_owners(count: int) -> None:
 
 
 def test_the_largest_half_is_that_of_a_step_without_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = np.array
+    lengths, none = np.array, np.zeros(0, dtype=np.int64)
     for tokens in range(1, 9000, 137):
-        step = runner._Lengths(*(lengths([value]) for value in (0, tokens, tokens, 1)), lengths([], dtype=np.int64))
+        step = runner.StepSequences(*(lengths([value]) for value in (0, tokens, tokens, 1)), none)
         parts = [int(part.query_lens.sum()) for part in step.parts(0)]
         assert (len(parts) == 2) == (tokens >= runner.CUT_TOKENS)
         assert len(parts) == 1 or parts[1] <= parts[0] == runner.largest_half(tokens)

@@ -75,8 +75,8 @@ class FlashAttention(PagedAttention):
         if decodes:
             query_lens, kv_lens, lanes = (x[:decodes] for x in (layout.query_lens, layout.kv_lens, layout.lanes))
             paged = super().plan(replace(layout, query_lens=query_lens, kv_lens=kv_lens, lanes=lanes))
-        starts = np.concatenate([[0], layout.query_lens.numpy().cumsum()])[decodes:]
-        chunks = starts, layout.kv_lens.numpy()[decodes:], layout.lanes.numpy()[decodes:]
+        starts = np.concatenate([[0], layout.query_lens.cumsum()])[decodes:]
+        chunks = starts, layout.kv_lens[decodes:], layout.lanes[decodes:]
         begin, ends, owners = upload_together([each.astype(np.int32) for each in chunks], table.device)
         return FlashPlan(table, paged.work, decodes, begin, ends, table.index_select(0, owners))
 

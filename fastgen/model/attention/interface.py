@@ -17,17 +17,16 @@ from torch import Tensor
 class StepLayout:
     """The sequences of a step. Sequence s has query_lens[s] tokens in the step, in order, at its last positions.
 
-    query_lens, kv_lens: int64 [S] on the host; kv_lens count the query tokens too. decodes: the first sequences of the
-    step, which have one query token each. lanes: int64 [S] on the host, the row of page_table of each sequence.
-    page_table: int32 [all lanes, columns] on the device, the pages of positions 0 .. P - 1, P .. 2 P - 1, ...; entries
-    after a sequence's last page are any valid page. shared: the decodes are the rows of the last call of
-    `Attention.share`, and it returned True.
+    query_lens, kv_lens: int64 [S]; kv_lens count the query tokens too. decodes: the first sequences of the step, which
+    have one query token each. lanes: int64 [S], the row of page_table of each sequence. page_table: int32 [all lanes,
+    columns] on the device, the pages of positions 0 .. P - 1, P .. 2 P - 1, ...; entries after a sequence's last page
+    are any valid page. shared: the decodes are the rows of the last call of `Attention.share`, and it returned True.
     """
 
-    query_lens: Tensor
-    kv_lens: Tensor
+    query_lens: NDArray[np.int64]
+    kv_lens: NDArray[np.int64]
     decodes: int
-    lanes: Tensor
+    lanes: NDArray[np.int64]
     page_table: Tensor
     shared: bool = False
 

@@ -155,7 +155,7 @@ class PagedAttention:
 
     def plan(self, layout: StepLayout) -> PagedPlan:
         """Plan decodes as `plan_decode` does; make the lists of prefills on the host, and send all in one copy."""
-        query_lens, kv_lens, lanes = (x.numpy() for x in (layout.query_lens, layout.kv_lens, layout.lanes))
+        query_lens, kv_lens, lanes = layout.query_lens, layout.kv_lens, layout.lanes
         first = np.cumsum(query_lens) - query_lens
         decodes, device = layout.decodes, layout.page_table.device
         pieces = [np.ascontiguousarray(lanes[:decodes]).view(np.int32), kv_lens[:decodes].astype(np.int32)]

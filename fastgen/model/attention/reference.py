@@ -80,10 +80,11 @@ class _Tiles:
     others: list[tuple[Tensor, Tensor]]
     _hidden: dict[int, Tensor] = field(default_factory=dict)
 
-    def move(self, ends: Tensor) -> None:
+    def move(self, ends: Indices) -> None:
         """Set the positions of decodes; ends: int64 [S], the KV lengths. No tile may see another number of
         KEY_STEPs."""
-        self.position = (ends[self.sequences] - 1).to(self.position.device).view(1, -1, 1, 1)
+        position = torch.from_numpy(ends[self.sequences] - 1)
+        self.position = position.to(self.position.device).view(1, -1, 1, 1)
         self._hidden.clear()
 
     def hidden(self, window: int) -> Tensor:
@@ -185,14 +186,14 @@ class ReferenceAttention:
         The result may be attended until the next call. Steps of the same decodes have one, until a sequence needs
         other pages or another KEY_STEP.
         """
-        query_lens, kv_lens = layout.query_lens.numpy(), layout.kv_lens.numpy()
+        query_lens, kv_lens = layout.query_lens, layout.kv_lens
         columns = -(-int(kv_lens.max()) // self._page_size)
-        table = layout.page_table.cpu().numpy()[layout.lanes.numpy(), :columns].astype(np.int64)
+        table = layout.page_table.cpu().numpy()[layout.lanes, :columns].astype(np.int64)
         decode = query_lens == 1
         key = (table.shape, table.tobytes(), (-(-kv_lens // KEY_STEP)).tobytes()) if decode.all() else None
         if key is not None and key == self._key:
             for tiles, _ in self._plan:
-                tiles.move(layout.kv_lens)
+                tiles.move(kv_lens)
             return self._plan
         groups = []
         for size, members in ((1, decode), (max(TILE_ROWS // self._group, 1), ~decode)):
@@ -210,16 +211,16 @@ class ReferenceAttention:
         self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
     ) -> list[tuple[_Tiles, _Copied | _InPlace]]:
         """Read the lengths from the device, so that no CUDA graph can hold the step."""
-        ones = torch.ones(len(lanes), dtype=torch.int64)
-        return self.plan(StepLayout(ones, kv_lens.cpu().long(), len(lanes), lanes.cpu(), page_table))
+        ones = np.ones(len(lanes), dtype=np.int64)
+        return self.plan(StepLayout(ones, kv_lens.cpu().long().numpy(), len(lanes), lanes.cpu().numpy(), page_table))
 
     def _tiles(
         self, size: int, sequences: Indices, layout: StepLayout, table: Indices
     ) -> list[tuple[_Tiles, _Copied | _InPlace]]:
         """Lay out tiles of `size` tokens of these sequences, about SCORES at a time; table: [S, columns]."""
-        lens = layout.query_lens.numpy()
+        lens = layout.query_lens
         query_lens, first = lens[sequences], (lens.cumsum() - lens)[sequences]
-        before = layout.kv_lens.numpy()[sequences] - query_lens
+        before = layout.kv_lens[sequences] - query_lens
         per_sequence = -(-query_lens // size)
         owner = np.repeat(np.arange(len(sequences)), per_sequence)  # tile -> sequence
         number = np.arange(len(owner)) - (per_sequence.cumsum() - per_sequence)[owner]
