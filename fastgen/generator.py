@@ -28,7 +28,7 @@ from fastgen.engine.scheduler import Scheduler
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.model.transformer import checkpoint_shards
-from fastgen.model.weights import Update, Weights
+from fastgen.model.weights import Update, WeightState
 from fastgen.names import explains_attributes, explains_calls
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner
@@ -104,7 +104,7 @@ class Generator:
         self._inputs = InputProcessor(
             self.model_config, self.tokenizer, self.max_model_len, options.seed, self.default_params
         )
-        self._weights = Weights()
+        self._weights = WeightState()
         self._scheduler = Scheduler(self.config)
         self._in_flight: Any = None  # the last launched step, until it is collected
         self._interrupt = DeferredInterrupt()
@@ -502,7 +502,7 @@ class Generator:
             result = self._runner.collect(launched)
         with span("update"):
             for sequence in self._scheduler.update(launched.batch, result):
-                self._process(sequence)
+                self._update_output(sequence)
 
     def _drain(self) -> None:
         """Read the step in flight without launching another."""
@@ -532,9 +532,9 @@ class Generator:
                 if sample.text is not None and self.tokenizer is not None:
                     sample.begin_text(self.tokenizer)
                 if sample.text is not None or sequence.status is Status.FINISHED:
-                    self._process(sequence)
+                    self._update_output(sequence)
 
-    def _process(self, sequence: Sequence) -> None:
+    def _update_output(self, sequence: Sequence) -> None:
         """Update the text and the events of a sequence, and close its request if all its samples have finished."""
         active, sample = self._owners[sequence]
         if active.first_token is None and sequence.output_len > sample.emitted[0]:

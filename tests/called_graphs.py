@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -10,19 +11,19 @@ from fastgen.engine.cuda_graphs import Graphs
 from fastgen.model.attention.reference import ReferenceAttention
 
 
-class Called(Graphs):
+class Called(Graphs[Any]):
     """Calls the step in place of replaying it."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
-        self.ran: list[int] = []
+        self.ran: list[Any] = []
 
-    def capture(self, step: Callable[[int], None], compiled: bool = False) -> None:
+    def capture(self, step: Callable[[Any], None], compiled: bool = False) -> None:
         self._step = step
 
-    def run(self, size: int) -> None:
-        self.ran.append(size)
-        self._step(size)
+    def run(self, key: Any) -> None:
+        self.ran.append(key)
+        self._step(key)
 
 
 def capturable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def _check_derived(scheduler: Scheduler) -> None:
     for sequence in running:
         tip = sequence.tip
         assert tip in (None, pages.root) or sequence.pages[tip.depth - 1] == tip.page
-    assert scheduler.reservations.sum == sum(s.reserved for s in running)
+    assert scheduler.reservations.reserved_pages == sum(s.reserved for s in running)
     assert scheduler.reservations.waiting_pages == sum(scheduler.waiting.values())
 
 

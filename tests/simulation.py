@@ -222,10 +222,10 @@ class Simulation:
         self._check()
         self._trip()  # before what was read is seen
         for sequence in changed:
-            self._process(sequence)
+            self._update_output(sequence)
 
-    def _process(self, sequence: Sequence) -> None:
-        """Do what Generator._process does: find stop strings, and close finished sequences."""
+    def _update_output(self, sequence: Sequence) -> None:
+        """Do what Generator._update_output does: find stop strings, and close finished sequences."""
         string = text_stop(sequence, sequence.output_ids) if sequence.error is None else None
         if string is not None and sequence.status is not Status.FINISHED:
             self.scheduler.finish(sequence, "stop", string)
@@ -268,7 +268,7 @@ class Simulation:
         self.seen["reset"] += 1
         for sequence, processed in list(self.open.items()):  # read, but not processed
             if sequence.status is Status.FINISHED or sequence.output_len > processed:
-                self._process(sequence)
+                self._update_output(sequence)
 
     def _check(self) -> None:
         if self.checks:

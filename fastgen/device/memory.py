@@ -73,7 +73,7 @@ class Memory:
 
 def memory_on(device: torch.device) -> Memory:
     """Return the memory of a GPU or of the CPU."""
-    return DeviceMemory(CudaDriver(device), device) if device.type == "cuda" else Memory()
+    return DeviceMemory(VirtualMemory(device), device) if device.type == "cuda" else Memory()
 
 
 class DeviceMemory(Memory):
@@ -82,7 +82,7 @@ class DeviceMemory(Memory):
     The copies of kept contents are in pinned memory of the host. It is pinned once, since that takes longer than a
     copy."""
 
-    def __init__(self, driver: CudaDriver, device: torch.device) -> None:
+    def __init__(self, driver: VirtualMemory, device: torch.device) -> None:
         self._driver, self._device = driver, device
         self._address, size = driver.reserve()
         self._used = self._mapped = 0  # bytes; _mapped counts while released, too
@@ -136,14 +136,14 @@ class DeviceMemory(Memory):
         return self._driver.tensor(self._address + start, end - start, self)
 
 
-def _unmap(driver: CudaDriver, mappings: list[tuple[int, int]]) -> None:
+def _unmap(driver: VirtualMemory, mappings: list[tuple[int, int]]) -> None:
     driver.synchronize()
     while mappings:
         driver.unmap(*mappings[-1])
         mappings.pop()
 
 
-def _free(driver: CudaDriver, mappings: list[tuple[int, int]], address: int, size: int) -> None:
+def _free(driver: VirtualMemory, mappings: list[tuple[int, int]], address: int, size: int) -> None:
     """Free memory and addresses; called when the last tensor is gone."""
     _unmap(driver, mappings)
     driver.free(address, size)
@@ -153,7 +153,7 @@ def _rounded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-# ------------------------------------------------------------------------------------------- the CUDA driver
+# ------------------------------------------------------------------------------------------- virtual memory
 
 ON_DEVICE = 1  # CU_MEM_ALLOCATION_TYPE_PINNED and CU_MEM_LOCATION_TYPE_DEVICE
 READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -189,7 +189,7 @@ class _Mapped:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
-class CudaDriver:
+class VirtualMemory:
     """Addresses and physical memory of a GPU. Sizes and addresses are multiples of `granularity`."""
 
     def __init__(self, device: torch.device) -> None:

@@ -55,7 +55,7 @@ class PageReservations:
         self.config = config
         self.pages = pages
         self.estimate = estimate
-        self.sum = 0  # of the running sequences
+        self.reserved_pages = 0  # by the running sequences
         self.waiting_pages = 0  # the sum of what the waiting sequences were expected to reserve when they came
 
     def expected(self, sequence: Sequence) -> int:
@@ -66,7 +66,7 @@ class PageReservations:
         return min(predicted, max(now, count(sequence.max_len - 1)))  # the last token needs no KV
 
     def reserve(self, sequence: Sequence, num_pages: int) -> None:
-        self.sum += num_pages - sequence.reserved
+        self.reserved_pages += num_pages - sequence.reserved
         sequence.reserved = num_pages
 
     def extend(self, sequence: Sequence) -> None:
@@ -76,7 +76,7 @@ class PageReservations:
 
     @property
     def growth(self) -> int:
-        return self.sum - self.pages.references
+        return self.reserved_pages - self.pages.references
 
     @property
     def distinct_pages(self) -> int:
@@ -84,11 +84,11 @@ class PageReservations:
 
     def all_fit(self) -> bool:
         """Return True if all running and waiting sequences fit at once."""
-        return self._total(self.distinct_pages, self.sum) <= self.pages.num_pages
+        return self._total(self.distinct_pages, self.reserved_pages) <= self.pages.num_pages
 
     def _total(self, distinct: int, reserved: int) -> int:
         """Return the pages of all sequences, rounded up, if `distinct` pages hold reservations of `reserved` pages."""
-        everything = self.sum + self.waiting_pages
+        everything = self.reserved_pages + self.waiting_pages
         return -(-everything * distinct // reserved) if reserved else everything
 
     def fits(
@@ -103,7 +103,7 @@ class PageReservations:
             return True
         count = 1  # sequences to admit at once
         if closed and sequence.ends_at_length:
-            waves = -(-self._total(self.distinct_pages + need, self.sum + expected) // self.pages.num_pages)
+            waves = -(-self._total(self.distinct_pages + need, self.reserved_pages + expected) // self.pages.num_pages)
             wave = -(-(len(running) + waiting) // waves)  # the most sequences that may run at a time
             if len(running) >= wave:
                 count = (waiting - 1) % wave + 1  # the wave ahead is full: all that the next wave lacks, or none

@@ -10,9 +10,9 @@ import bisect
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from fastgen.model.kv_pool import KVPool
 from fastgen.model.transformer import StepPart, Transformer
 from fastgen.parallel.errors import DepartedError
 from fastgen.parallel.residual import ReplicatedResidual
+
+Key = TypeVar("Key")
 
 PREFILL_SIZES = (16, 32, 64, 96, 128, 192, 256)
 """Step sizes, in tokens, that are captured; few, since each takes a graph for each layer. Multiples of ROW_TILE."""
@@ -52,47 +54,52 @@ def prefill_sizes(most: int) -> list[int]:
     return [size for size in PREFILL_SIZES if size <= most]
 
 
+def smallest_size(sizes: Sequence[int], count: int) -> int:
+    """Return the first of ascending `sizes` that holds `count` lanes or tokens."""
+    return sizes[bisect.bisect_left(sizes, count)]
+
+
 # Capture streams of graphs that are gone. torch keeps a cuBLAS workspace of 32 MB for each stream to the end of the
 # process, so each new Generator would leave 32 MB behind if it took a new stream.
 _spare: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
-class Graphs:
-    """CUDA graphs of steps, or of pieces of steps. Each has a number; for decode steps it is the number of lanes.
+class Graphs(Generic[Key]):
+    """CUDA graphs by key: of decode steps by the number of lanes, of pieces of prefill steps by (tokens, layer).
 
-    sizes: the numbers, ascending. The graphs share one memory pool and one stream, also with those of `beside`. A
-    replay overwrites the temporary tensors of the last one, so a step must keep its results in tensors of its own."""
+    keys: ascending. The graphs share one memory pool and one stream, also with those of `beside`. A replay overwrites
+    the temporary tensors of the last one, so a step must keep its results in tensors of its own."""
 
-    def __init__(self, sizes: list[int], device: torch.device, beside: Graphs | None = None) -> None:
-        self.sizes = sizes  # ascending
+    def __init__(self, keys: list[Key], device: torch.device, beside: Graphs[Any] | None = None) -> None:
+        self.keys: list[Key] = keys
         self._device = device
         self._beside = beside
         self._pool: Any = None if beside is None else beside._pool  # torch's handle of it
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._lock = threading.Lock()
 
-    def capture(self, step: Callable[[int], None], compiled: bool = False) -> None:
-        """Capture `step(size)` for each of `sizes`, the largest first, so that the others share its memory.
+    def capture(self, step: Callable[[Key], None], compiled: bool = False) -> None:
+        """Capture `step(key)` for each of `keys`, the largest first, so that the others share its memory.
 
-        Each size runs once before its capture, which compiles its kernels. compiled: all kernels are compiled already,
-        so only the largest size runs, for the workspaces that libraries keep for the stream. `step` must read and write
+        Each step runs once before its capture, which compiles its kernels. compiled: all kernels are compiled already,
+        so only the largest step runs, for the workspaces that libraries keep for the stream. `step` must read and write
         memory at fixed addresses only; the graphs do not keep `step` itself.
         """
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for size in reversed(self.sizes):
-                if not compiled or size == self.sizes[-1]:
-                    step(size)
+            for key in reversed(self.keys):
+                if not compiled or key == self.keys[-1]:
+                    step(key)
                     torch.cuda.synchronize(self._device)
                 graph = torch.cuda.CUDAGraph()  # not torch.cuda.graph, which collects garbage each time
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
-                    step(size)
+                    step(key)
                 finally:
                     graph.capture_end()
                 self._pool = graph.pool()
-                self._graphs[size] = graph
+                self._graphs[key] = graph
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
     @cached_property
@@ -112,16 +119,12 @@ class Graphs:
                 graph.reset()
             self._graphs.clear()
 
-    def size_of(self, lanes: int) -> int:
-        """Return the size in which `lanes` lanes run."""
-        return self.sizes[bisect.bisect_left(self.sizes, lanes)]
-
-    def run(self, size: int) -> None:
-        """Replay the graph of one of `sizes`, on the current stream. Raises DepartedError after `reset`."""
+    def run(self, key: Key) -> None:
+        """Replay a graph on the current stream. Raises DepartedError after `reset`."""
         with self._lock:
             if not self._graphs:
                 raise DepartedError("the ranks have left their group")
-            self._graphs[size].replay()
+            self._graphs[key].replay()
 
 
 class PrefillGraphs:
@@ -133,11 +136,11 @@ class PrefillGraphs:
     queries, keys and values of the next. The last layer's attention and MLP are launched kernel by kernel too, since
     they are computed for the wanted rows alone.
 
-    sizes: tokens of the steps, ascending. beside: graphs to share a memory pool with. The number of a graph is its size
-    times the number of layers, plus the layer whose queries it ends with.
+    sizes: tokens of the steps, ascending. beside: graphs to share a memory pool with. The key of a graph is its size,
+    and the layer whose queries it ends with.
     """
 
-    def __init__(self, model: Transformer, pool: KVPool, sizes: list[int], beside: Graphs) -> None:
+    def __init__(self, model: Transformer, pool: KVPool, sizes: list[int], beside: Graphs[int]) -> None:
         self.sizes = sizes
         self._model, self._pool = model, pool
         self._layers = len(model.layers)
@@ -149,13 +152,9 @@ class PrefillGraphs:
         self._x = like.new_zeros(most, model.config.hidden_size)
         self._q = like.new_zeros(most, heads, head_size)
         self._attended = like.new_zeros(most, heads * head_size)
-        numbers = [size * self._layers + layer for size in sizes for layer in range(self._layers)]
-        self.graphs = Graphs(numbers, like.device, beside)
+        keys = [(size, layer) for size in sizes for layer in range(self._layers)]
+        self.graphs = Graphs(keys, like.device, beside)
         self.graphs.capture(self._launch)
-
-    def size_of(self, tokens: int) -> int:
-        """Return the size that a step of `tokens` tokens, at most sizes[-1], is padded to."""
-        return self.sizes[bisect.bisect_left(self.sizes, tokens)]
 
     def forward(self, part: StepPart, attention: Attention) -> Tensor:
         """Do what `Transformer.forward` does for a step that is padded to one of `sizes`. The next call may overwrite
@@ -171,15 +170,15 @@ class PrefillGraphs:
                 self._attended[: len(attended)] = attended
             part.wait(number)
             with span("graph"):
-                self.graphs.run(size * self._layers + number)
+                self.graphs.run((size, number))
         last = self._layers - 1
         model.add_attended(part, last, model.attend(part, last, q, attention))
         model.add_mlp(part, last)
         return part.residual.whole()[: part.num_results]
 
-    def _launch(self, number: int) -> None:
+    def _launch(self, key: tuple[int, int]) -> None:
         """Launch the kernels of a graph."""
-        size, layer = divmod(number, self._layers)
+        size, layer = key
         model, x, ids = self._model, self._x[:size], self._ids[:size]
         mapping = model.slot_mapping(self._pool, self._positions[:size], self._slots[:size], size)
         part = StepPart(ids, mapping, plan=None)

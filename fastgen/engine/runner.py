@@ -16,7 +16,7 @@ from fastgen.device.memory import device_memory, release_memory
 from fastgen.device.pinned import upload, upload_together
 from fastgen.device.threads import FreeCores
 from fastgen.engine.config import EngineConfig
-from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, batch_sizes, prefill_sizes, shared_sizes
+from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, batch_sizes, prefill_sizes, shared_sizes, smallest_size
 from fastgen.kernels import scoring
 from fastgen.kernels.launch import current
 from fastgen.kernels.state import DecodeInput, advance
@@ -120,7 +120,7 @@ class Runner:
         self._sharing_of: tuple[int, ...] = ()  # the decodes for which `_sharing` was found
         self._sharing = False
         self.prefill_graphs: PrefillGraphs | None = None
-        self.graphs: dict[bool, Graphs] = {}  # of decodes, by whether shared keys are read once
+        self.graphs: dict[bool, Graphs[int]] = {}  # of decodes, by whether shared keys are read once
         self._step = DecodeInput.empty(most, self.device)  # their input and their logits, at fixed addresses
         self._logits = torch.empty(most if draws else 0, vocab, device=self.device)
         self._decodes: tuple[int, ...] = ()  # the lanes in `_step`
@@ -354,7 +354,7 @@ class Runner:
         """Launch a step of decodes as a CUDA graph."""
         graphs = self.graphs[shared]
         count = len(batch.decodes)
-        size = graphs.size_of(count)
+        size = smallest_size(graphs.keys, count)
         if batch.decodes is not self._decodes and batch.decodes != self._decodes:
             self._decode_lanes = np.array(batch.decodes, dtype=np.int64)
             lanes = np.full(self.config.max_seqs, self.config.max_seqs, dtype=np.int64)  # padding for any size
@@ -373,7 +373,7 @@ class Runner:
         total, graphs = int(step.query_lens.sum()), self.prefill_graphs
         if graphs and (total > graphs.sizes[-1] or len(parts) > 1):
             graphs = None
-        padding = graphs.size_of(total) - total if graphs else -total % self.model.row_tile
+        padding = smallest_size(graphs.sizes, total) - total if graphs else -total % self.model.row_tile
         # Only the rows that tokens are drawn from go through all of the last layer.
         ends_only = len(step.rows) < total and not any(chunk.score for chunk in batch.prefills)
         changed, known = np.concatenate([step.lanes, step.forks]), step.positions()  # changed: lanes with new lengths

@@ -192,8 +192,8 @@ def write(targets: Mapping[str, Shard], tensors: Iterable[tuple[str, Tensor]]) -
         raise failure
 
 
-class Weights:
-    """The state of a Generator's weights.
+class WeightState:
+    """The version of a Generator's weights, and whether they can be used.
 
     version: of the weights in the model; torn: why they are a mixture of two versions, or ""; asleep: the parts whose
     memory `sleep` has given back.

@@ -13,7 +13,7 @@ from fake_driver import MB, FakeDriver
 from torch import Tensor
 
 from fastgen.device import cuda_driver, memory
-from fastgen.device.memory import CudaDriver, DeviceMemory, memory_on
+from fastgen.device.memory import DeviceMemory, VirtualMemory, memory_on
 
 CPU = torch.device("cpu")
 
@@ -149,7 +149,7 @@ def made_current(device: torch.device) -> Iterator[None]:
 
 
 def test_the_driver_is_called_as_cuda_says(library: FakeLibrary) -> None:
-    driver = CudaDriver(torch.device("cuda"))
+    driver = VirtualMemory(torch.device("cuda"))
     assert driver.granularity == 2 * MB
     assert driver.reserve() == (1 << 40, 8 * MB)
     library.calls.clear()
@@ -170,7 +170,7 @@ def test_the_driver_is_called_as_cuda_says(library: FakeLibrary) -> None:
 
 
 def test_memory_that_torch_keeps_is_asked_for_before_there_is_too_little(library: FakeLibrary) -> None:
-    driver = CudaDriver(torch.device("cuda", 3))
+    driver = VirtualMemory(torch.device("cuda", 3))
     library.calls.clear()
     library.statuses["cuMemCreate"] = [2]
     driver.map(1 << 40, 4 * MB)

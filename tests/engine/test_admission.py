@@ -50,8 +50,8 @@ def test_who_has_come_further_than_expected_reserves_a_page_more_than_it_holds()
     while scheduler.busy:
         simulation.advance()
         if scheduler.running:
-            assert scheduler.reservations.sum == min(len(sequence.pages) + 1, 8)
-    assert scheduler.reservations.sum == 0
+            assert scheduler.reservations.reserved_pages == min(len(sequence.pages) + 1, 8)
+    assert scheduler.reservations.reserved_pages == 0
 
 
 def test_a_prompt_that_is_only_scored_reserves_its_own_pages() -> None:

@@ -87,7 +87,7 @@ def test_any_schedule_says_in_pieces_what_it_says_without(
         assert min(gen.stats.preemptions, gen.stats.pages_loaded, gen.stats.cached_tokens) > 0
     for batch, numbers in seen:
         size = next((size for size in (16, 32) if num_tokens(batch) <= size), None)
-        assert numbers == ([] if size is None else [size * LAYERS + layer for layer in range(LAYERS)])
+        assert numbers == ([] if size is None else [(size, layer) for layer in range(LAYERS)])
     few = [batch for batch, numbers in seen if numbers]
     assert (len(few) < len(seen)) == (budget > 32)
     assert {num_tokens(batch) > 16 for batch in few} == {False, True}
@@ -106,7 +106,7 @@ def test_padding_writes_to_the_spare_page_alone(llama: Path, monkeypatch: pytest
     first = Prefill(0, 0, tuple(random_ids(5)), sample=True)
     begun = (start(0, SamplingParams(temperature=0), (), 5),)
     run(runner, replace(EMPTY, prefills=(first,), starts=begun, pages=table(0, [4])))
-    assert ran == [16 * LAYERS + layer for layer in range(LAYERS)]
+    assert ran == [(16, layer) for layer in range(LAYERS)]
     for pool in (runner.pool.keys, runner.pool.values):
         untouched = pool == 7
         assert not untouched[:, 4, :, :5].any()

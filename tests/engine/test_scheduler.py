@@ -259,7 +259,7 @@ def test_reset_forgets_what_is_in_flight_and_keeps_the_order() -> None:
     for _ in range(4):
         simulation.advance()
     simulation.in_flight = None
-    simulation.scheduler.reservations.sum += 1  # an exception in the middle of a sum
+    simulation.scheduler.reservations.reserved_pages += 1  # an exception in the middle of a sum
     simulation.scheduler.reservations.waiting_pages += 1
     simulation.scheduler.reset(sequences)
     check_scheduler(simulation.scheduler)

@@ -21,6 +21,7 @@ from known_models import KNOWN
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
+from fastgen.engine.cuda_graphs import smallest_size
 from fastgen.engine.runner import Runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
@@ -95,7 +96,7 @@ def test_a_replayed_step_is_the_launched_one(
     with busy_generator(name, tmp_path, dtype=dtype, deterministic=deterministic) as gen:
         runner = gen._runner
         smaller = 0
-        for size in runner.graphs[False].sizes:
+        for size in runner.graphs[False].keys:
             for real in {size, smaller + 1}:  # full, and with as much padding as there can be
                 check_size(runner, size, real)
             smaller = size
@@ -110,7 +111,7 @@ def test_decodes_are_replayed_and_prefills_are_not() -> None:
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         outputs = gen.generate([[1, 2, 3]] * 5, params)
         assert len(ran) in (19, 20)  # and perhaps a step too many
-        assert set(ran) == {graphs.size_of(5)}
+        assert set(ran) == {smallest_size(graphs.keys, 5)}
         assert len({tuple(output.completions[0].token_ids) for output in outputs}) == 1
 
 
@@ -147,12 +148,12 @@ def test_steps_in_pieces_are_those_launched_kernel_by_kernel(
             gen.abort(busy)
             return scores
 
-        for run in (lambda number: (ran.append(number), replay(number)), pieces._launch):
+        for run in (lambda key: (ran.append(key), replay(key)), pieces._launch):
             monkeypatch.setattr(pieces.graphs, "run", run)
             found.append(said())
         runner.prefill_graphs = None
         found.append(said())
-    assert {number // len(runner.model.layers) for number in ran} == set(pieces.sizes)
+    assert {size for size, _ in ran} == set(pieces.sizes)
     assert found[0] == found[1]
     error = np.abs(np.subtract(found[0], found[2]))
     assert error.mean() < (0.02 if dtype == "bfloat16" else 1e-3)

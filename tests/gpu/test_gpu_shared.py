@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fastgen import Generator, SamplingParams
+from fastgen.engine.cuda_graphs import smallest_size
 from fastgen.engine.runner import Runner
 from fastgen.model.attention import paged
 from fastgen.request import Completion
@@ -103,7 +104,7 @@ def test_a_replayed_step_is_the_launched_one() -> None:
 def check_replay(runner: Runner) -> None:
     held = [runner.kv_lens, runner.pool.keys, runner.pool.values]
     before = [tensor.clone() for tensor in held]
-    size, real = runner.graphs[True].size_of(len(runner._sharing_of)), len(runner._sharing_of)
+    size, real = smallest_size(runner.graphs[True].keys, len(runner._sharing_of)), len(runner._sharing_of)
     results = []
     for run in (runner.graphs[True].run, lambda size: runner.decode(size, True), runner.decode):
         for tensor, saved in zip(held, before, strict=True):
