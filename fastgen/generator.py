@@ -173,7 +173,7 @@ class Generator:
         variables = chat_arguments(fields)["variables"]  # raises what is wrong for all conversations
         if self.tokenizer is not None:
             self.tokenizer.check_template(variables)
-        if isinstance(messages, str | Mapping):
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
             raise TypeError(f"messages must be a list of dicts, or a list of such lists, not {type(messages).__name__}")
         prompts = [{"messages": conversation, **fields} for conversation in prompt_list(messages)]
         return self.generate(prompts, params, progress=progress)

@@ -87,7 +87,7 @@ CALLS = {
     "lora_request": "adapters are not supported",
     "chat_template": "set Generator.tokenizer.hf.chat_template",
     "chat_template_content_format": "give a template what it takes",
-    "request_id": "use id",
+    "request_id": "leave it out; Generator.add takes an id",
     "level": "use keep_weights: True is level 1, and False level 2",
     **dict.fromkeys(("documents", "enable_thinking"), "use chat_template_kwargs"),
 }
@@ -117,8 +117,12 @@ ATTRIBUTES = {
     "llm_engine": "use add and step",
     "beam_search": "beams are not supported",
     "encode": "use tokenizer.encode; pooling is not supported",
+    # Of a Generator, which an AsyncGenerator does not have.
+    **dict.fromkeys(("score", "update_weights", "sleep", "wake"), "use call, with this name as its first argument"),
+    "chat": "generate and stream take messages, too",
+    "abort": "leave the loop over stream, or cancel its task",
 }
-"""Attributes of vLLM's LLM and RequestOutput."""
+"""Attributes of vLLM's LLM and RequestOutput, and others that a class may not have."""
 
 
 def unknown_name(owner: str, name: str, known: Iterable[str], foreign: Mapping[str, str]) -> TypeError:

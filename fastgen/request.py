@@ -228,6 +228,9 @@ class Request:
     resume: Completion | None = None
 
 
+Request.__init__ = explains_names("Request", FOREIGN)(Request.__init__)  # type: ignore[method-assign]
+
+
 @dataclass(slots=True, kw_only=True)
 class Drawn:
     """The values that were drawn with each of some tokens: lists with one entry for each token.

@@ -149,6 +149,7 @@ def test_chat_takes_conversations_tools_and_variables(gen: Generator, monkeypatc
         ({"continue_final_message": True, "add_generation_prompt": True}, ValueError, "can not go with continue_final"),
         ({"tools": tool}, TypeError, "tools must be a list of functions or dicts, not dict"),
         ({"chat_template_kwargs": {"tokenize": True}}, ValueError, "tokenize is not a variable of a chat template"),
+        ({"add_generation_prompt": "no"}, TypeError, "add_generation_prompt must be True or False, not 'no'"),
         ({"chat_template_kwargs": "glad"}, TypeError, "chat_template_kwargs must be a dict, not str"),
     ):
         with pytest.raises(kind, match=reason):
@@ -421,8 +422,10 @@ def test_names_of_others_are_errors_that_say_ours(gen: Generator) -> None:
         gen.sleep(1)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="use wake"):
         gen.wake_up()  # type: ignore[attr-defined]
-    with pytest.raises(TypeError, match="add has no option 'request_id'; use id"):
+    with pytest.raises(TypeError, match="add has no option 'request_id'; leave it out"):
         gen.add([5], request_id="a")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="Request has no option 'sampling_params'; use params"):
+        Request("hello", sampling_params=SHORT)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="stream takes Requests, not str; give Request"):
         next(gen.stream(["hello"]))  # type: ignore[list-item]
 

@@ -36,7 +36,7 @@ from fastgen.async_engine.loop import (
     run_in_thread,
 )
 from fastgen.engine.outputs import Stats
-from fastgen.names import explains_calls
+from fastgen.names import explains_attributes, explains_calls
 from fastgen.ranks import processes
 from fastgen.ranks.channel import HEAD, Failed, Start, frame
 from fastgen.request import FOREIGN, Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
@@ -130,6 +130,7 @@ class EventStream:
         self._news.set()
 
 
+@explains_attributes
 @explains_calls(FOREIGN)
 class AsyncGenerator:
     """A Generator for asyncio programs, in a process of its own or in a thread of this one. Use it from one event loop.
@@ -316,7 +317,7 @@ class AsyncGenerator:
 
     def _running_peer(self) -> _Process | _Thread:
         if self._peer is None or not self.ready:
-            raise EngineError(self.dead or f"the engine of {self.name} is not ready")
+            raise EngineError(self.dead or f"the engine of {self.name} is not ready; await start, or use async with")
         return self._peer
 
     def _number(self, count: int) -> range:

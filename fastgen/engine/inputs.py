@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
 from functools import cached_property, lru_cache
@@ -278,9 +278,9 @@ def pair_scores(
     if not (isinstance(temperature, Real) and 0 < float(temperature) < math.inf):
         raise ValueError(f"temperature is {temperature}; scores need one above 0")
     prompts = prompt_list(sequences)
-    starts = [start] * len(prompts) if isinstance(start, Integral) else list(start)
-    if not all(isinstance(first, Integral) for first in starts):
+    starts = [start] * len(prompts) if isinstance(start, Integral) else start
+    if not isinstance(starts, Collection) or not all(isinstance(first, Integral) for first in starts):
         raise TypeError(f"start must be an integer, or one a sequence, not {start!r}")
     if len(starts) != len(prompts):
         raise ValueError(f"there are {len(prompts)} sequences and {len(starts)} starts; give one start a sequence")
-    return prompts, starts
+    return prompts, list(starts)

@@ -471,6 +471,8 @@ def accepts(sequence: Sequence, token: int) -> bool:
     """Advance a sequence's mask by its next token. Return False, with the reason in `error`, if there can be none."""
     if token < 0:
         reason = "the logits are not finite" if sequence.mask is None else "the mask allowed no token"
+        if sequence.mask is not None and sequence.output_len < sequence.params.min_tokens:
+            reason += "; min_tokens forbids an end so early"
         sequence.error = sequence.error or reason
         return False
     if sequence.mask is not None:

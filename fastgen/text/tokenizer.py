@@ -10,6 +10,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from fastgen.option import Option
 from fastgen.request import Prompt
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -70,6 +71,7 @@ class Tokenizer:
                 if len(ids) > most + CLEARLY_MORE:  # a cut changes the last few
                     return ids
                 size *= USUAL_CHARS
+        text.encode()  # raises for a lone surrogate, with a clearer message than the tokenizer's
         # verbose=False: no warning of a text longer than the context, which the caller refuses
         return list(self.hf(text, add_special_tokens=special, verbose=False)["input_ids"])
 
@@ -221,7 +223,7 @@ def _encode_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> t
     if "messages" not in given:
         return encode_prompt(given["prompt"], tokenizer)
     if not _is_chat(given["messages"]):
-        raise TypeError(f"messages must be a list of dicts, not {type(given['messages']).__name__}")
+        raise TypeError(f"messages must be a list of dicts, not {given['messages']!r:.80}")
     text = _needed(tokenizer).render_chat(given["messages"], **chat_arguments(given))
     return _needed(tokenizer).encode(text, special=False), text
 
@@ -234,8 +236,10 @@ def chat_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"tools must be a list of functions or dicts, not {type(tools).__name__}")
     if not isinstance(variables, Mapping):
         raise TypeError(f"chat_template_kwargs must be a dict, not {type(variables).__name__}")
-    continuing = bool(given.get("continue_final_message"))
-    prompting = bool(given.get("add_generation_prompt", not continuing))
+    for name in ("continue_final_message", "add_generation_prompt"):
+        Option(name, bool).check(given.get(name))
+    continuing = given.get("continue_final_message", False)
+    prompting = given.get("add_generation_prompt", not continuing)
     if prompting and continuing:
         raise ValueError("add_generation_prompt begins another message, so it can not go with continue_final_message")
     variables = {"tools": list(tools) or None, **variables}
@@ -254,7 +258,8 @@ def _read_ids(prompt: Any) -> list[int]:
         return list(prompt)
     for token in prompt:
         if not isinstance(token, Integral) or isinstance(token, bool):
-            raise TypeError(f"a prompt of ids must hold integers, not {token!r}")
+            hint = "; texts are prompts of their own" if isinstance(token, str) else ""
+            raise TypeError(f"a prompt of ids must hold integers, not {token!r}{hint}")
     return [int(token) for token in prompt]
 
 

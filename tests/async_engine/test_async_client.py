@@ -584,8 +584,10 @@ def test_an_engine_ends_with_its_parent() -> None:
 def test_a_generator_that_fails_to_start_reports_its_reason() -> None:
     async def main() -> None:
         engine = AsyncGenerator("broken", name="mine")
-        with pytest.raises(RuntimeError, match="the engine of mine is not ready"):
+        with pytest.raises(RuntimeError, match="the engine of mine is not ready; await start"):
             engine.submit([[1]], SamplingParams())
+        with pytest.raises(AttributeError, match="no attribute 'score'; use call"):
+            engine.score([[1]])  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="broken is broken; mend it"):
             await engine.start()
         assert engine.dead is not None

@@ -93,6 +93,7 @@ def limited(logits: Callable[[torch.Tensor], torch.Tensor], rows: int) -> Callab
         (([[5, 6]], 3), "start is 3; it must be from 0 to the sequence's length, 2"),
         (([[5, 6]], -1), "start is -1"),
         (([[5, 6]], [0, 1]), "1 sequences and 2 starts"),
+        (([[5, 6]], 1.0), "start must be an integer, or one a sequence, not 1.0"),
         (([[5, 6]], 0, 0.0), "temperature is 0.0"),
         (([[5, 6]], 0, math.nan), "temperature is nan"),
         (([[5, 6], []],), "the prompt is empty"),
@@ -103,7 +104,7 @@ def limited(logits: Callable[[torch.Tensor], torch.Tensor], rows: int) -> Callab
 )
 def test_what_can_not_be_scored(llama: Path, arguments: tuple[Any, ...], message: str) -> None:
     with Generator(llama) as gen:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             gen.score(*arguments)
         assert gen.unfinished == 0
         check_idle(gen)

@@ -131,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
         if number := sum(done):
             note("fggen", f"{number} rows are in {output.path} already")
         if number == source.total:
-            note("fggen", f"nothing is left to do of {number} rows, {failures} of them errors")
+            left = f"nothing is left to do of {number} rows, {failures} of them errors"
+            note("fggen", left if number else "the input has no rows")
             return 3 if number and failures == number else 0
         seconds = 0.1 if sys.stderr.isatty() else LOG_SECONDS
         with (
@@ -144,16 +145,18 @@ def run(args: argparse.Namespace) -> int:
     if stopped:
         note("fggen", "stopped" if args.output == STDOUT else "stopped; the same command goes on from here")
         return 130
-    if failures + tally.errors == source.total:
-        note("fggen", f"all rows have failed; one error is: {tally.reason}")
-        return 3
-    return 0
+    failed = failures + tally.errors
+    if tally.reason:
+        note("fggen", f"{'all' if failed == source.total else 'some'} rows have failed; one error is: {tally.reason}")
+    return 3 if failed == source.total else 0
 
 
 def _check_options(args: argparse.Namespace, path: Path) -> None:
     """Raise UsageError for options that can not work, before anything is read."""
     if args.output != STDOUT and not format_of(path):
         raise UsageError(f"the suffix of {path} names no format; it must be one of {', '.join(SUFFIXES)}")
+    if args.output != STDOUT and not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent} for {path.name}; make it, or give another -o")
     if args.output == STDOUT and args.retry_errors:
         raise UsageError("--retry-errors needs an output that can be read; give a file as -o")
     args.ray = args.ray or bool(given(args, (option.name for option in RAY)))

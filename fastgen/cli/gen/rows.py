@@ -74,6 +74,8 @@ def find_files(inputs: Sequence[str], output: Path) -> list[Path]:
             for file in ([path] if path.is_file() else sorted(inside))
             if format_of(file) and file.is_file() and not file.resolve().is_relative_to(output.resolve())
         ]
+        if name == STDIN:
+            raise ValueError("- is stdin, which is read alone; leave the other inputs out")
         if not (path.exists() or files or glob.has_magic(name)):
             raise ValueError(f"{name}: there is no such file or folder")
         if not files:

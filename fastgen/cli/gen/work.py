@@ -145,9 +145,12 @@ def fill(template: str, columns: Mapping[str, Any]) -> str:
 def fields_of(template: str) -> set[str]:
     """Return the columns that a template names. Raises UsageError for braces that do not match."""
     try:
-        return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+        found = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:
         raise UsageError(f"the template can not be read: {error}; write a literal brace twice") from None
+    if "" in found:
+        raise UsageError("the template has {} without the name of a column; write a literal brace twice")
+    return found
 
 
 def parsed(value: Any) -> Any:
@@ -209,7 +212,6 @@ class RowJob:
         ]
 
     def _text(self, text: str) -> Prompt:
-        text.encode()  # raises for a lone surrogate, with a clearer message than the tokenizer's
         return [{"role": "user", "content": text}] if self.chat else text
 
     def _params(self, row: Row) -> SamplingParams:

@@ -97,7 +97,7 @@ def test_a_template_makes_prompts_of_columns(fggen: Fggen) -> None:
     assert chat_said[0]["prompt_tokens"] > template_said[0]["prompt_tokens"]
 
 
-@pytest.mark.parametrize("text", ["{a", "a}"])
+@pytest.mark.parametrize("text", ["{a", "a}", "{}"])
 def test_a_wrong_template_is_told_at_once(fggen: Fggen, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert fggen(write("in.jsonl", {"a": 1}), "-o", "out.jsonl", "--template", text) == 2
     assert "the template" in capsys.readouterr().err

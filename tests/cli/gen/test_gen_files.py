@@ -49,6 +49,7 @@ def test_files_folders_globs_and_stdin(fggen: Fggen, monkeypatch: pytest.MonkeyP
         (["nothing.jsonl", "-o", "out.jsonl"], "nothing.jsonl: there is no such file or folder"),
         (["noth*.jsonl", "-o", "out.jsonl"], "noth*.jsonl: there is no file of .jsonl"),
         (["empty", "-o", "out.jsonl"], "empty: there is no file of .jsonl"),
+        (["-", "in.jsonl", "-o", "out.jsonl"], "- is stdin, which is read alone"),
         (["in.txt", "-o", "out.jsonl"], "in.txt: there is no file of .jsonl"),
         (["in.jsonl", "-o", "out.txt"], "the suffix of out.txt names no format"),
         (["in.jsonl", "-o", "out.parquet.gz"], "the suffix of out.parquet.gz names no format"),
@@ -64,7 +65,10 @@ def test_files_folders_globs_and_stdin(fggen: Fggen, monkeypatch: pytest.MonkeyP
         (["torn.parquet", "-o", "out.jsonl"], "torn.parquet can not be read as Parquet: "),
         (["in.jsonl", "-o", "spark.parquet"], "no _fggen.json describes their job"),
         (["half.jsonl", "-o", "out.parquet"], "the columns can not be written as Parquet"),
-        (["in.jsonl", "-o", "nowhere/out.jsonl"], "No such file or directory"),
+        (
+            ["in.jsonl", "-o", "nowhere/out.jsonl"],
+            "there is no folder nowhere for out.jsonl; make it, or give another -o",
+        ),
         (["in.jsonl", "-o", "file.parquet"], "is a file, and Parquet is written in parts in a folder"),
         (["mixed.jsonl", "-o", "out.parquet"], "written as Parquet: the values of a have no type in common: Could not"),
         (["hollow.jsonl", "-o", "out.parquet"], "the columns can not be written as Parquet"),
@@ -106,8 +110,9 @@ def test_the_output_in_the_folder_is_no_input(fggen: Fggen) -> None:
             assert main.Source([str(folder)], folder / name).total == 5
 
 
-def test_an_input_without_rows(fggen: Fggen) -> None:
+def test_an_input_without_rows(fggen: Fggen, capsys: pytest.CaptureFixture[str]) -> None:
     assert fggen(write("in.jsonl"), "-o", "out.jsonl") == 0
+    assert "fggen: the input has no rows" in capsys.readouterr().err
     assert fggen("in.jsonl", "-o", "out.parquet") == 0
     assert read("out.jsonl") == []
 
