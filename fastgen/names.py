@@ -175,11 +175,7 @@ def explains_calls(foreign: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
 
     def decorate(cls: type[T]) -> type[T]:
         for name, method in list(vars(cls).items()):
-            if (
-                inspect.isfunction(method)
-                and not name.startswith("_")
-                and len(inspect.signature(method).parameters) > 1
-            ):
+            if inspect.isfunction(method) and not name.startswith("_"):
                 setattr(cls, name, explains_names(name, foreign)(method))
         return cls
 

@@ -81,22 +81,23 @@ class SamplingParams:
     return_sampling_mask: return the token ids that truncation kept, too.
     """
 
-    n: int = option(1, low=1)
-    max_tokens: int | None = option(None, low=0)
-    min_tokens: int = option(0, low=0, high=2**31)
-    temperature: float = option(1.0, low=0)
-    top_p: float = option(1.0, low=0, above=True, high=1)
-    top_k: int = option(0, low=-1)
-    min_p: float = option(0.0, low=0, high=1)
-    repetition_penalty: float = option(1.0, low=0, above=True)
-    presence_penalty: float = option(0.0)
-    frequency_penalty: float = option(0.0)
+    # The texts are those of the tools' flags.
+    n: int = option(1, "samples of each prompt", low=1)
+    max_tokens: int | None = option(None, "length of an answer", low=0, unset="to the end of the context")
+    min_tokens: int = option(0, "tokens before which an answer does not end", low=0, high=2**31)
+    temperature: float = option(1.0, "0 always takes the most likely token", low=0)
+    top_p: float = option(1.0, "sample from the most likely tokens of this probability", low=0, above=True, high=1)
+    top_k: int = option(0, "sample from so many of the most likely tokens", low=-1, unset="all")
+    min_p: float = option(0.0, "sample from tokens with at least this share of the highest probability", low=0, high=1)
+    repetition_penalty: float = option(1.0, "weakens tokens of prompt and answer", low=0, above=True)
+    presence_penalty: float = option(0.0, "subtracted for tokens of the answer")
+    frequency_penalty: float = option(0.0, "subtracted for tokens of the answer, per occurrence")
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = option(None, low=-(2**63), high=2**64 - 1)
     stop: str | SequenceOf[str] = ()
     stop_token_ids: SequenceOf[int] = ()
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
+    ignore_eos: bool = option(False, "continue after the model's end-of-sequence tokens")
     logprobs: int | None = option(None, low=0, high=MAX_LOGPROBS)
     prompt_logprobs: int | None = option(None, low=0, high=MAX_LOGPROBS)
     mask: TokenMask | None = None
@@ -126,7 +127,7 @@ class SamplingParams:
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError, or TypeError for a value of the wrong type, naming the parameter and what it may be."""
         for name, value in vars(self).items():
-            option = _OPTIONS[name]
+            option = SAMPLING_OPTIONS[name]
             if value is not option.default:  # few differ, so that millions of requests are checked fast
                 option.check(value)
                 if name in _ITEMS:
@@ -160,7 +161,7 @@ class SamplingParams:
                 raise TypeError(f"{name} must be a string, not {text!r}")
 
 
-_OPTIONS = options_of(SamplingParams)
+SAMPLING_OPTIONS = options_of(SamplingParams)
 _BIAS = Option("a number in logit_bias", float, 0.0)
 _ITEMS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("logit_bias", "stop_token_ids", "allowed_token_ids"), (Integral, "token ids (integers)")),
@@ -192,7 +193,7 @@ def _check_items(name: str, values: Any, vocab_size: int) -> None:
 # A class decorator would hide the arguments from type checkers.
 SamplingParams.__init__ = explains_names("SamplingParams", PARAMETERS)(SamplingParams.__init__)  # type: ignore[method-assign]
 
-FOREIGN = {**dict.fromkeys((*PARAMETERS, *_OPTIONS), "give it in params"), **CALLS}
+FOREIGN = {**dict.fromkeys((*PARAMETERS, *SAMPLING_OPTIONS), "give it in params"), **CALLS}
 """What to give instead of arguments that the calls of a Generator do not have."""
 
 Params = SamplingParams | Mapping[str, Any] | None

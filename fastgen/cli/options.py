@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from fastgen.engine.options import OPTIONS
+from fastgen.model.config import GENERATION_CONFIG
 from fastgen.names import FLAGS, nearest
 from fastgen.option import Option
+from fastgen.request import SAMPLING_OPTIONS
 
 PREFIX = "FASTGEN_"
 
@@ -20,24 +23,11 @@ MODEL = {name: option for name, option in OPTIONS.items() if name not in ("model
 
 _OWN = "the model's generation_config.json, else "
 SAMPLING = {
-    option.name: option
-    for option in (
-        Option("n", int, help="samples of each prompt", unset="1"),
-        Option("max_tokens", int, help="length of an answer", unset="to the end of the context"),
-        Option("min_tokens", int, help="tokens before which an answer does not end", unset="0"),
-        Option("temperature", float, help="0 always takes the most likely token", unset=f"{_OWN}1"),
-        Option("top_p", float, help="sample from the most likely tokens that together have this probability",
-               unset=f"{_OWN}1"),
-        Option("top_k", int, help="sample from so many of the most likely tokens", unset=f"{_OWN}all"),
-        Option("min_p", float, help="sample from tokens with at least this share of the highest probability",
-               unset=f"{_OWN}0"),
-        Option("repetition_penalty", float, help="weakens tokens of prompt and answer", unset=f"{_OWN}1"),
-        Option("presence_penalty", float, help="subtracted for tokens of the answer", unset="0"),
-        Option("frequency_penalty", float, help="subtracted for tokens of the answer, per occurrence", unset="0"),
-        Option("ignore_eos", bool, help="continue after the model's end-of-sequence tokens", unset="no"),
-    )
-}  # fmt: skip
-"""Sampling parameters; SamplingParams checks their bounds."""
+    name: replace(option, default=None, unset=(_OWN if name in GENERATION_CONFIG else "") + option.default_text)
+    for name, option in SAMPLING_OPTIONS.items()
+    if option.help
+}
+"""Sampling parameters that text can give."""
 
 
 class Parser(argparse.ArgumentParser):

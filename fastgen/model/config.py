@@ -60,7 +60,7 @@ _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor")),
 }
 _DTYPES = ("bfloat16", "float16", "float32")
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
         return {"temperature": 0}
     if not generation.get("do_sample", generation.get("temperature") is not None):
         return {}
-    return {field: _number(generation, field) for field in _SAMPLING if generation.get(field) is not None}
+    return {field: _number(generation, field) for field in GENERATION_CONFIG if generation.get(field) is not None}
 
 
 def _architecture(config: dict[str, Any]) -> str:
