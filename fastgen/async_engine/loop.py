@@ -163,7 +163,7 @@ class EngineLoop:
     ) -> None:
         self._gen, self._incoming, self._send, self._flush = gen, incoming, send, flush
         self._arrived: dict[int, Submit] = {}  # requests to be added, in order
-        self._compiling: dict[int, tuple[Submit, Future[GrammarMask]]] = {}  # requests whose grammar is being compiled
+        self._compiling: set[int] = set()  # requests whose grammar is being compiled
         self._grammars = GrammarPool(partial(_make_compiler, gen))
         self._stats_sent = 0.0
         self._ended = False
@@ -199,7 +199,6 @@ class EngineLoop:
             self._flush()
             wait = STATS_SECONDS if self._compiling else None  # stats during a compilation show that this process lives
         self._handle_messages(wait)
-        self._take_compiled()
         deadline = time.monotonic() + INTAKE_SECONDS
         while self._arrived and time.monotonic() < deadline:
             self._add(self._arrived.pop(next(iter(self._arrived))))
@@ -217,13 +216,17 @@ class EngineLoop:
             case Submit(params=SamplingParams(grammar=None)):
                 self._arrived[message.number] = message
             case Submit(params=SamplingParams(grammar=str() as grammar)):
+                self._compiling.add(message.number)
                 compiled = self._grammars.compile(message.number, grammar, message.grammar_timeout)
-                self._compiling[message.number] = message, compiled
-                compiled.add_done_callback(self._incoming.put)  # wakes an idle loop
+                compiled.add_done_callback(lambda done: self._incoming.put((message, done)))
+            case Submit() as submit, Future() as compiled:
+                if submit.number in self._compiling:
+                    self._compiling.remove(submit.number)
+                    self._take_compiled(submit, compiled)
             case Abort():
                 for number in message.numbers:
                     self._arrived.pop(number, None)
-                    self._compiling.pop(number, None)
+                    self._compiling.discard(number)
                     self._grammars.drop(number)
                 self._gen.abort(message.numbers)
             case Call():
@@ -232,8 +235,6 @@ class EngineLoop:
                 self._send(message)
             case None:
                 self._ended = True
-            case Future():
-                pass
             case _:
                 raise AssertionError(f"unexpected message to an engine: {message!r}")
 
@@ -244,16 +245,13 @@ class EngineLoop:
         except Exception as error:  # of this call, or of pickling its result
             self._send(Refused(call.number, portable(error)))
 
-    def _take_compiled(self) -> None:
-        for number, (submit, compiled) in list(self._compiling.items()):
-            if compiled.done():
-                del self._compiling[number]
-                if error := compiled.exception():  # any error fails this request alone
-                    error = named_error(submit.structure, error) if isinstance(error, ValueError) else error
-                    self._send(Refused(number, portable(error)))
-                else:
-                    params = replace(submit.params, grammar=None, mask=compiled.result())
-                    self._arrived[number] = replace(submit, params=params)
+    def _take_compiled(self, submit: Submit, compiled: Future[GrammarMask]) -> None:
+        if error := compiled.exception():  # any error fails this request alone
+            error = named_error(submit.structure, error) if isinstance(error, ValueError) else error
+            self._send(Refused(submit.number, portable(error)))
+        else:
+            params = replace(submit.params, grammar=None, mask=compiled.result())
+            self._arrived[submit.number] = replace(submit, params=params)
 
     def _add(self, submit: Submit) -> None:
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from serve_stub import STEP_SECONDS
 from serving import STUB, Server, request_bytes, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -154,12 +155,17 @@ def test_each_request_has_an_id_and_a_line_in_the_log(server: Server) -> None:
 
 def test_a_client_that_goes_has_a_status_of_its_own(server: Server) -> None:
     for stream in (False, True):
+        before = server.stats()
         data = request_bytes("/completions", {**ASKED, "max_tokens": 4000, "stream": stream})
         key = b"Host: x\r\nX-Request-Id: gone-%d\r\nAuthorization: bearer secret" % stream
         connection = server.send(data.replace(b"Host: x", key))
         until(lambda: server.stats()["running"] == 1)
         connection.close()
         server.await_said(f"id=gone-{stream:d} ", 5)
+        until(server.idle, 3)
+        after = server.stats()
+        assert after["aborted_total"] - before["aborted_total"] == 1
+        assert after["generated_tokens_total"] - before["generated_tokens_total"] < 2 / STEP_SECONDS
         assert re.search(rf"POST /completions 499 \S+ id=gone-{stream:d} ", server.said)
 
 

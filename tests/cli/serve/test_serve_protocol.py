@@ -310,19 +310,6 @@ def test_the_schema_says_that_other_fields_are_null(kind: Any) -> None:
 # ------------------------------------------------------------------------------------------------- what it means
 
 
-@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
-def test_sampling_fields_reach_the_engine(kind: Any) -> None:
-    fields: dict[str, Any] = {
-        "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "n": 3, "stop": ["a", "b"],
-        "stop_token_ids": [5], "seed": -3, "presence_penalty": 1.5, "frequency_penalty": -1.5,
-        "repetition_penalty": 1.25, "min_tokens": 2, "ignore_eos": True, "max_tokens": 9, "bad_words": ["a b"],
-        "allowed_token_ids": [5, 6], "include_stop_str_in_output": True,
-    }  # fmt: skip
-    params = params_of(kind, logit_bias={"17": -2.5}, **fields)
-    assert {name: getattr(params, name) for name in fields} == fields
-    assert params.logit_bias == {17: -2.5}
-
-
 def test_a_missing_field_means_the_default() -> None:
     assert params_of(ChatRequest) == SamplingParams()
     assert params_of(CompletionRequest) == SamplingParams(max_tokens=16), "as OpenAI has it"
