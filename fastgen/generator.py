@@ -414,13 +414,13 @@ class Generator:
         self._drain()
         if self._active:
             raise ValueError(f"{len(self._active)} requests are in flight; finish or abort them before sleep")
-        state = self._weights
-        new = wanted - state.asleep
+        weights = self._weights
+        new = wanted - weights.asleep
         if not new:
             return 0
         if "weights" in new and not keep_weights:
-            state.torn = DROPPED
-        state.asleep |= new  # before the memory goes: after an exception, `wake` restores all of it
+            weights.torn = DROPPED
+        weights.asleep |= new  # before the memory goes: after an exception, `wake` restores all of it
         try:
             freed: int = self._runner.sleep(sorted(new), keep_weights)
         except ValueError:
@@ -435,14 +435,13 @@ class Generator:
         A trainer may wake "weights" alone, call `update_weights`, release its own memory, and wake the rest. Raises
         torch.OutOfMemoryError if the GPU has too little memory; it may be called again when there is more.
         """
-        state = self._weights
-        wanted = self._check_tags(TAGS if tags is None else tags) & state.asleep
+        wanted = self._check_tags(TAGS if tags is None else tags) & self._weights.asleep
         if not wanted:
             return
         self._runner.wake(sorted(wanted))
         if "kv_cache" in wanted:
             self._scheduler.drop_prefixes()
-        state.asleep -= wanted
+        self._weights.asleep -= wanted
 
     def close(self) -> None:
         """Abort all requests and release the memory."""
@@ -604,14 +603,14 @@ class Generator:
     def _update_weights(self, update: Update, version: int | None, in_flight: str) -> int:
         """Update the weights; on rank 0, for all ranks."""
         self._check_open()
-        state = self._weights
-        following = state.following(version)
+        weights = self._weights
+        following = weights.following(version)
         if in_flight not in IN_FLIGHT:
             raise ValueError(f"in_flight is {in_flight!r}; it must be one of {', '.join(map(repr, IN_FLIGHT))}")
-        if "weights" in state.asleep:
+        if "weights" in weights.asleep:
             raise RuntimeError("the weights are asleep; call wake first, of 'weights' at least")
         if update.partial:
-            state.check_whole()
+            weights.check_whole()
         self._drain()
         if self._active and in_flight == "error":
             raise ValueError(
@@ -620,7 +619,7 @@ class Generator:
             )
 
         def begin() -> None:
-            state.torn = TORN
+            weights.torn = TORN
             self._scheduler.drop_prefixes()
             if in_flight == "recompute":
                 self._scheduler.preempt_all()
@@ -628,13 +627,13 @@ class Generator:
         try:
             self._runner.update_weights(update, begin)
         except BaseException as error:
-            if state.torn:
+            if weights.torn:
                 error.add_note("until update_weights is called with all weights again, nothing can be generated")
                 self._reset()
             raise
         for sequence in self._owners:
             sequence.begin_version(following)
-        state.version, state.torn = following, ""
+        weights.version, weights.torn = following, ""
         return following
 
     def _check_open(self) -> None:

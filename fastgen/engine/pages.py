@@ -10,8 +10,8 @@ import itertools
 from collections import OrderedDict
 from typing import NamedTuple
 
-BACKUPS = 16  # most pages that a step saves ahead; their transfer takes half of the shortest steps' time
-CLEAN = 4  # 1 / CLEAN of the pages should be free, or idle with a copy in the host tier
+MOST_SAVES = 16  # pages that a step saves ahead, at most; their transfer takes half of the shortest steps' time
+EVICTABLE = 4  # 1 / EVICTABLE of the pages should be free, or idle with a copy in the host tier
 
 
 class Node:
@@ -236,7 +236,7 @@ class PageAllocator:
 
     def _save_ahead(self) -> None:
         """Save some of the pages that are evicted next."""
-        wanted = min(self.num_pages // CLEAN - len(self._free) - self._clean, BACKUPS - len(self._saves))
+        wanted = min(self.num_pages // EVICTABLE - len(self._free) - self._clean, MOST_SAVES - len(self._saves))
         if not self.host_pages or wanted <= 0 or self._clean == len(self._idle):
             return
         dirty = itertools.islice((node for node in self._idle if node.host_page < 0), wanted)

@@ -56,18 +56,17 @@ class _LayerGroup:
 class HostTier:
     """Pages in pinned host memory. The scheduler knows what each host page holds.
 
-    pages: [num_pages, layers, 2, E], E = K x P x D, so that a group of layers of a page is contiguous. staging: pages
-    of staging memory for each direction; None: as many as STAGING_BYTES holds, at most STAGING_PAGES. Raises ValueError
+    pages: [num_pages, layers, 2, E], E = K x P x D, so that a group of layers of a page is contiguous. The
+    staging memory of each direction has as many pages as STAGING_BYTES holds, at most STAGING_PAGES. Raises ValueError
     if the host has too little memory."""
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
-    def __init__(self, pool: KVPool, num_pages: int, staging: int | None = None) -> None:
+    def __init__(self, pool: KVPool, num_pages: int) -> None:
         assert num_pages > 0
         two, layers, _, size = pool.whole.shape
         dtype, self.device = pool.whole.dtype, pool.whole.device
         page_bytes = two * layers * size * dtype.itemsize
-        if staging is None:
-            staging = min(max(STAGING_BYTES // page_bytes, 1), STAGING_PAGES)
+        staging = min(max(STAGING_BYTES // page_bytes, 1), STAGING_PAGES)
         self._pool = pool.whole
         arriving, self._leaving = torch.empty(2, staging, layers, two, size, dtype=dtype, device=self.device)
         self._order = torch.arange(staging, device=self.device)

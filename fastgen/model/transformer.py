@@ -411,7 +411,7 @@ class Transformer:
         following: the norm that comes next, None after the last layer.
         """
         if self.group.size == 1:
-            part.residual = ReplicatedResidual(self.group, apply(linear, x, add=part.residual.whole()))
+            apply(linear, x, add=part.residual.whole())
         else:
             part.residual.add(apply(linear, x), following)
 

@@ -228,7 +228,7 @@ def test_the_least_recently_used_goes_first_and_leaves_before_their_parents() ->
 
 
 def test_the_host_tier_keeps_what_is_evicted_and_drops_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BACKUPS", 0)
+    monkeypatch.setattr(module, "MOST_SAVES", 0)
     pool = Pool(4, 1, host_pages=3)
     first, second = [1, 2, 3], [4, 5, 6]
     for tokens in (first, second):
@@ -244,7 +244,7 @@ def test_the_host_tier_keeps_what_is_evicted_and_drops_its_oldest(monkeypatch: p
 
 
 def test_some_that_go_next_are_saved_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CLEAN", 2)
+    monkeypatch.setattr(module, "EVICTABLE", 2)
     pool = Pool(8, 1, host_pages=8)
     pool.release(pool.take([1, 2, 3, 4, 5, 6]))
     assert pool.step().saves == ((5, 0), (4, 1))  # with the 2 that are free, half of the pool is soon to be had
@@ -259,7 +259,7 @@ def test_some_that_go_next_are_saved_ahead(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_slot_is_taken_from_what_is_on_the_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CLEAN", 1)
+    monkeypatch.setattr(module, "EVICTABLE", 1)
     pool = Pool(4, 1, host_pages=2)
     pool.release(pool.take([1, 2]))
     assert len(pool.step().saves) == 2
@@ -270,7 +270,7 @@ def test_a_slot_is_taken_from_what_is_on_the_device_too(monkeypatch: pytest.Monk
 
 def test_a_parent_is_not_dropped_before_what_is_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it was saved before: it was needed when they were computed."""
-    monkeypatch.setattr(module, "BACKUPS", 0)
+    monkeypatch.setattr(module, "MOST_SAVES", 0)
     pool = Pool(2, 1, host_pages=3)
     pool.release(pool.take([1]))
     pool.release(pool.take([8, 9]))
@@ -284,7 +284,7 @@ def test_a_parent_is_not_dropped_before_what_is_behind_it(monkeypatch: pytest.Mo
 
 def test_conversations_go_by_their_last_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the first pages of some have had a slot: they were used in its last turn too."""
-    monkeypatch.setattr(module, "BACKUPS", 0)
+    monkeypatch.setattr(module, "MOST_SAVES", 0)
     rng = random.Random(0)
     pool = Pool(8, 1, host_pages=24)
     conversations: dict[int, list[int]] = {}  # by their first token, the last used last

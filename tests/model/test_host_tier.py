@@ -77,9 +77,12 @@ def new_pool(layers: int = 6, pages: int = 20) -> KVPool:
 
 @pytest.mark.parametrize("staging", [1, 3, 50])
 @pytest.mark.parametrize("layers", [1, 3, GROUPS, 6])
-def test_random_traffic_is_what_plain_copies_make_of_it(layers: int, staging: int) -> None:
+def test_random_traffic_is_what_plain_copies_make_of_it(
+    layers: int, staging: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_tier, "STAGING_PAGES", staging)
     pool, draw = new_pool(layers), random.Random(layers)
-    tier = HostTier(pool, 9, staging)
+    tier = HostTier(pool, 9)
     pages, slots = pool.whole.clone(), {}
     for _ in range(40):
         saves = list(zip(draw.sample(range(20), 6), draw.sample(range(9), 6), strict=True))[: draw.randint(1, 6)]
@@ -124,12 +127,15 @@ def test_too_little_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -
 # In steps.
 
 
-@pytest.mark.parametrize("staging", [None, 1, 2])
-def test_what_comes_back_from_the_host_is_gone_on_with(family: Path, staging: int | None) -> None:
+@pytest.mark.parametrize("staging", [64, 1, 2])
+def test_what_comes_back_from_the_host_is_gone_on_with(
+    family: Path, staging: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_tier, "STAGING_PAGES", staging)
     prompt = random_ids(75)
     runner = make_runner(family, max_model_len=200)
     expected = continued(runner, prompt, 12, moved=False)
-    runner.host = HostTier(runner.pool, 8, staging)
+    runner.host = HostTier(runner.pool, 8)
     assert continued(runner, prompt, 12, moved=True) == expected
     runner.host.pages.zero_()
     runner.host.save = lambda pairs: None  # type: ignore[method-assign]
