@@ -144,10 +144,10 @@ class Runner:
                     self.graphs[True] = Graphs(shared_sizes(sizes), self.device, beside=plain)
                     self.graphs[True].capture(lambda size: self.decode(size, shared=True), compiled=True)
                 for graphs in self.graphs.values():
-                    self.group.hold(graphs)
+                    self.group.register_graphs(graphs)
                 if prefills:
                     self.prefill_graphs = PrefillGraphs(self.model, self.pool, prefills, beside=plain)
-                    self.group.hold(self.prefill_graphs.graphs)
+                    self.group.register_graphs(self.prefill_graphs.graphs)
 
     @torch.inference_mode()
     def decode_all(self, sizes: list[int]) -> None:

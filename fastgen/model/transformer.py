@@ -377,7 +377,7 @@ class Transformer:
         plan = part.plan
         if part.ends is not None and number == len(self.layers) - 1:
             rows, layout = part.ends
-            part.residual = ReplicatedResidual(self.group, self._padded(part.residual.rows(rows)))
+            part.residual = ReplicatedResidual(self.group, self._padded(part.residual.select(rows)))
             q = q[rows]
             if not len(q):
                 return q.flatten(1)

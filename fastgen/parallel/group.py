@@ -142,7 +142,7 @@ class Group:
         one_host = len(set(hosts)) == 1
         return cls.join(_get_default_store(), names[0], given.rank(), given.size(), device, one_host)
 
-    def hold(self, graphs: Any) -> None:
+    def register_graphs(self, graphs: Any) -> None:
         """Register graphs that contain this group's collectives, whose `reset` frees them. NCCL does not end before
         they do, so that `leave` resets them. They are not kept alive: those of the start's measurement end before."""
         self._graphs.append(weakref.ref(graphs))

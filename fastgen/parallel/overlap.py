@@ -127,7 +127,7 @@ class Exchange:
         self._flags = memory[at.flags :].view(torch.int32)
         self._phases = [0] * HALVES
 
-    def rows(self, count: int, rank: int | None = None) -> slice:
+    def rows_of(self, count: int, rank: int | None = None) -> slice:
         """Return the rows of a half of `count` tokens that a rank (None: this one) holds, which may be none."""
         rank, share = self.rank if rank is None else rank, -(-count // self.size)
         return slice(min(rank * share, count), min((rank + 1) * share, count))
@@ -138,7 +138,7 @@ class Exchange:
 
         half: 0 or 1. xs must not be touched until the result is waited for. Raises DepartedError after `interrupt`.
         """
-        own = self.rows(len(y))
+        own = self.rows_of(len(y))
         assert 0 <= half < HALVES
         assert 0 < len(y) <= self.tokens
         assert y.is_contiguous()
@@ -168,15 +168,15 @@ class Exchange:
         side.begin()
         place = (half * self.size + self.rank) * at.share * at.row
         for peer in self._others:
-            self._send(side, self._shared.peers[peer] + place, y, self.rows(count, peer))
-        self._meet(side, STAGED, half)
+            self._send(side, self._shared.peers[peer] + place, y, self.rows_of(count, peer))
+        self._exchange_flags(side, STAGED, half)
         if len(xs):
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             side.launch(sum_norm, xs, y[own], self._stages[half], self.rank, weight, eps, gathered[own])
         place = at.gathered + (half * self.size * at.share + own.start) * at.row
         for peer in self._others:
             self._send(side, self._shared.peers[peer] + place, gathered, own)
-        self._meet(side, GATHERED, half)
+        self._exchange_flags(side, GATHERED, half)
         return PendingGather(gathered, y, side.end())
 
     def _send(self, side: SideStream, target: int, source: Tensor, rows: slice) -> None:
@@ -184,7 +184,7 @@ class Exchange:
             row = self._layout.row
             side.copy(target, source.data_ptr() + rows.start * row, (rows.stop - rows.start) * row)
 
-    def _meet(self, side: SideStream, kind: int, half: int) -> None:
+    def _exchange_flags(self, side: SideStream, kind: int, half: int) -> None:
         """Tell each other rank that its copies from this rank are done, and wait until all have told this one."""
         for peer in self._others:
             side.write(self._flag_at(kind, half, peer, self.rank), self._phases[half])

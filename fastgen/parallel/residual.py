@@ -38,7 +38,7 @@ class ReplicatedResidual:
         None."""
         self._delta = self._group.add(self._x, y)
 
-    def rows(self, rows: Tensor) -> Tensor:
+    def select(self, rows: Tensor) -> Tensor:
         """Return the rows [R, hidden] with these numbers [R]. Call it between `input` and `add`."""
         assert self._delta is None
         return self._x[rows]
@@ -64,7 +64,7 @@ class ShardedResidual:
     @classmethod
     def begin(cls, group: Group, exchange: Exchange, half: int, y: Tensor, following: RMSNorm) -> ShardedResidual:
         """Make the stream that is the sum of all ranks' y [T, hidden]."""
-        residual = cls(group, exchange, half, len(y), torch.zeros_like(y[exchange.rows(len(y))]))
+        residual = cls(group, exchange, half, len(y), torch.zeros_like(y[exchange.rows_of(len(y))]))
         residual.add(y, following)
         return residual
 
@@ -80,10 +80,10 @@ class ShardedResidual:
         assert self._pending is None
         self._pending = self._exchange.add(self._half, self._xs, y, following)
 
-    def rows(self, rows: Tensor) -> Tensor:
+    def select(self, rows: Tensor) -> Tensor:
         """Return the rows [R, hidden] with these numbers [R]. Call it between `input` and `add`."""
         assert self._pending is None
-        own = self._exchange.rows(self._count)
+        own = self._exchange.rows_of(self._count)
         if not len(rows) or own.start == own.stop:
             found = self._xs.new_zeros(len(rows), self._xs.shape[1])
         else:

@@ -261,7 +261,7 @@ class Leader(Rank):
         try:
             self._calling = True
             self._calls += 1
-            self._meet(name)
+            self._wait_for_calls(name)
             value = function()
             self._peers.send(Outcome(self._calls, value, self._status()))
             return value
@@ -358,7 +358,7 @@ class Leader(Rank):
         raise_first({rank: result.error for rank, result in results.items()})
         return {rank: result.value for rank, result in results.items()}
 
-    def _meet(self, name: str) -> None:
+    def _wait_for_calls(self, name: str) -> None:
         """Wait until all ranks have called this."""
         self._check_all()
         called = self._gather(Call, self._calls)
@@ -475,7 +475,7 @@ def _end(runner: Runner, peers: Peers, group: Group, spawned: Spawned | None, ow
         if group.process_group is not None:
             runner.close()
             if spawned is None:
-                _meet_to_close(peers, leads=group.rank == 0)
+                _wait_for_closing(peers, leads=group.rank == 0)
     finally:
         if spawned is None:
             peers.close()
@@ -484,7 +484,7 @@ def _end(runner: Runner, peers: Peers, group: Group, spawned: Spawned | None, ow
         group.leave()
 
 
-def _meet_to_close(peers: Peers, leads: bool) -> None:
+def _wait_for_closing(peers: Peers, leads: bool) -> None:
     """Wait for CLOSING_SECONDS until all ranks close: the leader for all followers, a follower for the leader."""
     if not leads:
         peers.send(Signal.CLOSING)

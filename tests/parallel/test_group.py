@@ -44,7 +44,7 @@ def test_a_group_resets_graphs_when_it_ends_and_does_not_keep_them() -> None:
     group = Group.join(HashStore(), "graphs", 0, 1, torch.device("cpu"))
     kept, dropped = Resettable(), Resettable()
     for graphs in (kept, dropped):
-        group.hold(graphs)
+        group.register_graphs(graphs)
     known = weakref.ref(dropped)
     del graphs, dropped
     assert known() is None

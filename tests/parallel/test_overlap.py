@@ -168,7 +168,7 @@ def program(made: Exchange, steps: list[Step], current: Queue | None, kept: list
     for number, step in enumerate(steps):
         ys = [draw(number, half, made.rank, count) for half, count in enumerate(step)]
         kept += ys
-        shares = [torch.zeros_like(y[made.rows(len(y))]) for y in ys]
+        shares = [torch.zeros_like(y[made.rows_of(len(y))]) for y in ys]
         ways = [made.add(half, shares[half], ys[half], NORMS[0]) for half in (0, 1)]
         for norm in (*NORMS[1:], None):
             for half, count in enumerate(step):
@@ -225,7 +225,7 @@ def test_an_interrupt_ends_the_waits_for_a_rank_that_is_gone() -> None:
             for rank, made in enumerate(ranks.exchanges):
                 if phase < 4 - rank:
                     y = draw(phase, half, rank, TOKENS)
-                    made.add(half, torch.zeros_like(y[made.rows(TOKENS)]), y, None)
+                    made.add(half, torch.zeros_like(y[made.rows_of(TOKENS)]), y, None)
 
     def run() -> None:
         while heads := [queue for queue in ranks.queues if queue.operations and queue.operations[0][0]()]:
@@ -249,8 +249,8 @@ def test_the_rows_of_all_ranks_are_those_of_the_half() -> None:
     at = ExchangeLayout.of(3, TOKENS, HIDDEN, torch.float32)
     for made in Ranks.make(3).exchanges:
         for count in range(TOKENS + 1):
-            rows = [made.rows(count, rank) for rank in range(3)]
-            assert rows[made.rank] == made.rows(count)
+            rows = [made.rows_of(count, rank) for rank in range(3)]
+            assert rows[made.rank] == made.rows_of(count)
             assert [row for part in rows for row in range(count)[part]] == list(range(count))
             assert all(part.stop - part.start <= at.share for part in rows)
 

@@ -122,9 +122,9 @@ def test_wanted_rows_come_from_their_owners(count: int) -> None:
     found = []
     for rank in range(4):
         made = alone(rank)
-        found.append(ShardedResidual(Group(), made, 0, count, x[made.rows(count)]).rows(rows))
+        found.append(ShardedResidual(Group(), made, 0, count, x[made.rows_of(count)]).select(rows))
     assert torch.equal(sum(found), x[rows])
-    assert ShardedResidual(Group(), alone(0), 0, count, x[:1]).rows(rows[:0]).shape == (0, 8)
+    assert ShardedResidual(Group(), alone(0), 0, count, x[:1]).select(rows[:0]).shape == (0, 8)
 
 
 def test_the_largest_half_is_that_of_a_step_without_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
