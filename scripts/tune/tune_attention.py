@@ -331,7 +331,7 @@ class Tuner:
             taken = {}
             for other in SPLITS:
                 splits = min(-(-case.length // other), work_tiles.splits_of(case.count))
-                if other != split and other < 2 * case.length and case.count * splits <= setup.paged.slots:
+                if other != split and other < 2 * case.length and case.count * splits <= setup.paged.partials:
                     taken[other] = self.try_paged(setup, config, other)
             if taken and case.length > (least := min(taken, key=lambda key: taken[key])):
                 for combine_splits in (1, 2, 4, 8, 16):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from handmade import EMPTY, PARAMS, continued, make_runner, run, siblings, start
 from torch import Tensor
 
 from fastgen.engine.runner import Launched, Runner
+from fastgen.model import host_tier
 from fastgen.model.host_tier import HostTier
 from fastgen.model.loader import resolve
 from fastgen.request import Batch, Prefill, SamplingParams
@@ -27,15 +29,16 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 GREEDY = SamplingParams(temperature=0)
 PROMPT = [3 + 7 * at % 50 for at in range(75)]
 CYCLES = 20_000_000  # about 10 ms, which is many steps of the bundled model
-SLOTS = 12
+HOST_PAGES = 12
 COLD = list(range(20, 60))  # pages that no lane holds
 
 
 @contextmanager
-def bundled(staging: int | None = None, **options: Any) -> Iterator[Runner]:
-    """The bundled model, and a host tier of SLOTS slots."""
+def bundled(staging: int = host_tier.STAGING_PAGES, **options: Any) -> Iterator[Runner]:
+    """The bundled model, and a host tier of HOST_PAGES pages. staging: pages of staging memory."""
     runner = make_runner(resolve(None, None), device="cuda:0", max_model_len=256, **options)
-    runner.host = HostTier(runner.pool, SLOTS, staging)
+    with patch.object(host_tier, "STAGING_PAGES", staging):
+        runner.host = HostTier(runner.pool, HOST_PAGES)
     yield runner
     runner.synchronize()
 
@@ -50,16 +53,16 @@ def hold_up(runner: Runner, draw: random.Random) -> None:
 
 
 class Expected:
-    """What the pages and the slots hold when the batches so far are done."""
+    """What the pages and the host pages hold when the batches so far are done."""
 
     def __init__(self, runner: Runner) -> None:
         self.pages = runner.pool.whole.cpu().clone()
-        self.slots: dict[int, Tensor] = {}
+        self.host: dict[int, Tensor] = {}
 
     def follow(self, batch: Batch) -> None:
-        self.slots |= {slot: self.pages[:, :, page].clone() for page, slot in batch.saves}
-        for slot, page in batch.loads:
-            self.pages[:, :, page] = self.slots[slot]
+        self.host |= {host_page: self.pages[:, :, page].clone() for page, host_page in batch.saves}
+        for host_page, page in batch.loads:
+            self.pages[:, :, page] = self.host[host_page]
         copied = {target: self.pages[:, :, source].clone() for source, target in batch.copies}
         for page, content in copied.items():
             self.pages[:, :, page] = content
@@ -70,8 +73,8 @@ def traffic(draw: random.Random, filled: list[int], before: Batch) -> Batch:
     flight, reads or writes on the current stream is left alone, as the scheduler does."""
     busy = {page for pair in before.copies for page in pair}
     cold = draw.sample([page for page in COLD if page not in busy], len(COLD) - len(busy))
-    saves = tuple(zip(cold, draw.sample(range(SLOTS), draw.randint(0, SLOTS)), strict=False))
-    filled = sorted({*filled, *(slot for _, slot in saves)})
+    saves = tuple(zip(cold, draw.sample(range(HOST_PAGES), draw.randint(0, HOST_PAGES)), strict=False))
+    filled = sorted({*filled, *(host_page for _, host_page in saves)})
     at = draw.randint(0, 6)  # the pages that are written begin among those that are saved
     loads = tuple(zip(draw.sample(filled, draw.randint(0, len(filled))), cold[at:], strict=False))
     at += len(loads)
@@ -81,9 +84,9 @@ def traffic(draw: random.Random, filled: list[int], before: Batch) -> Batch:
     return replace(EMPTY, decodes=(0, 1, 2), prefills=prefills, saves=saves, loads=loads, copies=copies)
 
 
-@pytest.mark.parametrize("staging", [None, 5, 1])
+@pytest.mark.parametrize("staging", [64, 5, 1])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_random_traffic_beside_steps_in_flight(dtype: str, staging: int | None) -> None:
+def test_random_traffic_beside_steps_in_flight(dtype: str, staging: int) -> None:
     draw = random.Random(str(staging))
     with bundled(staging, dtype=dtype) as runner, torch.inference_mode():
         assert runner.host is not None
@@ -95,7 +98,7 @@ def test_random_traffic_beside_steps_in_flight(dtype: str, staging: int | None) 
         run(runner, replace(EMPTY, prefills=chunks, starts=starts, pages=(*pages, *table(4, [18]))))
         seen, batch = dict.fromkeys(("saves", "loads", "copies"), 0), EMPTY
         for _ in range(80):
-            batch = traffic(draw, list(expected.slots), before=batch)
+            batch = traffic(draw, list(expected.host), before=batch)
             hold_up(runner, draw)
             flying.append(runner.launch(batch))
             expected.follow(batch)
@@ -106,13 +109,13 @@ def test_random_traffic_beside_steps_in_flight(dtype: str, staging: int | None) 
         runner.synchronize()
         assert min(seen.values()) > 50
         assert torch.equal(runner.pool.whole[:, :, COLD].cpu(), expected.pages[:, :, COLD])
-        for slot, content in expected.slots.items():
-            assert torch.equal(runner.host.pages[slot].transpose(0, 1), content)
+        for host_page, content in expected.host.items():
+            assert torch.equal(runner.host.pages[host_page].transpose(0, 1), content)
 
 
-@pytest.mark.parametrize("staging", [None, 1])
+@pytest.mark.parametrize("staging", [64, 1])
 @pytest.mark.parametrize("attention", ["auto", "reference"])
-def test_a_prefix_from_the_host_is_waited_for(attention: str, staging: int | None) -> None:
+def test_a_prefix_from_the_host_is_waited_for(attention: str, staging: int) -> None:
     with bundled(staging, dtype="bfloat16", attention=attention) as runner:
         expected = continued(runner, PROMPT, 12, moved=False)
         tier, draw = runner.host, random.Random(0)
