@@ -107,10 +107,10 @@ class Runner:
         self.group = model.group
         self.device = torch.device(config.device)
         most, columns = config.max_seqs, -(-config.max_model_len // config.page_size)
-        lanes, vocab, draws = most + 1, model.config.vocab_size, self.group.rank == 0  # other ranks have no logits
+        lanes, vocab, samples = most + 1, model.config.vocab_size, self.group.rank == 0  # other ranks have no logits
         self.page_table = torch.full((lanes, columns), pool.spare, dtype=torch.int32, device=self.device)
         self.kv_lens = torch.zeros(lanes, dtype=torch.int32, device=self.device)
-        self.state = LaneState(lanes, vocab, self.device, draws)
+        self.state = LaneState(lanes, vocab, self.device, samples)
         # By lane on the host: copies of page_table and kv_lens, sampling parameters, and their SamplePlan.
         self._tables = np.full((lanes, columns), pool.spare, dtype=np.int32)
         self._kv_lens = np.zeros(lanes, dtype=np.int64)
@@ -122,7 +122,7 @@ class Runner:
         self.prefill_graphs: PrefillGraphs | None = None
         self.graphs: dict[bool, Graphs[int]] = {}  # of decodes, by whether shared keys are read once
         self._step = DecodeInput.empty(most, self.device)  # their input and their logits, at fixed addresses
-        self._logits = torch.empty(most if draws else 0, vocab, device=self.device)
+        self._logits = torch.empty(most if samples else 0, vocab, device=self.device)
         self._decodes: tuple[int, ...] = ()  # the lanes in `_step`
         self._decode_lanes = np.zeros(0, dtype=np.int64)
         self._free_cores = FreeCores()
@@ -384,9 +384,9 @@ class Runner:
             changed,
             self._kv_lens[changed],
             step.rows,
-            np.repeat(np.arange(len(step.rows)) if ends_only else step.rows, step.draws[step.draws > 0]),
+            np.repeat(np.arange(len(step.rows)) if ends_only else step.rows, step.num_draws[step.num_draws > 0]),
             np.array(batch.sampling, dtype=np.int64),
-            np.repeat(step.kv_lens, step.draws),
+            np.repeat(step.kv_lens, step.num_draws),
         ], self.device)  # fmt: skip
         ids[:decodes] = self.state.last_token[lanes[:decodes]]
         self.kv_lens.index_put_((lanes,), kv_lens.int())
@@ -456,7 +456,7 @@ class StepSequences:
     lanes: np.ndarray  # [S]
     query_lens: np.ndarray  # [S]
     kv_lens: np.ndarray  # [S], with the query tokens
-    draws: np.ndarray  # [S], number of lanes that draw from its last query token
+    num_draws: np.ndarray  # [S], number of lanes that draw from its last query token
     forks: np.ndarray  # [F], lanes that draw from another's last token
 
     @classmethod
@@ -485,16 +485,16 @@ class StepSequences:
         first = np.clip(at - (self.query_lens.cumsum() - self.query_lens), 0, self.query_lens)
         rest = self.query_lens - first
         none, begun, left = self.forks[:0], first > 0, rest > 0
-        kv_lens, draws = self.kv_lens - rest, np.where(left, 0, self.draws)
+        kv_lens, draws = self.kv_lens - rest, np.where(left, 0, self.num_draws)
         return [
             StepSequences(self.lanes[begun], first[begun], kv_lens[begun], draws[begun], none),
-            StepSequences(self.lanes[left], rest[left], self.kv_lens[left], self.draws[left], none),
+            StepSequences(self.lanes[left], rest[left], self.kv_lens[left], self.num_draws[left], none),
         ]
 
     @property
     def ends(self) -> StepSequences:
         """The sequences that draw, with their last query tokens alone."""
-        drawing = self.draws > 0
+        drawing = self.num_draws > 0
         ones = np.ones_like(self.lanes[drawing])
         return StepSequences(self.lanes[drawing], ones, self.kv_lens[drawing], ones, self.forks[:0])
 
@@ -505,7 +505,7 @@ class StepSequences:
     def rows(self) -> np.ndarray:
         """The last rows of the sequences that draw: int64 [R]."""
         last: np.ndarray = self.query_lens.cumsum() - 1
-        drawing: np.ndarray = last[self.draws > 0]
+        drawing: np.ndarray = last[self.num_draws > 0]
         return drawing
 
     def positions(self) -> np.ndarray:

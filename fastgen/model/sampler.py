@@ -40,13 +40,13 @@ LARGE = 1e30  # bound of parameters, and 1 / LARGE that of the temperature, so t
 class SamplePlan(NamedTuple):
     """The operations that the rows of a batch need, known on the host. False leaves an operation out.
 
-    greedy: some row takes the most likely token; draws: some row draws one. sorted_tokens: the number of most likely
+    greedy: some row takes the most likely token; random: some row draws one. sorted_tokens: the number of most likely
     tokens that top-k and top-p must sort, 0 where no drawing row has them. keep_mask: some row asks for the tokens that
     truncation kept. top_logprobs: the largest number of raw alternatives that a row asks for.
     """
 
     greedy: bool
-    draws: bool
+    random: bool
     penalties: bool
     bias: bool
     min_tokens: bool
@@ -62,7 +62,7 @@ class SamplePlan(NamedTuple):
         cut = drawing and (params.top_k > 0 or params.top_p < 1)
         return SamplePlan(
             greedy=not drawing,
-            draws=drawing,
+            random=drawing,
             penalties=params.penalized,
             bias=bool(params.logit_bias),
             min_tokens=params.min_tokens > 0,
@@ -137,11 +137,11 @@ class LaneState:
     14], the parameters: the integers of _Rows from seed on, then the bits of its floats as float64. token_ids, addends:
     int64 and float32 [S, MAX_BIASES], (token, addend) pairs, a lane's biases and then its stop ids. most_pairs: the
     most that a lane has had. counts: int32 [S, V], the occurrences of tokens in a penalized lane's answer, and
-    in_prompt: bool [S, V]; both are rebuilt from the lane's tokens when it starts. draws: this rank draws; other ranks
-    receive the tokens, and keep only `last_token` up to date."""
+    in_prompt: bool [S, V]; both are rebuilt from the lane's tokens when it starts. samples: this rank samples; other
+    ranks receive the tokens, and keep only `last_token` up to date."""
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
-    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device, draws: bool = True) -> None:
+    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device, samples: bool = True) -> None:
         if vocab_size > MAX_VOCAB:
             raise ValueError(f"the vocabulary has {vocab_size} tokens; the sampler takes at most {MAX_VOCAB}")
         self.vocab_size = vocab_size
@@ -151,7 +151,7 @@ class LaneState:
         self.token_ids = torch.zeros(max_seqs, width, dtype=torch.int64, device=device)
         self.addends = torch.zeros(max_seqs, width, dtype=torch.float32, device=device)
         self.most_pairs = 0
-        cells = max_seqs if draws else 0, vocab_size
+        cells = max_seqs if samples else 0, vocab_size
         self.counts = torch.zeros(cells, dtype=torch.int32, device=device)
         self.in_prompt = torch.zeros(cells, dtype=torch.bool, device=device)
         self._workspace: sampling.Scratch | None = None
@@ -264,7 +264,7 @@ def _draw_twin(
     edited = _edit(state, rows, lanes, positions, logits, plan, mask)
     best = edited.amax(1, keepdim=True)
     possible = best.isfinite()
-    if plan.draws:
+    if plan.random:
         tokens, logprobs, kept = _draw(edited, best, rows, positions[:, None], plan)
     else:
         tokens, logprobs, kept = edited.argmax(1, keepdim=True), torch.zeros_like(best).repeat(1, 2), None

@@ -354,7 +354,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company() -> None:
 def test_plans_ask_for_no_more_than_the_rows_do() -> None:
     plain, greedy = SamplingParams(), SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.5)
     nothing = SamplePlan(*[False] * 7, 0, 0)
-    assert SamplePlan.of(plain) == nothing._replace(draws=True)
+    assert SamplePlan.of(plain) == nothing._replace(random=True)
     assert SamplePlan.of(greedy) == nothing._replace(greedy=True)
     top_k, top_p = SamplingParams(top_k=5), SamplingParams(top_p=0.5)
     assert plan_of([plain, top_k, SamplingParams(top_k=9, top_p=0.5)]).sorted_tokens == 9
@@ -371,7 +371,7 @@ def test_a_plan_of_many_rows_has_what_one_of_them_needs() -> None:
         cutting = [p for p in drawing if p.top_k or p.top_p < 1]
         assert plan_of(rows) == SamplePlan(
             greedy=len(drawing) < count,
-            draws=bool(drawing),
+            random=bool(drawing),
             penalties=any(p.penalized for p in rows),
             bias=any(p.logit_bias for p in rows),
             min_tokens=any(p.min_tokens for p in rows),
