@@ -161,7 +161,7 @@ def explains_names(owner: str, foreign: Mapping[str, str]) -> Callable[[Callable
             try:
                 return function(*args, **kwargs)
             except TypeError:
-                if unknown := sorted(kwargs.keys() - known):
+                if unknown := sorted(kwargs.keys() - known, key=lambda name: (name not in foreign, name)):
                     raise unknown_name(owner, unknown[0], known, foreign) from None
                 raise
 

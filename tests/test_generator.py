@@ -416,6 +416,8 @@ def test_names_of_others_are_errors_that_say_ours(gen: Generator) -> None:
         for call in (gen.generate, gen.chat):
             with pytest.raises(TypeError, match=f"{call.__name__} has no option '{name}'; {ours}"):
                 call("hello", **{name: 1})  # type: ignore[operator]
+    with pytest.raises(TypeError, match="generate has no option 'input_ids'; give the ids as prompts"):
+        gen.generate(attention_mask=[1], input_ids=[5])  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="sleep has no option 'level'; use keep_weights"):
         gen.sleep(level=1)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="tags has 1; there are 'weights' and 'kv_cache'"):

@@ -232,6 +232,8 @@ def _make(args: argparse.Namespace, batch: bool, seed: int) -> tuple[Generator, 
         return gen, ask
     if gen.tokenizer is None and not args.logprobs:
         raise ValueError("this model has no tokenizer files, so answers have no text; --logprobs gives their token ids")
+    if gen.tokenizer is not None and args.chat:
+        gen.tokenizer.check_template()
     return gen, RowJob(params, seed, args.template, args.chat, args.logprobs, args.prefix).ask
 
 

@@ -168,7 +168,9 @@ def _run(options: Options) -> int:
     if options.server.replicas or options.server.max_replicas:
         from fastgen.cli.serve.ray import serve_replicas
 
-        serve_replicas(options)
+        with listen(options.server.host, options.server.port) as listener:  # Ray does not report a port that it chooses
+            port = listener.getsockname()[1]
+        serve_replicas(options, port)
     else:
         asyncio.run(serve(options))
     return 0

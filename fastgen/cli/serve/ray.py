@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import threading
 import time
 from contextlib import suppress
@@ -125,9 +124,9 @@ def connect() -> None:
     signal.signal(signal.SIGTERM, terminated)  # Ray has replaced it
 
 
-def serve_replicas(options: Options) -> None:
-    """Serve until a SIGINT or SIGTERM. Raises OSError, ValueError or RuntimeError where it can
-    not serve. Call it in the main thread."""
+def serve_replicas(options: Options, port: int) -> None:
+    """Serve at a free port until a SIGINT or SIGTERM. Raises OSError, ValueError or RuntimeError where it can not
+    serve. Call it in the main thread."""
     server = options.server
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -140,7 +139,6 @@ def serve_replicas(options: Options) -> None:
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
             check_room(server.replicas or 1, CPU=server.replica_cpus)
-            port = _free_port(server.host, server.port)
             http = {"host": server.host, "port": port}
             serve.start(http_options=http, logging_config={"log_level": "INFO" if server.verbose else "ERROR"})
             note("fgserve", f"listening at {server.url(port)}")
@@ -179,9 +177,3 @@ def check_room(replicas: int, **each: float) -> None:
         there = ray.cluster_resources().get(kind, 0)
         if "RAY_ADDRESS" not in os.environ and replicas * amount > there:
             raise ValueError(f"{replicas} replicas of {amount:g} {kind}s each need more than the {there:g} available")
-
-
-def _free_port(host: str, port: int) -> int:
-    """Return the port, or a free one for 0, since Ray does not report its choice. Raises OSError if it is in use."""
-    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        return int(listener.getsockname()[1])

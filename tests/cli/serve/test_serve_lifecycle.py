@@ -276,9 +276,9 @@ def test_a_failed_start_reports_its_reason(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err.endswith("fgserve: error: a-broken-one is broken; mend it\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["--port", str(port)]) == 1
+        assert main(["--port", str(port)]) == main(["--port", str(port), "--replicas=1"]) == 1
     place = f"127.0.0.1, port {port}: Address already in use; give another --port or --host"
-    assert capsys.readouterr().err == f"fgserve: error: can not listen at {place}\n"
+    assert capsys.readouterr().err == 2 * f"fgserve: error: can not listen at {place}\n"
     assert main(["--port=0", f"--ssl-certfile={__file__}"]) == 1
     assert capsys.readouterr().err.startswith(f"fgserve: error: no certificate and key in {__file__}, None: [SSL]")
     assert main(["--port=0", "--ssl-keyfile=a"]) == 1
