@@ -132,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
             note("fggen", f"{number} rows are in {output.path} already")
         if number == source.total:
             left = f"nothing is left to do of {number} rows, {failures} of them errors"
+            left += "; --retry-errors does those again" if failures else ""
             note("fggen", left if number else "the input has no rows")
             return 3 if number and failures == number else 0
         seconds = 0.1 if sys.stderr.isatty() else LOG_SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,6 +72,9 @@ class ServerOptions:
             raise ValueError(
                 "ssl_certfile has no effect on replicas, which Ray serves over HTTP; leave one of them out"
             )
+        for origin in self.origins:
+            if not re.fullmatch(r"\*|null|[^/]+://[^/]+", origin):
+                raise ValueError(f"allow_origin has {origin!r}; an origin is a scheme and a host: https://page.example")
 
     @property
     def origins(self) -> list[str]:

@@ -129,7 +129,10 @@ def test_the_status_says_that_all_rows_have_failed(fggen: Fggen, capsys: pytest.
     assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 3
     assert "fggen: all rows have failed; one error is: line 1 of in.jsonl can not be read" in capsys.readouterr().err
     assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 3, "and so it does again"
-    assert "nothing is left to do of 2 rows, 2 of them errors" in capsys.readouterr().err
+    assert (
+        "nothing is left to do of 2 rows, 2 of them errors; --retry-errors does those again\n"
+        in capsys.readouterr().err
+    )
     assert fggen(write("more.jsonl", "nonsense", PROMPTS[0]), "-o", "more_out.jsonl", *SHORT) == 0
 
 

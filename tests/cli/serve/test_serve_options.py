@@ -120,6 +120,7 @@ def test_models_on_other_gpus_or_with_a_share_of_their_own_are_left_alone(tmp_pa
         ([], None, {"FASTGEN_API_KEY": ""}, "FASTGEN_API_KEY is empty; give it a value, or leave it out"),
         (["--replicas=2", "--max-replicas=1"], None, {}, "max_replicas is 1; it must be at least replicas, 2"),
         (["--replicas=2", "--ssl-certfile=a"], None, {}, "ssl_certfile has no effect on replicas"),
+        (["--allow-origin", "https://a.example b.example"], None, {}, "allow_origin has 'b.example'; an origin is"),
         (["a", "a"], None, {}, "two models are called 'a'"),
         (["--config", "/nowhere"], None, {}, "No such file"),
         (["--chat-template", "/nowhere"], None, {}, "No such file"),
