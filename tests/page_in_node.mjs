@@ -151,11 +151,15 @@ await until(() => stop.hidden, "Escape stops");
 
 // A reload keeps the conversation. Code is shown as such, where its marks are complete.
 page.dispatchEvent(new Event("pagehide"));
-const [asked, said] = JSON.parse(kept.get("fgserve-conversation"));
-assert.equal(asked.content, "hello");
+const { messages: [asked, said], model } = JSON.parse(kept.get("fgserve-conversation"));
+assert.deepEqual([asked.content, model], ["hello", "mine"]);
 log.replaceChildren();
-kept.set("fgserve-conversation", JSON.stringify([asked, said, { role: "user", content: "run\n```sh\nls\n```\n\n``" }]));
+const messages = [asked, said, { role: "user", content: "run\n```sh\nls\n```\n\n``" }];
+kept.set("fgserve-conversation", JSON.stringify({ messages, model: "mine" }));
+elements.model.replaceChildren();
 (0, eval)(script);
 assert.deepEqual(log.children.map(({ textContent }) => textContent), ["Youhello", `Model${said.content}`, "Yourunls``"]);
 const blocks = log.children[2].children[1].children.map(({ tag, textContent }) => [tag, textContent]);
 assert.deepEqual(blocks, [["span", "run"], ["pre", "ls"], ["span", "``"]]);
+await until(() => elements.model.children.length, "the models are known");
+assert(elements.model.children[0].selected);
