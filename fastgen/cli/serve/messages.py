@@ -35,9 +35,11 @@ ERRORS = {
 def _messages_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a turn as messages of a chat. Raises ValueError."""
     match turn:
-        case {"role": "user" | "assistant" | "system" as role, "content": str() as text}:
+        case {"role": "system", "content": content}:
+            return [{"role": "system", "content": text_of(content)}]
+        case {"role": "user" | "assistant" as role, "content": str() as text}:
             return [{"role": role, "content": text}]
-        case {"role": "user" | "assistant" | "system" as role, "content": list(blocks)}:
+        case {"role": "user" | "assistant" as role, "content": list(blocks)}:
             return [message for block in blocks for message in _messages_of_block(role, block)]
     raise ValueError("must have a role, user, assistant or system, and content, a text or a list of blocks")
 

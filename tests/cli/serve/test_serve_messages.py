@@ -175,6 +175,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
         r"0\] has a block of another type",
     ),
+    "system": ({"system": [{"type": "tool_use"}]}, r"system\[0\] has content of the type 'tool_use'"),
     "unknown": ({"n": 2}, "n is not supported"),
     "tool": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools.0..type should be 'custom'"),
     "choice": ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "f"}}, "not among the tools"),
@@ -263,7 +264,7 @@ def test_a_request_of_claude_code() -> None:
     }
     chat = read_request(MessageRequest, json.dumps(body).encode()).chat()
     messages = [(message.role, message.text) for message in chat.messages]
-    assert messages == [("system", "version\n\nrules"), ("user", "reminder\n\nlist the folder\n\nagents")]
+    assert messages == [("system", "version\nrules"), ("user", "reminder\n\nlist the folder\n\nagents")]
     assert (chat.limit, chat.max_tokens) == (None, 32000)
 
 
