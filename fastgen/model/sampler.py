@@ -136,7 +136,7 @@ class LaneState:
     last_token: int64 [S], each lane's last token (0 for NO_TOKEN, so that it can always be embedded). table: int64 [S,
     14], the parameters: the integers of _Rows from seed on, then the bits of its floats as float64. token_ids, addends:
     int64 and float32 [S, MAX_BIASES], (token, addend) pairs, a lane's biases and then its stop ids. most_pairs: the
-    most that a lane has had. counts: int32 [S, V], the occurrences of tokens in a penalized lane's answer, and
+    most that a lane has had. counts: int32 [S, V], the occurrences of tokens in a penalized lane's output, and
     in_prompt: bool [S, V]; both are rebuilt from the lane's tokens when it starts. samples: this rank samples; other
     ranks receive the tokens, and keep only `last_token` up to date."""
 
@@ -208,14 +208,14 @@ class LaneState:
         device = self.last_token.device
         known = [np.array(s.token_ids, dtype=np.int64) + s.lane * self.vocab_size for s in starts]
         prompts = np.concatenate([tokens[: s.prompt_len] for tokens, s in zip(known, starts, strict=True)])
-        answers = np.concatenate([tokens[s.prompt_len :] for tokens, s in zip(known, starts, strict=True)])
-        uploaded = upload(np.concatenate((np.array([s.lane for s in starts]), prompts, answers)), device)
+        outputs = np.concatenate([tokens[s.prompt_len :] for tokens, s in zip(known, starts, strict=True)])
+        uploaded = upload(np.concatenate((np.array([s.lane for s in starts]), prompts, outputs)), device)
         lanes, cells = uploaded[: len(starts)], uploaded[len(starts) :]
-        prompt, answer = cells[: len(prompts)], cells[len(prompts) :]
+        prompt, output = cells[: len(prompts)], cells[len(prompts) :]
         self.counts.index_fill_(0, lanes, 0)
         self.in_prompt.index_fill_(0, lanes, False)
         self.in_prompt.view(-1).index_fill_(0, prompt, True)
-        self.counts.view(-1).index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
+        self.counts.view(-1).index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def rows(self, lanes: Tensor) -> _Rows:
         """Return the parameters of lanes [R]."""
@@ -255,7 +255,7 @@ def _draw_twin(
     """Draw the next token of each row, and store it in `state`.
 
     logits: [R, V], contiguous, not changed. lanes: int64 [R]; a lane is named twice only if it is padding. positions:
-    int32 or int64 [R], the position (from 0) of the drawn token in prompt and answer. mask: int32 [R, ceil(V / 32)];
+    int32 or int64 [R], the position (from 0) of the drawn token in prompt and output. mask: int32 [R, ceil(V / 32)];
     bit i of word w is token 32 w + i, and a set bit allows it. The order is that of SamplingParams: penalties, bias,
     min_tokens, mask, temperature, top-k, top-p, min-p.
     """
@@ -296,10 +296,10 @@ def _edit(
     """Return logits [R, V] after penalties, bias, min_tokens and mask; the argument itself if there are none."""
     if plan.penalties:
         counts, in_prompt = state.counts[lanes], state.in_prompt[lanes]
-        answered = counts > 0
+        in_output = counts > 0
         repeated = torch.where(logits > 0, logits / rows.repetition, logits * rows.repetition)
-        logits = torch.where(answered | in_prompt, repeated, logits)
-        logits = logits - counts * rows.frequency - answered * rows.presence
+        logits = torch.where(in_output | in_prompt, repeated, logits)
+        logits = logits - counts * rows.frequency - in_output * rows.presence
     if plan.bias or plan.min_tokens:
         early = positions[:, None] - rows.prompt_len < rows.min_tokens
         used = rows.biases + torch.where(early, rows.stops, 0)

@@ -100,8 +100,8 @@ class FlashAttention(PagedAttention):
             causal=True,
             window_size=(window - 1, 0) if window else (None, None),
         )
-        answer: Tensor = out[0] if isinstance(out, tuple) else out
-        return answer
+        result: Tensor = out[0] if isinstance(out, tuple) else out
+        return result
 
     @torch.inference_mode()
     def _compile(self, num_heads: int) -> None:

@@ -1,6 +1,6 @@
-"""Attention in torch: the implementation for the CPU, and the expected answer in the other implementations' tests.
+"""Attention in torch: the implementation for the CPU, and the expected result in the other implementations' tests.
 
-The answer for a query is the same to the bit whatever else is in the step (docs/determinism.md). The keys are taken in
+The result for a query is the same to the bit whatever else is in the step (docs/determinism.md). The keys are taken in
 fixed blocks of KEY_BLOCK positions from position 0 on. Each block is a matrix product of its own with the queries, and
 one with the weights; the latter's results are added in order. The softmax is over whole blocks, and hidden keys add
 zeros to it. BLAS sums the rows of small matrices in another order; `padded_rows` gives the numbers of rows that it sums
@@ -49,23 +49,23 @@ def padded_rows(rows: int, head_size: int) -> int:
 class _Tiles:
     """Tiles of one size, in order of falling length, so that the head tiles that see a block are the first ones.
 
-    targets: int64 [tokens], the step's tokens whose answers are here. queries: int64 [N * R], the rows of q.view(T * H,
-    D) of the head tiles; padding repeats a row. answers: int64 [tokens * H], rows of sums.view(R * M, D). rows: the
+    targets: int64 [tokens], the step's tokens whose results are here. queries: int64 [N * R], the rows of q.view(T * H,
+    D) of the head tiles; padding repeats a row. results: int64 [tokens * H], rows of sums.view(R * M, D). rows: the
     query rows of a head tile without a decode's padding. sequences: int64 [n], the one of each tile. position: int64
     [R or 1, n, 1, 1], of the query rows.
 
-    Pairs come block by block: owner, int64 [M], is the head tile
-    of each, pairs, int64 [M], owner * B + block, seen, int64 [M], the keys of the block up to the last one that the
-    tile sees, and runs, int64 [M, runs], the runs of keys that its block has in the pool.
+    A pair is a block and a head tile that sees it; pairs are in order of their blocks. Of each pair, int64 [M]: owner,
+    the head tile; pairs, owner * B + block; seen, the keys of the block up to the last one that the tile sees. runs:
+    int64 [M, runs], where the runs of keys of its block are in the pool.
 
     The rest is memory that other tiles use too. q: [N, R, D]; scores, weights: [R, N, B * KEY_BLOCK]; sums: [R, M, D],
-    the products of weights and values. others: for each block behind the first, the sums of the first block to which
-    those of this one are added, and these, [rows, heads that see it, D].
+    the products of weights and values. others: for each block behind the first, the part of the first block's sums to
+    which those of this block are added, and the sums of this block, [rows, head tiles that see it, D] each.
     """
 
     targets: Tensor
     queries: Tensor
-    answers: Tensor
+    results: Tensor
     rows: int
     sequences: Indices
     position: Tensor
@@ -260,7 +260,7 @@ class ReferenceAttention:
         number = np.argsort(tokens[real_tile, real_token])
         real_tile, real_token = real_tile[number, None], real_token[number, None]
         kv_head, of_group = np.divmod(np.arange(self._heads), group)
-        answers = (real_token * group + of_group) * len(owner) + real_tile * heads + kv_head  # [tokens, H]
+        results = (real_token * group + of_group) * len(owner) + real_tile * heads + kv_head  # [tokens, H]
         head_tiles, width = count * heads, blocks * KEY_BLOCK
         shapes = [(head_tiles, len(rows), self._head_size), *[(len(rows), head_tiles, width)] * 2]
         q, scores, weights, sums = self._take([*shapes, (len(rows), len(owner), self._head_size)])
@@ -269,7 +269,7 @@ class ReferenceAttention:
         tiles = _Tiles(
             targets=self._put(tokens[real_tile, real_token]),
             queries=self._put(queries),
-            answers=self._put(answers),
+            results=self._put(results),
             rows=kept,
             sequences=sequences,
             position=self._put(position if size == 1 else position[:, token]).view(count, -1).t()[..., None, None],
@@ -309,7 +309,7 @@ class ReferenceAttention:
         return out
 
     def _attend(self, tiles: _Tiles, products: _Copied | _InPlace, layer: int, q: Tensor, window: int) -> Tensor:
-        """Return the answers, float32 [tokens * H, D], to scaled queries q [T * H, D]."""
+        """Return the results, float32 [tokens * H, D], to scaled queries q [T * H, D]."""
         keys, values = self._layers[layer]
         torch.index_select(q, 0, tiles.queries, out=tiles.q.view(-1, self._head_size))
         products.score(keys)
@@ -320,4 +320,4 @@ class ReferenceAttention:
         products.sum(values)
         for first, other in tiles.others:
             first += other
-        return tiles.sums.view(-1, self._head_size).index_select(0, tiles.answers)
+        return tiles.sums.view(-1, self._head_size).index_select(0, tiles.results)
