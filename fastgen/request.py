@@ -7,7 +7,7 @@ runner answers a Batch with a StepResult, and finished Sequences become Completi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -175,8 +175,9 @@ def _check_items(name: str, values: Any, vocab_size: int) -> None:
     kind, words = _ITEMS[name]
     if name == "stop" and isinstance(values, str):
         return
-    right = isinstance(values, Collection) and not isinstance(values, str | bytes)  # an iterator is read only once
-    if not right or isinstance(values, Mapping) is not (name == "logit_bias"):
+    # An iterator could be read only once, and an array of texts has no truth value.
+    types: Any = Mapping if name == "logit_bias" else Collection if kind is Integral else SequenceOf | Set
+    if isinstance(values, str | bytes) or not isinstance(values, types):
         form = f"a dict from {words} to numbers" if name == "logit_bias" else f"a list of {words}"
         raise TypeError(f"{name} must be {form}, not {values!r}")
     if not len(values) and name in ("choice", "allowed_token_ids"):

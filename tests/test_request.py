@@ -101,6 +101,8 @@ def test_a_bad_value_is_a_value_error_that_names_its_parameter(name: str, value:
         ("stop", [5]),
         ("stop", [None]),
         ("stop", b"a"),
+        ("stop", np.array(["a", "b"])),
+        ("stop", {"a": 1}),
         ("stop", iter(["a"])),  # would be empty when it is used
         ("stop_token_ids", iter([3])),
         ("allowed_token_ids", 3),
