@@ -146,13 +146,15 @@ assert.deepEqual(log.children, [elements.empty]);
 write("hello");
 await until(() => bodies.length === 4, "another request");
 assert.equal(bodies[3].messages.length, 1);
+await until(() => log.children.at(-1).textContent.length > 30, "its answer begins");
+page.dispatchEvent(new Event("pagehide")); // a reload keeps what has come
+const { messages: [asked, said], model } = JSON.parse(kept.get("fgserve-conversation"));
+assert.deepEqual([asked.content, model], ["hello", "mine"]);
+assert(said.content);
 document.dispatchEvent(Object.assign(new Event("keydown"), { key: "Escape" }));
 await until(() => stop.hidden, "Escape stops");
 
-// A reload keeps the conversation. Code is shown as such, where its marks are complete.
-page.dispatchEvent(new Event("pagehide"));
-const { messages: [asked, said], model } = JSON.parse(kept.get("fgserve-conversation"));
-assert.deepEqual([asked.content, model], ["hello", "mine"]);
+// The conversation is there after the reload. Code is shown as such, where its marks are complete.
 log.replaceChildren();
 const messages = [asked, said, { role: "user", content: "run\n```sh\nls\n```\n\n``" }];
 kept.set("fgserve-conversation", JSON.stringify({ messages, model: "mine" }));
