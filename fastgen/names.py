@@ -15,6 +15,7 @@ GENERATOR = {
     "tensor_parallel_size": "use tensor_parallel",
     "max_num_seqs": "use max_seqs",
     "max_num_batched_tokens": "use max_step_tokens",
+    "long_prefill_token_threshold": "use max_step_ms, by which prompts are computed in smaller chunks beside answers",
     "enable_prefix_caching": "use prefix_cache",
     "block_size": "use page_size",
     "num_gpu_blocks_override": "use num_pages",

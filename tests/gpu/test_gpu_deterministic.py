@@ -254,6 +254,13 @@ def test_under_a_random_schedule_as_alone(model: Model, seed: int) -> None:
         assert gen.stats.preemptions > 3
 
 
+def test_chunks_that_their_time_limits_as_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastgen.engine.step_times.LEAST_TOKENS", 48)
+    with model.generator(max_seqs=8, max_step_ms=0.01) as gen:
+        check(model, answers(gen, model.requests))
+        assert 0 < gen._scheduler.times.pace < 0.01, "seconds of a token"
+
+
 def test_it_is_the_default_on_hopper() -> None:
     on_hopper = torch.cuda.get_device_capability()[0] == 9
     for dtype in ("bfloat16", "float16", "float32"):
