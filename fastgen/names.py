@@ -47,6 +47,7 @@ PARAMETERS = {
     "best_of": "use n",
     "num_return_sequences": "use n",
     "max_new_tokens": "use max_tokens",
+    "max_completion_tokens": "use max_tokens",
     "max_length": "use max_tokens, which counts the new tokens alone",
     "min_new_tokens": "use min_tokens",
     "do_sample": "use temperature=0 for greedy decoding",
@@ -56,7 +57,8 @@ PARAMETERS = {
     "bad_words_ids": "use bad_words, or mask",
     "suppress_tokens": "use logit_bias, or mask",
     "sequence_bias": "use logit_bias, or mask",
-    "output_scores": "use logprobs",
+    **dict.fromkeys(("output_scores", "top_logprobs"), "use logprobs"),
+    "response_format": "use json_schema",
     "logits_processors": "use mask, an object of yours that says which tokens may come next (fastgen.TokenMask)",
     "logits_processor": "use mask, an object of yours that says which tokens may come next (fastgen.TokenMask)",
     "prefix_allowed_tokens_fn": "use mask, an object of yours that says which tokens may come next (fastgen.TokenMask)",
@@ -74,7 +76,7 @@ PARAMETERS = {
     "output_kind": "use Generator.generate for whole answers, or add and step for their pieces",
     "extra_args": "leave it out",
 }
-"""Parameters of vLLM's SamplingParams and of transformers' GenerationConfig."""
+"""Parameters of vLLM's SamplingParams, of transformers' GenerationConfig and of OpenAI's requests."""
 
 CALLS = {
     "sampling_params": "use params",

@@ -408,6 +408,7 @@ def test_names_of_others_are_errors_that_say_ours(gen: Generator) -> None:
         ("logits_processors", "use mask"),
         ("topk", ".*'top_k'"),
         ("guided_regex", "use regex"),
+        ("response_format", "use json_schema"),
         ("xyz", "the options are allowed_token_ids, bad"),
     ):
         with pytest.raises(TypeError, match=f"SamplingParams has no option '{name}'; {ours}"):
