@@ -376,11 +376,13 @@ class Runner:
         padding = smallest_size(graphs.sizes, total) - total if graphs else -total % self.model.row_tile
         # Only the rows that tokens are drawn from go through all of the last layer.
         ends_only = len(step.rows) < total and not any(chunk.score for chunk in batch.prefills)
-        changed, known = np.concatenate([step.lanes, step.forks]), step.positions()  # changed: lanes with new lengths
+        changed = np.concatenate([step.lanes, step.forks])  # lanes with new KV lengths
+        host_positions = step.positions()
+        host_slots = self._slots(np.repeat(step.lanes, step.query_lens), host_positions)
         ids, positions, slots, lanes, kv_lens, rows, drawn_from, drawing, drawn_at = upload_together([
             step.token_ids(batch, padding),
-            np.pad(known, (0, padding)),
-            np.pad(self._slots(np.repeat(step.lanes, step.query_lens), known), (0, padding), constant_values=-1),
+            np.pad(host_positions, (0, padding)),
+            np.pad(host_slots, (0, padding), constant_values=-1),
             changed,
             self._kv_lens[changed],
             step.rows,

@@ -300,10 +300,10 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
     They also save, load, wipe and copy the spare page. Forks are left out: they take no more memory than prefills.
     """
     lanes, most = config.max_seqs, config.max_model_len - 1
-    lengths, spare = [1] * lanes, config.max_step_tokens - lanes
+    lengths, left = [1] * lanes, config.max_step_tokens - lanes
     for lane in range(lanes):  # the first lanes are the longest, so that many rows are scored
-        more = min(spare, most - 1)
-        lengths[lane], spare = 1 + more, spare - more
+        more = min(left, most - 1)
+        lengths[lane], left = 1 + more, left - more
     scored = min(lengths[0] - 1, SCORE_ROWS) if params.logprobs else 0
     starts = tuple(LaneStart(lane, params, 0, 0, lengths[lane], frozenset((0,)), (0,)) for lane in range(lanes))
     prefills = tuple(
