@@ -20,7 +20,7 @@ Ready to chat!
 
 ---
 """
-STATS = r"--- \[(\d+) tokens, (\d+\.\d{3})toks/s\]"
+STATS = r"--- \[(\d+) tokens, (\d+\.\d) tok/s\]"
 
 
 def spawn(state: Path, *command: str, **environment: str) -> pexpect.spawn:

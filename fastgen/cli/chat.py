@@ -274,7 +274,7 @@ class Chat:
         rate = reply.num_tokens / max(seconds, 1e-9)
         if not sys.stdout.isatty():
             self.console.note("")  # `| tee` may show this before the end of the answer
-        self.console.note(f"--- [{reply.num_tokens} tokens, {rate:.3f}toks/s]")
+        self.console.note(f"--- [{reply.num_tokens} tokens, {rate:.1f} tok/s]")
         if reply.finish_reason == "length" and reply.num_tokens == self.backend.max_tokens:
             self.console.note(f"(cut at --max-tokens {self.backend.max_tokens})")
         elif reply.finish_reason == "length":

@@ -175,7 +175,11 @@ def _check_columns(template: str | None, source: Source) -> None:
         if not wanted or not source.columns:
             return
     missing, there = " or ".join(wanted[0]), ", ".join(source.columns)
-    advice = "which the template needs" if template else "and no --template makes one of other columns"
+    advice = (
+        "which the template needs (a literal brace is written twice)"
+        if template
+        else "and no --template makes one of other columns"
+    )
     raise UsageError(f"no row has a column {missing}, {advice}; the first row has {there}")
 
 

@@ -109,7 +109,7 @@ def test_a_wrong_template_is_told_at_once(fggen: Fggen, text: str, capsys: pytes
     [
         (
             ["--template", "{a} and {topik}"],
-            "no row has a column topik, which the template needs; the first row has a, b",
+            "no row has a column topik, which the template needs (a literal brace is written twice); the first row has",
         ),
         (["--template", "{a.b}"], "no row has a column a.b, which"),
         ([], "no row has a column prompt or messages or prompt_token_ids, and no --template makes one of other"),
