@@ -127,11 +127,13 @@ class SamplingParams:
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError, or TypeError for a value of the wrong type, naming the parameter and what it may be."""
         for name, value in vars(self).items():
-            option = SAMPLING_OPTIONS[name]
-            if value is not option.default:  # few differ, so that millions of requests are checked fast
-                option.check(value)
-                if name in _ITEMS:
-                    _check_items(name, value, vocab_size)
+            if value is _DEFAULTS[name]:  # most are, so that millions of requests are checked fast
+                continue
+            SAMPLING_OPTIONS[name].check(value)
+            if name in _ITEMS:
+                _check_items(name, value, vocab_size)
+            elif name in ("logprobs", "prompt_logprobs") and value > vocab_size:
+                raise ValueError(f"{name} is {value}; the vocabulary has {vocab_size} tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
@@ -140,13 +142,6 @@ class SamplingParams:
             )
         if self.max_tokens == 0 and self.n != 1:
             raise ValueError(f"n is {self.n} with max_tokens=0; scoring a prompt takes n=1")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(self, name) or 0) > vocab_size:
-                raise ValueError(f"{name} is {getattr(self, name)}; the vocabulary has {vocab_size} tokens")
-        if "" in self.stop_strings:
-            raise ValueError("a stop string is empty and would end every output at once; remove it")
-        if not all(map(str.strip, self.bad_words)):
-            raise ValueError("a text in bad_words is blank; remove it")
         self._check_structure()
 
     def _check_structure(self) -> None:
@@ -162,6 +157,7 @@ class SamplingParams:
 
 
 SAMPLING_OPTIONS = options_of(SamplingParams)
+_DEFAULTS = {name: option.default for name, option in SAMPLING_OPTIONS.items()}
 _BIAS = Option("a number in logit_bias", float, 0.0)
 _ITEMS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("logit_bias", "stop_token_ids", "allowed_token_ids"), (Integral, "token ids (integers)")),
@@ -174,7 +170,7 @@ def _check_items(name: str, values: Any, vocab_size: int) -> None:
     """Raise TypeError or ValueError unless `values` are a list (or set, or the like) of the items of a parameter."""
     kind, words = _ITEMS[name]
     if name == "stop" and isinstance(values, str):
-        return
+        values = (values,)
     # An iterator could be read only once, and an array of texts has no truth value.
     types: Any = Mapping if name == "logit_bias" else Collection if kind is Integral else SequenceOf | Set
     if isinstance(values, str | bytes) or not isinstance(values, types):
@@ -189,6 +185,10 @@ def _check_items(name: str, values: Any, vocab_size: int) -> None:
             raise ValueError(f"{name} holds the id {item}, outside the vocabulary of {vocab_size} tokens")
     for bias in values.values() if name == "logit_bias" else ():
         _BIAS.check(bias)
+    if name == "stop" and "" in values:
+        raise ValueError("a stop string is empty and would end every output at once; remove it")
+    if name == "bad_words" and not all(map(str.strip, values)):
+        raise ValueError("a text in bad_words is blank; remove it")
 
 
 # A class decorator would hide the arguments from type checkers.
