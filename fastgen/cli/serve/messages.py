@@ -106,7 +106,7 @@ class CountRequest(Strict):
 
     model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "a"}]])
-    system: str | list[dict[str, Any]] | None = None
+    system: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
@@ -146,7 +146,7 @@ class MessageRequest(CountRequest):
     temperature: FiniteFloat | None = Field(None, ge=0)
     top_p: FiniteFloat | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, le=INT32)
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool | None = None
 
     def _fields(self) -> dict[str, Any]:

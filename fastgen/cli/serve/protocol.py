@@ -292,7 +292,7 @@ class GenerationFields(Strict):
     })  # fmt: skip
 
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)  # equal to n
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     model: str | None = None
     temperature: FiniteFloat | None = Field(None, ge=0)
     top_p: FiniteFloat | None = Field(None, ge=0, le=1, description="0 is off, as 1 is")
@@ -316,6 +316,14 @@ class GenerationFields(Strict):
     return_token_ids: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_size(cls, bias: Any) -> Any:
+        """Check the size before pydantic reports each wrong entry, which takes seconds for a large body."""
+        if isinstance(bias, dict) and len(bias) > MAX_BIASES:
+            raise wrong("logit_bias", f"has {len(bias)} tokens; it may have {MAX_BIASES}")
+        return bias
 
     @model_validator(mode="after")
     def _check_counts(self) -> GenerationFields:

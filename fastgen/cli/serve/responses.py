@@ -100,7 +100,7 @@ class ResponseRequest(Strict):
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     truncation: Literal["disabled"] | None = None
     background: bool | None = None

@@ -12,9 +12,11 @@ from typing import Any, cast
 import pytest
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
+from pydantic import ValidationError
 from serving import ROOT
 
 from fastgen import Generator
+from fastgen.cli.serve.messages import MessageRequest
 from fastgen.cli.serve.prompts import ModelFacts, prepare
 from fastgen.cli.serve.protocol import (
     ApiError,
@@ -26,6 +28,7 @@ from fastgen.cli.serve.protocol import (
     check_request,
     read_request,
 )
+from fastgen.cli.serve.responses import ResponseRequest
 from fastgen.request import SamplingParams
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -261,6 +264,22 @@ def test_an_error_names_its_place(kind: Any, field: str, value: Any, param: str)
     error = error_of(kind, **{field: value})
     assert error.param == param
     assert param in error.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (ChatRequest, "logit_bias", {f"x{number}": "y" for number in range(5000)}),
+        (ChatRequest, "modalities", [5] * 5000),
+        (ResponseRequest, "include", [5] * 5000),
+        (MessageRequest, "system", [5] * 5000),
+        (MessageRequest, "stop_sequences", [5] * 5000),
+    ],
+)
+def test_not_each_wrong_entry_of_a_large_body_is_reported(kind: type[Strict], field: str, value: Any) -> None:
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate({field: value})
+    assert 0 < sum(field in each["loc"] for each in error.value.errors()) <= 2
 
 
 def test_a_field_of_the_old_kind_says_what_is_new() -> None:
