@@ -45,7 +45,7 @@ class StepWork:
 class StepTimes:
     """The time of a step with prefills is predicted as its work times `pace`, a moving average of measured steps.
 
-    What this leaves out, such as the contexts of decodes, changes slowly from step to step, and `pace` follows.
+    Other influences, such as the contexts of decodes, change slowly from step to step, and `pace` follows them.
     """
 
     def __init__(self, limit: float) -> None:
