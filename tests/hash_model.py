@@ -150,7 +150,9 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
             out.finish_reason, out.error = "error", f"the mask raised {error!r}"
             break
         if token < 0:
-            out.finish_reason, out.error = "error", "the mask allowed no token"
+            early = len(tokens) - prompt_len < sequence.params.min_tokens
+            end = "; min_tokens forbids an end so early" if early else ""
+            out.finish_reason, out.error = "error", f"the mask allowed no token{end}"
             break
         values.append(kv_value(values[-1], token, len(tokens), version))
         tokens.append(token)
