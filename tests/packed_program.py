@@ -17,7 +17,7 @@ def check(outputs: int, inputs: int) -> None:
     torch.testing.assert_close(expected, plain(x), atol=1e-3, rtol=1e-5)
     added = packed.add_to(stream.clone(), x)
     torch.testing.assert_close(added, stream + expected, atol=1e-3, rtol=1e-5)
-    for threads in (1, 2, 3, 4, 8, 64):
+    for threads in (1, 3, 64):
         torch.set_num_threads(threads)
         for rows in ROWS:
             part = slice(rows * PACKED_ROW_TILE)
