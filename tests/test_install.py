@@ -112,7 +112,8 @@ def test_an_editable_installation_works_beside_a_checkout_named_fastgen(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     program = f"import site; site.addsitedir({str(site)!r}); import fastgen; print(fastgen.__file__)"
-    assert run(sys.executable, "-c", program).stdout.strip() == str(checkout / "fastgen" / "__init__.py")
+    # -S: without the packages of these tests, among which is another fastgen.
+    assert run(sys.executable, "-S", "-c", program).stdout.strip() == str(checkout / "fastgen" / "__init__.py")
 
 
 def test_the_wheel_has_all_files_of_the_package(wheel: Path) -> None:
