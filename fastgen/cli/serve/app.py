@@ -27,7 +27,7 @@ from fastgen.cli.command import note
 from fastgen.cli.serve.answers import GenerationResponse, as_api_error, error_response, json_response, limited
 from fastgen.cli.serve.messages import CountRequest, MessageReply, MessageRequest, count_tokens
 from fastgen.cli.serve.options import ServerOptions
-from fastgen.cli.serve.page import page_response
+from fastgen.cli.serve.page import docs_response, page_response
 from fastgen.cli.serve.prompts import GenerationRequest, detokenize, needed, tokenize, tokenizer_info
 from fastgen.cli.serve.protocol import (
     ApiError,
@@ -43,7 +43,7 @@ from fastgen.cli.serve.responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.service import ServedModel, Service
 from fastgen.cli.serve.translation import BlockReply
 
-OPEN = ("/", "/health", "/ping", "/ready", "/metrics")  # routes without the API key
+OPEN = ("/", "/docs", "/openapi.json", "/health", "/ping", "/ready", "/metrics")  # routes without the API key
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # others are replaced
 LARGE = 65536  # bytes; larger bodies are parsed in a thread
 DISCARDED = 8  # multiple of the size limit that is read of a larger body, so that its client reads the response
@@ -65,9 +65,9 @@ def make_app(service: Service) -> Starlette:
             expose_headers=["x-request-id"],
         )
         middleware.insert(1, cors)
-    page = [Route("/", routes.page)] if service.options.page else []
+    pages = [Route("/", routes.page), Route("/docs", routes.docs)] if service.options.page else []
     app = Starlette(
-        routes=page + [route for prefix in ("/v1", "") for route in routes.under(prefix)],
+        routes=pages + [route for prefix in ("/v1", "") for route in routes.under(prefix)],
         middleware=middleware,
         exception_handlers=dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), _handle),
     )
@@ -243,6 +243,9 @@ class _Routes:
     async def page(self, request: Request) -> Response:
         return page_response()
 
+    async def docs(self, request: Request) -> Response:
+        return docs_response()
+
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})
 
@@ -279,7 +282,12 @@ class _Routes:
             body = {"required": True, "content": {"application/json": {"schema": {"$ref": place + kind.__name__}}}}
             paths[f"/v1{path}"] = {"post": {"requestBody": body, "responses": answers}}
         info = {"title": "fgserve", "version": __version__}
-        return json_response({"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}})
+        components: dict[str, Any] = {"schemas": schemas}
+        described = {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
+        if self._service.options.api_key is not None:  # for the button "Authorize" of /docs
+            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            described["security"] = [{"key": []}]
+        return json_response(described)
 
     async def _read(self, kind: type[RequestT], request: Request) -> RequestT:
         """Read and check the body of a request. Raises ApiError."""

@@ -27,7 +27,7 @@ class ServerOptions:
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 is all of this machine's")
     port: int = option(5678, "0 takes a free one", low=0, high=65535)
     api_key: str | None = option(None, "key that clients have to send", unset="none is needed")
-    page: bool = option(True, "serve a chat page at /")
+    page: bool = option(True, "serve a chat page at /, and all routes and fields at /docs")
     strict: bool = option(False, "refuse fields of OpenAI's API that have no effect here")
     allow_origin: str | None = option(
         None, "origins of web pages whose scripts may use this server (CORS), separated by spaces; * is any",

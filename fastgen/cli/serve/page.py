@@ -1,4 +1,4 @@
-"""The chat page of fgserve: one file, page.html."""
+"""The pages of fgserve: a chat, which is one file, page.html, and Swagger UI over /openapi.json."""
 
 from __future__ import annotations
 
@@ -10,23 +10,54 @@ from pathlib import Path
 from starlette.responses import HTMLResponse
 
 PAGE = Path(__file__).with_name("page.html")
+SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5.35.0/"
+
+DOCS = f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>fgserve</title>
+<link rel="stylesheet" href="{SWAGGER}swagger-ui.css" crossorigin="anonymous"
+  integrity="sha384-WlYgdmXYOOBWL5apwjDEZwN+U3HmXSSu5R6V5aGxEcf7z+KuRNwBhoxKVN1i3D5I">
+<div id="docs">Swagger UI did not come from cdn.jsdelivr.net; read <a href="openapi.json">openapi.json</a>.</div>
+<script src="{SWAGGER}swagger-ui-bundle.js" crossorigin="anonymous"
+  integrity="sha384-gjRm0bEPMeTmMh5jT2cHccIwCUZSTd8YC+j0d0sXw0MdGEfScduGpSyF3ZSSLkX9"></script>
+<script>SwaggerUIBundle({{url: "openapi.json", dom_id: "#docs"}})</script>
+</html>
+"""
 
 
 def page_response() -> HTMLResponse:
-    """Return the page. Its browser runs its own script and style alone, connects to this server alone, and refuses
-    scripts that would write HTML."""
+    """Return the chat page. Its browser runs its own script and style alone, and refuses scripts that would write
+    HTML."""
     text = PAGE.read_text(encoding="utf-8")
     policy = {
-        "default-src": "'none'",
         "script-src": _hash_of("script", text),
         "style-src": _hash_of("style", text),
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+    return _response(text, policy)
+
+
+def docs_response() -> HTMLResponse:
+    """Return the page of all routes and fields, whose script and style are those of one release of Swagger UI."""
+    policy = {
+        "script-src": f"{SWAGGER} {_hash_of('script', DOCS)}",
+        "style-src": f"{SWAGGER} 'unsafe-inline'",
+    }
+    return _response(DOCS, policy)
+
+
+def _response(text: str, policy: dict[str, str]) -> HTMLResponse:
+    """Return a page that connects to this server alone. policy: what else its browser allows and refuses."""
+    policy = {
+        "default-src": "'none'",
         "connect-src": "'self'",
         "img-src": "data:",
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",
-        "trusted-types": "'none'",
+        **policy,
     }
     headers = {
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),

@@ -133,8 +133,9 @@ def test_the_key_and_the_model_are_checked() -> None:
                 assert (await client.get(path)).status_code == status
             for given in (None, "Bearer wrong", "secret"):
                 headers = {} if given is None else {"Authorization": given}
-                refused = await client.get("/v1/openapi.json", headers=headers)
+                refused = await client.get("/v1/version", headers=headers)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert (await client.get("/openapi.json")).json()["security"] == [{"key": []}]
             client.headers["Authorization"] = "Bearer secret"
             assert (await client.get("/v1/models")).json()["data"] == []
             for name, status in (("one", 503), ("three", 404), (None, 400)):

@@ -95,5 +95,10 @@ def test_the_policy_and_the_switch() -> None:
     assert re.search(r"script-src 'sha256-\S+='; style-src 'sha256-\S+='", page.headers["content-security-policy"])
     assert not re.search(r"(?:src|href)=\"(?!data:)", page.text), "something is loaded"
     assert client.head("/").status_code == 200
+    docs = client.get("/docs")
+    loaded = re.findall(r"<(?:script|link)[^>]*https://[^>]*>", docs.text)
+    assert len(loaded) == 2
+    assert all(re.search(r'crossorigin="anonymous"\s+integrity="sha384-\S{64}"', tag) for tag in loaded)
+    assert re.search(r"script-src https://\S+/ 'sha256-\S+='", docs.headers["content-security-policy"])
     client = TestClient(make_app(Service(read_options(["--no-page"], {}))))
-    assert client.get("/").status_code == 404
+    assert client.get("/").status_code == client.get("/docs").status_code == 404
