@@ -76,7 +76,10 @@ class Server:
             time.sleep(0.02)
 
     def await_ready(self) -> Server:
-        until(lambda: self.get("/ready").status_code == 200, 60)
+        try:
+            until(lambda: self.get("/ready").status_code == 200, 60)
+        except httpx.ConnectError:
+            raise AssertionError(f"the server ended with {self.end()}") from None
         return self
 
     def stats(self, model: str = '[^"]*') -> dict[str, float]:

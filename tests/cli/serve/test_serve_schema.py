@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import FGSERVE, Server, until
+from serving import FGSERVE, Server
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -25,10 +25,8 @@ def server(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     folder = shutil.copytree(talker, tmp_path_factory.mktemp("schema") / "caller")
     template = "{{ bos_token }}{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
-    server = Server(FGSERVE, str(folder), "--max-model-len", "4")
-    until(lambda: server.get("/ready").status_code == 200, 60)
-    yield server
-    server.kill()
+    with Server(FGSERVE, str(folder), "--max-model-len", "4") as server:
+        yield server.await_ready()
 
 
 def test_answers_are_what_the_schema_says(server: Server, tmp_path: Path) -> None:
