@@ -30,8 +30,9 @@ DIRECT = {
     ("qwen3", "Qwen2Tokenizer"): "Qwen2TokenizerFast",
 }
 
-# Held while transformers is imported. It replaces its own module then, and a thread that waits would get the old one.
-_importing = threading.Lock()
+# Held while parts of transformers are imported: it replaces its own module then, and its modules import each other in
+# circles, of which two threads would see incomplete ones.
+importing = threading.Lock()
 
 
 class Tokenizer:
@@ -40,7 +41,9 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         plain = import_transformers()
         try:
-            self.hf: Any = _class_of(folder).from_pretrained(folder)
+            with importing:
+                reader = _class_of(folder)
+            self.hf: Any = reader.from_pretrained(folder)
         except Exception as error:  # transformers and tokenizers raise errors of many kinds, and bare ones
             raise ValueError(
                 f"the tokenizer in {folder} can not be read ({type(error).__name__}: {error}); fetch its files again, "
@@ -154,7 +157,7 @@ def content_text(content: Any) -> Any:
 
 def import_transformers() -> Any:
     """Import the part of transformers that tokenizers need, in a second or more, and return their base class."""
-    with _importing:
+    with importing:
         from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast

@@ -283,7 +283,7 @@ class _Routes:
             paths[f"/v1{path}"] = {"post": {"requestBody": body, "responses": answers}}
         info = {"title": "fgserve", "version": __version__}
         components: dict[str, Any] = {"schemas": schemas}
-        described = {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
+        described: dict[str, Any] = {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
         if self._service.options.api_key is not None:  # for the button "Authorize" of /docs
             components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             described["security"] = [{"key": []}]

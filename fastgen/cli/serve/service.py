@@ -20,7 +20,7 @@ from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import ApiError
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.request import Event
-from fastgen.text.tokenizer import Tokenizer
+from fastgen.text.tokenizer import Tokenizer, importing
 
 log = logging.getLogger(__name__)
 
@@ -183,16 +183,17 @@ def import_tokenizers() -> None:
 
     For a process that does not import torch; the other parts of transformers do not work in it.
     """
-    if {"torch", "transformers"} & sys.modules.keys():
-        return
-    logger, silence = logging.getLogger("transformers"), logging.Filter("nothing")
-    logger.addFilter(silence)  # it reports that torch is missing
-    sys.modules["torch"] = None  # type: ignore[assignment]  # makes its import fail
-    try:
-        from transformers import AutoTokenizer  # noqa: F401
-    finally:
-        del sys.modules["torch"]
-        logger.removeFilter(silence)
+    with importing:
+        if {"torch", "transformers"} & sys.modules.keys():
+            return
+        logger, silence = logging.getLogger("transformers"), logging.Filter("nothing")
+        logger.addFilter(silence)  # it reports that torch is missing
+        sys.modules["torch"] = None  # type: ignore[assignment]  # makes its import fail
+        try:
+            from transformers import AutoTokenizer  # noqa: F401
+        finally:
+            del sys.modules["torch"]
+            logger.removeFilter(silence)
 
 
 # ------------------------------------------------------------------------------------------------- metrics

@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -259,6 +261,28 @@ def test_models_start_one_after_another_and_one_that_dies_is_started_again_once(
     assert status == 1
     assert said.endswith("fgserve: error: the engine of one was killed by SIGKILL (has the memory run out?)\n")
     assert not alive(second)
+
+
+IMPORTS = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import fastgen
+from fastgen.cli.serve.service import import_tokenizers
+from fastgen.text.tokenizer import Tokenizer
+
+sys.setswitchinterval(1e-5)
+with ThreadPoolExecutor(2) as pool:
+    imported, read = pool.submit(import_tokenizers), pool.submit(Tokenizer, Path(fastgen.__file__).parent / "tiny")
+    imported.result()
+    print(read.result().encode("a"))
+"""
+
+
+def test_a_tokenizer_is_read_while_transformers_is_imported() -> None:
+    """An engine may be ready before the import that goes on beside its start."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_a_restart_the_first_death_is_the_end(start: Start) -> None:
