@@ -25,7 +25,7 @@ load_tile: Any = getattr(_tma, "async_load", None) or getattr(_tma, "async_copy_
 """Begins a load by TMA. Triton 3.6 and 3.7 have only the second name, 3.9 only the first."""
 
 _memory: Any = getattr(gl, "shared_memory_descriptor", None)
-_reinterpret: Any = getattr(_memory, "reinterpret", None) or getattr(_memory, "_reinterpret", None)
+reinterpret: Any = getattr(_memory, "reinterpret", None) or getattr(_memory, "_reinterpret", None)
 """Views shared memory in another shape. Triton 3.9 has only the first name, earlier versions only the second."""
 
 _VERSION = launch.version()
@@ -58,7 +58,7 @@ def side_of(
     if _SLICES:
         TILES: gl.constexpr = 2 if PIECES > 1 else 1
         sides: gl.constexpr = [STAGES * PIECES // TILES, SIDE, LONG]
-        view = _reinterpret(tiles.slice(piece % TILES, STAGES * PIECES), tiles.dtype, sides, layout)
+        view = reinterpret(tiles.slice(piece % TILES, STAGES * PIECES), tiles.dtype, sides, layout)
         return view.index(stage * (PIECES // TILES) + piece // TILES)
     else:
-        return _reinterpret(tiles.index(stage * PIECES + piece), tiles.dtype, [SIDE, LONG], layout)
+        return reinterpret(tiles.index(stage * PIECES + piece), tiles.dtype, [SIDE, LONG], layout)

@@ -1,0 +1,549 @@
+"""Prefill attention on Hopper, in Gluon. In deterministic mode the same to the bit as a decode of each row.
+
+A program has two groups of four warps, each with half of a tile's rows, and a warp that loads queries, keys and values
+(by TMA) for both, as far ahead as shared memory allows and over the ends of tasks. A step of a group has two parts: the
+products (the scores of a block, and the weights of the block before with its values), and the softmax of the block.
+With `turns` the groups take turns, so that the products of one run beside the softmax of the other. With `overlap` a
+group's own softmax runs beside the second of its products too.
+
+A tile's rows lie in units of eight tokens of one head, which one load brings: the heads of the first eight tokens, then
+those of the next eight. Each group has half of the units. A stage of shared memory holds what a step needs: the keys of
+a block and the values of the block before. A tile of n blocks has n + 1 steps, the first without values and the last
+without keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from fastgen.kernels.gluon import barrier, gl, gluon_jit, load_tile, nvidia, reinterpret
+from fastgen.kernels.hopper_products import WARPS, described, runs_on
+from fastgen.kernels.launch import Chip, power_of_two, tl
+from fastgen.kernels.softmax import combine_splits_in_order
+from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, next_task, read_tile
+
+SIDE = 64  # rows of a group
+UNIT = 8  # tokens of one head that are adjacent rows
+UNITS = 2 * SIDE // UNIT
+PIECE = 64  # keys and dims that one instruction loads
+MOST_GROUP = UNITS  # query heads of a KV head
+REGISTERS = 168  # a thread, of 12 warps; those that the loading warp gives up go to the others
+GROUP_REGISTERS, LOADING_REGISTERS = 240, 24
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled with, found by scripts/tune/tune_prefill.py.
+
+    keys: of a block; in deterministic mode 64. queries: tiles of queries in shared memory. overlap, turns: see above.
+    """
+
+    keys: int = 128
+    queries: int = 1
+    overlap: bool = True
+    turns: bool = True
+
+
+VARIANT, DETERMINISTIC = Variant(), Variant(keys=64)
+
+
+def tokens_of(group: int) -> int:
+    """Return the most tokens of a tile."""
+    return UNITS // group * UNIT
+
+
+def stages_of(variant: Variant, dims: int, item_size: int, chip: Chip) -> int:
+    """Return the number of steps whose keys and values are loading or in use at once."""
+    room = chip.shared_memory - 3072 - variant.queries * 2 * SIDE * dims * item_size
+    return min(room // (2 * variant.keys * dims * item_size), 8)
+
+
+def runs(chip: Chip, dtype: torch.dtype, group: int, head_size: int, page_size: int) -> bool:
+    """Return whether this kernel takes prefills of this shape."""
+    loads = page_size % PIECE == 0 and head_size * dtype.itemsize % 16 == 0  # as TMA wants
+    return loads and runs_on(chip, dtype) and 64 <= power_of_two(head_size) <= 128 and group <= MOST_GROUP
+
+
+@gluon_jit("layer", "num_pages", "table_width")
+def _prefill_kernel(
+    q_desc, keys_desc, values_desc, out_ptr, table_ptr, list_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr,
+    layer, num_pages, table_width,
+    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
+    DIMS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr, UNIT: gl.constexpr, PIECE: gl.constexpr,
+    COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr, HEADER: gl.constexpr, FIELDS: gl.constexpr,
+    SPLITS: gl.constexpr, GROUP_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr, INVARIANT: gl.constexpr,
+    KEYS: gl.constexpr, QUERIES: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """Compute all tasks. H, K, D, P, DIMS: see fastgen.kernels.attention; the last four: see Variant."""
+    dtype: gl.constexpr = keys_desc.dtype
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIMS], dtype)
+    side: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, DIMS], dtype)
+    ks = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIMS], tile)
+    vs = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIMS], tile)
+    qs = gl.allocate_shared_memory(dtype, [QUERIES * 2, SIDE, DIMS], side)
+    ones = gl.allocate_shared_memory(dtype, [8, KEYS], gl.NVMMASharedLayout.get_default_for([8, KEYS], dtype))
+    fields = gl.allocate_shared_memory(gl.int32, [QUERIES, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    layout: gl.constexpr = nvidia.mbarrier.MBarrierLayout()
+    asked = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], layout)
+    answered = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    for slot in gl.static_range(QUERIES):
+        nvidia.mbarrier.init(asked.index(slot), count=1)
+        nvidia.mbarrier.init(answered.index(slot), count=2)
+    for stage in gl.static_range(STAGES):
+        nvidia.mbarrier.init(ready.index(stage), count=1)
+        nvidia.mbarrier.init(free.index(stage), count=2)
+    if INVARIANT:
+        whole: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+        ones.store(gl.full([8, KEYS], 1.0, dtype, whole))
+        nvidia.fence_async_shared()
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+    queue = (qs, fields, asked, answered)
+    blocks = (ks, vs, ones, ready, free)
+    results = (out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr)
+    gl.warp_specialize(
+        [
+            (_attend, (
+                queue, blocks, results, 0, H, K, D, WINDOW, SCALE, UNIT, COMBINE_ROWS, COMBINE_SPLITS, SPLITS,
+                INVARIANT, OVERLAP, TURNS,
+            )),
+            (_attend, (
+                queue, blocks, results, 1, H, K, D, WINDOW, SCALE, UNIT, COMBINE_ROWS, COMBINE_SPLITS, SPLITS,
+                INVARIANT, OVERLAP, TURNS,
+            )),
+            (_load, (
+                q_desc, keys_desc, values_desc, queue, blocks, table_ptr, list_ptr, layer, num_pages, table_width,
+                H, K, P, UNIT, PIECE, HEADER, FIELDS,
+            )),
+        ],
+        [4, 1],
+        [GROUP_REGISTERS, LOADING_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon_jit()
+def _load(
+    q_desc, keys_desc, values_desc, queue, blocks, table_ptr, list_ptr, layer, num_pages, table_width,
+    H: gl.constexpr, K: gl.constexpr, P: gl.constexpr, UNIT: gl.constexpr, PIECE: gl.constexpr,
+    HEADER: gl.constexpr, FIELDS: gl.constexpr,
+):  # fmt: skip
+    """Take tasks until there are none, and load what each needs as soon as there is room."""
+    ks, vs, _ones, ready, free = blocks
+    qs, fields, asked, answered = queue
+    STAGES: gl.constexpr = ks.shape[0]
+    KEYS: gl.constexpr = ks.shape[1]
+    BYTES: gl.constexpr = 2 * KEYS * ks.shape[2]
+    QUERIES: gl.constexpr = fields.shape[0]
+    number = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    tasks = tl.load(list_ptr) * K
+    task = gl.program_id(0)
+    stage = 0
+    phase = 1
+    slot = 0
+    slot_phase = 1
+    while task < tasks:
+        first, tokens, lane, position, begin, end, part, split = read_tile(list_ptr + HEADER + task // K * FIELDS)
+        head = task % K
+        nvidia.mbarrier.wait(answered.index(slot), slot_phase)
+        field = gl.where(number == 0, head, gl.where(number == 1, first, gl.where(number == 2, tokens, position)))
+        later = gl.where(number == 4, begin, gl.where(number == 5, end, gl.where(number == 6, part, split)))
+        fields.index(slot).store(gl.where(number < 4, field, later))
+        _load_queries(q_desc, qs, asked, slot, first, head, H // K, UNIT, PIECE)
+        slot = gl.where(slot + 1 == QUERIES, 0, slot + 1)
+        slot_phase = gl.where(slot == 0, slot_phase ^ 1, slot_phase)
+        pages_ptr = table_ptr + lane * table_width
+        first_row = layer * num_pages * K + head
+        for start in range(begin, end + KEYS, KEYS):
+            inside = (start > begin) & (start < end)
+            nvidia.mbarrier.wait(free.index(stage), phase)
+            nvidia.mbarrier.expect(ready.index(stage), 2 * BYTES, pred=inside)
+            nvidia.mbarrier.expect(ready.index(stage), BYTES, pred=inside == 0)
+            _load_block(keys_desc, ks, ready, stage, pages_ptr, start, end, first_row, start < end, K, P, PIECE)
+            _load_block(
+                values_desc, vs, ready, stage, pages_ptr, start - KEYS, end, first_row, start > begin, K, P, PIECE
+            )
+            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+            phase = gl.where(stage == 0, phase ^ 1, phase)
+        task = next_task(list_ptr, layer, tasks, gl.num_programs(0))
+    nvidia.mbarrier.wait(answered.index(slot), slot_phase)
+    fields.index(slot).store(number * 0 - 1)
+    nvidia.mbarrier.arrive(asked.index(slot))
+
+
+@gluon_jit()
+def _load_queries(
+    q_desc, qs, asked, slot, first, head, G: gl.constexpr, UNIT: gl.constexpr, PIECE: gl.constexpr,
+):  # fmt: skip
+    """Load the units of a task. Tokens behind its last are those of another sequence, or zeros."""
+    PIECES: gl.constexpr = qs.shape[2] // PIECE
+    UNITS: gl.constexpr = qs.shape[1] // UNIT  # of a group
+    USED: gl.constexpr = 2 * UNITS // G * G
+    to = reinterpret(qs, qs.dtype, [qs.shape[0] * PIECES * UNITS, UNIT, 1, PIECE], q_desc.layout)
+    nvidia.mbarrier.expect(asked.index(slot), USED * UNIT * qs.shape[2] * 2)
+    for unit in gl.static_range(USED):
+        for piece in gl.static_range(PIECES):
+            place = ((slot * 2 + unit // UNITS) * PIECES + piece) * UNITS + unit % UNITS
+            at = [first + unit // G * UNIT, head * G + unit % G, piece * PIECE]
+            load_tile(q_desc, at, asked.index(slot), to.index(place))
+
+
+@gluon_jit()
+def _load_block(
+    desc, to, ready, stage, pages_ptr, start, end, first_row, wanted,
+    K: gl.constexpr, P: gl.constexpr, PIECE: gl.constexpr,
+):  # fmt: skip
+    """Load a block of keys or values to a stage. Pages behind the last are replaced by the last."""
+    PARTS: gl.constexpr = to.shape[1] // PIECE
+    PIECES: gl.constexpr = to.shape[2] // PIECE
+    view = reinterpret(to, to.dtype, [to.shape[0] * PIECES * PARTS, 1, PIECE, PIECE], desc.layout)
+    for part in gl.static_range(PARTS):
+        key = start + part * PIECE
+        page = tl.load(pages_ptr + gl.minimum(key, end - 1) // P, mask=wanted, other=0)
+        for piece in gl.static_range(PIECES):
+            at = [first_row + page * K, key % P, piece * PIECE]
+            place = (stage * PIECES + piece) * PARTS + part
+            load_tile(desc, at, ready.index(stage), view.index(place), pred=wanted)
+
+
+@gluon_jit()
+def _attend(
+    queue, blocks, results, GROUP: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, UNIT: gl.constexpr,
+    COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr, SPLITS: gl.constexpr, INVARIANT: gl.constexpr,
+    OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """Compute a group's rows of all tasks."""
+    qs, fields, asked, answered = queue
+    ks, vs, ones, ready, free = blocks
+    dtype: gl.constexpr = ks.dtype
+    STAGES: gl.constexpr = ks.shape[0]
+    KEYS: gl.constexpr = ks.shape[1]
+    DIMS: gl.constexpr = ks.shape[2]
+    SIDE: gl.constexpr = qs.shape[1]
+    QUERIES: gl.constexpr = fields.shape[0]
+    G: gl.constexpr = H // K
+    scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, KEYS, 16])
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, DIMS, 16])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 8, 16])
+    row = gl.arange(0, SIDE, gl.SliceLayout(1, scored))
+    token = (GROUP * (SIDE // UNIT) + row // UNIT) // G * UNIT + row % UNIT
+    if TURNS and GROUP == 1:
+        _pass_turn(GROUP)
+    stage = 0
+    phase = 0
+    slot = 0
+    slot_phase = 0
+    nvidia.mbarrier.wait(asked.index(slot), slot_phase)
+    head, first, tokens, position, begin, end, part, split = _read_fields(fields.index(slot))
+    while head >= 0:
+        query = position + token
+        acc = gl.zeros([SIDE, DIMS], gl.float32, summed)
+        peak = gl.full([SIDE], -1e30, gl.float32, gl.SliceLayout(1, scored))
+        total = gl.zeros([SIDE, 8], gl.float32, narrow)
+        q = qs.index(slot * 2 + GROUP)
+        # The first block
+        nvidia.mbarrier.wait(ready.index(stage), phase)
+        scores = gl.zeros([SIDE, KEYS], gl.float32, scored)
+        scores = nvidia.warpgroup_mma(q, ks.index(stage).permute((1, 0)), scores)
+        nvidia.mbarrier.arrive(free.index(stage))
+        weights, next_peak = _weigh(scores, peak, query, begin, end, WINDOW, SCALE, True, INVARIANT)
+        if not INVARIANT:
+            peak = next_peak
+            total = _sum_weights(weights, narrow)
+        p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, summed, 2))
+        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+        phase = gl.where(stage == 0, phase ^ 1, phase)
+        # The others
+        full_begin = begin + KEYS
+        if WINDOW > 0:  # the first block that the last query sees in full
+            hidden = gl.maximum(position + tokens - WINDOW - begin, 0)
+            full_begin = begin + gl.maximum((hidden + KEYS - 1) // KEYS, 1) * KEYS
+            full_begin = gl.minimum(full_begin, begin + (end - begin + KEYS - 1) // KEYS * KEYS)
+            for start in range(begin + KEYS, full_begin, KEYS):
+                acc, peak, total, p, next_peak, stage, phase = _step(
+                    acc, peak, total, p, next_peak, stage, phase, q, blocks, query, start, end, GROUP,
+                    WINDOW, SCALE, True, INVARIANT, OVERLAP, TURNS,
+                )  # fmt: skip
+        full_end = full_begin + gl.maximum(gl.minimum(end, position + 1) - full_begin, 0) // KEYS * KEYS
+        for start in range(full_begin, full_end, KEYS):
+            acc, peak, total, p, next_peak, stage, phase = _step(
+                acc, peak, total, p, next_peak, stage, phase, q, blocks, query, start, end, GROUP,
+                WINDOW, SCALE, False, INVARIANT, OVERLAP, TURNS,
+            )  # fmt: skip
+        for start in range(full_end, end, KEYS):
+            acc, peak, total, p, next_peak, stage, phase = _step(
+                acc, peak, total, p, next_peak, stage, phase, q, blocks, query, start, end, GROUP,
+                WINDOW, SCALE, True, INVARIANT, OVERLAP, TURNS,
+            )  # fmt: skip
+        nvidia.mbarrier.arrive(answered.index(slot))
+        slot = gl.where(slot + 1 == QUERIES, 0, slot + 1)
+        slot_phase = gl.where(slot == 0, slot_phase ^ 1, slot_phase)
+        # The values of the last
+        nvidia.mbarrier.wait(ready.index(stage), phase)
+        v = vs.index(stage)
+        if (end - begin) % KEYS != 0:
+            _clear(v, (end - begin) % KEYS)
+            nvidia.fence_async_shared()
+            barrier()
+        next_acc, next_total = _begin_sum(acc, total, p, ones, v, INVARIANT)
+        next_acc, next_total = _end_sum(next_acc, next_total, p, INVARIANT)
+        nvidia.mbarrier.arrive(free.index(stage))
+        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+        phase = gl.where(stage == 0, phase ^ 1, phase)
+        if INVARIANT:
+            acc, peak, total = _join(acc, peak, total, next_acc, next_peak, next_total, peak, INVARIANT)
+            whole = gl.max(total, 1)  # of equal numbers
+        else:
+            acc = next_acc
+            whole = gl.sum(total, 1)
+        _finish(
+            acc, peak, whole, results, first, tokens, part, split, head, GROUP, H, K, D, UNIT, COMBINE_ROWS,
+            COMBINE_SPLITS, SPLITS,
+        )  # fmt: skip
+        nvidia.mbarrier.wait(asked.index(slot), slot_phase)
+        head, first, tokens, position, begin, end, part, split = _read_fields(fields.index(slot))
+
+
+@gluon_jit()
+def _read_fields(fields):
+    """Return what the loading warp says of a task."""
+    FIELDS: gl.constexpr = fields.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [gl.num_warps()], [0])
+    number = gl.arange(0, FIELDS, layout)
+    field = fields.load(layout)
+    head = gl.sum(gl.where(number == 0, field, 0), 0)
+    first = gl.sum(gl.where(number == 1, field, 0), 0)
+    tokens = gl.sum(gl.where(number == 2, field, 0), 0)
+    position = gl.sum(gl.where(number == 3, field, 0), 0)
+    begin = gl.sum(gl.where(number == 4, field, 0), 0)
+    end = gl.sum(gl.where(number == 5, field, 0), 0)
+    part = gl.sum(gl.where(number == 6, field, 0), 0)
+    split = gl.sum(gl.where(number == 7, field, 0), 0)
+    return head, first, tokens, position, begin, end, part, split
+
+
+@gluon_jit()
+def _weigh(
+    scores, peak, query, start, end,
+    WINDOW: gl.constexpr, SCALE: gl.constexpr, MASKED: gl.constexpr, INVARIANT: gl.constexpr,
+):  # fmt: skip
+    """Return the weights of a block of keys, and the peak they are relative to: the block's, or if not INVARIANT that
+    of all keys so far."""
+    if MASKED:
+        key = gl.expand_dims(start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout)), 0)
+        seen = (key <= gl.expand_dims(query, 1)) & (key < end)
+        if WINDOW > 0:
+            seen = seen & (key > gl.expand_dims(query, 1) - WINDOW)
+        scores = gl.where(seen, scores, -1e30)
+    least = peak
+    if INVARIANT:
+        least = gl.full([scores.shape[0]], -1e20, gl.float32, peak.type.layout)
+    elif MASKED:
+        least = gl.maximum(peak, -1e20)
+    next_peak = gl.maximum(gl.max(scores, 1) * SCALE, least)
+    return gl.exp2(gl.fma(scores, SCALE, -gl.expand_dims(next_peak, 1))), next_peak
+
+
+@gluon_jit()
+def _sum_weights(weights, narrow: gl.constexpr):
+    """Sum the weights that a thread has of a row, [SIDE, 8]: columns that are equal modulo 8 are in one thread."""
+    SIDE: gl.constexpr = weights.shape[0]
+    KEYS: gl.constexpr = weights.shape[1]
+    return gl.convert_layout(gl.sum(gl.reshape(weights, [SIDE, KEYS // 8, 8]), 1), narrow)
+
+
+@gluon_jit()
+def _step(
+    acc, peak, total, p, p_peak, stage, phase, q, blocks, query, start, end, GROUP: gl.constexpr,
+    WINDOW: gl.constexpr, SCALE: gl.constexpr, MASKED: gl.constexpr, INVARIANT: gl.constexpr, OVERLAP: gl.constexpr,
+    TURNS: gl.constexpr,
+):  # fmt: skip
+    """Compute the weights of the block at `start`, and sum the values of the block before, weighed by p, relative to
+    p_peak. Returns the first seven arguments anew."""
+    ks, vs, ones, ready, free = blocks
+    dtype: gl.constexpr = ks.dtype
+    STAGES: gl.constexpr = ks.shape[0]
+    KEYS: gl.constexpr = ks.shape[1]
+    SIDE: gl.constexpr = acc.shape[0]
+    scored: gl.constexpr = query.type.layout.parent
+    summed: gl.constexpr = acc.type.layout
+    narrow: gl.constexpr = total.type.layout
+    nvidia.mbarrier.wait(ready.index(stage), phase)
+    if TURNS:
+        _wait_for_turn(GROUP)
+    scores = gl.zeros([SIDE, KEYS], gl.float32, scored)
+    scores = nvidia.warpgroup_mma(q, ks.index(stage).permute((1, 0)), scores, is_async=True)
+    next_acc, next_total = _begin_sum(acc, total, p, ones, vs.index(stage), INVARIANT)
+    if TURNS:
+        _pass_turn(GROUP)
+    scores = nvidia.warpgroup_mma_wait(2 if INVARIANT else 1, deps=[scores])
+    weights, next_peak = _weigh(scores, peak, query, start, end, WINDOW, SCALE, MASKED, INVARIANT)
+    if not INVARIANT:
+        next_total = _sum_weights(weights, narrow)
+    rounded = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, summed, 2))
+    if OVERLAP:
+        _hold(rounded)
+    next_acc, next_total = _end_sum(next_acc, next_total, p, INVARIANT)
+    nvidia.mbarrier.arrive(free.index(stage))
+    acc, peak, total = _join(acc, peak, total, next_acc, p_peak, next_total, next_peak, INVARIANT)
+    stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+    phase = gl.where(stage == 0, phase ^ 1, phase)
+    return acc, peak, total, rounded, next_peak, stage, phase
+
+
+@gluon_jit()
+def _begin_sum(acc, total, p, ones, v, INVARIANT: gl.constexpr):
+    """Begin to sum the values of a block: if INVARIANT of it alone, with its weights, else with acc."""
+    summed: gl.constexpr = acc.type.layout
+    narrow: gl.constexpr = total.type.layout
+    SIDE: gl.constexpr = acc.shape[0]
+    DIMS: gl.constexpr = acc.shape[1]
+    if INVARIANT:
+        acc = gl.zeros([SIDE, DIMS], gl.float32, summed)
+        total = gl.zeros([SIDE, 8], gl.float32, narrow)
+        weights = gl.convert_layout(p, gl.DotOperandLayout(0, narrow, 2))
+        total = nvidia.warpgroup_mma(weights, ones.permute((1, 0)), total, is_async=True)
+    return nvidia.warpgroup_mma(p, v, acc, is_async=True), total
+
+
+@gluon_jit()
+def _end_sum(next_acc, next_total, p, INVARIANT: gl.constexpr):
+    if INVARIANT:
+        next_acc, next_total, p = nvidia.warpgroup_mma_wait(0, deps=[next_acc, next_total, p])
+    else:
+        next_acc, p = nvidia.warpgroup_mma_wait(0, deps=[next_acc, p])
+    return next_acc, next_total
+
+
+@gluon_jit()
+def _join(acc, peak, total, next_acc, p_peak, next_total, next_peak, INVARIANT: gl.constexpr):
+    """Join the sums of a block to those before as softmax.combine does. If not INVARIANT, next_acc has both, relative to
+    peak, and next_total is of the block behind it, relative to next_peak."""
+    summed: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    narrow: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    if INVARIANT:
+        higher = gl.maximum(peak, p_peak)
+        weight = gl.exp2(peak - higher)
+        next_weight = gl.exp2(p_peak - higher)
+        a = gl.expand_dims(gl.convert_layout(weight, summed), 1)
+        b = gl.expand_dims(gl.convert_layout(next_weight, summed), 1)
+        acc = gl.fma(next_acc, b, acc * a)
+        a = gl.expand_dims(gl.convert_layout(weight, narrow), 1)
+        b = gl.expand_dims(gl.convert_layout(next_weight, narrow), 1)
+        total = gl.fma(next_total, b, total * a)
+        peak = higher
+    else:
+        shrink = gl.exp2(peak - next_peak)
+        acc = next_acc * gl.expand_dims(gl.convert_layout(shrink, summed), 1)
+        total = next_total + total * gl.expand_dims(gl.convert_layout(shrink, narrow), 1)
+        peak = next_peak
+    return acc, peak, total
+
+
+@gluon_jit()
+def _clear(v, keys):
+    """Write zeros over the values from row `keys` on, which no step may have written: they may be NaN, which a weight
+    of 0 does not cancel. Both groups write the same."""
+    KEYS: gl.constexpr = v.shape[0]
+    DIMS: gl.constexpr = v.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, layout)), 1)
+    v.store(gl.where(row < keys, v.load(layout), gl.zeros([KEYS, DIMS], v.dtype, layout)))
+
+
+@gluon_jit()
+def _hold(p):
+    """Have the compiler compute p before the next wait, which it would else put first. (No weight is negative.)"""
+    gl.inline_asm_elementwise(
+        "{.reg .b32 a; .reg .pred n; lop3.b32 a, $4, $5, $6, 0xFE; lop3.b32 a, a, $7, $8, 0xFE; "
+        "lop3.b32 a, a, $9, $10, 0xFE; or.b32 a, a, $11; setp.lt.s32 n, a, 0; @n st.shared.b32 [a], a; "
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;}",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [p], gl.int8, False, 16,
+    )  # fmt: skip
+
+
+@gluon_jit()
+def _wait_for_turn(GROUP: gl.constexpr):
+    if GROUP == 0:
+        gl.inline_asm_elementwise("bar.sync 12, 256; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
+    else:
+        gl.inline_asm_elementwise("bar.sync 13, 256; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
+
+
+@gluon_jit()
+def _pass_turn(GROUP: gl.constexpr):
+    if GROUP == 0:
+        gl.inline_asm_elementwise("bar.arrive 13, 256; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
+    else:
+        gl.inline_asm_elementwise("bar.arrive 12, 256; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
+
+
+@gluon_jit()
+def _finish(
+    acc, peak, total, results, first, tokens, part, split, head, GROUP: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, UNIT: gl.constexpr, COMBINE_ROWS: gl.constexpr,
+    COMBINE_SPLITS: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Write a group's rows of a tile; if its keys are split, the partial results, and the last group combines all."""
+    out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr = results
+    G: gl.constexpr = H // K
+    SIDE: gl.constexpr = acc.shape[0]
+    DIMS: gl.constexpr = acc.shape[1]
+    summed: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    row = gl.arange(0, SIDE, summed)
+    dim = gl.expand_dims(gl.arange(0, DIMS, gl.SliceLayout(0, acc.type.layout)), 0)
+    unit = GROUP * (SIDE // UNIT) + row // UNIT
+    token = unit // G * UNIT + row % UNIT
+    q_head = head * G + unit % G
+    here = (token < tokens) & (unit < 2 * SIDE // UNIT // G * G)
+    total = gl.convert_layout(total, summed)
+    splits = split // SPLITS
+    if splits == 1:
+        at = gl.expand_dims(((first + token) * H + q_head) * D, 1) + dim
+        out = (acc / gl.expand_dims(total, 1)).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at, out, mask=gl.expand_dims(here, 1) & (dim < D))
+    else:
+        slot = (part + split % SPLITS * tokens + token) * H + q_head
+        tl.store(parts_ptr + gl.expand_dims(slot * D, 1) + dim, acc, mask=gl.expand_dims(here, 1) & (dim < D))
+        tl.store(peaks_ptr + slot, gl.convert_layout(peak, summed), mask=here)
+        tl.store(totals_ptr + slot, total, mask=here)
+        barrier()  # all threads have stored before the group counts as arrived
+        arrived = tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="acq_rel", scope="gpu")
+        if arrived == 2 * splits - 1:
+            lanes: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+            combine_splits_in_order(
+                gl.zeros([COMBINE_ROWS, DIMS], gl.float32, lanes), gl.arange(0, COMBINE_ROWS, gl.SliceLayout(1, lanes)),
+                gl.arange(0, DIMS, gl.SliceLayout(0, lanes)), out_ptr, parts_ptr, peaks_ptr, totals_ptr, first, tokens,
+                part, splits, head, H, G, D, COMBINE_ROWS, COMBINE_SPLITS,
+            )  # fmt: skip
+            tl.store(arrivals_ptr + part * K + head, 0)
+
+
+def launch(
+    q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: Tensor, most: int,
+    memory: tuple[Tensor, ...], layer: int, window: int, scale: float, deterministic: bool, variant: Variant,
+    combining: tuple[int, int],
+) -> None:  # fmt: skip
+    """Attend as fastgen.kernels.attention, which checks the arguments.
+
+    tiles: the list, of `most` work tiles of up to `tokens_of` tokens, whose ranges begin at multiples of PIECE. memory:
+    the tensors of PartialResults. combining: the rows and splits whose partial results are loaded at once.
+    """
+    (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
+    chip, dims = Chip.of(q.device), power_of_two(head_size)
+    assert variant.keys == DETERMINISTIC.keys or not deterministic
+    assert keys.numel() // (page_size * head_size) < 2**31
+    stages = stages_of(variant, dims, q.element_size(), chip)
+    pools = (described(x.view(-1, page_size, head_size), [1, PIECE, PIECE]) for x in (keys, values))
+    _prefill_kernel[(min(most * num_kv, chip.processors),)](
+        described(q, [UNIT, 1, PIECE]), *pools, out, page_table, tiles, *memory,
+        layer, num_pages, page_table.stride(0), num_heads, num_kv, head_size, page_size, window, scale,
+        dims, stages, SIDE, UNIT, PIECE, *combining, HEADER, FIELDS, SPLITS, GROUP_REGISTERS, LOADING_REGISTERS,
+        deterministic, *astuple(variant), num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=not deterministic,
+        launch_pdl=True,
+    )  # fmt: skip
