@@ -8,7 +8,8 @@ the splits, so that the result does not depend on which program was last.
 Keys that rows of a decode step share have a launch of their own (SHARED), whose tiles hold these rows and which stores
 partial results. The launch for the private keys follows (PRIVATE) and combines these results with its own.
 
-In deterministic mode on Hopper, fastgen.kernels.hopper_decode computes the decodes that share nothing.
+On Hopper, fastgen.kernels.hopper_prefill computes prefills, and in deterministic mode fastgen.kernels.hopper_decode the
+decodes that share nothing.
 
 Shape letters: T tokens in the step, H query heads, K KV heads, D head size, P page size, G = H / K.
 """
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.kernels import hopper_decode
+from fastgen.kernels import hopper_decode, hopper_prefill
 from fastgen.kernels.launch import HOPPER, Chip, Kernel, jit, power_of_two, tl
 from fastgen.kernels.softmax import (
     combine,
@@ -69,7 +70,8 @@ class AttentionConfig:
     most on a processor. peel: blocks of keys that all rows see in full have a loop of their own, without a mask.
     combine_rows, combine_splits: of the partial results that are loaded at once. invariant: the softmax of an iteration
     is computed by itself before it is combined with that of the keys before, so that any program may compute it. swap:
-    the rows are then the right side of its products. static: most tasks are scheduled statically.
+    the rows are then the right side of its products. static: most tasks are scheduled statically. variant: of
+    fastgen.kernels.hopper_prefill, which then computes the work tiles.
     """
 
     rows: int
@@ -84,6 +86,7 @@ class AttentionConfig:
     invariant: bool = False
     swap: bool = False
     static: bool = False
+    variant: hopper_prefill.Variant | None = None
 
 
 # Phase and whether a number has 2 bytes -> choices of (rows, keys, warps, stages); the first that fits is taken. 0 rows
@@ -119,9 +122,15 @@ SWAPPED_REGISTERS = 168  # a thread, for three programs a processor
 
 
 def configure(
-    phase: str, group: int, head_size: int, dtype: torch.dtype, chip: Chip, deterministic: bool = False
-) -> AttentionConfig:
+    phase: str, group: int, head_size: int, dtype: torch.dtype, chip: Chip, deterministic: bool = False,
+    page_size: int = 16,
+) -> AttentionConfig:  # fmt: skip
     """Return the configuration for `group` query heads a KV head (G). Raises ValueError if none fits the chip."""
+    if phase == PREFILL and hopper_prefill.runs(chip, dtype, group, head_size, page_size):
+        variant = hopper_prefill.DETERMINISTIC if deterministic else hopper_prefill.VARIANT
+        rows = hopper_prefill.tokens_of(group) * group
+        shape = rows, variant.keys, hopper_prefill.WARPS, 0, hopper_prefill.REGISTERS, 1, True, 32, 4
+        return AttentionConfig(*shape, invariant=deterministic, variant=variant)
     dims, least = power_of_two(head_size), max(power_of_two(group), 16)
     wide = dims > 128  # half as many rows then have as many numbers
     hopper = deterministic and chip.capability[0] == HOPPER[0] and dtype.itemsize == 2 and 64 <= dims <= 128
@@ -472,6 +481,12 @@ def _launch(
         hopper_decode.launch(
             q, out, keys, values, page_table, tiles.list, tiles.most, tiles.alone, memory, layer, window, scale,
             (config.combine_rows, config.combine_splits),
+        )  # fmt: skip
+        return
+    if config.variant is not None:
+        hopper_prefill.launch(
+            q, out, keys, values, page_table, tiles.list, tiles.most, memory, layer, window, scale, config.invariant,
+            config.variant, (config.combine_rows, config.combine_splits),
         )  # fmt: skip
         return
     options: dict[str, Any] = {"launch_pdl": pdl}

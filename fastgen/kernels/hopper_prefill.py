@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels.gluon import barrier, gl, gluon_jit, load_tile, nvidia, reinterpret
-from fastgen.kernels.hopper_products import WARPS, described, runs_on
+from fastgen.kernels.hopper_products import described, runs_on
 from fastgen.kernels.launch import Chip, power_of_two, tl
 from fastgen.kernels.softmax import combine_splits_in_order
 from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, next_task, read_tile
@@ -30,6 +30,7 @@ UNIT = 8  # tokens of one head that are adjacent rows
 UNITS = 2 * SIDE // UNIT
 PIECE = 64  # keys and dims that one instruction loads
 MOST_GROUP = UNITS  # query heads of a KV head
+WARPS = 4  # of a group
 REGISTERS = 168  # a thread, of 12 warps; those that the loading warp gives up go to the others
 GROUP_REGISTERS, LOADING_REGISTERS = 240, 24
 
@@ -422,8 +423,8 @@ def _end_sum(next_acc, next_total, p, INVARIANT: gl.constexpr):
 
 @gluon_jit()
 def _join(acc, peak, total, next_acc, p_peak, next_total, next_peak, INVARIANT: gl.constexpr):
-    """Join the sums of a block to those before as softmax.combine does. If not INVARIANT, next_acc has both, relative to
-    peak, and next_total is of the block behind it, relative to next_peak."""
+    """Join the sums of a block to those before as softmax.combine does. If not INVARIANT, next_acc has both, relative
+    to peak, and next_total is of the block behind it, relative to next_peak."""
     summed: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     narrow: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     if INVARIANT:

@@ -66,7 +66,7 @@ class PagedAttention:
         self.chip = Chip.of(device)
         self.group = num_heads // num_kv
         self.configs = {
-            phase: kernel.configure(phase, self.group, head_size, dtype, self.chip, deterministic)
+            phase: kernel.configure(phase, self.group, head_size, dtype, self.chip, deterministic, page_size)
             for phase in (kernel.DECODE, kernel.FEW, kernel.PREFILL, kernel.GROUP)
         }
         self._deterministic = deterministic

@@ -1,0 +1,144 @@
+"""Prefill attention in Gluon on Hopper: against float32, in all variants; and in deterministic mode the same to the bit
+as the kernel in Triton and as decodes. Values that no step has written are no numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastgen.kernels import attention, hopper_prefill
+from fastgen.kernels.hopper_prefill import Variant
+from fastgen.kernels.launch import Chip
+from fastgen.model.attention import StepLayout
+from fastgen.model.attention.paged import PagedAttention
+from fastgen.model.kv_pool import KVPool
+
+ON_HOPPER = torch.cuda.is_available() and hopper_prefill.runs_on(Chip.of(torch.device("cuda", 0)), torch.bfloat16)
+pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="needs Hopper, and Gluon")
+
+LONGEST = 40_000
+EDGES = ([31, 32, 33, 127, 128, 129, 300, 1], [31, 95, 33, 190, 192, 257, 1300, 65])  # of queries; with those before
+FEW_OVER_MANY = ([16, 3, 40], [9000, LONGEST, 5001])
+MANY = ([3] * 200, [*range(70, 270)])
+
+
+class Case:
+    """Sequences over shuffled pages, layer 1 of two. known: whole KV lengths."""
+
+    def __init__(
+        self, lens: tuple[Sequence[int], Sequence[int]], group: int = 4, num_kv: int = 2, head_size: int = 128,
+        page_size: int = 64, dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        torch.manual_seed(0)
+        self.query_lens, self.kv_lens = lens
+        count, slots = len(self.kv_lens), -(-max(self.kv_lens) // page_size)
+        used = [-(-length // page_size) for length in self.kv_lens]
+        self.pool = KVPool(2, sum(used), num_kv, page_size, head_size, dtype, torch.device("cuda"))
+        self.table = torch.zeros(count, slots, dtype=torch.int32, device="cuda")
+        for row, pages in zip(self.table, torch.randperm(sum(used), device="cuda").int().split(used), strict=True):
+            row[: len(pages)] = pages
+        for numbers in (self.pool.keys, self.pool.values):
+            numbers.fill_(torch.nan)
+            for s, length in enumerate(self.kv_lens):
+                pages, inside = self.places(s)
+                numbers[1, pages, :, inside] = torch.randn(length, num_kv, head_size, device="cuda").to(dtype)
+        self.q = torch.randn(sum(self.query_lens), group * num_kv, head_size, device="cuda").to(dtype)
+
+    def places(self, sequence: int) -> tuple[Tensor, Tensor]:
+        position = torch.arange(self.kv_lens[sequence], device="cuda")
+        size = self.pool.page_size
+        return self.table[sequence, position // size].long(), position % size
+
+    def attend(self, window: int, deterministic: bool = False, variant: Variant | None = None) -> Tensor:
+        """Return the answer [T, H, D]. The first sequences of one token are decodes. variant: None for Triton's kernel."""
+        decodes = next((s for s, length in enumerate(self.query_lens) if length > 1), len(self.query_lens))
+        heads, tokens = self.q.shape[1], len(self.q)
+        most = max(self.kv_lens)
+        paged = PagedAttention(self.pool, heads, (window,), len(self.kv_lens), tokens, most, deterministic)
+        ours = paged.configs[attention.PREFILL]
+        assert ours.variant is not None
+        if variant is None:
+            shape = paged.group, self.q.shape[2], self.q.dtype, paged.chip, deterministic
+            ours = attention.configure(attention.PREFILL, *shape)
+        else:
+            ours = replace(ours, variant=variant, keys=variant.keys)
+        paged.configs[attention.PREFILL] = ours
+        whole = torch.tensor(self.query_lens), torch.tensor(self.kv_lens)
+        layout = StepLayout(*whole, decodes, torch.arange(len(self.kv_lens)), self.table)
+        with torch.inference_mode():
+            answer = paged.attend(paged.plan(layout), 1, self.q, window)
+            again = paged.attend(paged.plan(layout), 1, self.q, window)
+        if deterministic or variant is not None:
+            assert torch.equal(answer, again), "a race"
+        assert not paged._partial_results.arrivals.any()
+        return answer
+
+    def expected(self, window: int) -> Tensor:
+        """In float32, [T, H, D]."""
+        answers = []
+        for s, q in enumerate(self.q.float().split(list(self.query_lens))):
+            pages, inside = self.places(s)
+            k, v = (numbers[1, pages, :, inside].float() for numbers in (self.pool.keys, self.pool.values))
+            scores = torch.einsum("tkgd,nkd->kgtn", q.unflatten(1, (k.shape[1], -1)), k) / math.sqrt(q.shape[2])
+            position = torch.arange(len(k), device="cuda")
+            ahead = position[-len(q) :, None] - position
+            hidden = (ahead < 0) | (ahead >= (window or len(k)))
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            answers.append(torch.einsum("kgtn,nkd->tkgd", weights, v).flatten(1, 2))
+        return torch.cat(answers)
+
+
+def assert_close(found: Tensor, want: Tensor) -> None:
+    """Each row of a head is within what two roundings to bfloat16 can make of it."""
+    distance = (found.float() - want).norm(dim=-1) / want.norm(dim=-1)
+    assert distance.max() < 0.02, f"{distance.max():.4f} at token {int(distance.amax(1).argmax())}"
+
+
+VARIANTS = [Variant(), Variant(overlap=False), Variant(turns=False), Variant(keys=64), Variant(keys=64, queries=2)]
+LENS = pytest.mark.parametrize("lens", [EDGES, FEW_OVER_MANY, MANY, ([5], [5]), ([1, 1, 200], [1, 300, 264])])
+SHAPES = [(4, 2, 128, 64), (1, 3, 64, 128), (5, 2, 128, 192), (8, 1, 96, 64), (16, 1, 128, 64), (3, 2, 80, 64)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@LENS
+def test_all_variants_are_right(lens: tuple[list[int], list[int]], variant: Variant) -> None:
+    case = Case(lens)
+    for window in (0, 100):
+        assert_close(case.attend(window, variant=variant), case.expected(window))
+
+
+@pytest.mark.parametrize(("group", "num_kv", "head_size", "page_size"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_shapes_are_right(group: int, num_kv: int, head_size: int, page_size: int, dtype: torch.dtype) -> None:
+    case = Case(EDGES, group, num_kv, head_size, page_size, dtype)
+    for window in (0, 1, 64, 1000):
+        expected = case.expected(window)
+        assert_close(case.attend(window, variant=hopper_prefill.VARIANT), expected)
+        fixed = case.attend(window, True, hopper_prefill.DETERMINISTIC)
+        assert_close(fixed, expected)
+        assert torch.equal(fixed, case.attend(window, True)), "as in Triton"
+
+
+@pytest.mark.parametrize("variant", [Variant(keys=64), Variant(keys=64, queries=2), Variant(keys=64, overlap=False)])
+@LENS
+def test_deterministic_bits_are_those_of_triton(lens: tuple[list[int], list[int]], variant: Variant) -> None:
+    case = Case(lens)
+    for window in (0, 100):
+        assert torch.equal(case.attend(window, True, variant), case.attend(window, True))
+
+
+def test_deterministic_bits_are_those_of_decodes() -> None:
+    """A chunk of 200 tokens, and each of them as a decode."""
+    case = Case(([200], [2900]))
+    for window in (0, 700):
+        whole = case.attend(window, True, hopper_prefill.DETERMINISTIC)
+        decodes = Case(([2], [2]))
+        decodes.pool, decodes.q = case.pool, case.q
+        decodes.query_lens, decodes.kv_lens = [1] * 200, list(range(2701, 2901))
+        decodes.table = case.table.expand(200, -1).contiguous()
+        assert torch.equal(decodes.attend(window, True, hopper_prefill.DETERMINISTIC), whole)
