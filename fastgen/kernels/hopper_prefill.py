@@ -6,10 +6,10 @@ products (the scores of a block, and the weights of the block before with its va
 With `turns` the groups take turns, so that the products of one run beside the softmax of the other. With `overlap` a
 group's own softmax runs beside the second of its products too.
 
-A tile's rows lie in units of eight tokens of one head, which one load brings: the heads of the first eight tokens, then
-those of the next eight. Each group has half of the units. A stage of shared memory holds what a step needs: the keys of
-a block and the values of the block before. A tile of n blocks has n + 1 steps, the first without values and the last
-without keys.
+A tile's rows lie in units that one load brings: some tokens times some heads, both powers of two. A group has one unit
+with all query heads of the KV head, or if their number is no power of two, units of eight rows: all heads of the first
+tokens, then all heads of the next. A stage of shared memory holds what a step needs: the keys of a block and the values
+of the block before. A tile of n blocks has n + 1 steps, the first without values and the last without keys.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from fastgen.kernels.softmax import combine_splits_in_order
 from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, next_task, read_tile
 
 SIDE = 64  # rows of a group
-UNIT = 8  # tokens of one head that are adjacent rows
-UNITS = 2 * SIDE // UNIT
+UNIT = 8  # rows of a unit, at least: as many as have different places in banks
 PIECE = 64  # keys and dims that one instruction loads
-MOST_GROUP = UNITS  # query heads of a KV head
 WARPS = 4  # of a group
 REGISTERS = 168  # a thread, of 12 warps; those that the loading warp gives up go to the others
 GROUP_REGISTERS, LOADING_REGISTERS = 240, 24
@@ -51,9 +49,16 @@ class Variant:
 VARIANT, DETERMINISTIC = Variant(), Variant(keys=64)
 
 
+def unit_of(group: int) -> tuple[int, int]:
+    """Return the tokens and the heads of a unit, for `group` query heads a KV head."""
+    heads = group & -group  # the largest power of two that divides it
+    return (SIDE if heads == group else max(UNIT, heads)) // heads, heads
+
+
 def tokens_of(group: int) -> int:
     """Return the most tokens of a tile."""
-    return UNITS // group * UNIT
+    tokens, heads = unit_of(group)
+    return 2 * SIDE // max(tokens * heads, 1) // (group // heads) * tokens
 
 
 def stages_of(variant: Variant, dims: int, item_size: int, chip: Chip) -> int:
@@ -65,7 +70,7 @@ def stages_of(variant: Variant, dims: int, item_size: int, chip: Chip) -> int:
 def runs(chip: Chip, dtype: torch.dtype, group: int, head_size: int, page_size: int) -> bool:
     """Return whether this kernel takes prefills of this shape."""
     loads = page_size % PIECE == 0 and head_size * dtype.itemsize % 16 == 0  # as TMA wants
-    return loads and runs_on(chip, dtype) and 64 <= power_of_two(head_size) <= 128 and group <= MOST_GROUP
+    return loads and runs_on(chip, dtype) and 64 <= power_of_two(head_size) <= 128 and tokens_of(group) > 0
 
 
 @gluon_jit("layer", "num_pages", "table_width")
@@ -73,7 +78,7 @@ def _prefill_kernel(
     q_desc, keys_desc, values_desc, out_ptr, table_ptr, list_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr,
     layer, num_pages, table_width,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
-    DIMS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr, UNIT: gl.constexpr, PIECE: gl.constexpr,
+    DIMS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr, PIECE: gl.constexpr,
     COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr, HEADER: gl.constexpr, FIELDS: gl.constexpr,
     SPLITS: gl.constexpr, GROUP_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr, INVARIANT: gl.constexpr,
     KEYS: gl.constexpr, QUERIES: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
@@ -104,22 +109,24 @@ def _prefill_kernel(
         nvidia.fence_async_shared()
     tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
+    TOKENS: gl.constexpr = q_desc.block_type.shape[0]
+    HEADS: gl.constexpr = q_desc.block_type.shape[1]
     queue = (qs, fields, asked, answered)
     blocks = (ks, vs, ones, ready, free)
     results = (out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr)
     gl.warp_specialize(
         [
             (_attend, (
-                queue, blocks, results, 0, H, K, D, WINDOW, SCALE, UNIT, COMBINE_ROWS, COMBINE_SPLITS, SPLITS,
-                INVARIANT, OVERLAP, TURNS,
+                queue, blocks, results, 0, H, K, D, WINDOW, SCALE, TOKENS, HEADS, COMBINE_ROWS, COMBINE_SPLITS,
+                SPLITS, INVARIANT, OVERLAP, TURNS,
             )),
             (_attend, (
-                queue, blocks, results, 1, H, K, D, WINDOW, SCALE, UNIT, COMBINE_ROWS, COMBINE_SPLITS, SPLITS,
-                INVARIANT, OVERLAP, TURNS,
+                queue, blocks, results, 1, H, K, D, WINDOW, SCALE, TOKENS, HEADS, COMBINE_ROWS, COMBINE_SPLITS,
+                SPLITS, INVARIANT, OVERLAP, TURNS,
             )),
             (_load, (
                 q_desc, keys_desc, values_desc, queue, blocks, table_ptr, list_ptr, layer, num_pages, table_width,
-                H, K, P, UNIT, PIECE, HEADER, FIELDS,
+                H, K, P, PIECE, HEADER, FIELDS,
             )),
         ],
         [4, 1],
@@ -130,10 +137,11 @@ def _prefill_kernel(
 @gluon_jit()
 def _load(
     q_desc, keys_desc, values_desc, queue, blocks, table_ptr, list_ptr, layer, num_pages, table_width,
-    H: gl.constexpr, K: gl.constexpr, P: gl.constexpr, UNIT: gl.constexpr, PIECE: gl.constexpr,
-    HEADER: gl.constexpr, FIELDS: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, P: gl.constexpr, PIECE: gl.constexpr, HEADER: gl.constexpr,
+    FIELDS: gl.constexpr,
 ):  # fmt: skip
-    """Take tasks until there are none, and load what each needs as soon as there is room."""
+    """Take tasks until there are none, and load what each needs as soon as there is room. Pages behind the last are
+    replaced by the last."""
     ks, vs, _ones, ready, free = blocks
     qs, fields, asked, answered = queue
     STAGES: gl.constexpr = ks.shape[0]
@@ -150,26 +158,34 @@ def _load(
     while task < tasks:
         first, tokens, lane, position, begin, end, part, split = read_tile(list_ptr + HEADER + task // K * FIELDS)
         head = task % K
-        nvidia.mbarrier.wait(answered.index(slot), slot_phase)
-        field = gl.where(number == 0, head, gl.where(number == 1, first, gl.where(number == 2, tokens, position)))
-        later = gl.where(number == 4, begin, gl.where(number == 5, end, gl.where(number == 6, part, split)))
-        fields.index(slot).store(gl.where(number < 4, field, later))
-        _load_queries(q_desc, qs, asked, slot, first, head, H // K, UNIT, PIECE)
-        slot = gl.where(slot + 1 == QUERIES, 0, slot + 1)
-        slot_phase = gl.where(slot == 0, slot_phase ^ 1, slot_phase)
         pages_ptr = table_ptr + lane * table_width
         first_row = layer * num_pages * K + head
+        page_before = 0
+        last_before = 0
         for start in range(begin, end + KEYS, KEYS):
-            inside = (start > begin) & (start < end)
+            page = tl.load(pages_ptr + gl.minimum(start, end - 1) // P)
+            last = tl.load(pages_ptr + gl.minimum(start + KEYS - PIECE, end - 1) // P)
+            both = (start > begin) & (start < end)
             nvidia.mbarrier.wait(free.index(stage), phase)
-            nvidia.mbarrier.expect(ready.index(stage), 2 * BYTES, pred=inside)
-            nvidia.mbarrier.expect(ready.index(stage), BYTES, pred=inside == 0)
-            _load_block(keys_desc, ks, ready, stage, pages_ptr, start, end, first_row, start < end, K, P, PIECE)
+            nvidia.mbarrier.expect(ready.index(stage), 2 * BYTES, pred=both)
+            nvidia.mbarrier.expect(ready.index(stage), BYTES, pred=both == 0)
+            _load_block(keys_desc, ks, ready, stage, start, page, last, first_row, start < end, K, P, PIECE)
             _load_block(
-                values_desc, vs, ready, stage, pages_ptr, start - KEYS, end, first_row, start > begin, K, P, PIECE
-            )
+                values_desc, vs, ready, stage, start - KEYS, page_before, last_before, first_row, start > begin,
+                K, P, PIECE,
+            )  # fmt: skip
+            page_before = page
+            last_before = last
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
             phase = gl.where(stage == 0, phase ^ 1, phase)
+            if start == begin:  # behind the first keys, for which there is room earlier
+                nvidia.mbarrier.wait(answered.index(slot), slot_phase)
+                field = gl.where(number == 0, head, gl.where(number == 1, first, gl.where(number == 2, tokens, position)))
+                later = gl.where(number == 4, begin, gl.where(number == 5, end, gl.where(number == 6, part, split)))
+                fields.index(slot).store(gl.where(number < 4, field, later))
+                _load_queries(q_desc, qs, asked, slot, first, head, H // K, PIECE)
+        slot = gl.where(slot + 1 == QUERIES, 0, slot + 1)
+        slot_phase = gl.where(slot == 0, slot_phase ^ 1, slot_phase)
         task = next_task(list_ptr, layer, tasks, gl.num_programs(0))
     nvidia.mbarrier.wait(answered.index(slot), slot_phase)
     fields.index(slot).store(number * 0 - 1)
@@ -177,46 +193,57 @@ def _load(
 
 
 @gluon_jit()
-def _load_queries(
-    q_desc, qs, asked, slot, first, head, G: gl.constexpr, UNIT: gl.constexpr, PIECE: gl.constexpr,
-):  # fmt: skip
+def _load_queries(q_desc, qs, asked, slot, first, head, G: gl.constexpr, PIECE: gl.constexpr):
     """Load the units of a task. Tokens behind its last are those of another sequence, or zeros."""
+    TOKENS: gl.constexpr = q_desc.block_type.shape[0]
+    HEADS: gl.constexpr = q_desc.block_type.shape[1]
+    UNITS: gl.constexpr = qs.shape[1] // (TOKENS * HEADS)  # of a group
+    SETS: gl.constexpr = G // HEADS
+    USED: gl.constexpr = 2 * UNITS // SETS * SETS
     PIECES: gl.constexpr = qs.shape[2] // PIECE
-    UNITS: gl.constexpr = qs.shape[1] // UNIT  # of a group
-    USED: gl.constexpr = 2 * UNITS // G * G
-    to = reinterpret(qs, qs.dtype, [qs.shape[0] * PIECES * UNITS, UNIT, 1, PIECE], q_desc.layout)
-    nvidia.mbarrier.expect(asked.index(slot), USED * UNIT * qs.shape[2] * 2)
+    to = reinterpret(qs, qs.dtype, [qs.shape[0] * PIECES * UNITS, TOKENS, HEADS, PIECE], q_desc.layout)
+    nvidia.mbarrier.expect(asked.index(slot), 2 * USED * TOKENS * HEADS * qs.shape[2])
     for unit in gl.static_range(USED):
         for piece in gl.static_range(PIECES):
+            at = [first + unit // SETS * TOKENS, head * G + unit % SETS * HEADS, piece * PIECE]
             place = ((slot * 2 + unit // UNITS) * PIECES + piece) * UNITS + unit % UNITS
-            at = [first + unit // G * UNIT, head * G + unit % G, piece * PIECE]
             load_tile(q_desc, at, asked.index(slot), to.index(place))
 
 
 @gluon_jit()
 def _load_block(
-    desc, to, ready, stage, pages_ptr, start, end, first_row, wanted,
+    desc, to, ready, stage, start, page, last, first_row, wanted,
     K: gl.constexpr, P: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
-    """Load a block of keys or values to a stage. Pages behind the last are replaced by the last."""
+    """Load a block of keys or values to a stage, if `wanted`. page, last: of its first PIECE keys and of its last."""
     PARTS: gl.constexpr = to.shape[1] // PIECE
     PIECES: gl.constexpr = to.shape[2] // PIECE
     view = reinterpret(to, to.dtype, [to.shape[0] * PIECES * PARTS, 1, PIECE, PIECE], desc.layout)
     for part in gl.static_range(PARTS):
-        key = start + part * PIECE
-        page = tl.load(pages_ptr + gl.minimum(key, end - 1) // P, mask=wanted, other=0)
         for piece in gl.static_range(PIECES):
-            at = [first_row + page * K, key % P, piece * PIECE]
+            at = [first_row + (page if part == 0 else last) * K, (start + part * PIECE) % P, piece * PIECE]
             place = (stage * PIECES + piece) * PARTS + part
             load_tile(desc, at, ready.index(stage), view.index(place), pred=wanted)
 
 
 @gluon_jit()
+def _place(
+    row, GROUP: gl.constexpr, SIDE: gl.constexpr, G: gl.constexpr, TOKENS: gl.constexpr, HEADS: gl.constexpr
+):
+    """Return the token and the query head, numbers in the tile, of a group's row [SIDE], and whether it has any."""
+    UNIT: gl.constexpr = TOKENS * HEADS
+    SETS: gl.constexpr = G // HEADS
+    unit = GROUP * (SIDE // UNIT) + row // UNIT
+    token = unit // SETS * TOKENS + row % UNIT // HEADS
+    return token, unit % SETS * HEADS + row % HEADS, unit < 2 * SIDE // UNIT // SETS * SETS
+
+
+@gluon_jit()
 def _attend(
     queue, blocks, results, GROUP: gl.constexpr,
-    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, UNIT: gl.constexpr,
-    COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr, SPLITS: gl.constexpr, INVARIANT: gl.constexpr,
-    OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
+    TOKENS: gl.constexpr, HEADS: gl.constexpr, COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr,
+    SPLITS: gl.constexpr, INVARIANT: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Compute a group's rows of all tasks."""
     qs, fields, asked, answered = queue
@@ -231,8 +258,7 @@ def _attend(
     scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, KEYS, 16])
     summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, DIMS, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 8, 16])
-    row = gl.arange(0, SIDE, gl.SliceLayout(1, scored))
-    token = (GROUP * (SIDE // UNIT) + row // UNIT) // G * UNIT + row % UNIT
+    token, _head, _used = _place(gl.arange(0, SIDE, gl.SliceLayout(1, scored)), GROUP, SIDE, G, TOKENS, HEADS)
     if TURNS and GROUP == 1:
         _pass_turn(GROUP)
     stage = 0
@@ -303,8 +329,8 @@ def _attend(
             acc = next_acc
             whole = gl.sum(total, 1)
         _finish(
-            acc, peak, whole, results, first, tokens, part, split, head, GROUP, H, K, D, UNIT, COMBINE_ROWS,
-            COMBINE_SPLITS, SPLITS,
+            acc, peak, whole, results, first, tokens, part, split, head, GROUP, H, K, D, TOKENS, HEADS,
+            COMBINE_ROWS, COMBINE_SPLITS, SPLITS,
         )  # fmt: skip
         nvidia.mbarrier.wait(asked.index(slot), slot_phase)
         head, first, tokens, position, begin, end, part, split = _read_fields(fields.index(slot))
@@ -487,8 +513,8 @@ def _pass_turn(GROUP: gl.constexpr):
 @gluon_jit()
 def _finish(
     acc, peak, total, results, first, tokens, part, split, head, GROUP: gl.constexpr,
-    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, UNIT: gl.constexpr, COMBINE_ROWS: gl.constexpr,
-    COMBINE_SPLITS: gl.constexpr, SPLITS: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, TOKENS: gl.constexpr, HEADS: gl.constexpr,
+    COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Write a group's rows of a tile; if its keys are split, the partial results, and the last group combines all."""
     out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr = results
@@ -496,12 +522,10 @@ def _finish(
     SIDE: gl.constexpr = acc.shape[0]
     DIMS: gl.constexpr = acc.shape[1]
     summed: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    row = gl.arange(0, SIDE, summed)
     dim = gl.expand_dims(gl.arange(0, DIMS, gl.SliceLayout(0, acc.type.layout)), 0)
-    unit = GROUP * (SIDE // UNIT) + row // UNIT
-    token = unit // G * UNIT + row % UNIT
-    q_head = head * G + unit % G
-    here = (token < tokens) & (unit < 2 * SIDE // UNIT // G * G)
+    token, number, used = _place(gl.arange(0, SIDE, summed), GROUP, SIDE, G, TOKENS, HEADS)
+    q_head = head * G + number
+    here = (token < tokens) & used
     total = gl.convert_layout(total, summed)
     splits = split // SPLITS
     if splits == 1:
@@ -542,9 +566,9 @@ def launch(
     stages = stages_of(variant, dims, q.element_size(), chip)
     pools = (described(x.view(-1, page_size, head_size), [1, PIECE, PIECE]) for x in (keys, values))
     _prefill_kernel[(min(most * num_kv, chip.processors),)](
-        described(q, [UNIT, 1, PIECE]), *pools, out, page_table, tiles, *memory,
+        described(q, [*unit_of(num_heads // num_kv), PIECE]), *pools, out, page_table, tiles, *memory,
         layer, num_pages, page_table.stride(0), num_heads, num_kv, head_size, page_size, window, scale,
-        dims, stages, SIDE, UNIT, PIECE, *combining, HEADER, FIELDS, SPLITS, GROUP_REGISTERS, LOADING_REGISTERS,
+        dims, stages, SIDE, PIECE, *combining, HEADER, FIELDS, SPLITS, GROUP_REGISTERS, LOADING_REGISTERS,
         deterministic, *astuple(variant), num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=not deterministic,
         launch_pdl=True,
     )  # fmt: skip
