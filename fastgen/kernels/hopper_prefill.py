@@ -37,11 +37,13 @@ GROUP_REGISTERS, LOADING_REGISTERS = 240, 24
 class Variant:
     """What the kernel is compiled with, found by scripts/tune/tune_prefill.py.
 
-    keys: of a block; in deterministic mode 64. queries: tiles of queries in shared memory. overlap, turns: see above.
+    keys: of a block; in deterministic mode 64. queries: tiles of queries in shared memory. held: a group has its
+    queries in registers. overlap, turns: see above.
     """
 
     keys: int = 128
     queries: int = 1
+    held: bool = False
     overlap: bool = True
     turns: bool = True
 
@@ -81,9 +83,9 @@ def _prefill_kernel(
     DIMS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr, PIECE: gl.constexpr,
     COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr, HEADER: gl.constexpr, FIELDS: gl.constexpr,
     SPLITS: gl.constexpr, GROUP_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr, INVARIANT: gl.constexpr,
-    KEYS: gl.constexpr, QUERIES: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+    KEYS: gl.constexpr, QUERIES: gl.constexpr, HELD: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Compute all tasks. H, K, D, P, DIMS: see fastgen.kernels.attention; the last four: see Variant."""
+    """Compute all tasks. H, K, D, P, DIMS: see fastgen.kernels.attention; the last five: see Variant."""
     dtype: gl.constexpr = keys_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIMS], dtype)
     side: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, DIMS], dtype)
@@ -117,12 +119,12 @@ def _prefill_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                queue, blocks, results, 0, H, K, D, WINDOW, SCALE, TOKENS, HEADS, COMBINE_ROWS, COMBINE_SPLITS,
-                SPLITS, INVARIANT, OVERLAP, TURNS,
+                queue, blocks, results, list_ptr, 0, H, K, D, WINDOW, SCALE, TOKENS, HEADS, COMBINE_ROWS, COMBINE_SPLITS,
+                HEADER, FIELDS, SPLITS, INVARIANT, HELD, OVERLAP, TURNS,
             )),
             (_attend, (
-                queue, blocks, results, 1, H, K, D, WINDOW, SCALE, TOKENS, HEADS, COMBINE_ROWS, COMBINE_SPLITS,
-                SPLITS, INVARIANT, OVERLAP, TURNS,
+                queue, blocks, results, list_ptr, 1, H, K, D, WINDOW, SCALE, TOKENS, HEADS, COMBINE_ROWS, COMBINE_SPLITS,
+                HEADER, FIELDS, SPLITS, INVARIANT, HELD, OVERLAP, TURNS,
             )),
             (_load, (
                 q_desc, keys_desc, values_desc, queue, blocks, table_ptr, list_ptr, layer, num_pages, table_width,
@@ -156,7 +158,7 @@ def _load(
     slot = 0
     slot_phase = 1
     while task < tasks:
-        first, tokens, lane, position, begin, end, part, split = read_tile(list_ptr + HEADER + task // K * FIELDS)
+        first, tokens, lane, position, begin, end, _part, _split = read_tile(list_ptr + HEADER + task // K * FIELDS)
         head = task % K
         pages_ptr = table_ptr + lane * table_width
         first_row = layer * num_pages * K + head
@@ -180,9 +182,8 @@ def _load(
             phase = gl.where(stage == 0, phase ^ 1, phase)
             if start == begin:  # behind the first keys, for which there is room earlier
                 nvidia.mbarrier.wait(answered.index(slot), slot_phase)
-                field = gl.where(number == 0, head, gl.where(number == 1, first, gl.where(number == 2, tokens, position)))
-                later = gl.where(number == 4, begin, gl.where(number == 5, end, gl.where(number == 6, part, split)))
-                fields.index(slot).store(gl.where(number < 4, field, later))
+                field = gl.where(number == 0, task, gl.where(number == 1, position, tokens))
+                fields.index(slot).store(gl.where(number < 3, field, gl.where(number == 3, begin, end)))
                 _load_queries(q_desc, qs, asked, slot, first, head, H // K, PIECE)
         slot = gl.where(slot + 1 == QUERIES, 0, slot + 1)
         slot_phase = gl.where(slot == 0, slot_phase ^ 1, slot_phase)
@@ -227,9 +228,7 @@ def _load_block(
 
 
 @gluon_jit()
-def _place(
-    row, GROUP: gl.constexpr, SIDE: gl.constexpr, G: gl.constexpr, TOKENS: gl.constexpr, HEADS: gl.constexpr
-):
+def _place(row, GROUP: gl.constexpr, SIDE: gl.constexpr, G: gl.constexpr, TOKENS: gl.constexpr, HEADS: gl.constexpr):
     """Return the token and the query head, numbers in the tile, of a group's row [SIDE], and whether it has any."""
     UNIT: gl.constexpr = TOKENS * HEADS
     SETS: gl.constexpr = G // HEADS
@@ -240,10 +239,11 @@ def _place(
 
 @gluon_jit()
 def _attend(
-    queue, blocks, results, GROUP: gl.constexpr,
+    queue, blocks, results, list_ptr, GROUP: gl.constexpr,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
     TOKENS: gl.constexpr, HEADS: gl.constexpr, COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr,
-    SPLITS: gl.constexpr, INVARIANT: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+    HEADER: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, INVARIANT: gl.constexpr, HELD: gl.constexpr,
+    OVERLAP: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Compute a group's rows of all tasks."""
     qs, fields, asked, answered = queue
@@ -266,13 +266,16 @@ def _attend(
     slot = 0
     slot_phase = 0
     nvidia.mbarrier.wait(asked.index(slot), slot_phase)
-    head, first, tokens, position, begin, end, part, split = _read_fields(fields.index(slot))
-    while head >= 0:
+    task, position, tokens, begin, end = _read_fields(fields.index(slot))
+    while task >= 0:
         query = position + token
         acc = gl.zeros([SIDE, DIMS], gl.float32, summed)
         peak = gl.full([SIDE], -1e30, gl.float32, gl.SliceLayout(1, scored))
         total = gl.zeros([SIDE, 8], gl.float32, narrow)
         q = qs.index(slot * 2 + GROUP)
+        if HELD:
+            q = q.load(gl.DotOperandLayout(0, scored, 2))
+            nvidia.mbarrier.arrive(answered.index(slot))
         # The first block
         nvidia.mbarrier.wait(ready.index(stage), phase)
         scores = gl.zeros([SIDE, KEYS], gl.float32, scored)
@@ -307,10 +310,12 @@ def _attend(
                 acc, peak, total, p, next_peak, stage, phase, q, blocks, query, start, end, GROUP,
                 WINDOW, SCALE, True, INVARIANT, OVERLAP, TURNS,
             )  # fmt: skip
-        nvidia.mbarrier.arrive(answered.index(slot))
+        if not HELD:
+            nvidia.mbarrier.arrive(answered.index(slot))
         slot = gl.where(slot + 1 == QUERIES, 0, slot + 1)
         slot_phase = gl.where(slot == 0, slot_phase ^ 1, slot_phase)
-        # The values of the last
+        # The values of the last. The tile is read again, so that its fields do not take registers meanwhile.
+        first, tokens, _lane, _position, begin, end, part, split = read_tile(list_ptr + HEADER + task // K * FIELDS)
         nvidia.mbarrier.wait(ready.index(stage), phase)
         v = vs.index(stage)
         if (end - begin) % KEYS != 0:
@@ -329,11 +334,11 @@ def _attend(
             acc = next_acc
             whole = gl.sum(total, 1)
         _finish(
-            acc, peak, whole, results, first, tokens, part, split, head, GROUP, H, K, D, TOKENS, HEADS,
+            acc, peak, whole, results, first, tokens, part, split, task % K, GROUP, H, K, D, TOKENS, HEADS,
             COMBINE_ROWS, COMBINE_SPLITS, SPLITS,
         )  # fmt: skip
         nvidia.mbarrier.wait(asked.index(slot), slot_phase)
-        head, first, tokens, position, begin, end, part, split = _read_fields(fields.index(slot))
+        task, position, tokens, begin, end = _read_fields(fields.index(slot))
 
 
 @gluon_jit()
@@ -343,15 +348,12 @@ def _read_fields(fields):
     layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [gl.num_warps()], [0])
     number = gl.arange(0, FIELDS, layout)
     field = fields.load(layout)
-    head = gl.sum(gl.where(number == 0, field, 0), 0)
-    first = gl.sum(gl.where(number == 1, field, 0), 0)
+    task = gl.sum(gl.where(number == 0, field, 0), 0)
+    position = gl.sum(gl.where(number == 1, field, 0), 0)
     tokens = gl.sum(gl.where(number == 2, field, 0), 0)
-    position = gl.sum(gl.where(number == 3, field, 0), 0)
-    begin = gl.sum(gl.where(number == 4, field, 0), 0)
-    end = gl.sum(gl.where(number == 5, field, 0), 0)
-    part = gl.sum(gl.where(number == 6, field, 0), 0)
-    split = gl.sum(gl.where(number == 7, field, 0), 0)
-    return head, first, tokens, position, begin, end, part, split
+    begin = gl.sum(gl.where(number == 3, field, 0), 0)
+    end = gl.sum(gl.where(number == 4, field, 0), 0)
+    return task, position, tokens, begin, end
 
 
 @gluon_jit()
