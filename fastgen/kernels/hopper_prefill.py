@@ -37,12 +37,11 @@ GROUP_REGISTERS, LOADING_REGISTERS = 240, 24
 class Variant:
     """What the kernel is compiled with, found by scripts/tune/tune_prefill.py.
 
-    keys: of a block; in deterministic mode 64. queries: tiles of queries in shared memory. held: a group has its
-    queries in registers. overlap, turns: see above.
+    keys: of a block; in deterministic mode 64. held: a group has its queries in registers, so that those of the next
+    tile load meanwhile. overlap, turns: see above.
     """
 
     keys: int = 128
-    queries: int = 1
     held: bool = False
     overlap: bool = True
     turns: bool = True
@@ -65,7 +64,7 @@ def tokens_of(group: int) -> int:
 
 def stages_of(variant: Variant, dims: int, item_size: int, chip: Chip) -> int:
     """Return the number of steps whose keys and values are loading or in use at once."""
-    room = chip.shared_memory - 3072 - variant.queries * 2 * SIDE * dims * item_size
+    room = chip.shared_memory - 3072 - 2 * SIDE * dims * item_size
     return min(room // (2 * variant.keys * dims * item_size), 8)
 
 
@@ -83,25 +82,24 @@ def _prefill_kernel(
     DIMS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr, PIECE: gl.constexpr,
     COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr, HEADER: gl.constexpr, FIELDS: gl.constexpr,
     SPLITS: gl.constexpr, GROUP_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr, INVARIANT: gl.constexpr,
-    KEYS: gl.constexpr, QUERIES: gl.constexpr, HELD: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+    KEYS: gl.constexpr, HELD: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Compute all tasks. H, K, D, P, DIMS: see fastgen.kernels.attention; the last five: see Variant."""
+    """Compute all tasks. H, K, D, P, DIMS: see fastgen.kernels.attention; the last four: see Variant."""
     dtype: gl.constexpr = keys_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIMS], dtype)
     side: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, DIMS], dtype)
     ks = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIMS], tile)
     vs = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIMS], tile)
-    qs = gl.allocate_shared_memory(dtype, [QUERIES * 2, SIDE, DIMS], side)
+    qs = gl.allocate_shared_memory(dtype, [2, SIDE, DIMS], side)
     ones = gl.allocate_shared_memory(dtype, [8, KEYS], gl.NVMMASharedLayout.get_default_for([8, KEYS], dtype))
-    fields = gl.allocate_shared_memory(gl.int32, [QUERIES, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    fields = gl.allocate_shared_memory(gl.int32, [FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     layout: gl.constexpr = nvidia.mbarrier.MBarrierLayout()
-    asked = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], layout)
-    answered = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], layout)
+    asked = gl.allocate_shared_memory(gl.int64, [1], layout)
+    answered = gl.allocate_shared_memory(gl.int64, [1], layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    for slot in gl.static_range(QUERIES):
-        nvidia.mbarrier.init(asked.index(slot), count=1)
-        nvidia.mbarrier.init(answered.index(slot), count=2)
+    nvidia.mbarrier.init(asked, count=1)
+    nvidia.mbarrier.init(answered, count=2)
     for stage in gl.static_range(STAGES):
         nvidia.mbarrier.init(ready.index(stage), count=1)
         nvidia.mbarrier.init(free.index(stage), count=2)
@@ -119,12 +117,12 @@ def _prefill_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                queue, blocks, results, list_ptr, 0, H, K, D, WINDOW, SCALE, TOKENS, HEADS, COMBINE_ROWS, COMBINE_SPLITS,
-                HEADER, FIELDS, SPLITS, INVARIANT, HELD, OVERLAP, TURNS,
+                queue, blocks, results, list_ptr, 0, H, K, D, WINDOW, SCALE, TOKENS, HEADS, COMBINE_ROWS,
+                COMBINE_SPLITS, HEADER, FIELDS, SPLITS, INVARIANT, HELD, OVERLAP, TURNS,
             )),
             (_attend, (
-                queue, blocks, results, list_ptr, 1, H, K, D, WINDOW, SCALE, TOKENS, HEADS, COMBINE_ROWS, COMBINE_SPLITS,
-                HEADER, FIELDS, SPLITS, INVARIANT, HELD, OVERLAP, TURNS,
+                queue, blocks, results, list_ptr, 1, H, K, D, WINDOW, SCALE, TOKENS, HEADS, COMBINE_ROWS,
+                COMBINE_SPLITS, HEADER, FIELDS, SPLITS, INVARIANT, HELD, OVERLAP, TURNS,
             )),
             (_load, (
                 q_desc, keys_desc, values_desc, queue, blocks, table_ptr, list_ptr, layer, num_pages, table_width,
@@ -149,14 +147,12 @@ def _load(
     STAGES: gl.constexpr = ks.shape[0]
     KEYS: gl.constexpr = ks.shape[1]
     BYTES: gl.constexpr = 2 * KEYS * ks.shape[2]
-    QUERIES: gl.constexpr = fields.shape[0]
-    number = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    number = gl.arange(0, FIELDS, gl.BlockedLayout([FIELDS], [32], [gl.num_warps()], [0]))
     tasks = tl.load(list_ptr) * K
     task = gl.program_id(0)
     stage = 0
     phase = 1
-    slot = 0
-    slot_phase = 1
+    q_phase = 1
     while task < tasks:
         first, tokens, lane, position, begin, end, _part, _split = read_tile(list_ptr + HEADER + task // K * FIELDS)
         head = task % K
@@ -181,20 +177,19 @@ def _load(
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
             phase = gl.where(stage == 0, phase ^ 1, phase)
             if start == begin:  # behind the first keys, for which there is room earlier
-                nvidia.mbarrier.wait(answered.index(slot), slot_phase)
+                nvidia.mbarrier.wait(answered, q_phase)
                 field = gl.where(number == 0, task, gl.where(number == 1, position, tokens))
-                fields.index(slot).store(gl.where(number < 3, field, gl.where(number == 3, begin, end)))
-                _load_queries(q_desc, qs, asked, slot, first, head, H // K, PIECE)
-        slot = gl.where(slot + 1 == QUERIES, 0, slot + 1)
-        slot_phase = gl.where(slot == 0, slot_phase ^ 1, slot_phase)
+                fields.store(gl.where(number < 3, field, gl.where(number == 3, begin, end)))
+                _load_queries(q_desc, qs, asked, first, head, H // K, PIECE)
+        q_phase = q_phase ^ 1
         task = next_task(list_ptr, layer, tasks, gl.num_programs(0))
-    nvidia.mbarrier.wait(answered.index(slot), slot_phase)
-    fields.index(slot).store(number * 0 - 1)
-    nvidia.mbarrier.arrive(asked.index(slot))
+    nvidia.mbarrier.wait(answered, q_phase)
+    fields.store(number * 0 - 1)
+    nvidia.mbarrier.arrive(asked)
 
 
 @gluon_jit()
-def _load_queries(q_desc, qs, asked, slot, first, head, G: gl.constexpr, PIECE: gl.constexpr):
+def _load_queries(q_desc, qs, asked, first, head, G: gl.constexpr, PIECE: gl.constexpr):
     """Load the units of a task. Tokens behind its last are those of another sequence, or zeros."""
     TOKENS: gl.constexpr = q_desc.block_type.shape[0]
     HEADS: gl.constexpr = q_desc.block_type.shape[1]
@@ -202,13 +197,13 @@ def _load_queries(q_desc, qs, asked, slot, first, head, G: gl.constexpr, PIECE: 
     SETS: gl.constexpr = G // HEADS
     USED: gl.constexpr = 2 * UNITS // SETS * SETS
     PIECES: gl.constexpr = qs.shape[2] // PIECE
-    to = reinterpret(qs, qs.dtype, [qs.shape[0] * PIECES * UNITS, TOKENS, HEADS, PIECE], q_desc.layout)
-    nvidia.mbarrier.expect(asked.index(slot), 2 * USED * TOKENS * HEADS * qs.shape[2])
+    to = reinterpret(qs, qs.dtype, [2 * PIECES * UNITS, TOKENS, HEADS, PIECE], q_desc.layout)
+    nvidia.mbarrier.expect(asked, 2 * USED * TOKENS * HEADS * qs.shape[2])
     for unit in gl.static_range(USED):
         for piece in gl.static_range(PIECES):
             at = [first + unit // SETS * TOKENS, head * G + unit % SETS * HEADS, piece * PIECE]
-            place = ((slot * 2 + unit // UNITS) * PIECES + piece) * UNITS + unit % UNITS
-            load_tile(q_desc, at, asked.index(slot), to.index(place))
+            place = (unit // UNITS * PIECES + piece) * UNITS + unit % UNITS
+            load_tile(q_desc, at, asked, to.index(place))
 
 
 @gluon_jit()
@@ -253,7 +248,6 @@ def _attend(
     KEYS: gl.constexpr = ks.shape[1]
     DIMS: gl.constexpr = ks.shape[2]
     SIDE: gl.constexpr = qs.shape[1]
-    QUERIES: gl.constexpr = fields.shape[0]
     G: gl.constexpr = H // K
     scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, KEYS, 16])
     summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, DIMS, 16])
@@ -263,19 +257,18 @@ def _attend(
         _pass_turn(GROUP)
     stage = 0
     phase = 0
-    slot = 0
-    slot_phase = 0
-    nvidia.mbarrier.wait(asked.index(slot), slot_phase)
-    task, position, tokens, begin, end = _read_fields(fields.index(slot))
+    q_phase = 0
+    nvidia.mbarrier.wait(asked, q_phase)
+    task, position, tokens, begin, end = _read_fields(fields)
     while task >= 0:
         query = position + token
         acc = gl.zeros([SIDE, DIMS], gl.float32, summed)
         peak = gl.full([SIDE], -1e30, gl.float32, gl.SliceLayout(1, scored))
         total = gl.zeros([SIDE, 8], gl.float32, narrow)
-        q = qs.index(slot * 2 + GROUP)
+        q = qs.index(GROUP)
         if HELD:
             q = q.load(gl.DotOperandLayout(0, scored, 2))
-            nvidia.mbarrier.arrive(answered.index(slot))
+            nvidia.mbarrier.arrive(answered)
         # The first block
         nvidia.mbarrier.wait(ready.index(stage), phase)
         scores = gl.zeros([SIDE, KEYS], gl.float32, scored)
@@ -311,9 +304,8 @@ def _attend(
                 WINDOW, SCALE, True, INVARIANT, OVERLAP, TURNS,
             )  # fmt: skip
         if not HELD:
-            nvidia.mbarrier.arrive(answered.index(slot))
-        slot = gl.where(slot + 1 == QUERIES, 0, slot + 1)
-        slot_phase = gl.where(slot == 0, slot_phase ^ 1, slot_phase)
+            nvidia.mbarrier.arrive(answered)
+        q_phase = q_phase ^ 1
         # The values of the last. The tile is read again, so that its fields do not take registers meanwhile.
         first, tokens, _lane, _position, begin, end, part, split = read_tile(list_ptr + HEADER + task // K * FIELDS)
         nvidia.mbarrier.wait(ready.index(stage), phase)
@@ -337,8 +329,8 @@ def _attend(
             acc, peak, whole, results, first, tokens, part, split, task % K, GROUP, H, K, D, TOKENS, HEADS,
             COMBINE_ROWS, COMBINE_SPLITS, SPLITS,
         )  # fmt: skip
-        nvidia.mbarrier.wait(asked.index(slot), slot_phase)
-        task, position, tokens, begin, end = _read_fields(fields.index(slot))
+        nvidia.mbarrier.wait(asked, q_phase)
+        task, position, tokens, begin, end = _read_fields(fields)
 
 
 @gluon_jit()

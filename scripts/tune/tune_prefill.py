@@ -33,9 +33,9 @@ CASES = [
     Case("64x128 over 512", 64, 128, 512),
 ]  # fmt: skip
 VARIANTS: list[tuple[bool, Variant | None]] = [
-    (False, None), (False, Variant()), (False, Variant(overlap=False)), (False, Variant(turns=False)),
-    (False, Variant(keys=64)), (False, Variant(keys=64, queries=2)), (True, None), (True, Variant(keys=64)),
-    (True, Variant(keys=64, queries=2)), (True, Variant(keys=64, overlap=False)),
+    (False, None), (False, Variant()), (False, Variant(held=True)), (False, Variant(overlap=False)),
+    (False, Variant(turns=False)), (False, Variant(keys=64, held=True)), (True, None), (True, Variant(keys=64)),
+    (True, Variant(keys=64, held=True)), (True, Variant(keys=64, held=True, overlap=False)),
 ]  # fmt: skip
 """(deterministic mode or not, variant; None: the kernel in Triton)"""
 

@@ -55,7 +55,7 @@ class Case:
         return self.table[sequence, position // size].long(), position % size
 
     def attend(self, window: int, deterministic: bool = False, variant: Variant | None = None) -> Tensor:
-        """Return the answer [T, H, D]. The first sequences of one token are decodes. variant: None for Triton's kernel."""
+        """Return the answer [T, H, D]. The first sequences of one token are decodes. variant: None for Triton."""
         decodes = next((s for s, length in enumerate(self.query_lens) if length > 1), len(self.query_lens))
         heads, tokens = self.q.shape[1], len(self.q)
         most = max(self.kv_lens)
@@ -99,7 +99,8 @@ def assert_close(found: Tensor, want: Tensor) -> None:
     assert distance.max() < 0.02, f"{distance.max():.4f} at token {int(distance.amax(1).argmax())}"
 
 
-VARIANTS = [Variant(), Variant(overlap=False), Variant(turns=False), Variant(keys=64), Variant(keys=64, queries=2)]
+VARIANTS = [Variant(), Variant(held=True), Variant(overlap=False), Variant(turns=False), Variant(keys=64, held=True)]
+FIXED = [Variant(keys=64), Variant(keys=64, held=True), Variant(keys=64, held=True, overlap=False)]
 LENS = pytest.mark.parametrize("lens", [EDGES, FEW_OVER_MANY, MANY, ([5], [5]), ([1, 1, 200], [1, 300, 264])])
 SHAPES = [(4, 2, 128, 64), (1, 3, 64, 128), (5, 2, 128, 192), (8, 1, 96, 64), (16, 1, 128, 64), (3, 2, 80, 64)]
 
@@ -124,7 +125,7 @@ def test_all_shapes_are_right(group: int, num_kv: int, head_size: int, page_size
         assert torch.equal(fixed, case.attend(window, True)), "as in Triton"
 
 
-@pytest.mark.parametrize("variant", [Variant(keys=64), Variant(keys=64, queries=2), Variant(keys=64, overlap=False)])
+@pytest.mark.parametrize("variant", FIXED)
 @LENS
 def test_deterministic_bits_are_those_of_triton(lens: tuple[list[int], list[int]], variant: Variant) -> None:
     case = Case(lens)

@@ -1,5 +1,5 @@
 """Kernels for Hopper in Gluon, which no interpreter knows: what they are compiled to. On a GPU they are seen in
-test_kernels_batch_invariant.py and in gpu/test_gpu_deterministic.py."""
+test_kernels_batch_invariant.py, and in gpu/test_gpu_deterministic.py and test_gpu_prefill.py."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_kernels_batch_invariant import A100, H200
 
-from fastgen.kernels import batch_invariant, hopper_decode, hopper_products
+from fastgen.kernels import batch_invariant, hopper_decode, hopper_prefill, hopper_products
 from fastgen.kernels.gluon import HALVES
 from fastgen.kernels.launch import KNOWN
 
@@ -26,7 +27,8 @@ from dataclasses import asdict
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from fastgen.kernels import batch_invariant, hopper_products, hopper_decode, work_tiles
+from dataclasses import replace
+from fastgen.kernels import batch_invariant, hopper_products, hopper_decode, hopper_prefill, work_tiles
 from fastgen.kernels.launch import Chip
 
 H200 = Chip((9, 0), 132, 232_448)
@@ -43,7 +45,7 @@ def compiled(kernel, types, blocks, constants, aligned, options):
     source = GluonASTSource(kernel, types, places, attributes)
     options = {"enable_fp_fusion": False, "maxnreg": hopper_products.REGISTERS, **options}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return {"shared": made.metadata.shared, "ptx": made.asm["ptx"]}
+    return {"shared": made.metadata.shared, "ptx": made.asm["ptx"], "cubin": made.asm["cubin"].hex()}
 """
 PRODUCTS = """
 kernel = hopper_products._product_kernel
@@ -87,6 +89,26 @@ for group, head_size, window in [(4, 128, 0), (1, 96, 100), (5, 64, 0), (16, 128
     blocks = {"q_desc": [rows, dims], "keys_desc": [1, 64, dims], "values_desc": [1, 64, dims]}
     made = compiled(kernel, types, blocks, constants, [], {"num_warps": hopper_products.WARPS})
     print(json.dumps({"rows": rows, "stages": stages, **made}))
+"""
+PREFILLS = """
+kernel = hopper_prefill._prefill_kernel
+for group, head_size, window, fixed, held in [(4, 128, 0, False, False), (5, 96, 100, True, True)]:
+    dims = 1 << (head_size - 1).bit_length()
+    variant = replace(hopper_prefill.DETERMINISTIC if fixed else hopper_prefill.VARIANT, held=held)
+    types = {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")}
+    types |= {"out_ptr": "*bf16", "table_ptr": "*i32", "list_ptr": "*i32", "arrivals_ptr": "*i32"}
+    constants = {
+        "H": 8 * group, "K": 8, "D": head_size, "P": 64, "WINDOW": window, "SCALE": 0.1, "DIMS": dims,
+        "STAGES": hopper_prefill.stages_of(variant, dims, 2, H200), "SIDE": hopper_prefill.SIDE,
+        "PIECE": hopper_prefill.PIECE, "COMBINE_ROWS": 32, "COMBINE_SPLITS": 4, "HEADER": work_tiles.HEADER,
+        "FIELDS": work_tiles.FIELDS, "SPLITS": work_tiles.SPLITS, "GROUP_REGISTERS": hopper_prefill.GROUP_REGISTERS,
+        "LOADING_REGISTERS": hopper_prefill.LOADING_REGISTERS, "INVARIANT": fixed,
+        **{name.upper(): value for name, value in asdict(variant).items()},
+    }
+    blocks = {"q_desc": [*hopper_prefill.unit_of(group), 64], "keys_desc": [1, 64, 64], "values_desc": [1, 64, 64]}
+    options = {"enable_fp_fusion": not fixed, "maxnreg": hopper_prefill.REGISTERS, "num_warps": hopper_prefill.WARPS}
+    made = compiled(kernel, types, blocks, constants, [], options)
+    print(json.dumps({"group": group, "dims": dims, "fixed": fixed, **asdict(variant), **made}))
 """
 LOAD, WAIT, START = r"cp\.async\.bulk\.tensor\.\dd\.shared", "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
@@ -145,6 +167,30 @@ def test_decodes_are_compiled() -> None:
         assert products == {f"wgmma.mma_async.sync.aligned.m64n{made['rows']}k16.f32.bf16.bf16"}
 
 
+@pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
+def test_prefills_are_compiled(tmp_path: Path) -> None:
+    """Where a group's softmax runs beside its second product, the wait for that stands behind the softmax: the compiler
+    of PTX would put it first, and compiles products one after the other if it can not follow them."""
+    import triton
+
+    for made in compiled(PREFILLS):
+        assert made["shared"] <= H200.shared_memory
+        keys, dims = made["keys"], made["dims"]
+        sizes = {keys, dims, *[8] * made["fixed"]}  # 8: the sums of weights
+        products = set(re.findall(r"wgmma\.mma_async\S+", made["ptx"]))
+        assert products == {f"wgmma.mma_async.sync.aligned.m64n{size}k16.f32.bf16.bf16" for size in sizes}
+        units = {4: 2, 5: 15}[made["group"]]
+        pieces = dims // 64
+        assert len(places(LOAD, made["ptx"])) == pieces * (units + 2 * keys // 64)
+        (tmp_path / "cubin").write_bytes(bytes.fromhex(made["cubin"]))
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", tmp_path / "cubin"]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        waits = re.split(r"(WARPGROUP\.DEPBAR\.LE gsb0, 0x[012])", sass)
+        softmaxes = [code for wait, code in zip(waits[1::2], waits[2::2], strict=True) if not wait.endswith("0x0")]
+        assert len(softmaxes) >= 4, "of two groups, with a mask and without"
+        assert all(code.count("MUFU.EX2") >= keys // 2 for code in softmaxes)
+
+
 @pytest.mark.usefixtures("fresh_configs")
 def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_products, "GLUON", True)
@@ -155,6 +201,11 @@ def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hopper_decode.streams(H200, torch.bfloat16, 4, 128, 64)
     for group, head_size, page_size in ((4, 128, 32), (4, 32, 64), (4, 256, 64), (40, 128, 64), (4, 100, 64)):
         assert not hopper_decode.streams(H200, torch.bfloat16, group, head_size, page_size)
+    for group, tokens in ((1, 128), (2, 64), (3, 40), (4, 32), (5, 24), (6, 20), (8, 16), (15, 8), (16, 8), (64, 2)):
+        assert hopper_prefill.tokens_of(group) == tokens
+        assert hopper_prefill.runs(H200, torch.bfloat16, group, 128, 64)
+    for group, head_size, page_size in ((4, 128, 32), (4, 32, 64), (4, 256, 64), (17, 128, 64), (4, 100, 64)):
+        assert not hopper_prefill.runs(H200, torch.bfloat16, group, head_size, page_size)
     assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 8
     assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, A100).tokens == 16
     monkeypatch.setattr(hopper_products, "GLUON", False)
