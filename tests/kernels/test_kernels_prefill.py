@@ -1,0 +1,79 @@
+"""Hopper's prefill kernel on the CPU (see gluon_on_cpu.py), beside attention in float32. What is not written is NaN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import gluon_on_cpu
+import numpy as np
+import pytest
+import torch
+from ragged import KV_HEADS, LAYER, Ragged, assert_within
+from test_kernels_batch_invariant import H200
+from torch import Tensor
+
+from fastgen.kernels import hopper_prefill, softmax, work_tiles
+from fastgen.kernels.attention import PartialResults
+from fastgen.kernels.hopper_prefill import DETERMINISTIC, VARIANT, Variant
+
+Attend = Callable[..., Tensor]
+PROCESSORS = 3
+SLOTS = 600
+EDGES = [31, 32, 33, 127, 130, 2]
+
+
+@pytest.fixture
+def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
+    gluon_on_cpu.put(monkeypatch, "_prefill_kernel", hopper_prefill, softmax, work_tiles)
+    chip = replace(H200, processors=PROCESSORS)
+    monkeypatch.setattr(hopper_prefill, "Chip", SimpleNamespace(of=lambda device: chip))
+
+    def run(case: Ragged, window: int, variant: Variant, fixed: bool = False, slots: int = 0) -> Tensor:
+        _, heads, head_size = case.q.shape
+        query_lens = np.array(case.query_lens)
+        chunks = work_tiles.Chunks(
+            query_lens.cumsum() - query_lens, query_lens, case.lanes.numpy(), np.array(case.kv_lens)
+        )
+        tokens = hopper_prefill.tokens_of(heads // KV_HEADS)
+        tiles = work_tiles.prefill_tiles(chunks, window, tokens, variant.keys, 16, slots)
+        assert (tiles[:, work_tiles.SPLIT] >= 2 * work_tiles.SPLITS).any() == (slots > 0)
+        partial = PartialResults.empty(SLOTS, heads, KV_HEADS, head_size, torch.device("cpu"))
+        memory = partial.parts, partial.lse, partial.totals, partial.arrivals
+        pool, out, scale = case.pool(garbage=torch.nan), torch.full_like(case.q, 7.0), head_size**-0.5 / math.log(2)
+        hopper_prefill.launch(
+            case.q, out, pool.keys, pool.values, case.table, torch.from_numpy(work_tiles.list_of(tiles)), len(tiles),
+            memory, LAYER, window, scale, fixed, variant, (8, 4),
+        )  # fmt: skip
+        assert not partial.arrivals.any()
+        return out
+
+    return run
+
+
+@pytest.mark.parametrize("window", [0, 1, 100])
+@pytest.mark.parametrize(
+    ("group", "head_size", "page_size"), [(4, 128, 64), (1, 64, 128), (5, 96, 64), (6, 128, 192), (16, 80, 64)]
+)
+def test_all_shapes(group: int, head_size: int, page_size: int, window: int, attend: Attend) -> None:
+    case = Ragged(head_size, group, page_size, torch.bfloat16, window, EDGES)
+    expected = case.expected(window)
+    assert_within(attend(case, window, VARIANT), expected)
+    assert_within(attend(case, window, DETERMINISTIC, fixed=True), expected)
+
+
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("turns", [False, True])
+def test_all_variants(keys: int, held: bool, turns: bool, attend: Attend) -> None:
+    case = Ragged(128, 4, 64, torch.float16, query_lens=[40, 3, 200])
+    assert_within(attend(case, 0, Variant(keys, held, turns=turns)), case.expected(0))
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_split_keys(window: int, attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_tiles, "SHORTEST_PREFILL", 128)
+    case = Ragged(128, 4, 64, torch.bfloat16, 3, [3, 20, 300])
+    assert_within(attend(case, window, VARIANT, slots=SLOTS), case.expected(window))
