@@ -479,10 +479,11 @@ def _clear(v, keys):
 
 @gluon_jit()
 def _hold(p):
-    """Have the compiler compute p before the next wait, which it would else put first. (No weight is negative.)"""
+    """Have the compiler compute p before the next wait, which it would else put first: by a store that depends on all
+    weights, and that never happens, as it were if they all were 0 and one of them negative."""
     gl.inline_asm_elementwise(
         "{.reg .b32 a; .reg .pred n; lop3.b32 a, $4, $5, $6, 0xFE; lop3.b32 a, a, $7, $8, 0xFE; "
-        "lop3.b32 a, a, $9, $10, 0xFE; or.b32 a, a, $11; setp.lt.s32 n, a, 0; @n st.shared.b32 [a], a; "
+        "lop3.b32 a, a, $9, $10, 0xFE; or.b32 a, a, $11; setp.eq.b32 n, a, 0x80000000; @n st.shared.b32 [a], a; "
         "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;}",
         "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [p], gl.int8, False, 16,
     )  # fmt: skip
