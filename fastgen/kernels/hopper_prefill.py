@@ -242,9 +242,7 @@ def _attend(
 ):  # fmt: skip
     """Compute a group's rows of all tasks."""
     qs, fields, asked, answered = queue
-    ks, vs, ones, ready, free = blocks
-    dtype: gl.constexpr = ks.dtype
-    STAGES: gl.constexpr = ks.shape[0]
+    ks, _vs, _ones, _ready, _free = blocks
     KEYS: gl.constexpr = ks.shape[1]
     DIMS: gl.constexpr = ks.shape[2]
     SIDE: gl.constexpr = qs.shape[1]
@@ -269,62 +267,24 @@ def _attend(
         if HELD:
             q = q.load(gl.DotOperandLayout(0, scored, 2))
             nvidia.mbarrier.arrive(answered)
-        # The first block
-        nvidia.mbarrier.wait(ready.index(stage), phase)
-        scores = gl.zeros([SIDE, KEYS], gl.float32, scored)
-        scores = nvidia.warpgroup_mma(q, ks.index(stage).permute((1, 0)), scores)
-        nvidia.mbarrier.arrive(free.index(stage))
-        weights, next_peak = _weigh(scores, peak, query, begin, end, WINDOW, SCALE, True, INVARIANT)
-        if not INVARIANT:
-            peak = next_peak
-            total = _sum_weights(weights, narrow)
-        p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, summed, 2))
-        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-        phase = gl.where(stage == 0, phase ^ 1, phase)
-        # The others
-        full_begin = begin + KEYS
-        if WINDOW > 0:  # the first block that the last query sees in full
-            hidden = gl.maximum(position + tokens - WINDOW - begin, 0)
-            full_begin = begin + gl.maximum((hidden + KEYS - 1) // KEYS, 1) * KEYS
-            full_begin = gl.minimum(full_begin, begin + (end - begin + KEYS - 1) // KEYS * KEYS)
+        running = (acc, peak, total, stage, phase)
+        state = _first_step(running, q, blocks, query, begin, end, WINDOW, SCALE, INVARIANT)
+        full_begin, full_end = _full_blocks(position, tokens, begin, end, KEYS, WINDOW)
+        if WINDOW > 0:
             for start in range(begin + KEYS, full_begin, KEYS):
-                acc, peak, total, p, next_peak, stage, phase = _step(
-                    acc, peak, total, p, next_peak, stage, phase, q, blocks, query, start, end, GROUP,
-                    WINDOW, SCALE, True, INVARIANT, OVERLAP, TURNS,
-                )  # fmt: skip
-        full_end = full_begin + gl.maximum(gl.minimum(end, position + 1) - full_begin, 0) // KEYS * KEYS
+                state = _step(
+                    state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, True, INVARIANT, OVERLAP, TURNS
+                )
         for start in range(full_begin, full_end, KEYS):
-            acc, peak, total, p, next_peak, stage, phase = _step(
-                acc, peak, total, p, next_peak, stage, phase, q, blocks, query, start, end, GROUP,
-                WINDOW, SCALE, False, INVARIANT, OVERLAP, TURNS,
-            )  # fmt: skip
+            state = _step(state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, False, INVARIANT, OVERLAP, TURNS)
         for start in range(full_end, end, KEYS):
-            acc, peak, total, p, next_peak, stage, phase = _step(
-                acc, peak, total, p, next_peak, stage, phase, q, blocks, query, start, end, GROUP,
-                WINDOW, SCALE, True, INVARIANT, OVERLAP, TURNS,
-            )  # fmt: skip
+            state = _step(state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, True, INVARIANT, OVERLAP, TURNS)
         if not HELD:
             nvidia.mbarrier.arrive(answered)
         q_phase = q_phase ^ 1
-        # The values of the last. The tile is read again, so that its fields do not take registers meanwhile.
+        # The tile is read again, so that its fields do not take registers meanwhile.
         first, tokens, _lane, _position, begin, end, part, split = read_tile(list_ptr + HEADER + task // K * FIELDS)
-        nvidia.mbarrier.wait(ready.index(stage), phase)
-        v = vs.index(stage)
-        if (end - begin) % KEYS != 0:
-            _clear(v, (end - begin) % KEYS)
-            nvidia.fence_async_shared()
-            barrier()
-        next_acc, next_total = _begin_sum(acc, total, p, ones, v, INVARIANT)
-        next_acc, next_total = _end_sum(next_acc, next_total, p, INVARIANT)
-        nvidia.mbarrier.arrive(free.index(stage))
-        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-        phase = gl.where(stage == 0, phase ^ 1, phase)
-        if INVARIANT:
-            acc, peak, total = _join(acc, peak, total, next_acc, next_peak, next_total, peak, INVARIANT)
-            whole = gl.max(total, 1)  # of equal numbers
-        else:
-            acc = next_acc
-            whole = gl.sum(total, 1)
+        acc, peak, whole, stage, phase = _last_step(state, blocks, (end - begin) % KEYS, INVARIANT)
         _finish(
             acc, peak, whole, results, first, tokens, part, split, task % K, GROUP, H, K, D, TOKENS, HEADS,
             COMBINE_ROWS, COMBINE_SPLITS, SPLITS,
@@ -346,6 +306,71 @@ def _read_fields(fields):
     begin = gl.sum(gl.where(number == 3, field, 0), 0)
     end = gl.sum(gl.where(number == 4, field, 0), 0)
     return task, position, tokens, begin, end
+
+
+@gluon_jit()
+def _full_blocks(position, tokens, begin, end, KEYS: gl.constexpr, WINDOW: gl.constexpr):
+    """Return the blocks [begin, end) behind the first whose keys all rows see."""
+    full_begin = begin + KEYS
+    if WINDOW > 0:  # the first block that the last query sees in full
+        hidden = gl.maximum(position + tokens - WINDOW - begin, 0)
+        full_begin = begin + gl.maximum((hidden + KEYS - 1) // KEYS, 1) * KEYS
+        full_begin = gl.minimum(full_begin, begin + (end - begin + KEYS - 1) // KEYS * KEYS)
+    return full_begin, full_begin + gl.maximum(gl.minimum(end, position + 1) - full_begin, 0) // KEYS * KEYS
+
+
+@gluon_jit()
+def _first_step(
+    running, q, blocks, query, begin, end, WINDOW: gl.constexpr, SCALE: gl.constexpr, INVARIANT: gl.constexpr
+):
+    """Compute the weights of a tile's first block. Returns the state: see `_step`."""
+    acc, peak, total, stage, phase = running
+    ks, _vs, _ones, ready, free = blocks
+    STAGES: gl.constexpr = ks.shape[0]
+    KEYS: gl.constexpr = ks.shape[1]
+    SIDE: gl.constexpr = acc.shape[0]
+    scored: gl.constexpr = query.type.layout.parent
+    summed: gl.constexpr = acc.type.layout
+    narrow: gl.constexpr = total.type.layout
+    nvidia.mbarrier.wait(ready.index(stage), phase)
+    scores = gl.zeros([SIDE, KEYS], gl.float32, scored)
+    scores = nvidia.warpgroup_mma(q, ks.index(stage).permute((1, 0)), scores)
+    nvidia.mbarrier.arrive(free.index(stage))
+    weights, next_peak = _weigh(scores, peak, query, begin, end, WINDOW, SCALE, True, INVARIANT)
+    if not INVARIANT:
+        peak = next_peak
+        total = _sum_weights(weights, narrow)
+    p = gl.convert_layout(weights.to(ks.dtype), gl.DotOperandLayout(0, summed, 2))
+    stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+    phase = gl.where(stage == 0, phase ^ 1, phase)
+    return acc, peak, total, p, next_peak, stage, phase
+
+
+@gluon_jit()
+def _last_step(state, blocks, rest, INVARIANT: gl.constexpr):
+    """Sum the values of a tile's last block, of which only the first `rest` keys exist (0: all). Returns acc, peak, the
+    sum of all weights, and the next stage and its phase."""
+    acc, peak, total, p, p_peak, stage, phase = state
+    _ks, vs, ones, ready, free = blocks
+    STAGES: gl.constexpr = vs.shape[0]
+    nvidia.mbarrier.wait(ready.index(stage), phase)
+    v = vs.index(stage)
+    if rest != 0:
+        _clear(v, rest)
+        nvidia.fence_async_shared()
+        barrier()
+    next_acc, next_total = _begin_sum(acc, total, p, ones, v, INVARIANT)
+    next_acc, next_total = _end_sum(next_acc, next_total, p, INVARIANT)
+    nvidia.mbarrier.arrive(free.index(stage))
+    if INVARIANT:
+        acc, peak, total = _join(acc, peak, total, next_acc, p_peak, next_total, peak, INVARIANT)
+        whole = gl.max(total, 1)  # of equal numbers
+    else:
+        acc = next_acc
+        whole = gl.sum(total, 1)
+    stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+    phase = gl.where(stage == 0, phase ^ 1, phase)
+    return acc, peak, whole, stage, phase
 
 
 @gluon_jit()
@@ -380,12 +405,16 @@ def _sum_weights(weights, narrow: gl.constexpr):
 
 @gluon_jit()
 def _step(
-    acc, peak, total, p, p_peak, stage, phase, q, blocks, query, start, end, GROUP: gl.constexpr,
+    state, q, blocks, query, start, end, GROUP: gl.constexpr,
     WINDOW: gl.constexpr, SCALE: gl.constexpr, MASKED: gl.constexpr, INVARIANT: gl.constexpr, OVERLAP: gl.constexpr,
     TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the weights of the block at `start`, and sum the values of the block before, weighed by p, relative to
-    p_peak. Returns the first seven arguments anew."""
+    """Compute the weights of the block at `start`, and sum the values of the block before. Returns the new state.
+
+    state: acc, peak and total of the blocks before that; p, its weights, and the peak they are relative to; the stage
+    of shared memory and its phase. If not INVARIANT, peak and total include that block.
+    """
+    acc, peak, total, p, p_peak, stage, phase = state
     ks, vs, ones, ready, free = blocks
     dtype: gl.constexpr = ks.dtype
     STAGES: gl.constexpr = ks.shape[0]
