@@ -102,7 +102,10 @@ def assert_close(found: Tensor, want: Tensor) -> None:
 VARIANTS = [Variant(), Variant(held=True), Variant(overlap=False), Variant(turns=False), Variant(keys=64, held=True)]
 FIXED = [Variant(keys=64), Variant(keys=64, held=True), Variant(keys=64, held=True, overlap=False)]
 LENS = pytest.mark.parametrize("lens", [EDGES, FEW_OVER_MANY, MANY, ([5], [5]), ([1, 1, 200], [1, 300, 264])])
-SHAPES = [(4, 2, 128, 64), (1, 3, 64, 128), (5, 2, 128, 192), (8, 1, 96, 64), (16, 1, 128, 64), (3, 2, 80, 64)]
+SHAPES = [
+    (4, 2, 128, 64, torch.float16), (1, 3, 64, 128, torch.bfloat16), (5, 2, 128, 192, torch.bfloat16),
+    (8, 1, 96, 64, torch.bfloat16), (16, 1, 128, 64, torch.bfloat16), (6, 2, 80, 64, torch.bfloat16),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -113,11 +116,10 @@ def test_all_variants_are_right(lens: tuple[list[int], list[int]], variant: Vari
         assert_close(case.attend(window, variant=variant), case.expected(window))
 
 
-@pytest.mark.parametrize(("group", "num_kv", "head_size", "page_size"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("group", "num_kv", "head_size", "page_size", "dtype"), SHAPES)
 def test_all_shapes_are_right(group: int, num_kv: int, head_size: int, page_size: int, dtype: torch.dtype) -> None:
     case = Case(EDGES, group, num_kv, head_size, page_size, dtype)
-    for window in (0, 1, 64, 1000):
+    for window in (0, 100):
         expected = case.expected(window)
         assert_close(case.attend(window, variant=hopper_prefill.VARIANT), expected)
         fixed = case.attend(window, True, hopper_prefill.DETERMINISTIC)
@@ -135,11 +137,9 @@ def test_deterministic_bits_are_those_of_triton(lens: tuple[list[int], list[int]
 
 def test_deterministic_bits_are_those_of_decodes() -> None:
     """A chunk of 200 tokens, and each of them as a decode."""
-    case = Case(([200], [2900]))
+    chunk, decodes = Case(([200], [2900])), Case(([1] * 200, [1] * 200))
+    decodes.pool, decodes.q, decodes.kv_lens = chunk.pool, chunk.q, range(2701, 2901)
+    decodes.table = chunk.table.expand(200, -1).contiguous()
     for window in (0, 700):
-        whole = case.attend(window, True, hopper_prefill.DETERMINISTIC)
-        decodes = Case(([2], [2]))
-        decodes.pool, decodes.q = case.pool, case.q
-        decodes.query_lens, decodes.kv_lens = [1] * 200, list(range(2701, 2901))
-        decodes.table = case.table.expand(200, -1).contiguous()
+        whole = chunk.attend(window, True, hopper_prefill.DETERMINISTIC)
         assert torch.equal(decodes.attend(window, True, hopper_prefill.DETERMINISTIC), whole)
