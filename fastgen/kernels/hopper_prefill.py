@@ -47,7 +47,7 @@ class Variant:
     turns: bool = True
 
 
-VARIANT, DETERMINISTIC = Variant(), Variant(keys=64)
+VARIANT, DETERMINISTIC = Variant(held=True), Variant(keys=64, held=True)
 
 
 def unit_of(group: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from fastgen.kernels import attention, hopper_prefill
 from fastgen.kernels.hopper_prefill import Variant
 from fastgen.kernels.launch import Chip
-from fastgen.model.attention import StepLayout
+from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention
 from fastgen.model.kv_pool import KVPool
 
@@ -68,8 +69,8 @@ class Case:
         else:
             ours = replace(ours, variant=variant, keys=variant.keys)
         paged.configs[attention.PREFILL] = ours
-        whole = torch.tensor(self.query_lens), torch.tensor(self.kv_lens)
-        layout = StepLayout(*whole, decodes, torch.arange(len(self.kv_lens)), self.table)
+        whole = np.array(self.query_lens), np.array(self.kv_lens)
+        layout = StepLayout(*whole, decodes, np.arange(len(self.kv_lens)), self.table)
         with torch.inference_mode():
             answer = paged.attend(paged.plan(layout), 1, self.q, window)
             again = paged.attend(paged.plan(layout), 1, self.q, window)
