@@ -70,8 +70,8 @@ class AttentionConfig:
     most on a processor. peel: blocks of keys that all rows see in full have a loop of their own, without a mask.
     combine_rows, combine_splits: of the partial results that are loaded at once. invariant: the softmax of an iteration
     is computed by itself before it is combined with that of the keys before, so that any program may compute it. swap:
-    the rows are then the right side of its products. static: most tasks are scheduled statically. variant: of
-    fastgen.kernels.hopper_prefill, which then computes the work tiles.
+    the rows are then the right side of its products. static: most tasks are scheduled statically. specialized:
+    fastgen.kernels.hopper_prefill computes the work tiles.
     """
 
     rows: int
@@ -86,7 +86,7 @@ class AttentionConfig:
     invariant: bool = False
     swap: bool = False
     static: bool = False
-    variant: hopper_prefill.Variant | None = None
+    specialized: bool = False
 
 
 # Phase and whether a number has 2 bytes -> choices of (rows, keys, warps, stages); the first that fits is taken. 0 rows
@@ -127,10 +127,9 @@ def configure(
 ) -> AttentionConfig:  # fmt: skip
     """Return the configuration for `group` query heads a KV head (G). Raises ValueError if none fits the chip."""
     if phase == PREFILL and hopper_prefill.runs(chip, dtype, group, head_size, page_size):
-        variant = hopper_prefill.DETERMINISTIC if deterministic else hopper_prefill.VARIANT
-        rows = hopper_prefill.tokens_of(group) * group
-        shape = rows, variant.keys, hopper_prefill.WARPS, 0, hopper_prefill.REGISTERS, 1, True, 32, 4
-        return AttentionConfig(*shape, invariant=deterministic, variant=variant)
+        rows, keys = hopper_prefill.tokens_of(group) * group, hopper_prefill.keys_of(deterministic)
+        shape = rows, keys, hopper_prefill.WARPS, 0, hopper_prefill.REGISTERS, 1, True, 32, 4
+        return AttentionConfig(*shape, invariant=deterministic, specialized=True)
     dims, least = power_of_two(head_size), max(power_of_two(group), 16)
     wide = dims > 128  # half as many rows then have as many numbers
     hopper = deterministic and chip.capability[0] == HOPPER[0] and dtype.itemsize == 2 and 64 <= dims <= 128
@@ -483,10 +482,10 @@ def _launch(
             (config.combine_rows, config.combine_splits),
         )  # fmt: skip
         return
-    if config.variant is not None:
+    if config.specialized:
         hopper_prefill.launch(
             q, out, keys, values, page_table, tiles.list, tiles.most, memory, layer, window, scale, config.invariant,
-            config.variant, (config.combine_rows, config.combine_splits),
+            (config.combine_rows, config.combine_splits),
         )  # fmt: skip
         return
     options: dict[str, Any] = {"launch_pdl": pdl}

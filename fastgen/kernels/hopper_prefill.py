@@ -3,8 +3,8 @@
 A program has two groups of four warps, each with half of a tile's rows, and a warp that loads queries, keys and values
 (by TMA) for both, as far ahead as shared memory allows and over the ends of tasks. A step of a group has two parts: the
 products (the scores of a block, and the weights of the block before with its values), and the softmax of the block.
-With `turns` the groups take turns, so that the products of one run beside the softmax of the other. With `overlap` a
-group's own softmax runs beside the second of its products too.
+The groups take turns, so that the products of one run beside the softmax of the other. A group's own softmax runs
+beside the second of its products too.
 
 A tile's rows lie in units that one load brings: some tokens times some heads, both powers of two. A group has one unit
 with all query heads of the KV head, or if their number is no power of two, units of eight rows: all heads of the first
@@ -13,8 +13,6 @@ of the block before. A tile of n blocks has n + 1 steps, the first without value
 """
 
 from __future__ import annotations
-
-from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -33,21 +31,9 @@ REGISTERS = 168  # a thread, of 12 warps; those that the loading warp gives up g
 GROUP_REGISTERS, LOADING_REGISTERS = 240, 24
 
 
-@dataclass(frozen=True)
-class Variant:
-    """What the kernel is compiled with, found by scripts/tune/tune_prefill.py.
-
-    keys: of a block; in deterministic mode 64. held: a group has its queries in registers, so that those of the next
-    tile load meanwhile. overlap, turns: see above.
-    """
-
-    keys: int = 128
-    held: bool = False
-    overlap: bool = True
-    turns: bool = True
-
-
-VARIANT, DETERMINISTIC = Variant(held=True), Variant(keys=64, held=True)
+def keys_of(deterministic: bool) -> int:
+    """Return the keys of a block; in deterministic mode those of all attention kernels."""
+    return 64 if deterministic else 128
 
 
 def unit_of(group: int) -> tuple[int, int]:
@@ -62,10 +48,10 @@ def tokens_of(group: int) -> int:
     return 2 * SIDE // max(tokens * heads, 1) // (group // heads) * tokens
 
 
-def stages_of(variant: Variant, dims: int, item_size: int, chip: Chip) -> int:
+def stages_of(keys: int, dims: int, item_size: int, chip: Chip) -> int:
     """Return the number of steps whose keys and values are loading or in use at once."""
     room = chip.shared_memory - 3072 - 2 * SIDE * dims * item_size
-    return min(room // (2 * variant.keys * dims * item_size), 8)
+    return min(room // (2 * keys * dims * item_size), 8)
 
 
 def runs(chip: Chip, dtype: torch.dtype, group: int, head_size: int, page_size: int) -> bool:
@@ -82,9 +68,9 @@ def _prefill_kernel(
     DIMS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr, PIECE: gl.constexpr,
     COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr, HEADER: gl.constexpr, FIELDS: gl.constexpr,
     SPLITS: gl.constexpr, GROUP_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr, INVARIANT: gl.constexpr,
-    KEYS: gl.constexpr, HELD: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+    KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Compute all tasks. H, K, D, P, DIMS: see fastgen.kernels.attention; the last four: see Variant."""
+    """Compute all tasks. H, K, D, P, DIMS: see fastgen.kernels.attention."""
     dtype: gl.constexpr = keys_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIMS], dtype)
     side: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, DIMS], dtype)
@@ -118,11 +104,11 @@ def _prefill_kernel(
         [
             (_attend, (
                 queue, blocks, results, list_ptr, 0, H, K, D, WINDOW, SCALE, TOKENS, HEADS, COMBINE_ROWS,
-                COMBINE_SPLITS, HEADER, FIELDS, SPLITS, INVARIANT, HELD, OVERLAP, TURNS,
+                COMBINE_SPLITS, HEADER, FIELDS, SPLITS, INVARIANT,
             )),
             (_attend, (
                 queue, blocks, results, list_ptr, 1, H, K, D, WINDOW, SCALE, TOKENS, HEADS, COMBINE_ROWS,
-                COMBINE_SPLITS, HEADER, FIELDS, SPLITS, INVARIANT, HELD, OVERLAP, TURNS,
+                COMBINE_SPLITS, HEADER, FIELDS, SPLITS, INVARIANT,
             )),
             (_load, (
                 q_desc, keys_desc, values_desc, queue, blocks, table_ptr, list_ptr, layer, num_pages, table_width,
@@ -237,8 +223,7 @@ def _attend(
     queue, blocks, results, list_ptr, GROUP: gl.constexpr,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
     TOKENS: gl.constexpr, HEADS: gl.constexpr, COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr,
-    HEADER: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, INVARIANT: gl.constexpr, HELD: gl.constexpr,
-    OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+    HEADER: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, INVARIANT: gl.constexpr,
 ):  # fmt: skip
     """Compute a group's rows of all tasks."""
     qs, fields, asked, answered = queue
@@ -251,7 +236,7 @@ def _attend(
     summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, DIMS, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 8, 16])
     token, _head, _used = _place(gl.arange(0, SIDE, gl.SliceLayout(1, scored)), GROUP, SIDE, G, TOKENS, HEADS)
-    if TURNS and GROUP == 1:
+    if GROUP == 1:
         _pass_turn(GROUP)
     stage = 0
     phase = 0
@@ -264,23 +249,17 @@ def _attend(
         peak = gl.full([SIDE], -1e30, gl.float32, gl.SliceLayout(1, scored))
         total = gl.zeros([SIDE, 8], gl.float32, narrow)
         q = qs.index(GROUP)
-        if HELD:
-            q = q.load(gl.DotOperandLayout(0, scored, 2))
-            nvidia.mbarrier.arrive(answered)
         running = (acc, peak, total, stage, phase)
         state = _first_step(running, q, blocks, query, begin, end, WINDOW, SCALE, INVARIANT)
         full_begin, full_end = _full_blocks(position, tokens, begin, end, KEYS, WINDOW)
         if WINDOW > 0:
             for start in range(begin + KEYS, full_begin, KEYS):
-                state = _step(
-                    state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, True, INVARIANT, OVERLAP, TURNS
-                )
+                state = _step(state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, True, INVARIANT)
         for start in range(full_begin, full_end, KEYS):
-            state = _step(state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, False, INVARIANT, OVERLAP, TURNS)
+            state = _step(state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, False, INVARIANT)
         for start in range(full_end, end, KEYS):
-            state = _step(state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, True, INVARIANT, OVERLAP, TURNS)
-        if not HELD:
-            nvidia.mbarrier.arrive(answered)
+            state = _step(state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, True, INVARIANT)
+        nvidia.mbarrier.arrive(answered)
         q_phase = q_phase ^ 1
         # The tile is read again, so that its fields do not take registers meanwhile.
         first, tokens, _lane, _position, begin, end, part, split = read_tile(list_ptr + HEADER + task // K * FIELDS)
@@ -406,8 +385,7 @@ def _sum_weights(weights, narrow: gl.constexpr):
 @gluon_jit()
 def _step(
     state, q, blocks, query, start, end, GROUP: gl.constexpr,
-    WINDOW: gl.constexpr, SCALE: gl.constexpr, MASKED: gl.constexpr, INVARIANT: gl.constexpr, OVERLAP: gl.constexpr,
-    TURNS: gl.constexpr,
+    WINDOW: gl.constexpr, SCALE: gl.constexpr, MASKED: gl.constexpr, INVARIANT: gl.constexpr,
 ):  # fmt: skip
     """Compute the weights of the block at `start`, and sum the values of the block before. Returns the new state.
 
@@ -424,20 +402,17 @@ def _step(
     summed: gl.constexpr = acc.type.layout
     narrow: gl.constexpr = total.type.layout
     nvidia.mbarrier.wait(ready.index(stage), phase)
-    if TURNS:
-        _wait_for_turn(GROUP)
+    _wait_for_turn(GROUP)
     scores = gl.zeros([SIDE, KEYS], gl.float32, scored)
     scores = nvidia.warpgroup_mma(q, ks.index(stage).permute((1, 0)), scores, is_async=True)
     next_acc, next_total = _begin_sum(acc, total, p, ones, vs.index(stage), INVARIANT)
-    if TURNS:
-        _pass_turn(GROUP)
+    _pass_turn(GROUP)
     scores = nvidia.warpgroup_mma_wait(2 if INVARIANT else 1, deps=[scores])
     weights, next_peak = _weigh(scores, peak, query, start, end, WINDOW, SCALE, MASKED, INVARIANT)
     if not INVARIANT:
         next_total = _sum_weights(weights, narrow)
     rounded = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, summed, 2))
-    if OVERLAP:
-        _hold(rounded)
+    _hold(rounded)
     next_acc, next_total = _end_sum(next_acc, next_total, p, INVARIANT)
     nvidia.mbarrier.arrive(free.index(stage))
     acc, peak, total = _join(acc, peak, total, next_acc, p_peak, next_total, next_peak, INVARIANT)
@@ -575,7 +550,7 @@ def _finish(
 
 def launch(
     q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: Tensor, most: int,
-    memory: tuple[Tensor, ...], layer: int, window: int, scale: float, deterministic: bool, variant: Variant,
+    memory: tuple[Tensor, ...], layer: int, window: int, scale: float, deterministic: bool,
     combining: tuple[int, int],
 ) -> None:  # fmt: skip
     """Attend as fastgen.kernels.attention, which checks the arguments.
@@ -585,14 +560,14 @@ def launch(
     """
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
     chip, dims = Chip.of(q.device), power_of_two(head_size)
-    assert variant.keys == DETERMINISTIC.keys or not deterministic
     assert keys.numel() // (page_size * head_size) < 2**31
-    stages = stages_of(variant, dims, q.element_size(), chip)
+    block = keys_of(deterministic)
+    stages = stages_of(block, dims, q.element_size(), chip)
     pools = (described(x.view(-1, page_size, head_size), [1, PIECE, PIECE]) for x in (keys, values))
     _prefill_kernel[(min(most * num_kv, chip.processors),)](
         described(q, [*unit_of(num_heads // num_kv), PIECE]), *pools, out, page_table, tiles, *memory,
         layer, num_pages, page_table.stride(0), num_heads, num_kv, head_size, page_size, window, scale,
         dims, stages, SIDE, PIECE, *combining, HEADER, FIELDS, SPLITS, GROUP_REGISTERS, LOADING_REGISTERS,
-        deterministic, *astuple(variant), num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=not deterministic,
+        deterministic, block, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=not deterministic,
         launch_pdl=True,
     )  # fmt: skip

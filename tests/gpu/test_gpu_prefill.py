@@ -1,11 +1,10 @@
-"""Prefill attention in Gluon on Hopper: against float32, in all variants; and in deterministic mode the same to the bit
+"""Prefill attention in Gluon on Hopper: against float32; and in deterministic mode the same to the bit
 as the kernel in Triton and as decodes. Values that no step has written are no numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels import attention, hopper_prefill
-from fastgen.kernels.hopper_prefill import Variant
 from fastgen.kernels.launch import Chip
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention
@@ -55,26 +53,22 @@ class Case:
         size = self.pool.page_size
         return self.table[sequence, position // size].long(), position % size
 
-    def attend(self, window: int, deterministic: bool = False, variant: Variant | None = None) -> Tensor:
-        """Return the answer [T, H, D]. The first sequences of one token are decodes. variant: None for Triton."""
+    def attend(self, window: int, deterministic: bool = False, triton: bool = False) -> Tensor:
+        """Return the answer [T, H, D]. The first sequences of one token are decodes. triton: by Triton's kernel."""
         decodes = next((s for s, length in enumerate(self.query_lens) if length > 1), len(self.query_lens))
         heads, tokens = self.q.shape[1], len(self.q)
         most = max(self.kv_lens)
         paged = PagedAttention(self.pool, heads, (window,), len(self.kv_lens), tokens, most, deterministic)
-        ours = paged.configs[attention.PREFILL]
-        assert ours.variant is not None
-        if variant is None:
+        assert paged.configs[attention.PREFILL].specialized
+        if triton:
             shape = paged.group, self.q.shape[2], self.q.dtype, paged.chip, deterministic
-            ours = attention.configure(attention.PREFILL, *shape)
-        else:
-            ours = replace(ours, variant=variant, keys=variant.keys)
-        paged.configs[attention.PREFILL] = ours
+            paged.configs[attention.PREFILL] = attention.configure(attention.PREFILL, *shape)
         whole = np.array(self.query_lens), np.array(self.kv_lens)
         layout = StepLayout(*whole, decodes, np.arange(len(self.kv_lens)), self.table)
         with torch.inference_mode():
             answer = paged.attend(paged.plan(layout), 1, self.q, window)
             again = paged.attend(paged.plan(layout), 1, self.q, window)
-        if deterministic or variant is not None:
+        if deterministic or not triton:
             assert torch.equal(answer, again), "a race"
         assert not paged._partial_results.arrivals.any()
         return answer
@@ -100,8 +94,6 @@ def assert_close(found: Tensor, want: Tensor) -> None:
     assert distance.max() < 0.02, f"{distance.max():.4f} at token {int(distance.amax(1).argmax())}"
 
 
-VARIANTS = [Variant(), Variant(held=True), Variant(overlap=False), Variant(turns=False), Variant(keys=64, held=True)]
-FIXED = [Variant(keys=64), Variant(keys=64, held=True), Variant(keys=64, held=True, overlap=False)]
 LENS = pytest.mark.parametrize("lens", [EDGES, FEW_OVER_MANY, MANY, ([5], [5]), ([1, 1, 200], [1, 300, 264])])
 SHAPES = [
     (4, 2, 128, 64, torch.float16), (1, 3, 64, 128, torch.bfloat16), (5, 2, 128, 192, torch.bfloat16),
@@ -109,12 +101,11 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @LENS
-def test_all_variants_are_right(lens: tuple[list[int], list[int]], variant: Variant) -> None:
+def test_all_lengths_are_right(lens: tuple[list[int], list[int]]) -> None:
     case = Case(lens)
     for window in (0, 100):
-        assert_close(case.attend(window, variant=variant), case.expected(window))
+        assert_close(case.attend(window), case.expected(window))
 
 
 @pytest.mark.parametrize(("group", "num_kv", "head_size", "page_size", "dtype"), SHAPES)
@@ -122,18 +113,17 @@ def test_all_shapes_are_right(group: int, num_kv: int, head_size: int, page_size
     case = Case(EDGES, group, num_kv, head_size, page_size, dtype)
     for window in (0, 100):
         expected = case.expected(window)
-        assert_close(case.attend(window, variant=hopper_prefill.VARIANT), expected)
-        fixed = case.attend(window, True, hopper_prefill.DETERMINISTIC)
+        assert_close(case.attend(window), expected)
+        fixed = case.attend(window, True)
         assert_close(fixed, expected)
-        assert torch.equal(fixed, case.attend(window, True)), "as in Triton"
+        assert torch.equal(fixed, case.attend(window, True, triton=True)), "as in Triton"
 
 
-@pytest.mark.parametrize("variant", FIXED)
 @LENS
-def test_deterministic_bits_are_those_of_triton(lens: tuple[list[int], list[int]], variant: Variant) -> None:
+def test_deterministic_bits_are_those_of_triton(lens: tuple[list[int], list[int]]) -> None:
     case = Case(lens)
     for window in (0, 100):
-        assert torch.equal(case.attend(window, True, variant), case.attend(window, True))
+        assert torch.equal(case.attend(window, True), case.attend(window, True, triton=True))
 
 
 def test_deterministic_bits_are_those_of_decodes() -> None:
@@ -142,5 +132,5 @@ def test_deterministic_bits_are_those_of_decodes() -> None:
     decodes.pool, decodes.q, decodes.kv_lens = chunk.pool, chunk.q, range(2701, 2901)
     decodes.table = chunk.table.expand(200, -1).contiguous()
     for window in (0, 700):
-        whole = chunk.attend(window, True, hopper_prefill.DETERMINISTIC)
-        assert torch.equal(decodes.attend(window, True, hopper_prefill.DETERMINISTIC), whole)
+        whole = chunk.attend(window, True)
+        assert torch.equal(decodes.attend(window, True), whole)

@@ -27,7 +27,6 @@ from dataclasses import asdict
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from dataclasses import replace
 from fastgen.kernels import batch_invariant, hopper_products, hopper_decode, hopper_prefill, work_tiles
 from fastgen.kernels.launch import Chip
 
@@ -92,23 +91,22 @@ for group, head_size, window in [(4, 128, 0), (1, 96, 100), (5, 64, 0), (16, 128
 """
 PREFILLS = """
 kernel = hopper_prefill._prefill_kernel
-for group, head_size, window, fixed, held in [(4, 128, 0, False, False), (5, 96, 100, True, True)]:
+for group, head_size, window, fixed in [(4, 128, 0, False), (5, 96, 100, True)]:
     dims = 1 << (head_size - 1).bit_length()
-    variant = replace(hopper_prefill.DETERMINISTIC if fixed else hopper_prefill.VARIANT, held=held)
+    keys = hopper_prefill.keys_of(fixed)
     types = {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")}
     types |= {"out_ptr": "*bf16", "table_ptr": "*i32", "list_ptr": "*i32", "arrivals_ptr": "*i32"}
     constants = {
         "H": 8 * group, "K": 8, "D": head_size, "P": 64, "WINDOW": window, "SCALE": 0.1, "DIMS": dims,
-        "STAGES": hopper_prefill.stages_of(variant, dims, 2, H200), "SIDE": hopper_prefill.SIDE,
+        "STAGES": hopper_prefill.stages_of(keys, dims, 2, H200), "SIDE": hopper_prefill.SIDE,
         "PIECE": hopper_prefill.PIECE, "COMBINE_ROWS": 32, "COMBINE_SPLITS": 4, "HEADER": work_tiles.HEADER,
         "FIELDS": work_tiles.FIELDS, "SPLITS": work_tiles.SPLITS, "GROUP_REGISTERS": hopper_prefill.GROUP_REGISTERS,
-        "LOADING_REGISTERS": hopper_prefill.LOADING_REGISTERS, "INVARIANT": fixed,
-        **{name.upper(): value for name, value in asdict(variant).items()},
+        "LOADING_REGISTERS": hopper_prefill.LOADING_REGISTERS, "INVARIANT": fixed, "KEYS": keys,
     }
     blocks = {"q_desc": [*hopper_prefill.unit_of(group), 64], "keys_desc": [1, 64, 64], "values_desc": [1, 64, 64]}
     options = {"enable_fp_fusion": not fixed, "maxnreg": hopper_prefill.REGISTERS, "num_warps": hopper_prefill.WARPS}
     made = compiled(kernel, types, blocks, constants, [], options)
-    print(json.dumps({"group": group, "dims": dims, "fixed": fixed, **asdict(variant), **made}))
+    print(json.dumps({"group": group, "dims": dims, "fixed": fixed, "keys": keys, **made}))
 """
 LOAD, WAIT, START = r"cp\.async\.bulk\.tensor\.\dd\.shared", "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 

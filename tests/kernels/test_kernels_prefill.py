@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fastgen.kernels import hopper_prefill, softmax, work_tiles
 from fastgen.kernels.attention import PartialResults
-from fastgen.kernels.hopper_prefill import DETERMINISTIC, VARIANT, Variant
 
 Attend = Callable[..., Tensor]
 PROCESSORS = 3
@@ -31,21 +30,21 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
     chip = replace(H200, processors=PROCESSORS)
     monkeypatch.setattr(hopper_prefill, "Chip", SimpleNamespace(of=lambda device: chip))
 
-    def run(case: Ragged, window: int, variant: Variant, fixed: bool = False, slots: int = 0) -> Tensor:
+    def run(case: Ragged, window: int, fixed: bool = False, slots: int = 0) -> Tensor:
         _, heads, head_size = case.q.shape
         query_lens = np.array(case.query_lens)
         chunks = work_tiles.Chunks(
             query_lens.cumsum() - query_lens, query_lens, case.lanes.numpy(), np.array(case.kv_lens)
         )
         tokens = hopper_prefill.tokens_of(heads // KV_HEADS)
-        tiles = work_tiles.prefill_tiles(chunks, window, tokens, variant.keys, 16, slots)
+        tiles = work_tiles.prefill_tiles(chunks, window, tokens, hopper_prefill.keys_of(fixed), 16, slots)
         assert (tiles[:, work_tiles.SPLIT] >= 2 * work_tiles.SPLITS).any() == (slots > 0)
         partial = PartialResults.empty(SLOTS, heads, KV_HEADS, head_size, torch.device("cpu"))
         memory = partial.parts, partial.lse, partial.totals, partial.arrivals
         pool, out, scale = case.pool(garbage=torch.nan), torch.full_like(case.q, 7.0), head_size**-0.5 / math.log(2)
         hopper_prefill.launch(
             case.q, out, pool.keys, pool.values, case.table, torch.from_numpy(work_tiles.list_of(tiles)), len(tiles),
-            memory, LAYER, window, scale, fixed, variant, (8, 4),
+            memory, LAYER, window, scale, fixed, (8, 4),
         )  # fmt: skip
         assert not partial.arrivals.any()
         return out
@@ -60,20 +59,18 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
 def test_all_shapes(group: int, head_size: int, page_size: int, window: int, attend: Attend) -> None:
     case = Ragged(head_size, group, page_size, torch.bfloat16, window, EDGES)
     expected = case.expected(window)
-    assert_within(attend(case, window, VARIANT), expected)
-    assert_within(attend(case, window, DETERMINISTIC, fixed=True), expected)
+    assert_within(attend(case, window), expected)
+    assert_within(attend(case, window, fixed=True), expected)
 
 
-@pytest.mark.parametrize("keys", [64, 128])
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("turns", [False, True])
-def test_all_variants(keys: int, held: bool, turns: bool, attend: Attend) -> None:
+@pytest.mark.parametrize("fixed", [False, True])
+def test_float16(fixed: bool, attend: Attend) -> None:
     case = Ragged(128, 4, 64, torch.float16, query_lens=[40, 3, 200])
-    assert_within(attend(case, 0, Variant(keys, held, turns=turns)), case.expected(0))
+    assert_within(attend(case, 0, fixed), case.expected(0))
 
 
 @pytest.mark.parametrize("window", [0, 300])
 def test_split_keys(window: int, attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_tiles, "SHORTEST_PREFILL", 128)
     case = Ragged(128, 4, 64, torch.bfloat16, 3, [3, 20, 300])
-    assert_within(attend(case, window, VARIANT, slots=SLOTS), case.expected(window))
+    assert_within(attend(case, window, slots=SLOTS), case.expected(window))
