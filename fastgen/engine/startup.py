@@ -258,7 +258,7 @@ def _launch_all(runner: Runner) -> None:
     if model.lm_head.batch_invariant:
         _launch_products(model, runner.pool, [*batch_invariant.SIZES, config.max_step_tokens])
         return
-    for size in (size for size in batch_invariant.SIZES if size <= max(batch_invariant.FEW)):
+    for size in (size for size in batch_invariant.SIZES if size <= batch_invariant.MOST):
         count = min(size, config.max_step_tokens, config.max_model_len - 1)
         start = LaneStart(0, SamplingParams(), 0, 0, count, frozenset(), ())
         zeros = np.zeros(count, dtype=np.int32)

@@ -44,16 +44,19 @@ MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 2, 3, 12  # programs a processor, and
 SIDES, TILE = 16, 4096  # the cost in multiplications of a row of a tile's sides, and of any tile
 
 FEW_IN_TRITON = 32
-"""Tokens up to which these products beat cuBLAS in Triton. In Gluon they do for all of FEW."""
+"""Tokens up to which these products beat cuBLAS in Triton. In Gluon they do for hopper_products.ALL."""
 
-SIZES = (1, 16, 32, 64, 128, 129, 256, 257, 512, 1024, 2048, 4096)
+MOST = max(*FEW, hopper_products.ALL)  # tokens up to which ordinary mode may use these products
+
+SIZES = (1, 16, 32, 64, 65, 128, 129, 192, 256, 257, 512, 1024, 2048, 4096)
 """Tokens whose products are compiled at the start."""
 
 
 @dataclass(frozen=True)
 class ProductConfig:
     """The tiles of a product. tokens, rows, depth: of the tiles of x [tokens, depth] and of the weight [rows, depth] in
-    a step of a program's loop, of which `stages` load at once. swap: the weight is the left side of the product."""
+    a step of a program's loop, of which `stages` load at once. swap: the weight is the left side of the product. cut:
+    the tiles of tokens of a product in Gluon, at most."""
 
     tokens: int
     rows: int
@@ -61,6 +64,7 @@ class ProductConfig:
     warps: int
     stages: int
     swap: bool = False
+    cut: int = 1
 
     @property
     def group(self) -> int:
@@ -141,8 +145,9 @@ def config(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, chip: Chi
     if dtype == torch.float32:
         return ProductConfig(*FLOAT32)
     padded = next((each for each in FEW if tokens <= each), None)
-    if padded and hopper_products.runs_on(chip, dtype):
-        return ProductConfig(*hopper_products.cut(tokens, outputs, inputs, chip), swap=True)
+    if hopper_products.runs_on(chip, dtype) and hopper_products.takes(tokens, outputs, chip):
+        shape = hopper_products.cut(tokens, outputs, inputs, chip)
+        return ProductConfig(*shape, swap=True, cut=-(-tokens // shape[0]))
     if padded:
         wide = outputs >= FEW[padded][0] * chip.processors
         rows, depth = FEW[padded] if wide else NARROW
@@ -182,7 +187,7 @@ def _stages(found: ProductConfig, programs: int, item_size: int, chip: Chip) -> 
 
 def pays(tokens: int, inputs: int, dtype: torch.dtype, chip: Chip) -> bool:
     """Return whether the product of `tokens` tokens with a weight [outputs, inputs] beats cuBLAS."""
-    most = max(FEW) if hopper_products.runs_on(chip, dtype) else FEW_IN_TRITON
+    most = hopper_products.ALL if hopper_products.runs_on(chip, dtype) else FEW_IN_TRITON
     return tokens <= most and dtype.itemsize == 2 and inputs % ALIGN == 0
 
 
@@ -257,9 +262,10 @@ def launch_as(chosen: ProductConfig, x: Tensor, weight: Tensor, bias: Tensor | N
     tiles = -(-len(weight) // heads) * -(-half // block[2]) if half else -(-outputs // chosen.rows)
     others, sizes = (bias, out, *turned), (outputs, inputs, half, num_kv, page_size, fused.add is not None)
     chip = Chip.of(x.device)
-    if chosen.swap and tokens <= chosen.tokens and hopper_products.runs_on(chip, x.dtype):
+    if chosen.swap and tokens <= chosen.tokens * chosen.cut and hopper_products.runs_on(chip, x.dtype):
         x_block = [chosen.tokens, chosen.depth]
-        hopper_products.launch(x, x_block, weight, block, tiles, chosen.stages, chosen.warps, others, sizes, chip)
+        how = chosen.cut, chosen.stages, chosen.warps
+        hopper_products.launch(x, x_block, weight, block, tiles, *how, others, sizes, chip)
     else:
         pdl = chip.dependent_launch
         # Without fused multiply-adds, which the compiler might use in the epilogue of one tile and not of another.

@@ -1,4 +1,4 @@
-"""Products of few tokens on Hopper, in Gluon; the same to the bit as fastgen.kernels.batch_invariant in Triton.
+"""Products of up to 256 tokens on Hopper, in Gluon; the same to the bit as fastgen.kernels.batch_invariant in Triton.
 
 One warp of a program loads the tiles (by TMA) that four others multiply. Between the kernels of a decode step memory
 would be idle for 3 us each. Therefore a weight's first tiles load before the kernel ahead has ended (programmatic
@@ -32,8 +32,15 @@ NARROW = {8: 256, 16: 256, 32: 128, 64: 128}
 """Padded tokens -> depth, for weights with at most one tile of SIDE rows a processor."""
 
 BETWEEN, HALVED = 128, 256  # depth for other weights, and for tiles with half of SIDE's rows
+TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
+"""Tokens and rows of a tile to choose from beyond WIDE. All of a tile of x is loaded for each tile of the weight."""
+
+MOST, ALL = 256, 128  # tokens up to which some products, and all, are faster here than in Triton
 SPARE = 1.5  # halved tiles may have so many times the shared memory in bytes of weight
-WARPS, REGISTERS, LOADING_REGISTERS = 4, 128, 40  # registers a thread, for two programs a processor; the loading warp's
+WARPS, REGISTERS = 4, 128  # registers a thread at the start, for two programs a processor
+LOADING_REGISTERS = 40  # of the loading warp's group, a thread; it leaves the others the rest
+AHEAD, AHEAD_ROPE = 64, 32  # sums of a thread up to which the epilogue's numbers load before the product
+LEAST = 3  # stages of the larger depth are more than these
 
 
 def runs_on(chip: Chip, dtype: torch.dtype) -> bool:
@@ -41,20 +48,52 @@ def runs_on(chip: Chip, dtype: torch.dtype) -> bool:
     return GLUON and chip.capability == (9, 0) and dtype.itemsize == 2
 
 
+def takes(tokens: int, outputs: int, chip: Chip) -> bool:
+    """Return whether a product of `tokens` tokens is faster here than in Triton: up to ALL tokens, and up to MOST if
+    all tiles run at once."""
+    if tokens <= ALL:
+        return True
+    tile, rows = _shape(tokens, outputs, chip)
+    return tokens <= MOST and -(-tokens // tile) * -(-outputs // rows) <= chip.processors
+
+
+def _shape(tokens: int, outputs: int, chip: Chip) -> tuple[int, int]:
+    """Return the tokens and rows of a tile for more tokens than WIDE has, by the time of the busiest processor.
+
+    A processor loads 64 bytes a cycle, and its tensor cores multiply 2048 pairs of numbers: 16 numbers of K of a tile
+    take it tokens * rows / 128 cycles, or (tokens + rows) / 2 to load.
+    """
+
+    def cost(shape: tuple[int, int]) -> tuple[int, int]:
+        tile, rows = shape
+        programs = -(-tokens // tile) * -(-outputs // rows)
+        return -(-programs // chip.processors) * max(tile * rows, 64 * (tile + rows)), programs
+
+    return min(TILES, key=cost)
+
+
 def cut(tokens: int, outputs: int, inputs: int, chip: Chip) -> tuple[int, int, int, int, int]:
-    """Return the tokens, rows and depth of a tile, the warps and the stages, for a product of up to 64 tokens.
+    """Return the tokens, rows and depth of a tile, the warps and the stages, for a product of up to MOST tokens.
 
     Tiles are halved if the weight would otherwise occupy at most half of the processors and half a tile's rows nearly
     fit into shared memory: all of the weight then loads before the kernel ahead has ended. (The other rows of the
-    instruction are undefined.) With longer rows that was slower, because twice as many programs read x.
+    instruction are undefined.) With longer rows that was slower, because twice as many programs read x. They are halved
+    all the same if the weight would occupy at most a quarter, which cannot load as fast as memory reads.
     """
+    if tokens > max(WIDE):
+        tile, rows = _shape(tokens, outputs, chip)
+        programs = -(-tokens // tile) * -(-outputs // rows)
+        room = chip.shared_memory // (1 if programs <= chip.processors else 2) - 3072
+        depth = next((each for each in (128, 64) if room // ((tile + rows) * each * 2) > LEAST), 64)
+        return tile, rows, depth, WARPS, min(room // ((tile + rows) * depth * 2), 12)
     padded = next(each for each in WIDE if tokens <= each)
     rows, depth = WIDE[padded]
     wide = outputs >= rows * chip.processors
     if not wide:
         tiles, half_bytes = -(-outputs // SIDE), SIDE // 2 * inputs * 2
         rows, depth = SIDE, NARROW[padded] if tiles <= chip.processors else BETWEEN
-        if HALVES and 2 * tiles <= chip.processors and padded < 64 and half_bytes <= SPARE * chip.shared_memory:
+        early = half_bytes <= SPARE * chip.shared_memory
+        if HALVES and padded < 64 and (4 * tiles <= chip.processors or (early and 2 * tiles <= chip.processors)):
             rows, depth = SIDE // 2, HALVED
     programs = 1 if -(-outputs // rows) <= chip.processors else 2
     room = chip.shared_memory // programs - 3072 - max(SIDE - rows, 0) * PIECE * 2
@@ -66,21 +105,19 @@ def _product_kernel(
     x_desc, weight_desc, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, T, N,
     K: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, P: gl.constexpr, ADD: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    SIDE: gl.constexpr, PIECES: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
+    SIDE: gl.constexpr, PIECES: gl.constexpr, CUT: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the product of a tile of the weight's rows with all tokens a program. Letters: see
+    """Compute the product of a tile of the weight's rows with a tile of the tokens a program. Letters: see
     fastgen.kernels.batch_invariant.
 
     SIDE: rows that are multiplied, of which only the first ROWS are the program's. PIECES: parts in which a stage's
-    weight loads. EARLY: the next kernel may start once this one has, and the kernel ahead has ended.
+    weight loads. CUT: there may be several tiles of tokens; their programs with one weight are neighbours. AHEAD: the
+    epilogue's numbers load before the sums. EARLY: the next kernel may start once this one has, and the kernel ahead
+    has ended.
     """
     PAIRS: gl.constexpr = ROWS // 2 // HEADS
-    head = 0
-    first_row = gl.program_id(0) * ROWS
-    if HALF > 0:
-        TILES: gl.constexpr = (HALF + PAIRS - 1) // PAIRS  # of a head
-        head = gl.program_id(0) // TILES * HEADS
-        first_row = gl.program_id(0) % TILES * PAIRS
+    first_token, head, first_row = _origin(T, HALF, TOKENS, ROWS, HEADS, CUT)
     slots: gl.constexpr = [STAGES * PIECES + (SIDE - ROWS) // ROWS]  # with room behind the last for its other rows
     weights = gl.allocate_shared_memory(weight_desc.dtype, slots + weight_desc.block_type.shape, weight_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, DEPTH], x_desc.layout)
@@ -92,7 +129,7 @@ def _product_kernel(
     side_by_side: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
     blocked: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     spread: gl.constexpr = gl.SliceLayout(2, side_by_side) if HALF > 0 else blocked  # the layout of stores
-    token = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(1, spread)), 1)
+    token = gl.expand_dims(first_token + gl.arange(0, TOKENS, gl.SliceLayout(1, spread)), 1)
     if HALF > 0:
         number = gl.arange(0, SIDE // 2, gl.SliceLayout(0, spread))
         places = (token, head + number // PAIRS, gl.where(number < ROWS // 2, first_row + number % PAIRS, HALF))
@@ -104,12 +141,14 @@ def _product_kernel(
     STEPS: gl.constexpr = (K + DEPTH - 1) // DEPTH
     acc, read = gl.warp_specialize(
         [
-            (_multiply, (ring, places, tables, out_ptr, T, N, STEPS, HALF, KV, ADD, SIDE, PIECES, EARLY)),
-            (_load_tiles, (x_desc, weight_desc, ring, head, first_row, STEPS, HALF, ROWS, PIECES, EARLY)),
+            (_multiply, (ring, places, tables, out_ptr, T, N, STEPS, HALF, KV, ADD, SIDE, PIECES, AHEAD, EARLY)),
+            (_load_tiles, (x_desc, weight_desc, ring, first_token, head, first_row, STEPS, HALF, ROWS, PIECES, EARLY)),
         ],
         [1],
         [REGISTERS],
     )  # fmt: skip
+    if not AHEAD:
+        read = _read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
     acc = gl.permute(acc, (1, 0))
     if HALF > 0:
         acc = gl.permute(gl.reshape(acc, [TOKENS, SIDE // 2 // PAIRS, 2, PAIRS]), (0, 1, 3, 2))
@@ -120,8 +159,29 @@ def _product_kernel(
 
 
 @gluon_jit()
+def _origin(
+    T, HALF: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, CUT: gl.constexpr,
+):  # fmt: skip
+    """Return the first token, head and row of the program's tiles."""
+    tile = gl.program_id(0)
+    first_token = tile * 0
+    if CUT:
+        token_tiles = gl.cdiv(T, TOKENS)
+        first_token = tile % token_tiles * TOKENS
+        tile = tile // token_tiles
+    head = tile * 0
+    first_row = tile * ROWS
+    if HALF > 0:
+        PAIRS: gl.constexpr = ROWS // 2 // HEADS
+        TILES: gl.constexpr = (HALF + PAIRS - 1) // PAIRS  # of a head
+        head = tile // TILES * HEADS
+        first_row = tile % TILES * PAIRS
+    return first_token, head, first_row
+
+
+@gluon_jit()
 def _load_tiles(
-    x_desc, weight_desc, ring, head, first_row,
+    x_desc, weight_desc, ring, first_token, head, first_row,
     STEPS: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Load the tiles of all steps, each when a stage is free: the first weights at once."""
@@ -131,7 +191,7 @@ def _load_tiles(
         _load_weight(weight_desc, ring, stage, stage, head, first_row, HALF, ROWS, PIECES)
     tl.extra.cuda.gdc_wait()
     for stage in gl.static_range(min(STAGES, STEPS)):
-        _load_x(x_desc, ring, stage, stage)
+        _load_x(x_desc, ring, stage, stage, first_token)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     stage = 0
@@ -139,7 +199,7 @@ def _load_tiles(
     for step in range(STAGES, STEPS):
         nvidia.mbarrier.wait(free.index(stage), phase)
         _load_weight(weight_desc, ring, stage, step, head, first_row, HALF, ROWS, PIECES)
-        _load_x(x_desc, ring, stage, step)
+        _load_x(x_desc, ring, stage, step, first_token)
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
         phase = gl.where(stage == 0, phase ^ 1, phase)
 
@@ -160,29 +220,38 @@ def _load_weight(
 
 
 @gluon_jit()
-def _load_x(x_desc, ring, stage, step):
+def _load_x(x_desc, ring, stage, step, first_token):
     _weights, xs, ready, _free = ring
-    load_tile(x_desc, [0, step * xs.shape[2]], ready.index(stage), xs.index(stage))
+    load_tile(x_desc, [first_token, step * xs.shape[2]], ready.index(stage), xs.index(stage))
+
+
+@gluon_jit()
+def _read_ahead(places, tables, out_ptr, T, N, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr):
+    """Load what the epilogue needs."""
+    bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr = tables
+    if HALF > 0:
+        read = read_pairs(*places, bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, T, N, HALF, KV)
+    else:
+        read = read_rows(*places, bias_ptr, out_ptr, T, N, ADD)
+    return read
 
 
 @gluon_jit()
 def _multiply(
     ring, places, tables, out_ptr, T, N,
     STEPS: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr, SIDE: gl.constexpr,
-    PIECES: gl.constexpr, EARLY: gl.constexpr,
+    PIECES: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the tiles as they arrive. Returns the product [SIDE, TOKENS], and what the epilogue has loaded
+    """Multiply the tiles as they arrive. Returns the product [SIDE, TOKENS], and if AHEAD what the epilogue has loaded
     meanwhile."""
     weights, xs, ready, free = ring
-    bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr = tables
     STAGES: gl.constexpr = xs.shape[0]
     TOKENS: gl.constexpr = xs.shape[1]
     LONG: gl.constexpr = xs.shape[2] // PIECES
     tl.extra.cuda.gdc_wait()
-    if HALF > 0:
-        read = read_pairs(*places, bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, T, N, HALF, KV)
-    else:
-        read = read_rows(*places, bias_ptr, out_ptr, T, N, ADD)
+    read = places
+    if AHEAD:
+        read = _read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
     acc = gl.zeros([SIDE, TOKENS], gl.float32, layout)
     stage = 0
@@ -205,21 +274,24 @@ def _multiply(
 
 
 def launch(
-    x: Tensor, x_block: list[int], weight: Tensor, block: list[int], tiles: int, stages: int, warps: int,
+    x: Tensor, x_block: list[int], weight: Tensor, block: list[int], tiles: int, cut: int, stages: int, warps: int,
     others: tuple[Tensor | None, ...], sizes: tuple[int, ...], chip: Chip,
 ) -> None:  # fmt: skip
-    """Multiply x [T, K], in a tile x_block [tokens, depth] of at least T tokens, with a weight in tiles `block`: [rows,
+    """Multiply x [T, K], in at most `cut` tiles x_block [tokens, depth], with a weight in tiles `block`: [rows,
     depth] or [heads, 2, rows of a half, depth]. The caller checks; dtypes have 2 bytes. others, sizes: the kernel's
     arguments from bias_ptr to values_ptr, and from N to ADD."""
-    assert len(x) <= x_block[0]
     assert stages > 1
     rows, heads = math.prod(block[:-1]), block[0] if len(block) > 2 else 1
-    pieces = 1 if rows >= SIDE else block[-1] // PIECE
+    side, (tile, depth) = max(rows, SIDE), x_block
+    pieces = 1 if rows >= SIDE else depth // PIECE
+    assert len(x) <= cut * tile
     # With a quarter of the processors or more free, the next kernel's first programs do not crowd.
-    early = 4 * tiles <= 3 * chip.processors
-    _product_kernel[(tiles,)](
-        described(x, x_block), described(weight, [*block[:-1], block[-1] // pieces]), *others, len(x), *sizes,
-        x_block[0], rows, heads, x_block[1], stages, max(rows, SIDE), pieces, early, LOADING_REGISTERS,
+    early = 4 * cut * tiles <= 3 * chip.processors
+    ahead = tile * side <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * warps
+    _product_kernel[(-(-len(x) // tile) * tiles,)](
+        described(x, x_block), described(weight, [*block[:-1], depth // pieces]), *others, len(x), *sizes,
+        tile, rows, heads, depth, stages, side, pieces, cut > 1, ahead, early,
+        LOADING_REGISTERS,
         num_warps=warps, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ from fastgen.engine.startup import (
     find_device,
 )
 from fastgen.kernels import batch_invariant, hopper_products
-from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels.batch_invariant import Fused, ProductConfig
 from fastgen.kernels.launch import Chip
 from fastgen.model.config import read_config
 from fastgen.model.host_tier import HostTier
@@ -226,19 +226,21 @@ def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
     zero = torch.zeros(1, dtype=torch.int64)
     products = model.products(model.slot_mapping(pool, zero, zero, 1), pool)
 
-    def about(weight: torch.Tensor, behind: Fused) -> tuple[object, ...]:
-        return weight.shape, *(each is not None and each is not False for each in behind)
+    def about(weight: torch.Tensor, behind: Fused, found: ProductConfig) -> tuple[object, ...]:
+        parts = (each is not None and each is not False for each in behind)
+        early = 4 * found.cut * -(-len(weight) // found.rows) <= 3 * 132
+        return weight.shape, *parts, early, replace(found, cut=min(found.cut, 2))  # a kernel for any larger cut
 
     monkeypatch.setattr(Chip, "of", lambda device: Chip((9, 0), 132, 232_448))
     monkeypatch.setattr(
-        batch_invariant, "launch_as", lambda found, x, weight, bias, behind: ran.add((*about(weight, behind), found))
+        batch_invariant, "launch_as", lambda found, x, weight, bias, behind: ran.add(about(weight, behind, found))
     )
     _launch_products(model, pool, [*batch_invariant.SIZES, 5000])
     for linear, behind in products:
         for tokens in range(1, 5001):
             found = batch_invariant.config(tokens, *linear.weight.shape, torch.bfloat16, Chip((9, 0), 132, 232_448))
             now = behind if batch_invariant.turns(tokens) else behind._replace(rope=None)
-            assert (*about(linear.weight, now), found) in ran, tokens
+            assert about(linear.weight, now, found) in ran, tokens
 
 
 def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:

@@ -26,7 +26,7 @@ from fastgen.model.kv_pool import KVPool
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 
 MOST = 8192
-TOKENS = (1, 8, 9, 16, 17, 33, 64, 65, 200, 512, 1000)
+TOKENS = (1, 8, 9, 16, 17, 33, 64, 65, 96, 128, 129, 160, 192, 200, 256, 257, 512, 1000)
 SHAPES = {
     "qkv": (6144, 4096),
     "o": (4096, 4096),
@@ -90,9 +90,9 @@ def test_all_configurations_give_the_same_bits(name: str, gluon: bool, monkeypat
     product, chip = Product(name, torch.bfloat16), Chip.of(torch.device("cuda", 0))
     expected = product.rows(1000)
     monkeypatch.setattr(hopper_products, "GLUON", gluon)
-    shapes = [(tokens, outputs) for tokens in TOKENS for outputs in (4096, 28672)]
+    shapes = [(tokens, outputs) for tokens in TOKENS for outputs in (4096, 6144, 28672)]
     for chosen in {batch_invariant.config(*shape, 4096, torch.bfloat16, chip) for shape in shapes}:
-        tokens = min(chosen.tokens, 77) if gluon and chosen.swap else 77
+        tokens = min(chosen.tokens * chosen.cut, 77) if gluon and chosen.swap else 77
         for found, want in zip(product.rows(tokens, chosen), expected, strict=True):
             assert torch.equal(found, want[:tokens]), chosen
 

@@ -127,7 +127,7 @@ def test_on_the_cpu_the_twin_answers() -> None:
 def test_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordinary mode takes these products for few tokens: for more where they are in Gluon."""
     monkeypatch.setattr(hopper_products, "GLUON", True)
-    for chip, most in ((H200, 64), (A100, 32), (replace(H200, capability=(10, 0)), 32)):
+    for chip, most in ((H200, 128), (A100, 32), (replace(H200, capability=(10, 0)), 32)):
         assert pays(1, 4096, torch.bfloat16, chip)
         assert pays(most, 4096, torch.float16, chip)
         assert not pays(most + 1, 4096, torch.bfloat16, chip)
