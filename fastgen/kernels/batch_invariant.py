@@ -6,7 +6,7 @@ among tiles for which the chip has the same instruction. On Hopper that is wgmma
 side, 16 columns on the right in Triton (8 in Gluon), and 4 or 8 warps; for other tiles Triton takes mma.sync, which
 sums differently. Therefore the weight is the left side of products of few tokens.
 
-On Hopper fastgen.kernels.hopper_products computes the products of few tokens, and sums in the same order.
+On Hopper fastgen.kernels.hopper_products computes the products of up to 256 tokens, and sums in the same order.
 
 The epilogue of a product works on the sums before they are rounded. Rope rotates rounded numbers, as its own kernel
 does behind products of many tokens.
