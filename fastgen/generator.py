@@ -18,13 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fastgen.device.memory import release_memory
+from fastgen.device.memory import MemoryRetry, release_memory
 from fastgen.device.profiling import Tracer, span
 from fastgen.engine.inputs import InputProcessor, pair_scores, prompt_list
-from fastgen.engine.interrupts import DeferredInterrupt
+from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.options import GeneratorOptions, takes_fields_of
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats, error_output, with_progress
-from fastgen.engine.scheduler import Scheduler
+from fastgen.engine.scheduler import NOT_FINITE, Scheduler
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.model.transformer import checkpoint_shards
@@ -107,8 +107,9 @@ class Generator:
         self._weights = WeightState()
         self._scheduler = Scheduler(self.config)
         self._in_flight: Any = None  # the last launched step, until it is collected
-        self._interrupt = DeferredInterrupt()
+        self._interrupt = OneCaller("Generator")
         self._stepping = False
+        self._retry = MemoryRetry(self.config.device, possible=not isinstance(self._runner, Leader))
         self._late_aborts: list[str | int] = []  # requests that were aborted from within a step
         self._active: dict[str | int, ActiveRequest] = {}
         self._owners: dict[Sequence, tuple[ActiveRequest, ActiveSample]] = {}  # in order of arrival
@@ -414,13 +415,12 @@ class Generator:
         self._drain()
         if self._active:
             raise ValueError(f"{len(self._active)} requests are in flight; finish or abort them before sleep")
-        weights = self._weights
-        new = wanted - weights.asleep
+        new = wanted - self._weights.asleep
         if not new:
             return 0
         if "weights" in new and not keep_weights:
-            weights.torn = DROPPED
-        weights.asleep |= new  # before the memory goes: after an exception, `wake` restores all of it
+            self._weights.torn = DROPPED
+        self._weights.asleep |= new  # before the memory goes: after an exception, `wake` restores all of it
         try:
             freed: int = self._runner.sleep(sorted(new), keep_weights)
         except ValueError:
@@ -445,7 +445,7 @@ class Generator:
 
     def close(self) -> None:
         """Abort all requests and release the memory."""
-        if self._runner is None:
+        if self._runner is None or self._interrupt.forked:
             return
         with self._interrupt:
             self._scheduler.stats.aborted += len(self._active)
@@ -471,8 +471,8 @@ class Generator:
         A step with a mask draws its tokens last, since the mask depends on the tokens of the step before.
         """
         self._weights.check()
-        start, launched = time.perf_counter(), None
-        with self._resetting():
+        start, batch, launched = time.perf_counter(), None, None
+        with self._retry, self._resetting():
             with span("schedule"):
                 batch = self._scheduler.schedule()
             if batch is not None:
@@ -536,6 +536,8 @@ class Generator:
     def _update_output(self, sequence: Sequence) -> None:
         """Update the text and the events of a sequence, and close its request if all its samples have finished."""
         active, sample = self._owners[sequence]
+        if sequence.error == NOT_FINITE:
+            sequence.error += self._weights.blame(self._runner.find_not_finite)
         if active.first_token is None and sequence.output_len > sample.emitted[0]:
             active.first_token = time.perf_counter()
         if sample.text is not None or sequence.status is Status.FINISHED:
@@ -633,7 +635,7 @@ class Generator:
             raise
         for sequence in self._owners:
             sequence.begin_version(following)
-        weights.version, weights.torn = following, ""
+        weights.version, weights.torn, weights.not_finite = following, "", None
         return following
 
     def _check_open(self) -> None:

@@ -28,6 +28,7 @@ ROOMS = (
     "request",
     "option",
     "names",
+    "disk",
     "tiny",
 )
 WITHOUT_TORCH = (
@@ -36,6 +37,7 @@ WITHOUT_TORCH = (
     "text.grammar",
     "text.tokenizer",
     "text.tool_calls",
+    "disk",
     "names",
     "option",
     "request",
@@ -161,6 +163,12 @@ def test_files_and_functions_can_be_read_without_scrolling(module: str) -> None:
 def test_nothing_is_left_for_later(module: str) -> None:
     source = SOURCES[module].read_text(encoding="utf-8")
     assert not re.findall(r"\b(?:TODO|FIXME|XXX|NotImplementedError)\b", source)
+
+
+def test_no_interval_is_measured_by_a_clock_that_jumps() -> None:
+    """The time of day is a field of answers alone."""
+    read = {module for module, path in SOURCES.items() if re.search(r"\btime\.time\b", path.read_text("utf-8"))}
+    assert {module.rpartition(".")[0] for module in read} == {"fastgen.cli.serve"}
 
 
 def test_the_modules_without_torch_do_not_name_it() -> None:

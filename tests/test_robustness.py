@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,8 @@ def test_not_finite_logits_fail_alone_and_leave_nothing_behind(llama: Path) -> N
         clean = [token for token in random_ids(40) if token != 7]
         before = gen.generate([clean], SHORT)[0].completions[0].token_ids
         poisoned, beside = gen.generate([[1, 7, 9] * 10, clean], SHORT)
-        assert poisoned.error == "the logits are not finite"
+        named = "the logits are not finite, nor are the weights model.embed_tokens.weight; load or update them again"
+        assert poisoned.error == named
         assert beside.completions[0].token_ids == before
         assert gen.generate([clean], SHORT)[0].completions[0].token_ids == before
         assert right[0].error is None
@@ -108,6 +112,67 @@ def test_after_an_exception_the_device_is_waited_for_before_pages_are_given_out(
         assert done
         assert tokens == expected[0].token_ids
         check_idle(gen)
+
+
+def test_a_step_without_memory_is_tried_again_once(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Generator(llama, page_size=16, num_pages=12, max_seqs=4) as gen:
+        prompts = [random_ids(20, seed=seed) for seed in range(6)]
+        expected = gen.generate(prompts, SHORT)
+        launch, count, failing = gen._runner.launch, itertools.count(), {3, 5, 6}
+
+        def launched(*given: Any) -> Any:
+            if next(count) in failing:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return launch(*given)
+
+        monkeypatch.setattr(gen._runner, "launch", launched)
+        with pytest.raises(torch.OutOfMemoryError):  # at steps 5 and 6
+            gen.generate(prompts, SHORT)
+        assert caplog.text.count("a step had too little memory") == 2
+        check_idle(gen)
+        failing.add(next(count) + 4)
+        assert [output.completions for output in gen.generate(prompts, SHORT)] == [o.completions for o in expected]
+        assert gen.stats.preemptions > 0
+        check_idle(gen)
+
+
+def test_one_thread_of_one_process_uses_a_generator(gen: Generator) -> None:
+    """Another thread gets an error while a step runs, and a fork of the process does at any time."""
+    errors: list[str] = []
+
+    def call() -> None:
+        for method in (gen.step, gen.close, lambda: gen.add([5, 6], SHORT), lambda: next(gen.stream([]))):
+            with pytest.raises(RuntimeError) as raised:
+                method()
+            errors.append(str(raised.value))
+
+    class Elsewhere:
+        def fill(self, row: np.ndarray) -> None:
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(call).result()
+
+        def accept(self, token: int) -> None:
+            pass
+
+    assert gen.generate([5, 6], replace(SHORT, mask=Elsewhere(), max_tokens=2))[0].error is None
+    assert {error.partition(";")[0] for error in errors} == {"another thread is using this Generator"}
+    assert ThreadPoolExecutor(1).submit(gen.generate, [5, 6], SHORT).result()[0].error is None, "one after the other"
+    reading, writing = os.pipe()
+    with warnings.catch_warnings(action="ignore"):  # of a fork beside threads
+        child = os.fork()
+    if not child:
+        try:
+            gen.add([5, 6], SHORT)
+        except RuntimeError as error:
+            gen.close()  # does nothing
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert f"was made by process {os.getpid()}, and a fork of it can not use it".encode() in os.read(reading, 1000)
+    os.close(reading)
+    os.close(writing)
 
 
 def test_numpy_values_are_values(gen: Generator) -> None:

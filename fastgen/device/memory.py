@@ -8,6 +8,7 @@ when other physical memory is mapped at the same place.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import mmap
 import weakref
@@ -20,6 +21,8 @@ from torch import Tensor
 from fastgen.device import cuda_driver
 from fastgen.device.pinned import Pinned
 from fastgen.kernels.launch import current
+
+log = logging.getLogger(__name__)
 
 ALIGNMENT = 512  # bytes, of each tensor on a GPU
 HUGE = 4 << 20  # bytes from which on a mapping asks for huge pages, as numpy does for its arrays
@@ -249,3 +252,22 @@ class VirtualMemory:
     def _call(self, name: str, *arguments: Any) -> None:
         with current(self._device):
             cuda_driver.call(name, *arguments)
+
+
+class MemoryRetry:
+    """Context manager of a step: an out-of-memory error ends it quietly, unless the step before had one too. The memory
+    that torch has cached is released before the next step. possible: False: every error is raised."""
+
+    def __init__(self, device: str, possible: bool) -> None:
+        self._device, self._possible = device, possible
+        self._failed = False
+
+    def __enter__(self) -> None:
+        if self._failed:  # not in __exit__, where the error still holds the tensors of its step
+            release_memory(self._device)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self._failed = self._possible and not self._failed and isinstance(error, torch.OutOfMemoryError)
+        if self._failed:
+            log.warning("a step had too little memory; all running sequences compute again: %s", error)
+        return self._failed

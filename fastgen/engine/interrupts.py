@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -84,3 +85,43 @@ class DeferredInterrupt:
         self._count += 1
         if self._count >= IMPATIENT:
             signal.default_int_handler(number, frame)
+
+
+class OneCaller(DeferredInterrupt):
+    """DeferredInterrupt whose blocks one thread of one process may be in at a time. Entering raises RuntimeError while
+    another thread is in one, and in a fork of the process, where the threads that compute are missing."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        try:
+            self._take()
+        except RuntimeError:
+            super().__exit__(None, None, None)
+            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._lock.release()
+        super().__exit__(kind, error, trace)
+
+    @property
+    def forked(self) -> bool:
+        """True in a fork of the process that made this."""
+        return os.getpid() != self._process
+
+    def _take(self) -> None:
+        if self.forked:
+            raise RuntimeError(
+                f"this {self._what} was made by process {self._process}, and a fork of it can not use it; make one in "
+                "this process (in multiprocessing, with the start method 'spawn')"
+            )
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"another thread is using this {self._what}; call it from one thread at a time, with a lock of yours, "
+                "or use an AsyncGenerator"
+            )

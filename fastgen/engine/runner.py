@@ -183,6 +183,15 @@ class Runner:
             self.model.pack()
         self.synchronize()
 
+    @torch.inference_mode()
+    def find_not_finite(self) -> list[str]:
+        """Return the Hugging Face names of this rank's weights that hold NaN or an infinity."""
+        self.model.unpack()
+        try:
+            return [name for name, shard in self.model.targets().items() if not shard.view.isfinite().all()]
+        finally:
+            self.model.pack()
+
     def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
         """Release the memory of "weights", "kv_cache" or both; return the bytes that this freed, 0 on the CPU.
 

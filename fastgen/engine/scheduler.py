@@ -21,6 +21,7 @@ from fastgen.engine.pages import PageAllocator
 from fastgen.engine.step_times import StepTimes, StepWork
 from fastgen.request import Batch, LaneStart, Prefill, Score, Scored, Sequence, Status, StepResult
 
+NOT_FINITE = "the logits are not finite"
 RETRY_STEPS = 8  # from a rejected admission until the next attempt, if no sequence leaves meanwhile
 
 
@@ -470,7 +471,7 @@ def keep_scores(sequence: Sequence, scored: Scored) -> None:
 def accepts(sequence: Sequence, token: int) -> bool:
     """Advance a sequence's mask by its next token. Return False, with the reason in `error`, if there can be none."""
     if token < 0:
-        reason = "the logits are not finite" if sequence.mask is None else "the mask allowed no token"
+        reason = NOT_FINITE if sequence.mask is None else "the mask allowed no token"
         if sequence.mask is not None and sequence.output_len < sequence.params.min_tokens:
             reason += "; min_tokens forbids an end so early"
         sequence.error = sequence.error or reason

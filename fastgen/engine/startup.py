@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from fastgen.device.memory import device_memory, release_memory
+from fastgen.disk import naming_full_disk
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.cuda_graphs import batch_sizes, prefill_sizes, shared_sizes
 from fastgen.engine.options import GeneratorOptions
@@ -150,7 +152,9 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
     """Load the model and its weights, size the KV pool, and return the runner; its `config` has the pool's size."""
     device = torch.device(config.device)
     free = device_memory(config.device)
-    with _explain_out_of_memory(config, free), current(device):
+    kernels = os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")
+    remedy = "make room, or set TRITON_CACHE_DIR to a folder on another disk"
+    with _explain_out_of_memory(config, free), naming_full_disk(kernels, remedy), current(device):
         with group.agreeing():  # if one rank can not load its weights, the others must not wait for it
             model = _build_model(model_config, config, folder, load, group)
         if device.type == "cpu":

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from fastgen.device.pinned import on_stream
 from fastgen.device.threads import at_most
+from fastgen.disk import naming_full_disk
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.model.weights import FLOATS, Shard, TensorMatcher
 from fastgen.text.tokenizer import Tokenizer
@@ -191,15 +192,17 @@ def _check_present(files: Iterable[Path], folder: Path) -> None:
 
 def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
     """Bring the needed files of a hub repository into huggingface_hub's cache, and return its folder there."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     login = "log in with `hf auth login` or set HF_TOKEN"
+    remedy = "make room, or set HF_HOME to a folder on another disk"
     try:
-        folder = _fetch(model, revision, _SMALL_FILES, bars=False)
-        files = [str(path.relative_to(folder)) for path in _weight_files(folder)] if weights else []
-        if lacking := [name for name in files if not (folder / name).is_file()]:
-            # The commit of the first part, even if the repository has moved on meanwhile.
-            _fetch(model, folder.name, lacking, bars=True)
+        with naming_full_disk(constants.HF_HUB_CACHE, remedy):
+            folder = _fetch(model, revision, _SMALL_FILES, bars=False)
+            files = [str(path.relative_to(folder)) for path in _weight_files(folder)] if weights else []
+            if lacking := [name for name in files if not (folder / name).is_file()]:
+                # The commit of the first part, even if the repository has moved on meanwhile.
+                _fetch(model, folder.name, lacking, bars=True)
     except errors.GatedRepoError as error:
         raise ValueError(
             f"{model} is gated: accept its licence at https://huggingface.co/{model}, then {login}"

@@ -196,13 +196,15 @@ class WeightState:
     """The version of a Generator's weights, and whether they can be used.
 
     version: of the weights in the model; torn: why they are a mixture of two versions, or ""; asleep: the parts whose
-    memory `sleep` has given back.
+    memory `sleep` has given back; not_finite: names of weights that hold NaN or an infinity, None before they are
+    searched.
     """
 
     def __init__(self) -> None:
         self.version = 0
         self.torn = ""
         self.asleep: frozenset[str] = frozenset()
+        self.not_finite: list[str] | None = None
 
     def check(self) -> None:
         """Raise RuntimeError if the model can not generate: it sleeps, or its weights are torn."""
@@ -214,6 +216,15 @@ class WeightState:
         """Raise RuntimeError if the weights are torn."""
         if self.torn:
             raise RuntimeError(f"{self.torn}; call update_weights with all of them")
+
+    def blame(self, find_not_finite: Callable[[], list[str]]) -> str:
+        """Return the end of a message about logits that are not finite: the names of weights that are not, if any."""
+        if self.not_finite is None:
+            self.not_finite = find_not_finite()
+        if not self.not_finite:
+            return ""
+        more = f" and {len(self.not_finite) - LISTED} more" if len(self.not_finite) > LISTED else ""
+        return f", nor are the weights {', '.join(self.not_finite[:LISTED])}{more}; load or update them again"
 
     def following(self, version: int | None) -> int:
         """Return the version after the current one: `version`, or the next number for None.

@@ -301,6 +301,10 @@ class Leader(Rank):
         if self._failure is None and self._end.alive:
             self._invoke("synchronize")
 
+    def find_not_finite(self) -> list[str]:
+        """See Runner; of the weights of all ranks."""
+        return list(dict.fromkeys(itertools.chain.from_iterable(self._invoke("find_not_finite"))))
+
     def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
         """See Runner; returns the bytes of all ranks."""
         return sum(self._invoke("sleep", tuple(tags), keep_weights))

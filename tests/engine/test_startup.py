@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import warnings
 from dataclasses import replace
@@ -321,6 +323,16 @@ def test_out_of_memory_at_start_says_what_to_lower(
     lower = r"max_step_tokens=77.*max_seqs=5: lower these, num_pages, .*end other programs.*device='cpu'"
     with pytest.raises(ValueError, match=rf"{where} does not suffice.*{lower} \({first}\)$"):
         Generator(llama, max_seqs=5, max_step_tokens=77)
+
+
+def test_a_full_disk_of_compiled_kernels_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_kernels(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as Triton's cache raises it
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/a/cache")
+    monkeypatch.setattr(startup, "_make_runner", compile_kernels)
+    with pytest.raises(OSError, match=r"make room, or set TRITON_CACHE_DIR to a folder on another disk: '/a/cache'"):
+        Generator(llama)
 
 
 def test_other_errors_at_start_stay_what_they_are(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ The hub is a small HTTP server of this file, or a cache laid out by hand; huggin
 import hashlib
 import json
 import os
+import resource
 import shutil
 import struct
 import subprocess
@@ -416,6 +417,20 @@ def test_hub_refusals(error: Any, model: str, revision: str | None, message: str
     serve(repository(tmp_path / "there", sharded=False), error)
     with pytest.raises(ValueError, match=message):
         resolve(model, revision)
+
+
+def test_a_full_cache_is_named_and_the_next_start_goes_on(serve: Any, cache: Path, tmp_path: Path) -> None:
+    files = repository(tmp_path / "model", sharded=False)
+    files["model.safetensors"] += bytes(20_000)
+    serve(files)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match=rf"make room, or set HF_HOME to a folder on another disk: '.*{cache.name}'"):
+            resolve("org/model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (resolve("org/model") / "model.safetensors").read_bytes() == files["model.safetensors"]
 
 
 def test_hub_without_safetensors(serve: Any) -> None:

@@ -29,9 +29,11 @@ from typing import Any, BinaryIO
 
 from fastgen.cli.gen.rows import CSV, GZIP, PARQUET, format_of, open_file, parquet_file, pyarrow, read_rows
 from fastgen.cli.gen.work import Record, State, check_added
+from fastgen.disk import naming_full_disk
 
 PART_BYTES = 64 << 20  # size of a part in memory
 PART_SECONDS = 300.0  # time that a row may wait for its part to be written
+GO_ON = "make room, and the same command goes on"
 SCHEMA_ROWS = 1024  # rows of JSON or CSV whose types are found at a time
 
 
@@ -75,10 +77,14 @@ def _describe(output: Output, job: Mapping[str, Any], seed: int) -> None:
 def _save(path: Path, data: bytes) -> None:
     """Write a file, and force it to the disk, so that it is there as a whole or not at all."""
     beside = path.with_name(f"{path.name}.tmp")
-    with beside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with naming_full_disk(path, GO_ON), beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        beside.unlink(missing_ok=True)  # a full disk needs the space
+        raise
     beside.replace(path)
 
 
@@ -113,11 +119,11 @@ class Lines:
             _lock(self._file.fileno(), self.path)
             yield
         finally:
-            if isinstance(self._writer, gzip.GzipFile):
-                self._writer.close()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with naming_full_disk(self.path, GO_ON), self._file:
+                if isinstance(self._writer, gzip.GzipFile):
+                    self._writer.close()
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
     def begun(self) -> bool:
         """Return True if the output has records, of whatever job."""
@@ -189,8 +195,9 @@ class Lines:
             self._writer = gzip.GzipFile(fileobj=self._file, mode="ab") if packed else self._file
             if self._csv and empty:
                 self._writer.write(to_cells(self._columns))
-        self._writer.write(raw)
-        self._writer.flush()
+        with naming_full_disk(self.path, GO_ON):
+            self._writer.write(raw)
+            self._writer.flush()
 
 
 class Stdout(Lines):
@@ -255,9 +262,11 @@ class Parts:
             _lock(folder, self.path)
             yield
         finally:
-            self._write_part()
-            os.fsync(folder)
-            os.close(folder)
+            try:
+                self._write_part()
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
     def begun(self) -> bool:
         return any(self.path.glob(f"*{PARQUET}"))

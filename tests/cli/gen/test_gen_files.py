@@ -8,6 +8,7 @@ import datetime
 import gzip
 import io
 import json
+import resource
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,6 +42,34 @@ def test_files_folders_globs_and_stdin(fggen: Fggen, monkeypatch: pytest.MonkeyP
         said.append(by_row(f"{number}.jsonl"))
     assert said[0] == said[1] == said[2] == said[3]
     assert [record["prompt"] for record in said[0]] == [row["prompt"] for row in PROMPTS]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz", "out.csv", "out.parquet"])
+def test_a_full_disk_loses_nothing(fggen: Fggen, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write("in.jsonl", *PROMPTS * 4)
+    assert fggen("in.jsonl", "-o", f"whole-{name}", *SHORT) == 0
+    about = 300  # bytes of the file that describes the job
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (about, hard))
+    try:
+        assert fggen("in.jsonl", "-o", name, *SHORT) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    place = f"{name}/part-00000.parquet" if name == "out.parquet" else name
+    assert f"File too large; make room, and the same command goes on: '{place}'" in capsys.readouterr().err
+    assert not list(Path.cwd().rglob("*.tmp")), "it would take room"
+    assert fggen("in.jsonl", "-o", name, *SHORT) == 0
+    assert contents(name) == contents(f"whole-{name}")
+
+
+def contents(name: str) -> list[Any]:
+    """Return the rows of an output, in their order."""
+    if name.endswith(".parquet"):
+        rows: list[Any] = pq.read_table(name).to_pylist()
+    else:
+        data = gzip.decompress(Path(name).read_bytes()) if name.endswith(".gz") else Path(name).read_bytes()
+        rows = list(csv.DictReader(io.StringIO(data.decode()))) if name.endswith(".csv") else data.splitlines()
+    return sorted(rows, key=str)
 
 
 @pytest.mark.parametrize(
