@@ -33,7 +33,7 @@ class Server:
         command = [sys.executable, "-m", "fastgen.cli.serve.main", *models, "--port", "0", *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
         self.url = ""
-        self._said: deque[str] = deque(maxlen=50)
+        self._said: deque[str] = deque(maxlen=1000)
         self._listening = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -52,7 +52,7 @@ class Server:
             deadline = time.monotonic() + READY_SECONDS
             while not self._ready():
                 if self.process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the server does not get ready; it said: {''.join(self._said)}")
+                    raise RuntimeError(f"the server does not get ready; it said: {self.said}")
                 time.sleep(0.1)
         except BaseException:
             self.close()
@@ -80,6 +80,11 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
+
+    @property
+    def said(self) -> str:
+        """The last lines of its log."""
+        return "".join(self._said)
 
     @property
     def engine(self) -> int:

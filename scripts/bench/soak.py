@@ -1,0 +1,414 @@
+"""Floods fgserve, once or for minutes, and holds each answer to what the same request gets alone.
+
+    python scripts/bench/soak.py                                           # 2,000 requests at 200 connections
+    python scripts/bench/soak.py --minutes 30 --requests 400 --connections 40 --name soak
+    python scripts/bench/soak.py --serve Qwen/Qwen3-8B --max-seqs 64
+
+A round sends chats and completions, streamed or not. A third of its clients leave midway, and a tenth of its requests
+are malformed. The first round warms the server up; with --minutes, rounds follow until then, else there is one more.
+Behind each round, when the server is idle, its memory, threads, file descriptors and pages are counted: `drift` is
+their change from the first round to the last. In the end, clients that read nothing run beside others, and a SIGTERM
+comes under load. The exit status is 1 where an answer is wrong, lost or late, or something is held. Writes
+scripts/results/serve-NAME.json. --serve comes last: what follows its model are flags of fgserve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import socket
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from bench_cpu import processor
+from serve_load import quantiles
+from serve_process import BUNDLED, Server, model_folder
+
+RESULTS = Path(__file__).parent.parent / "results"
+SECONDS = 120.0  # a request that takes longer counts as hung
+SETTLE_SECONDS = 30.0
+MEMORY = ("http_mb", "engine_mb")
+SMALL = 4096  # bytes that a slow reader's connection holds
+TEXT = "tell me what you know about the moon and its light on water where a small boat sails to the north"
+WORDS = TEXT.split()
+EXTRAS: list[dict[str, Any]] = [
+    {}, {"n": 3}, {"stop": ["e ", "\n"]}, {"ignore_eos": True}, {"top_p": 0.9, "presence_penalty": 0.5},
+    {"structured_outputs": {"regex": "[a-z ]{5,40}"}}, {"min_tokens": 4, "top_k": 20},
+    {"structured_outputs": {"choice": ["the moon", "the sun"]}},
+]  # fmt: skip
+MALFORMED: list[tuple[str, bytes, int]] = [
+    ("/v1/completions", b"{", 400),
+    ("/v1/completions", b'{"prompt": "\xff"}', 400),
+    ("/v1/completions", b'{"prompt": 5}', 400),
+    ("/v1/completions", b'{"prompt": "a", "nonsense": 1}', 400),
+    ("/v1/completions", b'{"prompt": "a", "n": 1000}', 400),
+    ("/v1/completions", json.dumps({"prompt": [5] * 100_000}).encode(), 400),
+    ("/v1/chat/completions", b'{"messages": []}', 400),
+    ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "temperature": -1}', 400),
+    ("/v1/completions", b'{"prompt": "a", "structured_outputs": {"regex": "("}}', 400),
+    ("/v1/nothing", b"{}", 404),
+]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request, without the field `stream`."""
+
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass
+class Choice:
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    reason: str | None = None
+
+
+Answer = dict[int, Choice]  # by the index of the sample
+
+
+@dataclass
+class Round:
+    """What a round has found. ends: how many requests were right, left, refused or something worse."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    trouble: list[str] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)  # seconds to the first chunk of a stream, and between two chunks
+    gaps: list[float] = field(default_factory=list)
+
+
+def wanted_requests() -> list[Wanted]:
+    """Return three requests with each of EXTRAS, of which some share a prompt's beginning."""
+    found = []
+    for number in range(3 * len(EXTRAS)):
+        draw = random.Random(number)
+        text = " ".join(WORDS + draw.choices(WORDS, k=draw.randint(3, 40)))
+        body = {"seed": number, "temperature": draw.choice([0, 0.8]), "max_tokens": draw.randint(8, 48)}
+        body |= {"return_token_ids": True, **EXTRAS[number % len(EXTRAS)]}
+        if number % 3:
+            found.append(Wanted("/v1/chat/completions", body | {"messages": [{"role": "user", "content": text}]}))
+        else:
+            found.append(Wanted("/v1/completions", body | {"prompt": text}))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- one request
+
+
+def add(reply: dict[str, Any], answer: Answer) -> None:
+    """Add a complete answer, or a chunk of one, to `answer`. Raises ValueError for an error of the server."""
+    if "error" in reply:
+        raise ValueError(f"the server said {reply['error']}")
+    for given in reply["choices"]:
+        choice, said = answer.setdefault(given["index"], Choice()), given.get("message") or given.get("delta") or {}
+        choice.text += said.get("content") or given.get("text") or ""
+        choice.ids += given.get("token_ids") or []
+        choice.reason = given["finish_reason"] or choice.reason
+
+
+async def read_stream(reply: httpx.Response, answer: Answer, chunks: int | None = None) -> list[float]:
+    """Read a stream, or the first `chunks` of it; return the arrival times. Raises ValueError where it breaks."""
+    arrivals: list[float] = []
+    async for line in reply.aiter_lines():
+        if line == "data: [DONE]":
+            return arrivals
+        if line:
+            arrivals.append(time.monotonic())
+            add(json.loads(line.removeprefix("data: ")), answer)
+        if chunks is not None and len(arrivals) >= chunks:
+            return arrivals
+    raise ValueError("the stream ended without [DONE]")
+
+
+class Flood:
+    """Clients of a server. alone: the answer that each of `requests` gets alone."""
+
+    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
+        self.url, self.client = url, client
+        self.requests = wanted_requests()
+        self.alone: list[Answer] = []
+
+    async def ask_alone(self) -> None:
+        for wanted in self.requests:
+            answer: Answer = {}
+            add((await self.client.post(self.url + wanted.path, json=wanted.body)).raise_for_status().json(), answer)
+            self.alone.append(answer)
+
+    async def run(self, requests: int, connections: int, seed: int) -> Round:
+        """Send so many requests, of which so many are in flight at a time."""
+        draw, found = random.Random(seed), Round()
+        kinds = ["leave"] * (requests // 3) + ["malformed"] * (requests // 10)
+        kinds += ["stay"] * (requests - len(kinds))
+        draw.shuffle(kinds)
+        jobs = iter([(kind, draw.randrange(len(self.requests)), random.Random(draw.random())) for kind in kinds])
+
+        async def work() -> None:
+            for kind, number, own in jobs:
+                try:
+                    async with asyncio.timeout(SECONDS):
+                        found.ends[await getattr(self, f"_{kind}")(number, own, found)] += 1
+                except (ValueError, OSError, httpx.HTTPError, TimeoutError) as error:
+                    found.ends["hung" if isinstance(error, TimeoutError) else "lost"] += 1
+                    found.trouble.append(f"{kind} {number}: {error!r}"[:300])
+
+        await asyncio.gather(*(work() for _ in range(connections)))
+        return found
+
+    async def _stay(self, number: int, draw: random.Random, found: Round) -> str:
+        wanted, answer, sent = self.requests[number], Answer(), time.monotonic()
+        if draw.random() < 0.5:
+            add((await self.client.post(self.url + wanted.path, json=wanted.body)).raise_for_status().json(), answer)
+        else:
+            async with self.client.stream("POST", self.url + wanted.path, json=wanted.body | {"stream": True}) as reply:
+                arrivals = [sent, *await read_stream(reply, answer)]
+            found.first.append(arrivals[1] - sent)
+            found.gaps += list(np.diff(arrivals[1:]))
+        if answer == self.alone[number]:
+            return "right"
+        found.trouble.append(f"request {number} got {answer}, and alone {self.alone[number]}"[:600])
+        return "wrong"
+
+    async def _leave(self, number: int, draw: random.Random, found: Round) -> str:
+        """Disconnect before the answer comes, in the middle of it, or in the middle of the request."""
+        wanted, answer = self.requests[number], Answer()
+        place = draw.randrange(3)
+        if place == 0:
+            try:
+                async with asyncio.timeout(draw.uniform(0, 1)):
+                    await self.client.post(self.url + wanted.path, json=wanted.body)
+            except TimeoutError:
+                pass
+        elif place == 1:
+            async with self.client.stream("POST", self.url + wanted.path, json=wanted.body | {"stream": True}) as reply:
+                await read_stream(reply, answer, draw.randint(1, 12))
+        else:
+            _, writer = await connect(self.url)
+            data = http_post(wanted.path, wanted.body)
+            writer.write(data[: draw.randrange(1, len(data))])
+            writer.close()
+        alone = self.alone[number]
+        if all(choice.ids == alone[index].ids[: len(choice.ids)] for index, choice in answer.items()):
+            return "left"
+        found.trouble.append(f"request {number} began with {answer}, and alone with {alone}"[:600])
+        return "wrong"
+
+    async def _malformed(self, number: int, draw: random.Random, found: Round) -> str:
+        path, body, status = draw.choice(MALFORMED)
+        reply = await self.client.post(self.url + path, content=body, headers={"Content-Type": "application/json"})
+        if reply.status_code == status and reply.json()["error"]["message"]:
+            return "refused"
+        found.trouble.append(f"{path} {body[:60]!r} got {reply.status_code}: {reply.text[:200]}")
+        return "wrong"
+
+    # --------------------------------------------------------------------------------------------- slow readers
+
+    async def slow_readers(self, count: int, tokens: int) -> dict[str, Any]:
+        """Measure the time between the tokens of `count` streams beside as many others, of which none or all read
+        nothing until these have ended."""
+        fast, slow = [await self._beside(count, tokens, slow) for slow in (False, True)]
+        return {"streams": count, "beside_fast": fast, "beside_slow": slow, "p99_ratio": slow["p99"] / fast["p99"]}
+
+    async def _beside(self, count: int, tokens: int, slow: bool) -> dict[str, float]:
+        body = {"prompt": WORDS[0], "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        read = asyncio.Event()
+        much = body | {"logprobs": 5, "n": 2, "max_tokens": 4 * tokens}  # more than the connection holds
+        others = [asyncio.create_task(self._read_late(read, much)) for _ in range(count)]
+        if not slow:
+            read.set()
+        gaps: list[float] = []
+
+        async def measure() -> None:
+            async with self.client.stream("POST", f"{self.url}/v1/completions", json=body) as reply:
+                arrivals = await read_stream(reply, {})
+            gaps.extend(np.diff(arrivals))
+
+        await asyncio.gather(*(measure() for _ in range(count)))
+        read.set()
+        async with asyncio.timeout(SECONDS):
+            if not all(await asyncio.gather(*others)):
+                raise ValueError("the answer of a slow reader is not complete")
+        found = quantiles(gaps)
+        assert found is not None
+        return found
+
+    async def _read_late(self, read: asyncio.Event, body: dict[str, Any]) -> bool:
+        """Read an answer when `read` is set; return whether it is complete."""
+        reader, writer = await connect(self.url, SMALL)
+        writer.write(http_post("/v1/completions", body))
+        await read.wait()
+        said = await reader.read()
+        writer.close()
+        return b"data: [DONE]" in said
+
+    # --------------------------------------------------------------------------------------------- the end
+
+    async def sigterm(self, server: Server, connections: int) -> dict[str, Any]:
+        """Send a SIGTERM in the middle of streams; return how they and the server have ended."""
+        ends: Counter[str] = Counter()
+        begun = asyncio.Barrier(connections + 1)
+
+        async def one(number: int) -> None:
+            body = {"prompt": WORDS[number % len(WORDS)], "max_tokens": 64, "ignore_eos": True, "stream": True}
+            async with self.client.stream("POST", f"{self.url}/v1/completions", json=body) as reply:
+                await begun.wait()
+                try:
+                    await read_stream(reply, {})
+                    ends["complete"] += 1
+                except ValueError as error:
+                    ends["an error" if "the server said" in str(error) else "torn"] += 1
+
+        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+            for number in range(connections):
+                group.create_task(one(number))
+            await begun.wait()
+            server.process.terminate()
+        return {"streams": dict(ends), "status": await asyncio.to_thread(server.process.wait, 60)}
+
+
+async def connect(url: str, room: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a server. room: bytes that the connection holds for a reader that does not read."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    if room is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+    return await asyncio.open_connection(sock=connection, limit=room or 2**16)
+
+
+def http_post(path: str, body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return head.encode() + b"Content-Length: %d\r\n\r\n%s" % (len(data), data)
+
+
+# ------------------------------------------------------------------------------------------------- the server
+
+
+async def settled(client: httpx.AsyncClient, url: str) -> dict[str, float]:
+    """Return what the engine holds, once it is idle or SETTLE_SECONDS are over."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        told = (await client.get(f"{url}/metrics")).text
+        counts = {name: float(value) for name, value in re.findall(r"^fastgen_(\w+)\{.*\} (\S+)$", told, re.M)}
+        held = {name: counts[name] for name in ("running", "waiting", "pages_used")}
+        held["open"] = counts["requests_total"] - counts["finished_total"] - counts["aborted_total"]
+        if not any(held.values()) or time.monotonic() > deadline:
+            return held
+        await asyncio.sleep(0.1)
+
+
+def footprint(server: Server) -> dict[str, float]:
+    """Return the anonymous memory in MB, the threads and the file descriptors of the HTTP process and of the engine's.
+    Linux only."""
+    found = {}
+    for name, process in (("http", server.process.pid), ("engine", server.engine)):
+        place = Path(f"/proc/{process}")
+        kilobytes = re.findall(r"^Anonymous:\s+(\d+)", (place / "smaps_rollup").read_text(), re.M)  # without files
+        found[f"{name}_mb"] = int(kilobytes[0]) / 1000
+        found[f"{name}_threads"] = len(list((place / "task").iterdir()))
+        found[f"{name}_fds"] = len(list((place / "fd").iterdir()))
+    return found
+
+
+def new_client() -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(timeout=SECONDS, limits=limits)
+
+
+async def soak(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run all; return the report."""
+    async with new_client() as client:
+        flood = Flood(server.url, client)
+        await flood.ask_alone()
+        rounds, end = list[dict[str, Any]](), time.monotonic() + 60 * arguments.minutes
+        while len(rounds) < 2 or time.monotonic() < end:
+            start = time.monotonic()
+            async with new_client() as flood.client:  # whose connections end with the round
+                found = await flood.run(arguments.requests, arguments.connections, len(rounds))
+            seconds, held = time.monotonic() - start, await settled(client, server.url)
+            rounds.append({"seconds": seconds, "ends": dict(found.ends), "trouble": found.trouble[:5], "held": held,
+                           "first_chunk": quantiles(found.first), "between_chunks": quantiles(found.gaps),
+                           **footprint(server)})  # fmt: skip
+            print(line(rounds[-1]), flush=True)
+        flood.client = client
+        slow = await flood.slow_readers(arguments.slow, 4 * arguments.slow)
+        ended = await flood.sigterm(server, arguments.slow)
+    return {
+        "server": " ".join(arguments.serve),
+        "machine": processor(),
+        "requests_a_round": arguments.requests,
+        "connections": arguments.connections,
+        "minutes": arguments.minutes,
+        "drift": drift(rounds[0], rounds[-1]),
+        "slow_readers": slow,
+        "sigterm": ended,
+        "tracebacks": server.said.count("Traceback"),
+        "rounds": rounds,
+    }
+
+
+def drift(first: dict[str, Any], last: dict[str, Any]) -> dict[str, float]:
+    """Return what has changed from one round to another."""
+    found = {name: last[name] - first[name] for name in first if name.endswith(("_mb", "_threads", "_fds"))}
+    memory = [sum(each[name] for name in MEMORY) for each in (first, last)]
+    found["mb_percent"] = 100 * (memory[1] / memory[0] - 1)
+    for name in ("first_chunk", "between_chunks"):
+        found |= {f"{name}_{of}_percent": 100 * (last[name][of] / first[name][of] - 1) for of in ("p50", "p99")}
+    return found
+
+
+def line(found: dict[str, Any]) -> str:
+    memory = " + ".join(f"{found[name]:.0f}" for name in MEMORY)
+    return f"{found['seconds']:.1f} s: {found['ends']}; {memory} MB; held {found['held']}"
+
+
+def faults(report: dict[str, Any]) -> list[str]:
+    """Return what must not be in a report."""
+    found = [trouble for each in report["rounds"] for trouble in each["trouble"]]
+    found += [f"held after a round: {each['held']}" for each in report["rounds"] if any(each["held"].values())]
+    if report["drift"]["mb_percent"] > 5:
+        found.append(f"the memory has grown by {report['drift']['mb_percent']:.1f} %")
+    if report["slow_readers"]["p99_ratio"] > 2:
+        found.append(f"slow readers slow others by {report['slow_readers']['p99_ratio']:.1f}")
+    if report["sigterm"]["status"] or "torn" in report["sigterm"]["streams"]:
+        found.append(f"after a SIGTERM: {report['sigterm']}")
+    return found + ["the log has a traceback"] * bool(report["tracebacks"])
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=2000, help="of a round (default 2000)")
+    parser.add_argument("--connections", type=int, default=200, help="requests in flight (default 200)")
+    parser.add_argument("--slow", type=int, default=16, help="clients that read nothing (default 16)")
+    parser.add_argument("--minutes", type=float, default=0.0, help="of rounds, at least two (default 0)")
+    parser.add_argument("--name", default="flood", help="of the file, serve-NAME.json (default: flood)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for it (default: scripts/results)")
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[BUNDLED], metavar="MODEL [FLAGS]")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    name, *more = arguments.serve
+    with model_folder(name) as (model, flags), Server(model, [*flags, *more]) as server:
+        report = asyncio.run(soak(server, arguments))
+    (arguments.out / f"serve-{arguments.name}.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps({name: report[name] for name in ("drift", "slow_readers", "sigterm", "tracebacks")}, indent=2))
+    for fault in (found := faults(report)):
+        print(fault)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""scripts/bench/soak.py floods a server, whose answers are what each request gets alone, and leaves nothing in it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
+
+import soak
+
+FEW = ["--requests", "50", "--connections", "20", "--slow", "4"]
+POOL = ["--page-size", "16", "--num-pages", "120"]  # so small that requests wait and are preempted
+
+
+@pytest.mark.timeout(120)
+def test_a_small_flood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    soak.main([*FEW, "--out", str(tmp_path), "--serve", "bundled", *POOL])
+    report = json.loads((tmp_path / "serve-flood.json").read_text())
+    report["slow_readers"]["p99_ratio"] = 1.0  # a time, where other tests run beside this one
+    assert soak.faults(report) == [], capsys.readouterr().out
+    assert sum((Counter(each["ends"]) for each in report["rounds"]), Counter()) == {
+        "right": 58,
+        "left": 32,
+        "refused": 10,
+    }
+    assert report["sigterm"] == {"streams": {"complete": 4}, "status": 0}
+    for changed in ("drift", "sigterm", "slow_readers"):
+        wrong = report | {changed: {"mb_percent": 6, "p99_ratio": 2.1, "streams": {"torn": 1}, "status": 0}}
+        assert len(soak.faults(wrong)) == 1
+    for each in ({"trouble": ["lost"]}, {"held": {"pages_used": 1}}):
+        assert len(soak.faults(report | {"rounds": [report["rounds"][0] | each], "tracebacks": 2})) == 2
