@@ -16,8 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fastgen.device.memory import MemoryRetry, release_memory
 from fastgen.device.profiling import Tracer, span
 from fastgen.engine.inputs import InputProcessor, pair_scores, prompt_list
@@ -25,10 +23,11 @@ from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.options import GeneratorOptions, takes_fields_of
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats, error_output, with_progress
 from fastgen.engine.scheduler import NOT_FINITE, Scheduler
+from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.model.transformer import checkpoint_shards
-from fastgen.model.weights import Update, WeightState
+from fastgen.model.weights import DROPPED, TAGS, TORN, Tensors, Update, WeightState, check_tags
 from fastgen.names import explains_attributes, explains_calls
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner
@@ -53,10 +52,6 @@ log = logging.getLogger(__name__)
 AHEAD = 4096  # requests of one generate() call that are in the engine at a time
 READ_STEPS = 4  # new prompts of at most so many steps' token budgets are read before each step
 LOG_SECONDS = 10.0  # seconds of steps between two lines in the log
-IN_FLIGHT = ("error", "keep", "recompute")
-TAGS = ("weights", "kv_cache")
-TORN = "the weights are torn, as an update was cut short or failed"
-DROPPED = "the weights were dropped by sleep"
 
 
 @explains_attributes
@@ -104,7 +99,8 @@ class Generator:
         self._inputs = InputProcessor(
             self.model_config, self.tokenizer, self.max_model_len, options.seed, self.default_params
         )
-        self._weights = WeightState()
+        self._weights = WeightState(has_adapter=options.adapter is not None)
+        self._adapter_base = options.adapter_base
         self._scheduler = Scheduler(self.config)
         self._in_flight: Any = None  # the last launched step, until it is collected
         self._interrupt = OneCaller("Generator")
@@ -360,11 +356,7 @@ class Generator:
         return nullcontext() if isinstance(self._team, Follower) else self._tracer.block(path, steps)
 
     def update_weights(
-        self,
-        named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-        version: int | None = None,
-        partial: bool = False,
-        in_flight: str = "error",
+        self, named: Tensors, version: int | None = None, partial: bool = False, in_flight: str = "error"
     ) -> int:
         """Replace the weights, in place, and return their version, by default the one before plus 1 (the first is 0).
 
@@ -381,9 +373,27 @@ class Generator:
         midway, generating raises RuntimeError until an update that is not partial is complete.
         """
         update = Update(named, checkpoint_shards(self.model_config), partial, self._interrupt.reading)
+        return self._update_on_all("update_weights", update, version, in_flight)
+
+    def update_adapter(
+        self, named: Tensors | None, config: Any = None, version: int | None = None, in_flight: str = "error"
+    ) -> int:
+        """Merge a LoRA adapter into the weights, in place of the one before; return their version, as `update_weights`.
+
+        named: all tensors of the adapter by PEFT's names, such as `get_peft_model_state_dict(model)`; None: give back
+            the weights without an adapter, to the bit. config: PEFT's LoraConfig, or a dict of its fields.
+
+        The first call copies the weights that the adapter changes, to the memory of the option `adapter_base`. Raises
+        ValueError, and the old weights stay, for all that does not fit or is not plain LoRA of linear layers.
+        """
+        self._check_open()
+        update = AdapterUpdate(named, config, checkpoint_shards(self.model_config), self._runner.adapted)
+        return self._update_on_all("update_adapter", update, version, in_flight)
+
+    def _update_on_all(self, name: str, update: Update, version: int | None, in_flight: str) -> int:
         change = functools.partial(self._update_weights, update, version, in_flight)
         with self._interrupt:
-            following: int = change() if self._team is None else self._team.call("update_weights", change, update)
+            following: int = change() if self._team is None else self._team.call(name, change, update)
             self._weights.version = following  # of ranks above 0, too
         return following
 
@@ -411,7 +421,8 @@ class Generator:
         requests are in flight, or if the host has too little memory for the weights. The bytes are those that the GPU's
         driver reports before and after; with several ranks, their sum. On the CPU no memory is given back.
         """
-        wanted = self._check_tags(tags)
+        self._check_open()
+        wanted = check_tags(tags)
         self._drain()
         if self._active:
             raise ValueError(f"{len(self._active)} requests are in flight; finish or abort them before sleep")
@@ -435,7 +446,8 @@ class Generator:
         A trainer may wake "weights" alone, call `update_weights`, release its own memory, and wake the rest. Raises
         torch.OutOfMemoryError if the GPU has too little memory; it may be called again when there is more.
         """
-        wanted = self._check_tags(TAGS if tags is None else tags) & self._weights.asleep
+        self._check_open()
+        wanted = check_tags(TAGS if tags is None else tags) & self._weights.asleep
         if not wanted:
             return
         self._runner.wake(sorted(wanted))
@@ -606,13 +618,7 @@ class Generator:
         """Update the weights; on rank 0, for all ranks."""
         self._check_open()
         weights = self._weights
-        following = weights.following(version)
-        if in_flight not in IN_FLIGHT:
-            raise ValueError(f"in_flight is {in_flight!r}; it must be one of {', '.join(map(repr, IN_FLIGHT))}")
-        if "weights" in weights.asleep:
-            raise RuntimeError("the weights are asleep; call wake first, of 'weights' at least")
-        if update.partial:
-            weights.check_whole()
+        following = weights.check_update(update, version, in_flight)
         self._drain()
         if self._active and in_flight == "error":
             raise ValueError(
@@ -621,6 +627,7 @@ class Generator:
             )
 
         def begin() -> None:
+            self._runner.keep_bases(update.adapted, self._adapter_base)
             weights.torn = TORN
             self._scheduler.drop_prefixes()
             if in_flight == "recompute":
@@ -635,16 +642,9 @@ class Generator:
             raise
         for sequence in self._owners:
             sequence.begin_version(following)
-        weights.version, weights.torn, weights.not_finite = following, "", None
+        weights.finish(update, following)
         return following
 
     def _check_open(self) -> None:
         if self._runner is None:
             raise RuntimeError("this Generator is closed; make a new one")
-
-    def _check_tags(self, tags: str | Iterable[str]) -> frozenset[str]:
-        self._check_open()
-        wanted = frozenset((tags,) if isinstance(tags, str | int) else tags)
-        if unknown := wanted.difference(TAGS):
-            raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are 'weights' and 'kv_cache'")
-        return wanted

@@ -38,7 +38,7 @@ GENERATOR = {
     "pipeline_parallel_size": "use tensor_parallel",
     "quantization": "leave it out; quantized weights are not supported",
     "kv_cache_dtype": "leave it out; the KV cache has the dtype of the weights",
-    "enable_lora": "leave it out; adapters are not supported",
+    "enable_lora": "use adapter, or Generator.update_adapter",
     "speculative_config": "leave it out; speculation is not supported",
 }
 """Arguments of vLLM's LLM and of from_pretrained."""
@@ -87,7 +87,7 @@ CALLS = {
     "conversation": "use messages",
     "use_tqdm": "use progress",
     "priority": "requests run in the order in which they come",
-    "lora_request": "adapters are not supported",
+    "lora_request": "all requests use one adapter; use Generator(adapter=folder) or update_adapter",
     "chat_template": "set Generator.tokenizer.hf.chat_template",
     "chat_template_content_format": "give a template what it takes",
     "request_id": "leave it out; Generator.add takes an id",
@@ -100,6 +100,7 @@ FLAGS = {
     **GENERATOR,
     **PARAMETERS,
     "no_enable_prefix_caching": "use no_prefix_cache",
+    "lora_modules": "use adapter, for one that all requests use",
     "allowed_origins": "use allow_origin",
     "data_parallel_size": "use replicas",
     **dict.fromkeys(("enable_auto_tool_choice", "tool_call_parser"), "leave it out; the chat template tells"),
@@ -121,7 +122,9 @@ ATTRIBUTES = {
     "beam_search": "beams are not supported",
     "encode": "use tokenizer.encode; pooling is not supported",
     # Of a Generator, which an AsyncGenerator does not have.
-    **dict.fromkeys(("score", "update_weights", "sleep", "wake"), "use call, with this name as its first argument"),
+    **dict.fromkeys(
+        ("score", "update_weights", "update_adapter", "sleep", "wake"), "use call, with this name as its first argument"
+    ),
     "chat": "generate and stream take messages, too",
     "abort": "leave the loop over stream, or cancel its task",
 }

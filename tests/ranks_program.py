@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from adapters import CONFIG, adapter
 from conftest import Turns, new_weights, random_ids
 from gathering import GatheringExchange
 from safetensors.torch import load_file
@@ -203,7 +204,14 @@ def update(ranks: Ranks, gen: Generator, folder: Path) -> None:
     found["versions"] += [gen.update_weights(old.items(), in_flight=mine("recompute")), gen.weight_version]
     while gen.unfinished:
         found["in flight"][1].append(gen.step())
-    found["old"] = gen.generate(*(list(x) for x in zip(*FEW[:3], strict=True)))
+    few_again = tuple(list(x) for x in zip(*FEW[:3], strict=True))
+    found["old"] = gen.generate(*few_again)
+    state, config = adapter(folder, ("o_proj", "q_proj")), CONFIG | {"target_modules": ["o_proj", "q_proj"]}
+    found["adapted"] = [raised(lambda: gen.update_adapter(state, mine(config, config | {"use_dora": True})))]
+    gen.update_adapter(state, config)
+    found["adapted"].append(gen.generate(*few_again))
+    gen.update_adapter(None)
+    found["base"] = gen.generate(*few_again)
 
 
 def sleep(ranks: Ranks, gen: Generator, folder: Path) -> None:

@@ -18,7 +18,7 @@ PREFIX = "FASTGEN_"
 
 Value = str | int | float | bool
 
-MODEL = {name: option for name, option in OPTIONS.items() if name not in ("model", "tp_group")}
+MODEL = {name: option for name, option in OPTIONS.items() if name not in ("model", "tp_group", "adapter_base")}
 """The options of a Generator that text can give."""
 
 _OWN = "the model's generation_config.json, else "

@@ -110,7 +110,8 @@ class DeviceMemory(Memory):
         if self._released:
             return
         if keep:
-            if self._pinned is None:
+            if self._pinned is None or len(self._pinned.bytes) < self._used:
+                self._pinned = None
                 advice = "pass keep_weights=False, and update_weights after wake"
                 self._pinned = Pinned(self._used, self._device, "keeping the weights", advice)
             self._pinned.bytes.copy_(self._bytes(0, self._used))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from fastgen.engine.options import DTYPE_BYTES, GeneratorOptions
 from fastgen.model.config import ModelConfig
@@ -37,6 +38,7 @@ class EngineConfig:
     deterministic: bool
     kernels: str
     context_given: bool
+    adapter: str | Path | None = None
 
     @classmethod
     def make(
@@ -75,6 +77,7 @@ class EngineConfig:
             deterministic=_deterministic(model, options, dtype, gpu, kernels),
             kernels="triton" if kernels == "gluon" and dtype == "float32" else kernels,
             context_given=context is not None,
+            adapter=options.adapter,
         )
         pages = _num_pages(config, options, page_bytes, measured=gpu)
         return config.with_pages(pages) if pages else config

@@ -18,6 +18,7 @@ from fastgen.option import option, options_of
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ATTENTION = ("flash", "paged", "reference")
+ADAPTER_BASES = ("host", "device")
 MOST_SEQS = 8192  # limit of the kernels that list the work of a step
 MOST_GB = 1e9  # of memory: 10^18 bytes
 
@@ -30,6 +31,14 @@ class GeneratorOptions:
     _: KW_ONLY
     revision: str | None = option(None, "revision of the hub id", unset="the newest one")
     tokenizer: str | Path | None = option(None, "folder or hub id of another tokenizer", unset="the model's own")
+    adapter: str | Path | None = option(
+        None, "folder of a LoRA adapter that PEFT has saved, merged into the weights", unset="no adapter"
+    )
+    adapter_base: str = option(
+        "host", "memory for the weights as they are without an adapter, which the first update_adapter copies: pinned "
+        "memory of the host, or the device's, which makes an update faster",
+        choices=ADAPTER_BASES,
+    )  # fmt: skip
     dtype: str = option(
         "auto", "dtype of weights and KV cache; auto is the checkpoint's on a GPU, float32 on the CPU",
         choices=("auto", *DTYPE_BYTES),

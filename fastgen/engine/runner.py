@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.sampler import LARGE, LaneState, SampleOutput, SamplePlan, draw
 from fastgen.model.transformer import StepPart, Transformer
-from fastgen.model.weights import Update, write
+from fastgen.model.weights import Shard, Update, write
 from fastgen.parallel.errors import DepartedError
 from fastgen.request import Batch, SamplingParams, Scored, StepResult
 
@@ -175,22 +175,40 @@ class Runner:
         self.write_weights(update.tensors())
 
     def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy whole tensors, by Hugging Face name, over the model's in place, where CUDA graphs read them."""
+        """Copy whole tensors, by Hugging Face name, over the model's in place, where CUDA graphs read them. Merge the
+        factors of adapters, by layer, into the bases."""
+        with self._unpacked() as shards:
+            write({**shards, **self.model.bases.targets(shards)}, tensors)
+        self.synchronize()
+
+    @property
+    def adapted(self) -> frozenset[str]:
+        """The layers that adapters have changed."""
+        return self.model.bases.layers
+
+    def keep_bases(self, layers: Collection[str], place: str) -> None:
+        """Keep the weights of layers that an adapter will change; see `Bases.keep`. No layers: all weights will be
+        replaced."""
+        if not layers:
+            self.model.bases.forget()
+        elif not self.model.bases.hold(layers):
+            with self._unpacked() as shards:
+                self.model.bases.keep(layers, shards, place)
+
+    @contextmanager
+    def _unpacked(self) -> Iterator[dict[str, Shard]]:
+        """Yield the model's shards, by name."""
         self.model.unpack()
         try:
-            write(self.model.targets(), tensors)
+            yield self.model.targets()
         finally:
             self.model.pack()
-        self.synchronize()
 
     @torch.inference_mode()
     def find_not_finite(self) -> list[str]:
         """Return the Hugging Face names of this rank's weights that hold NaN or an infinity."""
-        self.model.unpack()
-        try:
-            return [name for name, shard in self.model.targets().items() if not shard.view.isfinite().all()]
-        finally:
-            self.model.pack()
+        with self._unpacked() as shards:
+            return [name for name, shard in shards.items() if not shard.view.isfinite().all()]
 
     def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
         """Release the memory of "weights", "kv_cache" or both; return the bytes that this freed, 0 on the CPU.

@@ -31,6 +31,7 @@ from fastgen.engine.runner import SCORE_ROWS, Runner, largest_half
 from fastgen.kernels import batch_invariant
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.launch import Chip, current, kernels_of, slower_than_possible, triton
+from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.attention.interface import Attention
 from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.config import ModelConfig
@@ -38,7 +39,7 @@ from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.loader import fill_random
 from fastgen.model.loader import load as load_checkpoint
-from fastgen.model.transformer import Transformer
+from fastgen.model.transformer import Transformer, checkpoint_shards
 from fastgen.parallel.group import Group
 from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams, Score
 
@@ -177,11 +178,18 @@ def _build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, 
     half = largest_half(config.max_step_tokens)
     if config.deterministic and device.type == "cuda" and triton is None:
         raise ValueError("deterministic=True needs Triton on a GPU; install it, or leave deterministic out")
+    update = None
+    if config.adapter is not None:  # before the weights are loaded, since it raises what is wrong with the adapter
+        update = AdapterUpdate.read(config.adapter, checkpoint_shards(model_config))
     model = Transformer(model_config, dtype, device, config.max_model_len, group, half, config.deterministic)
     if load == "dummy":
+        if update is not None:
+            raise ValueError("adapter needs the weights of the checkpoint; leave load='dummy' out")
         fill_random(model.targets())
     else:
         load_checkpoint(model.targets(), folder, progress=sys.stderr.isatty() and group.rank == 0)
+    if update is not None:
+        model.bases.merge(update, model.targets(), folder)
     model.pack()
     return model
 

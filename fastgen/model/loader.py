@@ -89,16 +89,17 @@ def fill_random(targets: Mapping[str, Shard]) -> None:
                 shard.view.normal_(0.0, 0.02, generator=generator)
 
 
-def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False) -> None:
+def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, whole: bool = True) -> None:
     """Copy the checkpoint of a folder into `targets`, which are all on one device, converting dtypes.
 
     Only files that `model.safetensors.index.json` names are read, or else `model.safetensors`, and of each tensor only
-    the slice that its shard holds. progress: show a tqdm bar in bytes. Raises ValueError, before anything is copied,
-    for a file that is missing, truncated or corrupt, or that lacks a tensor, and for a tensor that does not match.
+    the slice that its shard holds. progress: show a tqdm bar in bytes. whole: the targets are all tensors of the model.
+    Raises ValueError, before anything is copied, for a file that is missing, truncated or corrupt, or that lacks a
+    tensor, and for a tensor that does not match.
     """
     (device,) = {shard.view.device for shard in targets.values()}
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    pieces = _find_pieces(targets, folder)
+    pieces = _find_pieces(targets, folder, whole)
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="fastgen-load")
 
     def copy(piece: tuple[Tensor, Tensor]) -> int:
@@ -120,7 +121,7 @@ def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False) -> 
             pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, threads end with their present piece
 
 
-def _find_pieces(targets: Mapping[str, Shard], folder: Path) -> list[tuple[Tensor, Tensor]]:
+def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool) -> list[tuple[Tensor, Tensor]]:
     """Match the tensors of a checkpoint with all `targets`, and return the pieces to copy, of about PIECE_BYTES each:
     rows of a shard's view, and the same rows of the mapped file."""
     files = _weight_files(folder)
@@ -132,7 +133,7 @@ def _find_pieces(targets: Mapping[str, Shard], folder: Path) -> list[tuple[Tenso
             wanted = held if names is None else names
             if lacking := wanted - held:
                 raise ValueError(f"{path} lacks the tensor {min(lacking)!r} that {_INDEX} places there")
-            for name in sorted(wanted):
+            for name in sorted(wanted if whole else wanted & targets.keys()):
                 entry = file.get_slice(name)
                 with _about(path):
                     shard = matcher.find(name, entry.get_shape(), FLOATS.get(entry.get_dtype(), entry.get_dtype()))

@@ -27,6 +27,7 @@ from fastgen.kernels.launch import Chip
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
 from fastgen.model import cpu
+from fastgen.model.adapter import Bases
 from fastgen.model.attention.interface import Attention, StepLayout
 from fastgen.model.config import ModelConfig
 from fastgen.model.kv_pool import KVPool
@@ -217,6 +218,7 @@ class Transformer:
         self.config, self._whole = config.split(self.group.size), config
         self._dtype, self._device = dtype, device
         self.memory = memory_on(device)
+        self.bases = Bases(self.memory, device)
         self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU rows are padded for it
         self._packs = mkl.PACKS and device.type == "cpu" and dtype == torch.float32
         self.row_tile = 1 if device.type != "cpu" else PACKED_ROW_TILE if self._packs else ROW_TILE

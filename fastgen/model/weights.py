@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,13 @@ from torch import Tensor
 LISTED = 20  # names or faults that an error lists
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """Supported dtypes of weights, by their names in safetensors files."""
+Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""Tensors by name, as programs give them."""
+IN_FLIGHT = ("error", "keep", "recompute")
+TAGS = ("weights", "kv_cache")
+TORN = "the weights are torn, as an update was cut short or failed"
+DROPPED = "the weights were dropped by sleep"
+UNEXPECTED = "the model of this config.json has no such parameter"
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,20 @@ class Shard:
         """Return the slice of a whole tensor [*shape], as a view of it."""
         return tensor if self.is_whole else tensor.narrow(self.dim, self.start, self.view.shape[self.dim])
 
+    def write(self, tensor: Tensor) -> None:
+        """Copy the slice of a whole tensor into the view, in place, converting dtype and device."""
+        part, device = self.of(tensor), self.view.device
+        if part.is_cuda and part.device != device:
+            part = part.to(device)  # another GPU can not write to memory that fastgen.device.memory has mapped
+        self.view.copy_(part)
+
 
 class TensorMatcher:
-    """The check of a checkpoint's tensors against `targets`, the model's shards by Hugging Face name."""
+    """The check of a checkpoint's tensors against `targets`, the model's shards by Hugging Face name. unexpected: for
+    errors, why a tensor is."""
 
-    def __init__(self, targets: Mapping[str, Shard]) -> None:
-        self._targets = targets
+    def __init__(self, targets: Mapping[str, Shard], unexpected: str = UNEXPECTED) -> None:
+        self._targets, self._unexpected = targets, unexpected
         self._seen: set[str] = set()
 
     def find(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> Shard | None:
@@ -68,7 +83,7 @@ class TensorMatcher:
         if shard is None:
             if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":
                 return None
-            raise ValueError(f"unexpected tensor {name!r}; the model of this config.json has no such parameter")
+            raise ValueError(f"unexpected tensor {name!r}; {self._unexpected}")
         if name in self._seen:
             raise ValueError(f"tensor {name!r} is given twice")
         self._seen.add(name)
@@ -94,7 +109,12 @@ class Update:
 
     shards: by Hugging Face name, the whole tensors of the model; their shapes count. partial: tensors may be missing.
     reading: wraps the iterable while it is read. names: the tensors that matched in the last pass over `tensors`.
+    merges, adapted: see `AdapterUpdate`.
     """
+
+    unexpected = UNEXPECTED
+    merges = False
+    adapted: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -117,7 +137,7 @@ class Update:
             kind = type(self._given).__name__
             raise TypeError(f"the weights must be a mapping, or an iterable of (name, tensor), not {kind}")
         if isinstance(self._given, Mapping | ItemsView | Sequence):
-            for _ in self.tensors():
+            for _ in self._matched():
                 pass
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -127,7 +147,10 @@ class Update:
         dtypes that do not match. It does not raise earlier, since the iterables of several ranks may make their tensors
         together.
         """
-        matcher, self.names = TensorMatcher(self._shards), []
+        return self._matched()
+
+    def _matched(self) -> Iterator[tuple[str, Tensor]]:
+        matcher, self.names = TensorMatcher(self._shards, self.unexpected), []
         faults: list[str] = []
         for item in self._reading(self._given.items() if isinstance(self._given, Mapping) else self._given):
             try:
@@ -169,22 +192,23 @@ def _checked(item: Any) -> tuple[str, Tensor]:
     return name, tensor
 
 
-def write(targets: Mapping[str, Shard], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy the slice of each whole tensor into its shard's view, in place, converting dtype and device.
+class Target(Protocol):
+    """A Shard, or another place that a whole tensor is written to."""
 
-    If a copy fails, the other tensors are still read, since other ranks may make them together with this rank; then the
-    first error is raised.
+    def write(self, tensor: Tensor) -> None: ...
+
+
+def write(targets: Mapping[str, Target], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write each tensor to the target of its name.
+
+    If a write fails, the other tensors are still read, since other ranks may make them together with this rank; then
+    the first error is raised.
     """
     failure: Exception | None = None
     for name, tensor in tensors:
         try:
-            shard = targets[name]
-            part, device = shard.of(tensor), shard.view.device
-            if part.is_cuda and part.device != device:
-                part = part.to(device)  # another GPU can not write to memory that fastgen.device.memory has mapped
             with torch.no_grad():
-                shard.view.copy_(part)
-            del part
+                targets[name].write(tensor)
         except Exception as error:
             failure = failure or error
         del tensor
@@ -192,17 +216,26 @@ def write(targets: Mapping[str, Shard], tensors: Iterable[tuple[str, Tensor]]) -
         raise failure
 
 
+def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
+    """Return the parts of the memory that sleep. Raises ValueError for an unknown one."""
+    wanted = frozenset((tags,) if isinstance(tags, str | int) else tags)
+    if unknown := wanted.difference(TAGS):
+        raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are 'weights' and 'kv_cache'")
+    return wanted
+
+
 class WeightState:
     """The version of a Generator's weights, and whether they can be used.
 
     version: of the weights in the model; torn: why they are a mixture of two versions, or ""; asleep: the parts whose
-    memory `sleep` has given back; not_finite: names of weights that hold NaN or an infinity, None before they are
-    searched.
+    memory `sleep` has given back; has_adapter: an adapter is merged; not_finite: names of weights that hold NaN or an
+    infinity, None before they are searched.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_adapter: bool) -> None:
         self.version = 0
         self.torn = ""
+        self.has_adapter = has_adapter
         self.asleep: frozenset[str] = frozenset()
         self.not_finite: list[str] | None = None
 
@@ -226,15 +259,29 @@ class WeightState:
         more = f" and {len(self.not_finite) - LISTED} more" if len(self.not_finite) > LISTED else ""
         return f", nor are the weights {', '.join(self.not_finite[:LISTED])}{more}; load or update them again"
 
-    def following(self, version: int | None) -> int:
-        """Return the version after the current one: `version`, or the next number for None.
+    def check_update(self, update: Update, version: int | None, in_flight: str) -> int:
+        """Return the version after an update: `version`, or the next number for None.
 
-        Raises TypeError if it is no integer, and ValueError if it is the current version.
+        Raises TypeError if it is no integer, ValueError if it is the current version, and ValueError or RuntimeError if
+        the update can not begin now.
         """
         if version is None:
-            return self.version + 1
-        if not isinstance(version, Integral) or isinstance(version, bool):
+            version = self.version + 1
+        elif not isinstance(version, Integral) or isinstance(version, bool):
             raise TypeError(f"version must be an integer, not {version!r}")
         if version == self.version:
             raise ValueError(f"version is {version}, which is the current one; give another, or none")
+        if in_flight not in IN_FLIGHT:
+            raise ValueError(f"in_flight is {in_flight!r}; it must be one of {', '.join(map(repr, IN_FLIGHT))}")
+        if "weights" in self.asleep:
+            raise RuntimeError("the weights are asleep; call wake first, of 'weights' at least")
+        if update.partial or update.merges:
+            self.check_whole()
+        if update.partial and self.has_adapter:
+            raise ValueError("partial=True with an adapter in the weights; call update_adapter(None) first")
         return int(version)
+
+    def finish(self, update: Update, version: int) -> None:
+        """Note that an update is complete."""
+        self.version, self.torn, self.not_finite = version, "", None
+        self.has_adapter = update.merges and bool(update.names)

@@ -188,6 +188,11 @@ class Rank(ABC):
         self.config = self._runner.config
         self._end = weakref.finalize(self, _end, self._runner, peers, group, spawned, os.getpid())
 
+    @property
+    def adapted(self) -> frozenset[str]:
+        """See Runner."""
+        return self._runner.adapted
+
     @abstractmethod
     def call(self, name: str, function: Callable[[], T], update: Update | None = None) -> T:
         """Return the value of the leader's function, or raise its error, on all ranks, which must all call this name.
@@ -312,6 +317,10 @@ class Leader(Rank):
     def wake(self, tags: Collection[str]) -> None:
         """See Runner."""
         self._invoke("wake", tuple(tags))
+
+    def keep_bases(self, layers: Collection[str], place: str) -> None:
+        """See Runner."""
+        self._invoke("keep_bases", tuple(layers), place)
 
     def update_weights(self, update: Update, begin: Callable[[], None]) -> None:
         """See Runner. Spawned followers receive the tensors from here; the programs of other followers give the

@@ -65,6 +65,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "deterministic": (bench_parts.bench_deterministic, "what deterministic mode costs"),
     "turns": (bench_turns.bench_turns, "conversations, with and without the host tier"),
     "sleep": (bench_sleep.bench_sleep, "update_weights, sleep and wake"),
+    "adapter": (bench_sleep.bench_adapter, "update_adapter"),
     "logprobs": (bench_logprobs.bench_logprobs, "the part of a decode step that they take"),
     "scaling": (bench_parallel.bench_scaling, "headline and chat1 on 1, 2 and 4 GPUs"),
     "telling": (bench_parallel.bench_telling, "messages to the ranks, of --tensor-parallel"),

@@ -1,4 +1,5 @@
-"""Measures, as `bench.py gpu --sleep`, new weights from a state dict on the GPU, and sleep and wake."""
+"""Measures, as `bench.py gpu --sleep`, new weights from a state dict on the GPU, and sleep and wake; as `bench.py gpu
+--adapter`, new adapters."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from fastgen.model.config import ModelConfig
 from fastgen.model.transformer import checkpoint_shards
 
 REPEATS = 5
+RANK = 32
 ROOM = 0.7  # of the free memory, so that a second set of weights fits beside
 
 SLEEPS: dict[str, dict[str, Any]] = {
@@ -42,6 +44,32 @@ def bench_sleep(arguments: argparse.Namespace) -> None:
             "sleep": {name: turns(generator, options, weights) for name, options in SLEEPS.items()},
         }
     write_report(arguments, "sleep", report)
+
+
+def bench_adapter(arguments: argparse.Namespace) -> None:
+    """Measure seconds of updates to an adapter of all linear layers, from tensors on the GPU, and back to the base.
+    first: the first update, which copies the base."""
+    device = "cpu" if arguments.smoke else "cuda"
+    report: dict[str, Any] = {"rank": RANK}
+    for place in ("host", "device"):
+        room = arguments.memory_fraction or ROOM
+        with bench_engine.ready_generator(arguments, memory_fraction=room, adapter_base=place) as (generator, _):
+            shards = checkpoint_shards(generator.model_config)
+            sizes = {name: shard.shape for name, shard in shards.items() if name.endswith("_proj.weight")}
+            state = {}
+            for name, (outputs, inputs) in sizes.items():
+                layer = f"base_model.model.{name.removesuffix('.weight')}"
+                state[f"{layer}.lora_A.default.weight"] = torch.randn(RANK, inputs, device=device) * 0.02
+                state[f"{layer}.lora_B.default.weight"] = torch.randn(outputs, RANK, device=device) * 0.02
+
+            def update(state: Any = state, generator: Generator = generator) -> float:
+                return seconds(lambda: generator.update_adapter(state, {"r": RANK, "lora_alpha": 2 * RANK}))[0]
+
+            first, *updates = (update() for _ in range(REPEATS + 1))
+            bases = [update(None) for _ in range(REPEATS)]
+            report[place] = {"first": first, "update": median_and_spread(updates), "base": median_and_spread(bases)}
+            report["base_gb"] = sum(a * b for a, b in sizes.values()) * (4 if arguments.smoke else 2) / 1e9
+    write_report(arguments, "adapter", report)
 
 
 def state_dict(config: ModelConfig, device: str) -> dict[str, torch.Tensor]:

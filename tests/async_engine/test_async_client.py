@@ -278,6 +278,8 @@ def test_methods_of_the_generator_run_between_steps(client: Client) -> None:
         assert scores[1:] == client.reference.score([ids(6)], temperature=2.0)[0][1:]
         with pytest.raises(ValueError, match="1 requests are in flight"):
             await gen.call("update_weights", {})
+        with pytest.raises(ValueError, match="1 requests are in flight"):
+            await gen.call("update_adapter", None)
         with pytest.raises(AttributeError, match="nothing"):
             await gen.call("nothing")
         if gen._own_process:

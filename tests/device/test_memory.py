@@ -55,6 +55,17 @@ def test_a_gpus_tensors_stay_where_they_are_and_their_memory_goes() -> None:
     assert len(held._pinned.bytes) < size
 
 
+def test_tensors_that_come_after_a_sleep_are_kept_by_the_next() -> None:
+    held = DeviceMemory(FakeDriver(), CPU)
+    tensors = []
+    for shape, dtype in SHAPES:
+        tensors.append(held.zeros(shape, dtype))
+        before = fill(tensors)
+        held.release(keep=True)
+        held.restore()
+        assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
+
+
 def test_addresses_and_memory_go_with_the_last_tensor() -> None:
     for released in (False, True):
         driver = FakeDriver()

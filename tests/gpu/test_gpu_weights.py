@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import CONFIG, adapter, merged
 from safetensors.torch import load_file
 from test_gpu import CHATS
 from torch import Tensor
@@ -39,6 +40,26 @@ def test_graphs_go_on_with_the_new_weights(where: str, dtype: torch.dtype, old: 
         gen.update_weights({name: tensor.to(where, dtype) for name, tensor in old.items()})
         assert {name: part.view.data_ptr() for name, part in gen._runner.model.targets().items()} == views
         assert answers(gen) == expected != before
+
+
+@pytest.mark.parametrize("base", ["host", "device"])
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_graphs_go_on_with_an_adapter_and_with_the_base(where: str, base: str) -> None:
+    state = adapter(BUNDLED)
+    with Generator(adapter_base=base, **OPTIONS) as gen:
+        views = {name: part.view for name, part in gen._runner.model.targets().items()}
+        weights, before = {name: view.clone() for name, view in views.items()}, answers(gen)
+        gen.update_adapter({name: tensor.to(where) for name, tensor in state.items()}, CONFIG)
+        for name, weight in merged(BUNDLED, state, dtype=torch.float32).items():
+            assert torch.allclose(views[name].cpu(), weight.float(), rtol=0, atol=1e-5)
+        adapted = answers(gen)
+        assert adapted != before
+        gen.sleep()
+        gen.wake()
+        assert answers(gen) == adapted
+        gen.update_adapter(None)
+        assert all(torch.equal(view, weights[name]) for name, view in views.items())
+        assert answers(gen) == before
 
 
 def test_one_tensor_of_extra_memory(old: dict[str, Tensor]) -> None:

@@ -145,9 +145,7 @@ def test_a_copy_that_fails_is_raised_when_all_is_read() -> None:
         raise MemoryError("full")
 
     views: dict[str, Any] = {name: Shard.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    views["a.weight"] = SimpleNamespace(
-        view=SimpleNamespace(copy_=full, device=torch.device("cpu")), of=lambda tensor: tensor
-    )
+    views["a.weight"] = SimpleNamespace(write=full)
     with pytest.raises(MemoryError, match="full"):
         write(views, given())
     assert read == [*SHAPES]

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import ALL, CONFIG, adapter
 from conftest import FAMILIES, Checkpoint, check_idle, new_weights, random_ids
 from hash_model import hopeful
 from ranks_program import FEW, OPTIONS, REQUESTS, SCORED, SHORT, STARTS
@@ -192,6 +193,22 @@ def test_ranks_take_new_weights(split: Generator, whole: Generator, folder: Path
     check_close(answers(split, some), answers(whole, some))
     for gen in (split, whole):
         gen.update_weights(iter(old.items()), version=0)
+    assert list(map(contents, answers(split, some))) == list(map(contents, before))
+    check_idle(split)
+
+
+def test_ranks_merge_adapters(split: Generator, whole: Generator, folder: Path) -> None:
+    some = REQUESTS[1:4] + REQUESTS[8:9]
+    before = answers(split, some)
+    with pytest.raises(ValueError, match="missing 1 of"):
+        split.update_adapter(dict(list(adapter(folder).items())[1:]), CONFIG)
+    for seed, layers in enumerate((ALL, ("o_proj", "up_proj"))):
+        for gen in (split, whole):
+            config = CONFIG | {"target_modules": layers}
+            assert gen.update_adapter(adapter(folder, layers, seed=seed), config) == seed + 1
+        check_close(answers(split, some), answers(whole, some))
+    for gen in (split, whole):
+        gen.update_adapter(None, version=0)
     assert list(map(contents, answers(split, some))) == list(map(contents, before))
     check_idle(split)
 
@@ -375,6 +392,12 @@ def check_updates(found: dict[str, Any], folder: Path) -> None:
     with Generator(folder, **OPTIONS) as alone:
         alone.update_weights(new_weights(folder))
         check_close(found["new"], answers(alone, FEW[:3]))
+        alone.update_weights(load_file(folder / "model.safetensors"))
+        alone.update_adapter(adapter(folder, ("o_proj", "q_proj")), CONFIG | {"target_modules": ["o_proj", "q_proj"]})
+        check_close(found["adapted"][1], answers(alone, FEW[:3]))
+    assert found["adapted"][0][0] == "ValueError"
+    assert "use_dora is True" in found["adapted"][0][1]
+    assert list(map(answer, found["base"])) == list(map(answer, found["old"]))
     refused, steps = found["in flight"]
     assert refused[0] == "ValueError"
     assert "1 requests are in flight" in refused[1]

@@ -328,6 +328,15 @@ def test_sleep_runs_small(tmp_path: Path) -> None:
             assert 0 <= low <= found[name]["median"] <= high
 
 
+def test_adapter_runs_small(tmp_path: Path) -> None:
+    report = smoke(tmp_path, "--adapter")["mistral7-cpu-adapter.json"]
+    for place in ("host", "device"):
+        assert report[place]["first"] > 0
+        for name in ("update", "base"):
+            low, high = report[place][name]["spread"]
+            assert 0 < low <= report[place][name]["median"] <= high
+
+
 def test_scaling_takes_the_gpus_that_there_are() -> None:
     assert [bench_parallel.gpu_counts(there) for there in (1, 2, 3, 4, 8)] == [
         [1],

@@ -1,0 +1,273 @@
+"""LoRA adapters (arXiv 2106.09685) with PEFT's names, merged into the weights.
+
+Each weight that an adapter changes becomes base + scaling * B A, computed on the weight's device in float32 and rounded
+once to its dtype. The base is kept, so that another adapter or none can follow. Factors travel to other ranks as the
+tensors of an update do, and each rank merges its slice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fastgen.device.memory import Memory
+from fastgen.device.pinned import Pinned
+from fastgen.model.loader import load
+from fastgen.model.weights import Shard, Update, write
+
+MERGE_BYTES = 32 << 20  # of the float32 rows that are merged at a time, so that they stay in a GPU's L2 cache
+
+_FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])(?:\.[^.]+)?\.weight")  # in memory with PEFT's name
+_FILES = "adapter_config.json", "adapter_model.safetensors"
+
+_HARMLESS = {
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
+    "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
+    "runtime_config", "target_modules", "task_type", "use_rslora",
+}  # fmt: skip
+"""Fields of PEFT's LoraConfig that are read, or do not change the merged weights. Others must be empty, or as below."""
+
+_PLAIN = {
+    "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"), "peft_type": ("LORA",)
+}  # fmt: skip
+"""Values of other fields. An init must leave the base weights as they are."""
+
+_UNSUPPORTED = "is not supported: only plain LoRA of the linear layers of attention and MLP can be merged"
+
+
+class AdapterUpdate(Update):
+    """The update of the weights to an adapter, or to the base.
+
+    given: the adapter's tensors, as a mapping or an iterable of (name, tensor); None for the base. config: PEFT's
+    LoraConfig, or a dict of its fields. shards: the whole tensors of the model. adapted: the layers that adapters have
+    changed, such as "model.layers.0.self_attn.q_proj"; after `check`, those that the update writes. Layers that this
+    adapter leaves out become the base again.
+    """
+
+    merges = True
+    unexpected = "the model has no such linear layer, or the config does not target it"
+
+    def __init__(
+        self,
+        given: Any,
+        config: Any,
+        shards: Mapping[str, Shard],
+        adapted: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(given, {})
+        self.adapted = adapted
+        self._config = config
+        self._sizes = {n.removesuffix(".weight"): s.shape for n, s in shards.items() if n.endswith("_proj.weight")}
+        self._scaling: dict[str, float] = {}  # by layer of the adapter
+
+    @classmethod
+    def read(cls, folder: str | Path, shards: Mapping[str, Shard]) -> AdapterUpdate:
+        """Return the checked update to the adapter of a folder that PEFT has saved. Raises ValueError."""
+        config, weights = (Path(folder).expanduser() / name for name in _FILES)
+        for path in (config, weights):
+            if not path.is_file():
+                raise ValueError(f"adapter {folder}: {path.name} is missing; give a folder that PEFT has saved")
+        try:
+            update = cls(load_file(weights), json.loads(config.read_text(encoding="utf-8")), shards)
+            update.check()
+        except (ValueError, TypeError, SafetensorError) as error:
+            raise ValueError(f"adapter {folder}: {error}") from error
+        return update
+
+    def check(self) -> None:
+        """Check the config and all tensors. Raises ValueError as `Update.tensors` does, and for a config that is not
+        supported, and TypeError for objects of the wrong kind."""
+        given = self._given
+        if given is None:
+            self._given = ()
+        elif isinstance(given, Iterable):
+            items = given.items() if isinstance(given, Mapping) else given
+            self._given = [_renamed(item) for item in items]
+            self._expect(_fields(self._config))
+        super().check()
+        self.adapted |= self._scaling.keys()
+
+    def _expect(self, config: Mapping[str, Any]) -> None:
+        """Set the factors to expect, and the scaling of each layer."""
+        layers = _targeted(config, [*self._sizes, "lm_head", "model.embed_tokens"])
+        if others := layers - self._sizes.keys():
+            raise ValueError(f"target_modules has {', '.join(sorted(others))}, which {_UNSUPPORTED}")
+        if "target_modules" not in config:
+            names = {item[0] for item in self._given if isinstance(item, tuple)}
+            layers = {layer for layer in self._sizes if f"{layer}.lora_A.weight" in names}
+        shapes = {}
+        for layer in sorted(layers):
+            rank = _number(config, "r", "rank_pattern", layer)
+            alpha = _number(config, "lora_alpha", "alpha_pattern", layer)
+            self._scaling[layer] = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+            outputs, inputs = self._sizes[layer]
+            shapes[f"{layer}.lora_A.weight"] = rank, inputs
+            shapes[f"{layer}.lora_B.weight"] = outputs, rank
+        self._shards = {name: Shard.whole(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the factors of each layer in float32, [rank, inputs + outputs]: A, and beside it the transposed B with
+        its scaling. The rank is 0 for a layer that becomes the base again."""
+        factors = dict(self._matched())
+        for layer in sorted(self.adapted):
+            if layer not in self._scaling:
+                yield layer, torch.empty(0, sum(self._sizes[layer]))
+                continue
+            a, b = (factors.pop(f"{layer}.lora_{name}.weight").detach().float() for name in "AB")
+            yield layer, torch.cat((a, self._scaling[layer] * b.t().to(a.device)), 1)
+
+
+def _renamed(item: Any) -> Any:
+    """Return an item with its name in the model: "model.layers.0.mlp.up_proj.lora_A.weight"."""
+    named = isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)
+    found = _FACTOR.fullmatch(item[0]) if named else None
+    return (f"{found[1]}.{found[2]}.weight", item[1]) if found else item
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a config that are set. Raises TypeError if it is none, and ValueError for a field that is
+    not supported."""
+    given = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(given, Mapping):
+        raise TypeError(f"config must be PEFT's LoraConfig, or a dict of its fields, not {type(config).__name__}")
+    for name, value in given.items():
+        value = getattr(value, "value", value)  # of an enum
+        if value and name not in _HARMLESS and value not in _PLAIN.get(name, ()):
+            raise ValueError(f"the adapter's {name} is {value!r}, which {_UNSUPPORTED}")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _targeted(config: Mapping[str, Any], layers: Iterable[str]) -> set[str]:
+    """Return the layers that the config targets, as PEFT finds them."""
+    wanted, unwanted = config.get("target_modules", ()), config.get("exclude_modules", ())
+    numbers = config.get("layers_to_transform", [])
+    numbers = [numbers] if isinstance(numbers, int) else numbers
+    found = set()
+    for layer in layers:
+        number = re.search(r"\.(\d+)\.", layer)
+        targeted = number is not None if wanted == "all-linear" else _names(wanted, layer)
+        if numbers and not isinstance(wanted, str):
+            targeted = targeted and number is not None and int(number[1]) in numbers
+        if targeted and not _names(unwanted, layer):
+            found.add(layer)
+    return found
+
+
+def _names(patterns: str | Collection[str], layer: str) -> bool:
+    """Return whether a regular expression matches a layer, or one of some names ends it."""
+    if isinstance(patterns, str):
+        return re.fullmatch(patterns, layer) is not None
+    return any(f".{layer}".endswith(f".{name}") for name in patterns)
+
+
+def _number(config: Mapping[str, Any], name: str, patterns: str, layer: str) -> Any:
+    """Return a field for a layer: the value of the first pattern that ends the layer, else that of the field."""
+    matches = (value for key, value in config.get(patterns, {}).items() if re.fullmatch(rf"(.*\.)?({key})", layer))
+    value = next(matches, config.get(name))
+    if not isinstance(value, int if name == "r" else int | float) or value <= 0:
+        raise ValueError(f"the adapter's {name} is {value!r} for {layer}; it must be a number above 0")
+    return value
+
+
+# ------------------------------------------------------------------------------------------- the weights of a rank
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """A weight that an adapter changes. base: as the shard's view, on any device."""
+
+    shard: Shard
+    base: Tensor
+
+    def write(self, factors: Tensor) -> None:
+        """Write base + B A. factors: A [rank, inputs] and the transposed B [rank, outputs] of the whole weight, side by
+        side."""
+        view, shard = self.shard.view, self.shard
+        if not len(factors):
+            view.copy_(self.base)
+            return
+        a, b = torch.split(factors.to(view.device), [shard.shape[1], shard.shape[0]], 1)
+        if not shard.is_whole:
+            start, size = shard.start, view.shape[shard.dim]
+            a, b = (a, b.narrow(1, start, size)) if shard.dim == 0 else (a.narrow(1, start, size), b)
+        rows = max(MERGE_BYTES // (4 * view.shape[1]), 1)
+        parts = (torch.split(each, rows) for each in (view, self.base, b.t()))
+        for part, base, factor in zip(*parts, strict=True):
+            merged = base.to(view.device, non_blocking=True).to(torch.float32, copy=True)
+            part.copy_(merged.addmm_(factor, a))
+
+
+class Bases:
+    """Copies of the weights that adapters change, as they are without one: those of a rank, by layer.
+
+    The copies are made when an adapter first changes a weight, and their memory is kept. An adapter that was merged at
+    the start has left no copies; these are read from the checkpoint.
+    """
+
+    def __init__(self, memory: Memory, device: torch.device) -> None:
+        self._memory, self._device = memory, device
+        self._copies: dict[str, Tensor] = {}
+        self._pinned: list[Pinned] = []
+        self._valid: set[str] = set()  # copies that are bases, as other weights have not replaced them
+        self._merged: frozenset[str] = frozenset()  # at the start
+        self._folder = Path()
+
+    def merge(self, update: AdapterUpdate, shards: Mapping[str, Shard], folder: Path) -> None:
+        """Merge a checked adapter into the weights of the checkpoint in `folder`."""
+        self._merged, self._folder = update.adapted, folder
+        weights = [(layer, shards[f"{layer}.weight"]) for layer in update.adapted]
+        write({layer: _Adapted(shard, shard.view) for layer, shard in weights}, update.tensors())
+
+    @property
+    def layers(self) -> frozenset[str]:
+        """The layers that adapters have changed."""
+        return self._merged.union(self._valid)
+
+    def hold(self, layers: Collection[str]) -> bool:
+        return self._valid.issuperset(layers)
+
+    def keep(self, layers: Iterable[str], shards: Mapping[str, Shard], place: str) -> None:
+        """Copy the weights of layers that have no valid copy. place: of new copies, "device" or "host".
+
+        Raises torch.OutOfMemoryError, or ValueError if the host has too little memory.
+        """
+        missing = {layer: shards[f"{layer}.weight"] for layer in layers if layer not in self._valid}
+        self._allocate({layer: shard.view for layer, shard in missing.items() if layer not in self._copies}, place)
+        lost = {}
+        for layer, shard in missing.items():
+            if layer in self._merged:
+                lost[f"{layer}.weight"] = replace(shard, view=self._copies[layer])
+            else:
+                self._copies[layer].copy_(shard.view)
+        if lost:
+            load(lost, self._folder, whole=False)
+        self._valid.update(missing)
+
+    def _allocate(self, views: Mapping[str, Tensor], place: str) -> None:
+        if place == "device":
+            for layer, view in views.items():
+                self._copies[layer] = self._memory.zeros(view.shape, view.dtype)
+        elif views:
+            sizes = [view.nbytes for view in views.values()]
+            pinned = Pinned(sum(sizes), self._device, "the base of the adapters", "free some, or adapt fewer layers")
+            self._pinned.append(pinned)
+            for (layer, view), piece in zip(views.items(), torch.split(pinned.bytes, sizes), strict=True):
+                self._copies[layer] = piece.view(view.dtype).view(view.shape)
+
+    def targets(self, shards: Mapping[str, Shard]) -> dict[str, _Adapted]:
+        """Return where factors are written to, by layer."""
+        return {layer: _Adapted(shards[f"{layer}.weight"], self._copies[layer]) for layer in self._valid}
+
+    def forget(self) -> None:
+        """Make the copies invalid, since other weights replace them."""
+        self._valid, self._merged = set(), frozenset()
