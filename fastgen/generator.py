@@ -27,7 +27,7 @@ from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.model.transformer import checkpoint_shards
-from fastgen.model.weights import DROPPED, TAGS, TORN, Tensors, Update, WeightState, check_tags
+from fastgen.model.weights import DROPPED, TAGS, TORN, Tensors, Update, WeightState, check_in_flight, check_tags
 from fastgen.names import explains_attributes, explains_calls
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner
@@ -365,7 +365,8 @@ class Generator:
             each rank gives the same tensors, from an iterable of its own.
         version: a number of your own, other than the current one. partial: tensors that are not given stay as they are.
         in_flight: the treatment of requests in the engine: "error" refuses the update; "keep" continues them with the
-            KV of the old weights; "recompute" computes their KV again with the new weights.
+            KV of the old weights; "recompute" computes their KV again with the new weights; "abort" ends them with the
+            finish_reason "abort" and their tokens so far.
             `Completion.weight_versions` holds the version of each token. Later requests never use KV of old weights.
 
         Raises ValueError with all names, shapes and dtypes that do not fit. A mapping, its items and a sequence are
@@ -620,11 +621,7 @@ class Generator:
         weights = self._weights
         following = weights.check_update(update, version, in_flight)
         self._drain()
-        if self._active and in_flight == "error":
-            raise ValueError(
-                f"{len(self._active)} requests are in flight; finish or abort them, or pass in_flight='keep' (they "
-                "continue with the KV of the old weights) or 'recompute' (their KV is computed again)"
-            )
+        check_in_flight(in_flight, len(self._active))
 
         def begin() -> None:
             self._runner.keep_bases(update.adapted, self._adapter_base)
@@ -632,6 +629,9 @@ class Generator:
             self._scheduler.drop_prefixes()
             if in_flight == "recompute":
                 self._scheduler.preempt_all()
+            for sequence in list(self._owners) if in_flight == "abort" else ():
+                self._scheduler.finish(sequence, "abort")
+                self._update_output(sequence)
 
         try:
             self._runner.update_weights(update, begin)

@@ -18,6 +18,7 @@ ROOMS = (
     "cli",
     "async_engine",
     "generator",
+    "remote",
     "ranks",
     "engine",
     "model",
@@ -34,6 +35,7 @@ ROOMS = (
 WITHOUT_TORCH = (
     "async_engine.client",
     "async_engine.loop",
+    "remote",
     "text.grammar",
     "text.tokenizer",
     "text.tool_calls",

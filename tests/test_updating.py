@@ -362,3 +362,23 @@ def test_an_update_that_is_cut_short_keeps_its_requests(mode: str, llama: Path) 
         assert [output.id for output in gen.abort("b")] == ["b"]
         gen.update_weights(old_weights(llama))
         assert gen.generate(SYSTEM, LONG)[0].completions[0].token_ids == old.token_ids
+
+
+def test_requests_that_an_update_aborts_keep_their_tokens(llama: Path) -> None:
+    """Of `add` and of a stream that is read; a refused update aborts nothing."""
+    with Generator(llama, **OPTIONS) as gen:
+        gen.add(SYSTEM, LONG, "added")
+        events = [event for _ in range(4) for event in gen.step()]
+        with pytest.raises(ValueError, match="do not fit"):
+            gen.update_weights({"x": torch.ones(1)}, in_flight="abort")
+        assert gen.unfinished == 1
+        gen.update_weights(new_weights(llama), in_flight="abort")
+        events += gen.step()
+        assert (gen.unfinished, events[-1].finish_reason) == (0, "abort")
+        drawn = [token for event in events for token in event.token_ids]
+        assert events[-1].weight_versions == [(0, 0, len(drawn))]
+        (expected,) = gen.generate(SYSTEM, replace(LONG, max_tokens=len(drawn)))
+        gen.update_weights(old_weights(llama))
+        (old,) = gen.generate(SYSTEM, replace(LONG, max_tokens=len(drawn)))
+        assert drawn == old.completions[0].token_ids != expected.completions[0].token_ids
+        check_idle(gen)

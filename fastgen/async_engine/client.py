@@ -165,7 +165,7 @@ class AsyncGenerator:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._progress = 0.0  # time.monotonic() of the last step, or of the request that ended an idle time
         self._peer: _Process | _Thread | None = None
-        self._wanted = self._loaded = self._closing = False
+        self._wanted = self._loaded = self._closing = self._paused = False
         self._failure: Exception | None = None
 
     # ------------------------------------------------------------------------------------ life
@@ -202,7 +202,7 @@ class AsyncGenerator:
         return self.dead
 
     async def _start(self) -> None:
-        self._loaded, self._closing, self._failure, self.dead = False, False, None, None
+        self._loaded, self._closing, self._paused, self._failure, self.dead = False, False, False, None, None
         self.stats = Stats()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._peer = await _Process.start(self._options) if self._own_process else _Thread(self._options)
@@ -238,8 +238,9 @@ class AsyncGenerator:
 
     @property
     def stalled(self) -> float:
-        """Seconds since the last step, or since the first request after an idle time; 0 while the engine is idle."""
-        return max(time.monotonic() - self._progress, 0.0) if self._streams else 0.0
+        """Seconds since the last step, or since the first request after an idle time; 0 while the engine is idle or
+        paused."""
+        return max(time.monotonic() - self._progress, 0.0) if self._streams and not self._paused else 0.0
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -271,7 +272,8 @@ class AsyncGenerator:
         """Call a method of the Generator between two steps, such as `call("score", sequences)` or
         `call("update_weights", state_dict, in_flight="keep")`; return its result or raise its error.
 
-        Arguments and result are pickled to and from a process of its own. A call that has begun is not cancelled.
+        Arguments and result are pickled to and from a process of its own. A call that has begun is not cancelled,
+        except one that receives weights.
         """
         peer = self._running_peer()
         number = self._number(1).start
@@ -279,8 +281,21 @@ class AsyncGenerator:
         try:
             peer.send(Call(number, method, args, kwargs))
             return await result
+        except asyncio.CancelledError:
+            self._abort(range(number, number + 1))
+            raise
         finally:
             del self._calls[number]
+
+    async def pause(self) -> None:
+        """Run no step until `resume`. Requests stay as they are, and new ones wait."""
+        await self.call("pause")
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Run steps again."""
+        self._progress, self._paused = time.monotonic(), False
+        await self.call("resume")
 
     def submit(self, prompts: Sequence[Prompt], params: Params, *, every_step: bool = True) -> EventStream:
         """Begin a request of one or more prompts; return the stream of its events.

@@ -14,6 +14,7 @@ import pickle
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,17 +26,20 @@ from typing import TYPE_CHECKING, Any
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, GrammarPool
 from fastgen.engine.outputs import Stats
-from fastgen.parallel.errors import portable
+from fastgen.parallel.errors import DepartedError, portable
 from fastgen.ranks.channel import Channel, Failed, Start
 from fastgen.ranks.processes import end_with_parent
 from fastgen.request import Event, Prompt, SamplingParams
 from fastgen.text.grammar import Compiler, GrammarMask, named_error
 
 if TYPE_CHECKING:
+    from fastgen.async_engine.updates import WeightUpdates
     from fastgen.generator import Generator
 
 STATS_SECONDS = 0.25  # minimum interval between two messages with stats
 INTAKE_SECONDS = 0.02  # maximum time between two steps for adding new requests to the Generator
+WIRE = ("weight_state", "init_weight_group", "close_weight_group", "receive_weights", "read_weights")
+"""Methods of WeightUpdates."""
 
 
 # ------------------------------------------------------------------------------------------------- messages
@@ -78,14 +82,15 @@ class Submit(_Numbered):
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """To the engine: end these requests. Nothing more is reported of them."""
+    """To the engine: end these requests, or the receiving of weights by such a call. Nothing more is reported of
+    them."""
 
     numbers: range
 
 
 @dataclass(frozen=True, slots=True)
 class Call(_Numbered):
-    """To the engine: call a method of the Generator between two steps."""
+    """To the engine: call a method between two steps: of the Generator, one of WIRE, `pause` or `resume`."""
 
     number: int
     method: str
@@ -165,6 +170,10 @@ class EngineLoop:
         self._arrived: dict[int, Submit] = {}  # requests to be added, in order
         self._compiling: set[int] = set()  # requests whose grammar is being compiled
         self._grammars = GrammarPool(partial(_make_compiler, gen))
+        self._updates: WeightUpdates | None = None  # made at the first use, since its module imports torch
+        self._held: deque[Any] = deque()  # messages that have arrived during a call
+        self._calling = -1  # the number of the call that runs
+        self._paused = False
         self._stats_sent = 0.0
         self._ended = False
 
@@ -187,9 +196,13 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        """True while only a message can bring work: running requests wait where an update of the weights has failed
-        midway, until another one is complete."""
-        return not self._arrived and (self._gen.torn or not self._gen.unfinished)
+        """True while only a message can bring work: running requests wait after `pause`, and where an update of the
+        weights has failed midway, until another one is complete."""
+        return not self._arrived and not self._held and (self._waits or not self._gen.unfinished)
+
+    @property
+    def _waits(self) -> bool:
+        return self._paused or self._gen.torn
 
     def turn(self) -> None:
         """Handle the messages that have arrived, run a step, send its events. An idle loop waits for a message first.
@@ -202,10 +215,19 @@ class EngineLoop:
         deadline = time.monotonic() + INTAKE_SECONDS
         while self._arrived and time.monotonic() < deadline:
             self._add(self._arrived.pop(next(iter(self._arrived))))
-        self._report([] if self._gen.torn else self._gen.step())
+        self._report([] if self._waits else self._gen.step())
+
+    def pause(self) -> None:
+        """Run no step until `resume`. Requests stay as they are, and new ones wait."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
 
     def _handle_messages(self, wait: float | None) -> None:
         """Handle all messages. wait: seconds to wait for the first one (None: no limit)."""
+        while self._held:
+            self._handle(self._held.popleft())
         with suppress(Empty):
             self._handle(self._incoming.get(block=wait != 0, timeout=wait))
             while True:
@@ -239,11 +261,31 @@ class EngineLoop:
                 raise AssertionError(f"unexpected message to an engine: {message!r}")
 
     def _call(self, call: Call) -> None:
+        self._calling = call.number
         try:
-            result = getattr(self._gen, call.method)(*call.args, **call.kwargs)
+            result = self._method(call.method)(*call.args, **call.kwargs)
             self._send(Returned(call.number, result))
         except Exception as error:  # of this call, or of pickling its result
             self._send(Refused(call.number, portable(error)))
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        """Return the method that a call names."""
+        owner: Any = self if name in ("pause", "resume") else self._gen
+        if name in WIRE:
+            from fastgen.async_engine.updates import WeightUpdates
+
+            owner = self._updates = self._updates or WeightUpdates(self._gen, self._check_wanted)
+        method: Callable[..., Any] = getattr(owner, name)
+        return method
+
+    def _check_wanted(self) -> None:
+        """Raise DepartedError where the client of the call that runs has gone. Other messages wait."""
+        with suppress(Empty):
+            while True:
+                self._held.append(self._incoming.get_nowait())
+        for message in self._held:
+            if message is None or (isinstance(message, Abort) and self._calling in message.numbers):
+                raise DepartedError("the program that sends the weights has gone")
 
     def _take_compiled(self, submit: Submit, compiled: Future[GrammarMask]) -> None:
         if error := compiled.exception():  # any error fails this request alone

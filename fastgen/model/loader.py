@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,26 +124,39 @@ def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, who
 def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool) -> list[tuple[Tensor, Tensor]]:
     """Match the tensors of a checkpoint with all `targets`, and return the pieces to copy, of about PIECE_BYTES each:
     rows of a shard's view, and the same rows of the mapped file."""
+    matcher, pieces = TensorMatcher(targets), list[tuple[Tensor, Tensor]]()
+    for path, file, name in _entries(folder, None if whole else targets.keys()):
+        entry = file.get_slice(name)
+        with _about(path):
+            shard = matcher.find(name, entry.get_shape(), FLOATS.get(entry.get_dtype(), entry.get_dtype()))
+        if shard is not None and shard.view.numel():
+            source = shard.of(file.get_tensor(name))
+            rows = max(PIECE_BYTES // source[0].nbytes, 1)
+            pieces += zip(torch.split(shard.view.detach(), rows), torch.split(source, rows), strict=True)
+    with _about(folder):
+        matcher.check_complete()
+    return pieces
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder's safetensors files by name, in the mapped files. Raises ValueError for a file
+    that is missing, truncated or corrupt, or that lacks a tensor."""
+    return {name: file.get_tensor(name) for _, file, name in _entries(folder)}
+
+
+def _entries(folder: Path, some: Collection[str] | None = None) -> Iterator[tuple[Path, Any, str]]:
+    """Yield each tensor to read from a folder: the path of its file, the open file, and the tensor's name. some: the
+    names to read; None: all."""
     files = _weight_files(folder)
     _check_present(files, folder)
-    matcher, pieces = TensorMatcher(targets), list[tuple[Tensor, Tensor]]()
     for path, names in files.items():
         with _open(path) as file:
             held = set(file.keys())
             wanted = held if names is None else names
             if lacking := wanted - held:
                 raise ValueError(f"{path} lacks the tensor {min(lacking)!r} that {_INDEX} places there")
-            for name in sorted(wanted if whole else wanted & targets.keys()):
-                entry = file.get_slice(name)
-                with _about(path):
-                    shard = matcher.find(name, entry.get_shape(), FLOATS.get(entry.get_dtype(), entry.get_dtype()))
-                if shard is not None and shard.view.numel():
-                    source = shard.of(file.get_tensor(name))
-                    rows = max(PIECE_BYTES // source[0].nbytes, 1)
-                    pieces += zip(torch.split(shard.view.detach(), rows), torch.split(source, rows), strict=True)
-    with _about(folder):
-        matcher.check_complete()
-    return pieces
+            for name in sorted(wanted if some is None else wanted & set(some)):
+                yield path, file, name
 
 
 def _open(path: Path) -> Any:

@@ -15,7 +15,7 @@ FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F
 """Supported dtypes of weights, by their names in safetensors files."""
 Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """Tensors by name, as programs give them."""
-IN_FLIGHT = ("error", "keep", "recompute")
+IN_FLIGHT = ("error", "keep", "recompute", "abort")
 TAGS = ("weights", "kv_cache")
 TORN = "the weights are torn, as an update was cut short or failed"
 DROPPED = "the weights were dropped by sleep"
@@ -222,6 +222,15 @@ def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
     if unknown := wanted.difference(TAGS):
         raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are 'weights' and 'kv_cache'")
     return wanted
+
+
+def check_in_flight(treatment: str, requests: int) -> None:
+    """Raise ValueError if there are requests in flight and their treatment is "error"."""
+    if requests and treatment == "error":
+        raise ValueError(
+            f"{requests} requests are in flight; finish or abort them, or pass in_flight='keep' (they continue with "
+            "the KV of the old weights), 'recompute' (their KV is computed again) or 'abort'"
+        )
 
 
 class WeightState:

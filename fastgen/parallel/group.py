@@ -106,8 +106,18 @@ class Group:
         self._interrupting = torch.cuda.Stream(device) if several else None  # type: ignore[no-untyped-call]
 
     @classmethod
-    def join(cls, store: Store, name: str, rank: int, size: int, device: torch.device, one_host: bool = True) -> Group:
-        """Make a group of `size` ranks, which all call this with the same name, and meet in `store`.
+    def join(
+        cls,
+        store: Store,
+        name: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        one_host: bool = True,
+        timeout: timedelta = TIMEOUT,
+    ) -> Group:
+        """Make a group of `size` ranks, which all call this with the same name, and meet in `store`. timeout: of a
+        collective.
 
         torch.distributed does not list the group: a program can make and destroy its own groups meanwhile, the default
         group too.
@@ -118,10 +128,10 @@ class Group:
         backend: Any
         if device.type == "cpu":
             kind = dist.ProcessGroup.BackendType.GLOO
-            backend = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+            backend = dist.ProcessGroupGloo(store, rank, size, timeout)
         else:
             kind, options = dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL.Options()
-            options._timeout, options.group_name = TIMEOUT, GroupName(name)
+            options._timeout, options.group_name = timeout, GroupName(name)
             options.global_ranks_in_group = list(range(size))
             backend = dist.ProcessGroupNCCL(store, rank, size, options)
         backend._set_sequence_number_for_group()

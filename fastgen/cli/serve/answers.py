@@ -156,6 +156,8 @@ async def _observed(
         raise ApiError(500, str(error), code="engine_error") from None
     except (ValueError, TypeError) as error:
         raise refused(error, field) from None
+    except RuntimeError as error:  # the weights are asleep or torn
+        raise ApiError(503, str(error), code="not_ready") from None
 
 
 async def _send_stream(reply: GenerationReply | BlockReply, turns: AsyncIterator[list[Event]], send: Send) -> None:

@@ -40,6 +40,7 @@ from fastgen.cli.serve.protocol import (
     read_request,
 )
 from fastgen.cli.serve.responses import ResponseReply, ResponseRequest
+from fastgen.cli.serve.rollout import Rollout
 from fastgen.cli.serve.service import ServedModel, Service
 from fastgen.cli.serve.translation import BlockReply
 
@@ -184,6 +185,9 @@ class _Routes:
             "/tokenize": (TokenizeRequest, partial(self._compute, tokenize)),
             "/detokenize": (DetokenizeRequest, partial(self._compute, detokenize)),
         }
+        rollout = Rollout(service)
+        if service.options.rollout:
+            self._posts |= rollout.posts
         self._gets: dict[str, Handler] = {
             "/models": self.models,
             "/models/{name:path}": self.model,
@@ -195,6 +199,8 @@ class _Routes:
             "/metrics": self.metrics,
             "/openapi.json": self.openapi,
         }
+        if service.options.rollout:
+            self._gets["/weight_version"] = rollout.weight_version
 
     def under(self, prefix: str) -> list[Route]:
         """Return all routes, with a prefix of their paths."""

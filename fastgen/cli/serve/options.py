@@ -19,6 +19,8 @@ from fastgen.model.config import BUNDLED_NAME
 from fastgen.names import nearest
 from fastgen.option import Option, option, options_of
 
+LOCAL = ("127.0.0.1", "::1", "localhost")  # addresses that only this machine reaches
+
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -55,6 +57,9 @@ class ServerOptions:
     restart: bool = option(True, "restart an engine that has died, once")
     access_log: bool = option(False, "log a line for each request, without its text")
     verbose: bool = option(False, "log what engines do, and tracebacks")
+    rollout: bool = option(
+        False, "serve the routes of a trainer: new weights, pause and sleep. An engine that dies is not restarted"
+    )
     replicas: int | None = option(
         None, "servers like this one behind one address, by Ray Serve", unset="this one, without Ray", low=1
     )
@@ -72,6 +77,10 @@ class ServerOptions:
             raise ValueError(
                 "ssl_certfile has no effect on replicas, which Ray serves over HTTP; leave one of them out"
             )
+        if self.rollout and (self.replicas or self.max_replicas):
+            raise ValueError("rollout changes the weights of one server; leave out replicas, or start several servers")
+        if self.rollout and self.api_key is None and self.host not in LOCAL:
+            raise ValueError(f"rollout lets clients replace the weights; at {self.host} it needs api_key")
         for origin in self.origins:
             if not re.fullmatch(r"\*|null|[^/]+://[^/]+", origin):
                 raise ValueError(f"allow_origin has {origin!r}; an origin is a scheme and a host: https://page.example")

@@ -314,6 +314,7 @@ class GenerationFields(Strict):
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "untruncated_logprobs"] | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
 
@@ -332,6 +333,12 @@ class GenerationFields(Strict):
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "is only allowed when stream is true")
         return self
+
+    @property
+    def drawn(self) -> str:
+        """The list of an Event that is reported as logprobs."""
+        mode = self.logprobs_mode or "raw_logprobs"
+        return "logprobs" if mode == "processed_logprobs" else mode
 
     @property
     def choices(self) -> int:
@@ -387,6 +394,8 @@ class ChatRequest(GenerationFields):
     def _check_together(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "is only allowed when logprobs is true")
+        if self.top_logprobs and self.drawn != "raw_logprobs":
+            raise wrong("top_logprobs", "are raw; leave them out, or logprobs_mode")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise wrong("max_tokens", "and max_completion_tokens mean the same and differ; give one of them")
         names = [tool.function.name for tool in self.tools or ()]
@@ -458,6 +467,8 @@ class CompletionRequest(GenerationFields):
     def _check_echo(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise wrong("max_tokens", "is 0, so the answer would be empty; give at least 1, or set echo")
+        if (self.logprobs or self.echo) and self.drawn != "raw_logprobs":
+            raise wrong("logprobs_mode", "goes with logprobs=0 and without echo: alternatives and scores are raw")
         if self.max_tokens == 0 and self.choices > 1:
             raise wrong("n", "must be 1 when max_tokens is 0")
         return self

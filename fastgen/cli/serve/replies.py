@@ -142,7 +142,7 @@ class ChatReply(_BaseReply[ChatRequest]):
         for number, delta in enumerate(deltas):  # logprobs and ids go with the first
             yield self._delta(index, delta, None if number else logprobs, ids=[] if number else ids)
         if event.finish_reason is not None:
-            yield self._delta(index, {}, reason=self._reason(event))
+            yield self._delta(index, {}, reason=self._reason(event), versions=event.weight_versions)
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
         parser = self._parsers[event.index]
@@ -163,10 +163,11 @@ class ChatReply(_BaseReply[ChatRequest]):
         logprobs: dict[str, Any] | None = None,
         reason: str | None = None,
         ids: SequenceOf[int] = (),
+        versions: list[tuple[int, int, int]] | None = None,
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         if self.request.return_token_ids:
-            choice["token_ids"] = list(ids)
+            choice["token_ids"], choice["weight_versions"] = list(ids), versions
         return self._chunk(choice)
 
     def whole(self, events: Iterable[Event]) -> dict[str, Any]:
@@ -186,15 +187,15 @@ class ChatReply(_BaseReply[ChatRequest]):
             "finish_reason": self._reason(event),
         }
         if self.request.return_token_ids:
-            choice["token_ids"] = event.token_ids
+            choice["token_ids"], choice["weight_versions"] = event.token_ids, event.weight_versions
         return choice
 
     def _logprobs(self, event: Event) -> dict[str, Any] | None:
         """Return an entry for each token, including the stop token."""
         if self.request.alternatives is None:
             return None
-        content = []
-        for position, (token, logprob) in enumerate(zip(event.token_ids, event.raw_logprobs, strict=True)):
+        content, drawn = [], getattr(event, self.request.drawn)
+        for position, (token, logprob) in enumerate(zip(event.token_ids, drawn, strict=True)):
             top = event.top_logprobs[position] if event.top_logprobs else {}
             tops = [self._alternative(*pair) for pair in top.items()]
             own = self._alternative(token, top.get(token, logprob))  # the same number as among the alternatives
@@ -254,7 +255,7 @@ class CompletionReply(_BaseReply[CompletionRequest]):
             "finish_reason": event.finish_reason,
         }
         if self.request.return_token_ids:
-            choice["token_ids"] = event.token_ids
+            choice["token_ids"], choice["weight_versions"] = event.token_ids, event.weight_versions
             if first:
                 choice["prompt_token_ids"] = prompt.ids
         return choice
@@ -271,7 +272,7 @@ class CompletionReply(_BaseReply[CompletionRequest]):
                 self._append(found, prompt.ids, scores.prompt_logprobs, scores.prompt_top_logprobs)
                 found["text_offset"] += offsets.take(prompt.ids, prompt.text)
                 offsets.begin(len(prompt.text))
-        self._append(found, event.token_ids, event.raw_logprobs, event.top_logprobs)
+        self._append(found, event.token_ids, getattr(event, self.request.drawn), event.top_logprobs)
         found["text_offset"] += self._offsets[index].take(event.token_ids, event.text)
         return found
 

@@ -133,7 +133,7 @@ class Service:
             async with asyncio.TaskGroup() as group:
                 for model in self.models.values():
                     await model.start()
-                    group.create_task(model.keep(self.options.restart))
+                    group.create_task(model.keep(self.options.restart and not self.options.rollout))
                 self.loaded.set()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None

@@ -24,7 +24,7 @@ from fastgen.cli.serve.tools import Calling
 from fastgen.request import Event, SamplingParams
 from fastgen.text.tokenizer import BROKEN
 
-EXTENSIONS = {"token_ids", "prompt_token_ids", "max_model_len"}
+EXTENSIONS = {"token_ids", "prompt_token_ids", "weight_versions", "max_model_len"}
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 

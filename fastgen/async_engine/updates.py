@@ -1,0 +1,76 @@
+"""Weights that another program sends to the Generator of an AsyncGenerator, by a process group or in a folder."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fastgen.generator import Generator
+from fastgen.model.loader import read_tensors
+from fastgen.model.transformer import checkpoint_shards
+from fastgen.model.weights import Update
+from fastgen.ranks.wire import Header, Wire, placeholders
+
+
+class WeightUpdates:
+    """Updates of a Generator's weights from other programs. check: raises where the client of the running call has
+    gone."""
+
+    def __init__(self, gen: Generator, check: Callable[[], None]) -> None:
+        self._gen, self._check = gen, check
+        self._wire: Wire | None = None
+
+    def weight_state(self) -> dict[str, Any]:
+        return {"weight_version": self._gen.weight_version, "torn": self._gen.torn}
+
+    def init_weight_group(
+        self, host: str, backend: str, seconds: float, bucket_bytes: int, replace: bool
+    ) -> dict[str, Any]:
+        """Open a store at a free port of `host`, where a sender meets this process, and return its port and the key of
+        the new group. backend: "gloo" or "nccl". seconds, bucket_bytes: see Wire. Raises ValueError, and RuntimeError
+        where there is a group; with `replace` that one ends."""
+        device = torch.device(self._gen.config.device)
+        if backend == "nccl" and device.type != "cuda":
+            raise ValueError("backend is 'nccl', and this server's weights are on the CPU; give 'gloo'")
+        if self._wire is not None and not replace:
+            raise RuntimeError("another program has a weight group; let it close, or give replace_group=True")
+        self.close_weight_group()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        port, limit = listener.getsockname()[1], timedelta(seconds=seconds)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=limit
+        )
+        device = device if backend == "nccl" else torch.device("cpu")
+        self._wire = Wire(store, secrets.token_hex(16), 1, device, seconds, bucket_bytes)
+        return {"port": port, "group": self._wire.key}
+
+    def close_weight_group(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+    def receive_weights(self, group: str, header: Header, options: dict[str, Any]) -> int:
+        """Update the weights by what the sender sends; return their version. header: of its tensors, which is checked
+        before anything is written. options: see `Generator.update_weights`, for errors too."""
+        wire = self._wire
+        if wire is None or not secrets.compare_digest(wire.key.encode(), group.encode()):
+            raise ValueError("there is no weight group with this key; POST /init_weight_group returns one")
+        self._check()
+        Update(placeholders(header), checkpoint_shards(self._gen.model_config), options["partial"]).check()
+        try:
+            return self._gen.update_weights(wire.receive(header, self._check), **options)
+        finally:
+            if wire.broken:
+                self.close_weight_group()
+
+    def read_weights(self, folder: str, options: dict[str, Any]) -> int:
+        """Update the weights from the safetensors files of a folder; return their version."""
+        return self._gen.update_weights(read_tensors(Path(folder)), **options)

@@ -1,0 +1,157 @@
+"""The routes of a trainer (`--rollout`): whole outputs as in Python, new weights, pauses and sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, FiniteFloat, model_validator
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from fastgen.async_engine.client import AsyncGenerator, EngineError
+from fastgen.cli.serve.answers import limited
+from fastgen.cli.serve.protocol import ApiError, Strict, wrong
+from fastgen.cli.serve.service import Service
+
+Tags = Annotated[list[Literal["weights", "kv_cache"]], Field(min_length=1)]
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+_Tensor = Annotated[tuple[str, str, list[Annotated[int, Field(ge=0)]]], Field(strict=False)]  # JSON has no tuples
+
+
+class ModelRequest(Strict):
+    """A request that says no more than the model that it is for."""
+
+    model: str | None = None
+
+
+class GenerateRequest(ModelRequest):
+    """A request to /generate: a prompt and the params of `Generator.generate`."""
+
+    prompt: str | _Ids | list[dict[str, Any]] | dict[str, Any]
+    params: dict[str, Any] | None = None
+
+
+class GroupRequest(ModelRequest):
+    """A request to /init_weight_group. timeout: seconds without progress after which an update fails. bucket_bytes: of
+    tensors that are sent together. replace: end the group that there is."""
+
+    backend: Literal["gloo", "nccl"]
+    timeout: FiniteFloat = Field(gt=0)
+    bucket_bytes: int = Field(gt=0)
+    replace: bool = False
+
+
+class UpdateRequest(ModelRequest):
+    """A request to /update_weights, from a folder or by a group, whose sender sends `tensors` (name, dtype and shape of
+    each) meanwhile. Others: see `Generator.update_weights`."""
+
+    folder: str | None = None
+    group: str | None = None
+    tensors: list[_Tensor] | None = None
+    version: int | None = None
+    partial: bool = False
+    in_flight: Literal["error", "keep", "recompute", "abort"] = "error"
+
+    @model_validator(mode="after")
+    def _check_source(self) -> UpdateRequest:
+        if (self.folder is None) == (self.group is None):
+            raise wrong("folder", "or group is required, and not both", "missing_required_parameter")
+        if (self.group is None) != (self.tensors is None):
+            raise wrong("tensors", "belongs to group, which requires it")
+        return self
+
+
+class SleepRequest(ModelRequest):
+    tags: Tags | None = None
+    keep_weights: bool = True
+
+
+class WakeRequest(ModelRequest):
+    tags: Tags | None = None
+
+
+Call = Callable[[AsyncGenerator, Any], Awaitable[Any]]
+"""Answers a checked request by calls of its model's engine."""
+
+
+class _CallResponse(Response):
+    """The response with the result of a call. A client that disconnects ends the call, as far as it can be ended."""
+
+    def __init__(self, service: Service, call: Callable[[], Awaitable[Any]]) -> None:
+        super().__init__()
+        self._service, self._call = service, call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with limited(self._service, receive):
+                result = await self._call()
+        except EngineError as error:
+            raise ApiError(500, str(error), code="engine_error") from None
+        except (ValueError, TypeError, RuntimeError) as error:
+            message = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            if isinstance(error, RuntimeError):
+                raise ApiError(409, message, code="conflict") from None
+            raise ApiError(400, message, code="invalid_value") from None
+        body = to_json({} if result is None else result, inf_nan_mode="constants")  # as Python's json reads them
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+
+class Rollout:
+    """The routes. posts: the kind of body of each, and its function."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._updating: set[AsyncGenerator] = set()
+        calls: dict[str, tuple[type[Strict], Call]] = {
+            "/generate": (GenerateRequest, lambda engine, wanted: engine.generate(wanted.prompt, _params(wanted))),
+            "/init_weight_group": (GroupRequest, self._init_group),
+            "/close_weight_group": (ModelRequest, lambda engine, _: engine.call("close_weight_group")),
+            "/update_weights": (UpdateRequest, self._update),
+            "/pause": (ModelRequest, lambda engine, _: engine.pause()),
+            "/resume": (ModelRequest, lambda engine, _: engine.resume()),
+            "/sleep": (SleepRequest, _sleep),
+            "/wake": (WakeRequest, lambda engine, wanted: engine.call("wake", wanted.tags)),
+        }
+        self.posts = {path: (kind, partial(self._answer, call)) for path, (kind, call) in calls.items()}
+
+    async def _answer(self, call: Call, wanted: Any) -> Response:
+        return _CallResponse(self._service, partial(call, self._service.choose(wanted.model).engine, wanted))
+
+    async def weight_version(self, request: Request) -> Response:
+        engine = self._service.choose(request.query_params.get("model")).engine
+        return _CallResponse(self._service, partial(engine.call, "weight_state"))
+
+    async def _init_group(self, engine: AsyncGenerator, wanted: GroupRequest) -> Any:
+        arguments = wanted.backend, wanted.timeout, wanted.bucket_bytes, wanted.replace
+        return await engine.call("init_weight_group", self._service.options.host, *arguments)
+
+    async def _update(self, engine: AsyncGenerator, wanted: UpdateRequest) -> dict[str, int]:
+        if engine in self._updating:
+            raise RuntimeError("another update of the weights runs; send this one when it has ended")
+        options = {"version": wanted.version, "partial": wanted.partial, "in_flight": wanted.in_flight}
+        self._updating.add(engine)
+        try:
+            if wanted.folder is not None:
+                version = await engine.call("read_weights", wanted.folder, options)
+            else:
+                version = await engine.call("receive_weights", wanted.group, wanted.tensors, options)
+        finally:
+            self._updating.discard(engine)
+        return {"weight_version": version}
+
+
+def _params(wanted: GenerateRequest) -> dict[str, Any] | None:
+    """Return the params of a request. JSON has no integers as keys."""
+    params = wanted.params
+    if params is None or params.get("logit_bias") is None:
+        return params
+    return {**params, "logit_bias": {int(token): bias for token, bias in params["logit_bias"].items()}}
+
+
+async def _sleep(engine: AsyncGenerator, wanted: SleepRequest) -> dict[str, int]:
+    tags = {} if wanted.tags is None else {"tags": wanted.tags}
+    return {"freed": await engine.call("sleep", **tags, keep_weights=wanted.keep_weights)}

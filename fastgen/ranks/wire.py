@@ -1,0 +1,170 @@
+"""Weights from a trainer to a Generator in another program: the process group of the two, and what goes through it.
+
+Both ends know the name, dtype and shape of each tensor beforehand, and cut them into the same buckets, each of which is
+one broadcast.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from fastgen.parallel.errors import DepartedError
+from fastgen.parallel.group import Group
+
+ALIGNMENT = 16  # bytes, of the tensors in a bucket
+LONGEST_PAUSE = 1e-3  # seconds between two looks at whether the other end is ready
+
+Header = list[tuple[str, str, list[int]]]
+"""The name, dtype and shape of each tensor."""
+
+
+def header_of(named: Iterable[tuple[str, Tensor]]) -> Header:
+    return [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in named]
+
+
+def placeholders(header: Header) -> list[tuple[str, Tensor]]:
+    """Return tensors of these names, dtypes and shapes that take no memory. Raises ValueError for an unknown dtype."""
+    kinds = {kind: getattr(torch, kind, None) for _, kind, _ in header}
+    if unknown := [kind for kind, dtype in kinds.items() if not isinstance(dtype, torch.dtype)]:
+        raise ValueError(f"there is no dtype {unknown[0]!r}; give one of torch's, such as 'bfloat16'")
+    return [(name, torch.empty((), dtype=kinds[kind]).expand(shape)) for name, kind, shape in header]
+
+
+def is_sender() -> bool:
+    """Return whether this process sends what all ranks of its program gather: it is rank 0, or alone."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def connect(address: tuple[str, int], key: str, device: torch.device | None, seconds: float, bucket_bytes: int) -> Wire:
+    """Return a sender's end. address: of the store. device: a GPU, for NCCL; None: gloo."""
+    store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=seconds))  # type: ignore[attr-defined]
+    return Wire(store, key, 0, device or torch.device("cpu"), seconds, bucket_bytes)
+
+
+class Wire:
+    """One end of a connection for weights: rank 0 sends, rank 1 receives.
+
+    store, key: the ends meet under this key. device: of the bytes; a CPU takes gloo, a GPU takes NCCL. seconds: the
+    longest time without progress. bucket_bytes: of the tensors in a bucket, the same at both ends; a larger tensor is a
+    bucket of its own. broken: True where the two ends may be at different places; then a new connection is
+    needed.
+
+    check, an argument of the methods, is called while this end waits; it raises where the other end has failed.
+    Raises DepartedError where the other end does not answer.
+    """
+
+    def __init__(
+        self, store: Store, key: str, rank: int, device: torch.device, seconds: float, bucket_bytes: int
+    ) -> None:
+        self.key, self.broken = key, False
+        self._store, self._rank, self._device = PrefixStore(f"{key}/", store), rank, device
+        self._seconds, self._bucket_bytes = seconds, bucket_bytes
+        self._group: Group | None = None
+
+    def close(self) -> None:
+        """Leave the process group. Where the other end waits, it raises an error: at once with gloo, with NCCL when its
+        time is over."""
+        self.broken = True
+        if self._group is not None:
+            self._group.leave()
+
+    def send(self, named: Iterable[tuple[str, Tensor]], header: Header, check: Callable[[], None]) -> None:
+        """Send an update when the other end receives it. A DTensor is gathered when its turn comes."""
+        self._wait(lambda: self._store.check(["receives"]), check)
+        with self._moving():
+            self._store.delete_key("receives")
+            self._join()
+            tensors = iter(named)
+            for data, views in self._buckets(header):
+                for _, view in views:
+                    _, tensor = next(tensors)
+                    view.copy_((tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach())
+                    del tensor
+                self._broadcast(data, check)
+
+    def receive(self, header: Header, check: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of an update, which are valid until the next is taken."""
+        with self._moving():
+            self._store.set("receives", "")
+            self._join()
+            for data, views in self._buckets(header):
+                self._broadcast(data, check)
+                yield from views
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Run an update, after which both ends are at one place. If it does not come to its end, this end is broken."""
+        self.broken = True
+        yield
+        self.broken = False
+
+    def _buckets(self, header: Header) -> Iterator[tuple[Tensor, list[tuple[str, Tensor]]]]:
+        """Yield the memory of each bucket (uint8), and the tensors in it by name. The memory is used again."""
+        memory = torch.empty(0, dtype=torch.uint8)
+        for places, size in _layouts(header, self._bucket_bytes):
+            if len(memory) < size:
+                del memory  # before more is allocated
+                memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            views = [
+                (name, memory[start : start + like.nbytes].view(like.dtype).view(like.shape))
+                for name, like, start in places
+            ]
+            yield memory[:size], views
+
+    def _join(self) -> None:
+        if self._group is None:
+            limit = timedelta(seconds=2 * self._seconds)  # beyond that of `_wait`, whose error is clear
+            with _departing():
+                self._group = Group.join(self._store, self.key, self._rank, 2, self._device, False, limit)
+
+    def _broadcast(self, data: Tensor, check: Callable[[], None]) -> None:
+        assert self._group is not None
+        with _departing():
+            work = dist.broadcast(data, group=self._group.process_group, group_src=0, async_op=True)
+        self._wait(work.is_completed, check)
+        with _departing():
+            work.wait()
+
+    def _wait(self, ready: Callable[[], bool], check: Callable[[], None]) -> None:
+        """Wait in short pauses, so that `check` and the time limit end the wait."""
+        pause, deadline = 1e-5, time.monotonic() + self._seconds
+        while True:
+            with _departing():
+                if ready():
+                    return
+            check()
+            if time.monotonic() > deadline:
+                raise DepartedError(f"the other end of the weight group has sent nothing for {self._seconds:g} seconds")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _layouts(header: Header, bucket_bytes: int) -> Iterator[tuple[list[tuple[str, Tensor, int]], int]]:
+    """Yield the tensors of each bucket, as placeholders with the byte that each begins at, and the bucket's bytes."""
+    places, end = list[tuple[str, Tensor, int]](), 0
+    for name, like in placeholders(header):
+        size = -(-like.nbytes // ALIGNMENT) * ALIGNMENT
+        if places and end + size > bucket_bytes:
+            yield places, end
+            places, end = [], 0
+        places.append((name, like, end))
+        end += size
+    if places:
+        yield places, end
+
+
+@contextmanager
+def _departing() -> Iterator[None]:
+    """Raise torch's errors as DepartedError, a type that a process without torch can read."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DepartedError(f"the weight group has failed: {error}") from None
