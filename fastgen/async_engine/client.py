@@ -465,7 +465,7 @@ class _Process:
         try:
             while True:
                 (length,) = HEAD.unpack(await self._reader.readexactly(HEAD.size))
-                receive(pickle.loads(await self._reader.readexactly(length)))
+                receive(pickle.loads(await self._reader.readexactly(length)))  # noqa: S301 (from our own process)
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:

@@ -62,7 +62,7 @@ class _Numbered:
 
 def _read(kind: Callable[..., _Numbered], number: int, data: bytes) -> _Numbered:
     try:
-        return kind(*pickle.loads(data))
+        return kind(*pickle.loads(data))  # noqa: S301 (from our own process)
     except Exception as error:
         reason = f"the other process can not read this ({error}); its classes and functions must be in a module"
         return Refused(number, ValueError(f"{reason}, or give own_process=False to the AsyncGenerator"))
@@ -146,7 +146,8 @@ class StepEnded:
 
 
 def _read_step(events: bytes, time: float, stats: Stats | None) -> StepEnded:
-    return StepEnded([Event(**dict(zip(_NAMES, row, strict=True))) for row in marshal.loads(events)], time, stats)
+    rows = marshal.loads(events)  # noqa: S302 (from our own process)
+    return StepEnded([Event(**dict(zip(_NAMES, row, strict=True))) for row in rows], time, stats)
 
 
 # ------------------------------------------------------------------------------------------------- the loop

@@ -15,7 +15,7 @@ def portable(error: BaseException) -> Exception:
     """Return a copy of an error that can be pickled, without its frames. An error that does not pickle, or that would
     end the process which raises it, becomes a RuntimeError with its text."""
     with suppress(Exception):  # pickling runs the error's own code, which may raise anything
-        copy = pickle.loads(pickle.dumps(error))
+        copy = pickle.loads(pickle.dumps(error))  # noqa: S301 (its own)
         if isinstance(copy, Exception) and type(copy) is type(error):
             return copy
     return RuntimeError(f"{type(error).__name__}: {error}")

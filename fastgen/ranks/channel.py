@@ -113,7 +113,7 @@ def _receive_all(connection: socket.socket, deliver: Callable[[Any], None]) -> N
     with connection.makefile("rb") as file:
         while (data := _read(file)) is not None:
             try:
-                message = pickle.loads(data)
+                message = pickle.loads(data)  # noqa: S301 (from our own process)
             except Exception as error:
                 deliver(Failed.of(error))
                 return

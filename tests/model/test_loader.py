@@ -214,6 +214,10 @@ def break_moved_tensor(folder: Path) -> None:
     write_index(folder, dict.fromkeys(small_tensors(), SHARDS[0]))
 
 
+def break_index_elsewhere(folder: Path) -> None:
+    write_index(folder, dict.fromkeys(small_tensors(), f"../{folder.name}/{SHARDS[0]}"))
+
+
 def break_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"metadata": {}}')
 
@@ -245,6 +249,7 @@ def break_index(folder: Path) -> None:
         ),
         (break_missing_tensor, r"^/.*: missing 1 of 4 tensors: model\.norm\.weight"),
         (break_moved_tensor, rf"{SHARDS[0]} lacks the tensor 'model\.layers\.0\.self_attn\.k_proj\.weight'"),
+        (break_index_elsewhere, r"model\.safetensors\.index\.json is not an index .* no name of a file in this folder"),
         (break_index, r"model\.safetensors\.index\.json is not an index"),
     ],
 )

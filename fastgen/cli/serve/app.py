@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -45,6 +46,7 @@ from fastgen.cli.serve.service import ServedModel, Service
 from fastgen.cli.serve.translation import BlockReply
 
 OPEN = ("/", "/docs", "/openapi.json", "/health", "/ping", "/ready", "/metrics")  # routes without the API key
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # others are replaced
 LARGE = 65536  # bytes; larger bodies are parsed in a thread
 DISCARDED = 8  # multiple of the size limit that is read of a larger body, so that its client reads the response
@@ -121,11 +123,14 @@ class _Guard:
     """Middleware that refuses requests without the API key, if there is one, and posts of other servers' web pages.
 
     A browser sends a page's post to any server, a local one too, and asks the server beforehand (CORS) only for content
-    types such as JSON's.
+    types such as JSON's. It does not ask where the page's own name leads to this server, which the owner of a name can
+    arrange (DNS rebinding). So a server for this machine alone, without a key, takes posts of pages at localhost or at
+    an address alone.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._origins = app, options.origins
+        self._rebindable = options.api_key is None and options.host in LOOPBACK
         self._key = None if options.api_key is None else options.api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,12 +152,23 @@ class _Guard:
         return hmac.compare_digest(given.strip().encode("latin-1"), self._key or b"")
 
     def _is_foreign(self, headers: Headers) -> bool:
-        """Return whether a page of another server sends this, without a browser's question beforehand."""
+        """Return whether a page of another server may send this without a browser's question beforehand."""
         origin = headers.get("origin")
         if origin is None or {"*", origin} & set(self._origins):
             return False
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        return kind != "application/json" and urlsplit(origin).netloc != headers.get("host")
+        place = urlsplit(origin)
+        if place.netloc == headers.get("host"):
+            return self._rebindable and not _is_address(place.hostname or "")
+        return headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json"
+
+
+def _is_address(host: str) -> bool:
+    """Return whether a host is an IP address or localhost, which lead where no owner of a name decides."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return True
 
 
 async def _handle(request: Request, error: Exception) -> Response:

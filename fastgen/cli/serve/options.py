@@ -216,7 +216,7 @@ def _read_text(path: Path) -> str:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.load(_read_text(path), _Loader)
+        data = yaml.load(_read_text(path), _Loader)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if data is None:

@@ -148,6 +148,24 @@ def test_the_key_and_the_model_are_checked() -> None:
     asyncio.run(main())
 
 
+def test_a_name_that_leads_here_opens_no_local_server() -> None:
+    """DNS rebinding: a page's own name leads to 127.0.0.1, so that its browser asks nobody."""
+
+    async def post(origin: str, *options: str) -> int:
+        app = make_app(Service(read_options(["one", *options], {})))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=origin) as client:
+            body = {"model": "one", "prompt": "a"}
+            return (await client.post("/v1/completions", json=body, headers={"Origin": origin})).status_code
+
+    loading, page = 503, "http://evil.example:5678"
+    for origin in ("http://localhost:5678", "http://127.0.0.1:5678", "http://[::1]:5678", "http://a.localhost"):
+        assert asyncio.run(post(origin)) == loading
+    assert asyncio.run(post(page)) == asyncio.run(post("http://127.0.0.1.evil.example")) == 403
+    assert asyncio.run(post(page, "--host=0.0.0.0")) == loading, "names of this machine are in use"
+    assert asyncio.run(post(page, f"--allow-origin={page}")) == loading
+    assert asyncio.run(post(page, "--api-key=secret")) == 401
+
+
 @pytest.mark.parametrize("size", [1001, 20_000])
 def test_a_body_that_is_too_large_is_refused(server: Server, size: int) -> None:
     data = b"POST /completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % size
