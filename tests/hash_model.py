@@ -4,6 +4,7 @@ The "KV" of a token is a hash of the KV before it, its id and its position; the 
 and of every KV value that is read back through the page table. So a wrong page, a stale page, a wrong position, a lost
 token or a lane that was not started changes the output, and `expected` computes the right output without a schedule.
 The hash of a token's KV depends on the version of the weights too, so that a page that outlived an update is noticed.
+The KV of the token POISON, and of all that follow it, is POISONED, and no token can be drawn from it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from fastgen.engine.scheduler import Scheduler
 from fastgen.request import Batch, Drawn, LaneStart, SamplingParams, Scored, Sequence, StepResult
 
 VOCAB = 40  # two words of mask
+POISON = VOCAB  # a token whose KV is not finite; it is never drawn
+POISONED = -2
 JUNK = -1  # the contents of memory before anything is written
 
 
@@ -34,7 +37,8 @@ class TroubleError(BaseException):
 
 
 def kv_value(before: int, token: int, position: int, version: int = 0) -> int:
-    return hash((before, token, position, version))
+    poisoned = before == POISONED or token == POISON
+    return POISONED if poisoned else hash((before, token, position, version))
 
 
 def kv_values(tokens: list[int], version: int = 0) -> list[int]:
@@ -44,8 +48,15 @@ def kv_values(tokens: list[int], version: int = 0) -> list[int]:
     return values
 
 
+def state_of(seed: int, index: int, values: list[int], counted: SequenceOf[int]) -> int:
+    """Return the state from which a token is drawn. values: the KV of the context. counted: tokens of penalties."""
+    return POISONED if POISONED in values else hash((seed, index, *values, *counted))
+
+
 def draw(state: int, allowed: list[int]) -> tuple[int, float, float, float]:
     """Return a token, its logprob, its untruncated logprob and its raw logprob."""
+    if state == POISONED:
+        allowed = []
     logprobs = -(state % 997) / 997, -(state % 977) / 977, -(state % 991) / 991
     return allowed[state % len(allowed)] if allowed else -1, *logprobs
 
@@ -116,9 +127,7 @@ class Outcome:
 
 def drawn_first(drawn: Drawn, count: int) -> Drawn:
     """Return a copy of the values of the first `count` tokens."""
-    copy = deepcopy(drawn)
-    copy.cut(count)
-    return copy
+    return Drawn(**{name: values[:count] for name, values in drawn.lists().items()})
 
 
 def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
@@ -140,7 +149,7 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
         ]
     while len(tokens) < sequence.max_len:
         counted = tokens if sequence.params.penalized else ()
-        state = hash((sequence.seed, sequence.index, *values, *counted))
+        state = state_of(sequence.seed, sequence.index, values, counted)
         try:
             allowed = list(range(VOCAB)) if mask is None else mask.allowed()
             token, logprob, untruncated, raw = draw(state, allowed)
@@ -152,7 +161,8 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
         if token < 0:
             early = len(tokens) - prompt_len < sequence.params.min_tokens
             end = "; min_tokens forbids an end so early" if early else ""
-            out.finish_reason, out.error = "error", f"the mask allowed no token{end}"
+            reason = "the logits are not finite" if mask is None else f"the mask allowed no token{end}"
+            out.finish_reason, out.error = "error", reason
             break
         values.append(kv_value(values[-1], token, len(tokens), version))
         tokens.append(token)
@@ -223,6 +233,11 @@ class HashRunner:
             self.sample(launched)
         return launched
 
+    def forget(self) -> None:
+        """Lose all contents of the pool and of the host tier."""
+        self.memory = [JUNK] * len(self.memory)
+        self.host = [[JUNK] * self.config.page_size for _ in self.host]
+
     def _move_pages(self, batch: Batch) -> None:
         for page, slot in batch.saves:
             self.host[slot] = self.memory[self._page(page)]
@@ -267,7 +282,7 @@ class HashRunner:
         start = self.started[lane]
         assert start is not None
         counted = self.counted[lane] if start.params.penalized else ()
-        return hash((start.seed, start.index, *self._read(row_of, self.kv_len[row_of]), *counted))
+        return state_of(start.seed, start.index, self._read(row_of, self.kv_len[row_of]), counted)
 
     def _score(self, launched: Launched) -> None:
         for chunk in launched.batch.prefills:

@@ -22,8 +22,10 @@ from hash_model import (
 from invariants import check_scheduler
 
 from fastgen.engine.config import EngineConfig
-from fastgen.engine.scheduler import Scheduler
+from fastgen.engine.scheduler import RETRY_STEPS, Scheduler
 from fastgen.request import Batch, SamplingParams, Sequence, Status
+
+TURNS_TO_LEAVE = 6  # from the step that computes the last token of a sequence until its pages are free
 
 
 class WrongAnswerError(AssertionError):
@@ -34,8 +36,12 @@ class Simulation:
     """The loop of Generator over the hash model: schedule, launch, collect the step before, update.
 
     Every step asserts the invariants of any schedule; `seen` counts events. trouble: the probability of an exception at
-    each place where one may be raised. updates: the probability of a weight update at each turn. check: also check
-    every batch, and the scheduler after every operation.
+    each place where one may be raised. aborts, updates, sleeps: the probabilities of these at each turn. waves: the
+    scheduler is told when all have arrived. check: also check every batch, and the scheduler after every operation.
+
+    **Waiting.** The oldest open sequence is never preempted, so that the steps to its end are bounded by its own tokens
+    (`_check_progress`). So each sequence waits no longer than all before it take one after the other. And the first
+    in the queue waits for no more than an attempt to admit it while all that run fit beside it at their longest.
     """
 
     def __init__(
@@ -47,6 +53,8 @@ class Simulation:
         aborts: float = 0.0,
         trouble: float = 0.0,
         updates: float = 0.0,
+        sleeps: float = 0.0,
+        waves: bool = False,
         scheduler: Scheduler | None = None,
         check: bool = True,
     ) -> None:
@@ -55,7 +63,8 @@ class Simulation:
         self.runner = HashRunner(config)
         self.arrivals = deque(sorted(arrivals, key=lambda pair: pair[0]))
         self.rng = rng or random.Random(0)
-        self.aborts, self.trouble, self.updates, self.checks = aborts, trouble, updates, check
+        self.aborts, self.trouble, self.updates, self.sleeps = aborts, trouble, updates, sleeps
+        self.waves, self.checks = waves, check
         self.expected = {sequence: expected(sequence) for _, sequence in arrivals}
         self.order: dict[Sequence, int] = {}  # of arrival
         self.open: dict[Sequence, int] = {}  # unfinished sequences -> number of tokens processed
@@ -64,21 +73,26 @@ class Simulation:
         self.seen: Counter[str] = Counter()
         self.runner.trip = self._trip
         self.mixed: set[Sequence] = set()  # with KV of several weight versions: not known to the oracle
+        self.oldest: Sequence | None = None  # of the open ones
+        self.turns_left = 0  # in which the oldest must end
+        self.passed = 0  # steps in which the first in the queue waited without a reason
 
     def run(self) -> Simulation:
-        work = sum(sequence.max_len for _, sequence in self.arrivals)
-        limit = 1000 + 20 * work * max(1, len(self.arrivals))  # turns; preempted sequences compute everything again
         turn = 0
         while self.arrivals or self.scheduler.busy:
-            assert turn < limit, "it goes on forever"
             while self.arrivals and self.arrivals[0][0] <= turn:
                 self.add(self.arrivals.popleft()[1])
+            if self.waves:
+                self.scheduler.closed = not self.arrivals
             if self.open and self.rng.random() < self.aborts:
                 self.abort(self.rng.choice(list(self.open)))
             if self.rng.random() < self.updates:
                 self.update_weights()
+            if self.rng.random() < self.sleeps:
+                self.sleep()
             if self.scheduler.busy:
                 self.advance()
+                self._check_progress()
             turn += 1
         assert not self.open, "sequences without an end"
         assert self.scheduler.pages.available == self.config.num_pages, "pages are held at the end"
@@ -136,10 +150,16 @@ class Simulation:
     def update_weights(self) -> None:
         """Update the weights between two steps. Running sequences keep their KV, or compute it again."""
         self.drain()
+        self.oldest = None  # it may have to compute everything again
         recompute, running = self.rng.random() < 0.5, len(self.scheduler.running)
-        self.scheduler.drop_prefixes()
-        if recompute:
-            self.scheduler.preempt_all()
+        try:
+            self.scheduler.drop_prefixes()
+            self._trip()
+            if recompute:
+                self.scheduler.preempt_all()
+                self._trip()
+        except TroubleError:  # the weights are torn, until another update is complete
+            self._reset()
         self.seen["computed again"] += running - len(self.scheduler.running)
         self._check()
         self.runner.version += 1
@@ -147,6 +167,16 @@ class Simulation:
         self.mixed = set() if recompute else {sequence for sequence in self.open if sequence.lane >= 0}
         for sequence in [*self.open, *(sequence for _, sequence in self.arrivals)]:
             self.expected[sequence] = expected(sequence, self.runner.version, sequence.output_len)
+
+    def sleep(self) -> None:
+        """Drop the memory of the KV pool and of the host tier, if no sequence is open."""
+        self.drain()
+        if self.open:
+            return
+        self.runner.forget()
+        self.scheduler.drop_prefixes()
+        self._check()
+        self.seen["sleeps"] += 1
 
     # Below: the parts of the loop, with their invariants.
 
@@ -163,6 +193,7 @@ class Simulation:
         if batch is None:
             assert not drained or not scheduler.busy, "nothing to run and nothing to wait for"
             return None
+        self._check_queue(batch)
         if self.checks:
             kept = [s for s in before if s not in preempted]
             self._check_batch(batch, kept, [s for s in kept if s in ready])
@@ -197,6 +228,31 @@ class Simulation:
             assert chunk.sample or not chunk.forks
         self._check_pages(batch)
         assert sorted(start.lane for start in batch.starts) == sorted(s.lane for s in on.values() if s not in kept)
+
+    def _check_queue(self, batch: Batch) -> None:
+        """Check that the first in the queue does not wait where there is room for it until all that run have ended."""
+        scheduler, config = self.scheduler, self.config
+        full = not scheduler.waiting or not scheduler._free_lanes or num_tokens(batch) == config.max_step_tokens
+        if full or scheduler._in_prefill or scheduler.closed or config.max_step_ms:
+            self.passed = 0
+            return
+        every = (next(iter(scheduler.waiting)), *scheduler.running)
+        fits = sum(scheduler.pages.count(sequence.max_len) for sequence in every) <= config.num_pages
+        self.passed = self.passed + 1 if fits else 0
+        assert self.passed <= RETRY_STEPS, "a sequence waits though there is room for it"
+
+    def _check_progress(self) -> None:
+        """Check that the oldest open sequence ends in time."""
+        oldest = next(iter(self.open), None)
+        if oldest is not self.oldest:
+            self.oldest = oldest
+            if oldest is not None:
+                known = len(oldest.token_ids)
+                prefills = -(-known // self.config.max_step_tokens)
+                decodes = 2 * (oldest.max_len - known)  # twice, since each may wait for a page
+                self.turns_left = RETRY_STEPS + prefills + decodes + TURNS_TO_LEAVE
+        self.turns_left -= 1
+        assert self.oldest is None or self.turns_left >= 0, "the oldest sequence waits for something"
 
     def _check_pages(self, batch: Batch) -> None:
         """Check that each page written before the step computes is written once, and not read after that."""
@@ -236,6 +292,10 @@ class Simulation:
         self.open[sequence] = sequence.output_len
         if sequence.status is Status.FINISHED:
             self._close(sequence)
+        elif sequence not in self.mixed:
+            known, right = len(sequence.token_ids), self.expected[sequence].token_ids
+            if sequence.token_ids != right[:known]:
+                raise WrongAnswerError(f"request {self.order[sequence]}: {sequence.token_ids} instead of {right}")
 
     def _close(self, sequence: Sequence) -> None:
         del self.open[sequence]
@@ -261,7 +321,7 @@ class Simulation:
 
     def _reset(self) -> None:
         """Do what Generator._reset does."""
-        self.in_flight = None
+        self.in_flight = self.oldest = None
         self.scheduler.reset(self.open)
         self._check()
         assert not self.scheduler.running

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hash_model import VOCAB, HashMask, InexactEstimate, drawn_first, expected, make_config, make_sequence
+from hash_model import POISON, VOCAB, HashMask, InexactEstimate, drawn_first, expected, make_config, make_sequence
 from simulation import Simulation, WrongAnswerError
 
 from fastgen.engine.admission import LengthEstimate
@@ -17,7 +17,7 @@ from fastgen.engine.scheduler import Scheduler
 from fastgen.request import SamplingParams, Sequence, Status
 
 SEEDS_A_TEST = 100
-SEEDS = 1000
+SEEDS = 2000
 
 
 def random_config(rng: random.Random, crowd: bool) -> EngineConfig:
@@ -48,6 +48,8 @@ def random_mask(rng: random.Random) -> HashMask | None:
 def random_prompt(rng: random.Random, room: int, before: list[Sequence]) -> list[int]:
     """Tokens of its own, or first those of a request before it, or those and its answer: all or a part of them."""
     prompt = [rng.randrange(VOCAB) for _ in range(min(rng.randint(1, room), rng.randint(1, room)))]
+    if rng.random() < 0.02:
+        prompt[rng.randrange(len(prompt))] = POISON
     if not before or rng.random() < 0.4:
         return prompt
     known = rng.choice(before)
@@ -124,10 +126,11 @@ def random_simulation(seed: int, make_scheduler: MakeScheduler = Scheduler, chec
         aborts=rng.choice((0.0, 0.0, 0.1)),
         trouble=rng.choice((0.0, 0.0, 0.02)),
         updates=rng.choice((0.0, 0.0, 0.0, 0.05)),
+        sleeps=rng.choice((0.0, 0.1)),
+        waves=rng.random() < 0.5,
         scheduler=make_scheduler(config, random_estimate(rng, crowd)),
         check=check,
     )
-    simulation.scheduler.closed = rng.random() < 0.3  # waves
     if config.max_step_ms:
         times = simulation.scheduler.times
         times.least, times.multiple = rng.choice((1, 2, 5)), rng.choice((1, 4))
@@ -152,11 +155,11 @@ def test_the_random_schedules_reach_every_corner() -> None:
     seen: Counter[str] = Counter()
     for seed in range(SEEDS, SEEDS + 150):
         seen += random_simulation(seed).run().seen
-    corners = ("mixed", "chunked", "masked", "preempted", "dropped", "stopped late", "reset", "updates")
+    corners = ("mixed", "chunked", "masked", "preempted", "dropped", "stopped late", "reset", "updates", "sleeps")
     corners += ("computed again", "resumed")
     corners += ("cached", "forks", "copies", "saves", "loads")
     reasons = ("stop", "length", "abort", "error")
-    errors = ("the mask allowed no token", "'no rows today')", "'not that token')")
+    errors = ("the logits are not finite", "the mask allowed no token", "'no rows today')", "'not that token')")
     assert not [corner for corner in corners + reasons + errors if seen[corner] < 10], seen
 
 
