@@ -60,6 +60,8 @@ _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor")),
 }
 _DTYPES = ("bfloat16", "float16", "float32")
+_LARGEST = 3e38  # number that float32 holds
+_MOST = 2**24  # of a size in config.json: a model of more layers would fill the memory before it can be refused
 GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -116,6 +118,8 @@ class ModelConfig:
             )
         if self.head_size % 2:
             raise ValueError(f"head_dim={self.head_size} is odd; rope rotates pairs")
+        if not 0 <= self.norm_eps < 1:
+            raise ValueError(f"rms_norm_eps is {self.norm_eps}; it has to be at least 0 and below 1")
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not supported; it has to be one of {', '.join(_DTYPES)}")
 
@@ -287,15 +291,19 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     needed, optional = _ROPE_KINDS[kind]
     numbers: dict[str, Any] = {name: _number(given, name) for name in needed}
     numbers |= {name: _number(given, name) for name in optional if given.get(name)}
-    if numbers.get("factor", 1) <= 0:
-        raise _unsupported("rope factor", numbers["factor"], "a positive number is")
+    for name, value in numbers.items():
+        if not 1e-6 <= value <= 1e6:
+            raise _unsupported(f"rope {name}", value, "a number from 1e-06 to 1e+06 is")
     rope = RopeConfig(kind, theta, **numbers)
     if kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         low, high = rope.low_freq_factor, rope.high_freq_factor
         raise ValueError(f"low_freq_factor={low} has to lie between 0 and high_freq_factor={high}")
     # Some configs hold this field at the top level, too; transformers gives that one priority.
-    original = "original_max_position_embeddings"
-    return replace(rope, original_max_position=_int(config, original, _int(given, original, 0)))
+    field = "original_max_position_embeddings"
+    original = _int(config, field, _int(given, field, 0))
+    if original < 0:
+        raise _unsupported(field, original, "a number of tokens is")
+    return replace(rope, original_max_position=original)
 
 
 def _eos_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
@@ -313,7 +321,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # text that is not UTF-8, too
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8, too
         raise ValueError(f"{path} is not JSON: {error}; fetch it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object but {type(content).__name__}")
@@ -327,16 +335,16 @@ def _is_int(value: object) -> bool:
 def _int(config: dict[str, Any], field: str, default: int | None = None) -> int:
     """Return an integer field. An absent or null field gives the default; without a default it is a ValueError."""
     value = default if config.get(field) is None else config[field]
-    if value is None or not _is_int(value):
-        raise ValueError(f"{field}={value!r} is missing or not an integer")
+    if value is None or not _is_int(value) or abs(value) > _MOST:
+        raise ValueError(f"{field}={value!r} is missing or not an integer up to {_MOST}")
     return value
 
 
 def _number(config: dict[str, Any], field: str, default: float | None = None) -> float:
     """Return a number field, an int or a float as it is written; otherwise as `_int`."""
     value = default if config.get(field) is None else config[field]
-    if value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{field}={value!r} is missing or not a number")
+    if value is None or isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
+        raise ValueError(f"{field}={value!r} is missing or not a finite number")
     return value
 
 

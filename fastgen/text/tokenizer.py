@@ -294,8 +294,11 @@ class Detokenizer:
             return ""
         new = text[len(self._seen) :] if text.startswith(self._seen) else self._tokenizer.decode(fresh)
         if new:
-            self._context, self._fresh = fresh, []
-            self._seen = self._tokenizer.decode(fresh)
+            seen = self._tokenizer.decode(fresh)
+            if not seen and len(self._context) < 2 * CONTEXT_IDS:  # a leading space was stripped
+                fresh = self._context + fresh
+                seen = self._tokenizer.decode(fresh)
+            self._context, self._fresh, self._seen = fresh, [], seen
         return new
 
 

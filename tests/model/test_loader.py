@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as some
+from properties import EXAMPLES, holds_for
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -258,6 +260,38 @@ def test_a_damaged_folder_is_named(damage: Any, message: str, tmp_path: Path) ->
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
         load(empty_targets(), tmp_path)
+
+
+@EXAMPLES
+def test_a_file_that_was_cut_or_changed_is_an_error_or_has_the_right_shapes(examples: int, tmp_path: Path) -> None:
+    """A changed byte of the values can not be noticed, but it changes one value alone."""
+    tensors = small_tensors()
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    content = path.read_bytes()
+    start = 8 + struct.unpack("<Q", content[:8])[0]
+    anywhere = some.one_of(*(some.integers(low, high) for low, high in ((0, 7), (8, start - 1), (start, len(content)))))
+
+    @holds_for(2 * examples, anywhere, some.none() | some.integers(1, 255))
+    def holds(at: int, change: int | None) -> None:
+        """Cut the file at a byte, or change the byte by xor."""
+        damaged = bytearray(content)
+        if change is None:
+            del damaged[at:]
+        elif at < len(content):
+            damaged[at] ^= change
+        path.write_bytes(damaged)
+        targets, message = empty_targets(), None
+        try:
+            load(targets, tmp_path)
+        except ValueError as error:
+            message = str(error)
+        if message is not None:
+            assert str(tmp_path) in message
+            assert bytes(damaged) != content
+            return
+        differ = [name for name in tensors if not torch.equal(targets[name].view, tensors[name])]
+        assert len(differ) == 0 if at < start or at == len(content) else len(differ) <= 1, differ
 
 
 def test_resolve_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

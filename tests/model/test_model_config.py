@@ -2,16 +2,19 @@
 supported."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import strategies as some
 from known_models import KNOWN, LLAMA, LLAMA3_ROPE, LLAMA_8B, MISTRAL
+from properties import EXAMPLES, holds_for
 
 from fastgen.model.config import ModelConfig, parse_config, read_config, sampling_defaults
-from fastgen.model.rope import rope_frequencies
+from fastgen.model.rope import rope_frequencies, rope_tables
 
 
 def count_parameters(c: ModelConfig) -> int:
@@ -177,6 +180,39 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
             read_config(tmp_path)
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ValueError, match=rf"^{tmp_path}/generation_config\.json is not JSON"):
+        read_config(tmp_path)
+
+
+NUMBERS = some.sampled_from([0, 1, -1, 2, 0.5, 4.0, 1e-320, 1e30, 2**31, 10**400, math.nan, math.inf]) | some.floats()
+VALUES = NUMBERS | some.sampled_from([None, True, "", "yarn", [], {}, ["full_attention"], [[]], "LlamaForCausalLM"])
+ROPES = some.fixed_dictionaries(
+    {"rope_type": some.sampled_from(["default", "linear", "llama3", "yarn"])},
+    optional=dict.fromkeys(
+        ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "rope_theta",
+         "original_max_position_embeddings"], NUMBERS),
+)  # fmt: skip
+FIELDS = sorted({"layer_types", "head_dim", *(field for config, *_ in KNOWN.values() for field in config)})
+CHANGES = some.dictionaries(some.sampled_from(FIELDS), VALUES, max_size=3)
+
+
+@EXAMPLES
+def test_any_config_is_read_or_a_value_error(examples: int, tmp_path: Path) -> None:
+    configs = some.sampled_from([config for config, *_ in KNOWN.values()])
+
+    @holds_for(examples, configs, CHANGES, some.none() | ROPES, some.none() | VALUES)
+    def holds(config: dict[str, Any], change: dict[str, Any], rope: dict[str, Any] | None, eos: Any) -> None:
+        changed = {**config, **change, **({} if rope is None else {"rope_scaling": rope})}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos, "temperature": eos}))
+        try:
+            found, _ = read_config(tmp_path), sampling_defaults(tmp_path)
+        except ValueError:
+            return
+        assert all(table.isfinite().all() for table in rope_tables(found, 16))
+        assert len(found.windows) == found.num_layers
+
+    (tmp_path / "config.json").write_text("[" * 10**5)
+    with pytest.raises(ValueError, match="is not JSON"):
         read_config(tmp_path)
 
 

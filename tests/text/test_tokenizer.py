@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCAB
+from hypothesis import strategies as some
+from properties import EXAMPLES, holds_for
 from transformers import AutoTokenizer
 
+from fastgen.model.loader import BUNDLED
 from fastgen.text.tokenizer import BROKEN, CLEARLY_MORE, Detokenizer, OutputText, StopFinder, Tokenizer, encode_prompt
 
 TEXTS = [
@@ -55,6 +58,52 @@ def test_text_that_grows_is_the_text(tokenizer: Tokenizer, text: str) -> None:
         assert BROKEN not in "".join(new)
 
 
+ANY_TEXT = some.text(max_size=12) | some.text(some.sampled_from("ab \n▁é😀👨‍👩‍👧中\u0300\ufffd\x00"), max_size=12)
+CHUNKS = some.lists(some.integers(1, 4), max_size=12)
+
+
+@pytest.fixture(scope="module", params=["byte fallback", "byte level"])
+def either(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Tokenizer:
+    """A tokenizer like Llama 2's, and one like Llama 3's."""
+    return tokenizer if request.param == "byte fallback" else Tokenizer(BUNDLED)
+
+
+@EXAMPLES
+def test_any_text_comes_back_however_it_is_cut(examples: int, either: Tokenizer) -> None:
+    marked = either.decode(either.encode("▁", special=False)) != "▁"  # the mark stands for a space
+
+    @holds_for(examples, ANY_TEXT, ANY_TEXT, CHUNKS)
+    def holds(before: str, text: str, chunks: list[int]) -> None:
+        ids = either.encode(text, special=False)
+        back = either.decode(ids, special=True)
+        assert back == text if not marked else back.lstrip(" ") == text.replace("▁", " ").lstrip(" ")
+        prompt = either.encode(before.replace(BROKEN, ""))
+        assert either.decode(prompt) + "".join(pieces(either, prompt, ids, chunks)) == either.decode(prompt + ids)
+
+
+@EXAMPLES
+def test_any_stop_string_is_found_in_any_text(examples: int, either: Tokenizer) -> None:
+    stops = some.lists(some.text(min_size=1, max_size=3) | some.sampled_from(["a", "b ", "😀", "\n"]), min_size=1)
+
+    @holds_for(examples, ANY_TEXT, stops, CHUNKS, some.booleans())
+    def holds(text: str, stops: list[str], chunks: list[int], shown: bool) -> None:
+        ids = either.encode(text, special=False)
+        whole, output = OutputText(either, [], []), OutputText(either, [], stops, shown)
+        whole.push(ids, last=True)
+        ends = [end for end in itertools.accumulate(chunks) if end < len(ids)]
+        for start, end in itertools.pairwise([0, *ends, len(ids)]):
+            found = output.push(ids[start:end], last=end == len(ids))
+            if found is not None:
+                break
+        if found is None:
+            assert output.text == whole.text
+            assert not any(stop in whole.text for stop in stops)
+        else:
+            before = output.text.removesuffix(found) if shown else output.text
+            assert whole.text.startswith(before + found)
+            assert not any(stop in before for stop in stops)
+
+
 def test_of_a_text_that_is_too_long_only_a_beginning_is_encoded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +122,12 @@ def test_of_a_text_that_is_too_long_only_a_beginning_is_encoded(
             assert most + CLEARLY_MORE < len(ids) < len(whole)
             assert sum(seen) < len(text) / 2
             assert tokenizer.encode(text, most=len(text)) == whole
+
+
+def test_a_space_that_is_stripped_and_a_broken_character_grow_to_one_text(tokenizer: Tokenizer) -> None:
+    ids = [3, 3 + 0x20, 3 + 0x80]
+    assert pieces(tokenizer, [], ids, [1, 1, 1]) == ["\x00", " ", "", BROKEN]
+    assert pieces(tokenizer, [], ids, [2]) == ["\x00 ", BROKEN]
 
 
 def test_any_ids_grow_to_one_text_and_broken_characters_wait(tokenizer: Tokenizer) -> None:
