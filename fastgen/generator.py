@@ -19,7 +19,7 @@ from typing import Any
 from fastgen.device.memory import MemoryRetry, release_memory
 from fastgen.device.profiling import Tracer, span
 from fastgen.engine.inputs import InputProcessor, pair_scores, prompt_list
-from fastgen.engine.interrupts import OneCaller
+from fastgen.engine.interrupts import ABANDONED, OneCaller
 from fastgen.engine.options import GeneratorOptions, takes_fields_of
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats, error_output, with_progress
 from fastgen.engine.scheduler import NOT_FINITE, Scheduler
@@ -103,7 +103,7 @@ class Generator:
         self._adapter_base = options.adapter_base
         self._scheduler = Scheduler(self.config)
         self._in_flight: Any = None  # the last launched step, until it is collected
-        self._interrupt = OneCaller("Generator")
+        self._interrupt = OneCaller("Generator", functools.partial(Generator._abandon, me, ABANDONED))
         self._stepping = False
         self._retry = MemoryRetry(self.config.device, possible=not isinstance(self._runner, Leader))
         self._late_aborts: list[str | int] = []  # requests that were aborted from within a step
@@ -318,7 +318,7 @@ class Generator:
                     self._scheduler.finish(sample.sequence, "abort")
                     sample.update_text(self.tokenizer)
                     del self._owners[sample.sequence]
-            self._close_request(active)
+            self._active.pop(active.id).leave()
             self._scheduler.stats.aborted += 1
             self._events = [event for event in self._events if event.id != active.id]
             outputs.append(active.output())
@@ -461,11 +461,9 @@ class Generator:
         if self._runner is None or self._interrupt.forked:
             return
         with self._interrupt:
-            self._scheduler.stats.aborted += len(self._active)
-            self._active.clear()
-            self._owners.clear()
-            self._in_flight = None
             runner, self._runner, self._team = self._runner, None, None  # other ranks may be gone
+            self._abandon("the Generator was closed")
+            self._in_flight = None
             runner.close()
             del runner
             release_memory(self.config.device)
@@ -517,8 +515,7 @@ class Generator:
                 self._update_output(sequence)
 
     def _drain(self) -> None:
-        """Read the step in flight without launching another."""
-        with self._resetting():
+        with self._resetting():  # the step in flight is read, and no other is launched
             self._collect()
 
     @contextmanager
@@ -546,6 +543,16 @@ class Generator:
                 if sample.text is not None or sequence.status is Status.FINISHED:
                     self._update_output(sequence)
 
+    def _abandon(self, reason: str) -> None:
+        """Abort all requests, with no regard to the state that they are in."""
+        for active in self._active.values():
+            active.fail(reason)
+        self._active, self._owners = {}, {}
+        self._events, self._late_aborts, self._stepping = [], [], False
+        self._scheduler.stats.aborted = self._scheduler.stats.requests - self._scheduler.stats.finished
+        if self._runner is not None:
+            self._reset()
+
     def _update_output(self, sequence: Sequence) -> None:
         """Update the text and the events of a sequence, and close its request if all its samples have finished."""
         active, sample = self._owners[sequence]
@@ -566,15 +573,8 @@ class Generator:
         if sequence.status is Status.FINISHED:
             del self._owners[sequence]
             if not any(other.sequence in self._owners for other in active.samples):
-                self._close_request(active)
+                self._active.pop(active.id).finish()
                 self._scheduler.stats.finished += 1
-                if active.queue is not None:
-                    active.queue.done.append(active.output())
-
-    def _close_request(self, active: ActiveRequest) -> None:
-        del self._active[active.id]
-        if active.queue is not None:
-            active.queue.running.pop(active.id, None)
 
     def _begin(
         self, request: Request, queue: OutputQueue | None, score: tuple[int, float] | None = None

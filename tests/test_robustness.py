@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import check_idle, random_ids
+from conftest import VOCAB, check_idle, random_ids
+from hypothesis import strategies as some
+from properties import EXAMPLES, holds_for
 
 from fastgen import Event, Generator, Request, SamplingParams
 from fastgen.engine.inputs import InputProcessor
@@ -53,6 +56,56 @@ def test_an_odd_parameter_fails_alone(gen: Generator, params: SamplingParams) ->
     good, bad = gen.generate([[5, 6], [5, 6]], [SHORT, params])
     assert good.error is None
     assert bad.error
+
+
+TOKENS = some.lists(some.sampled_from([0, 2, 7, VOCAB - 1]), min_size=1, max_size=3)
+TEXTS = some.lists(some.sampled_from(["a", "the ", "\n"]), max_size=3)
+USUAL = some.fixed_dictionaries(
+    {"max_tokens": some.integers(1, 3)},
+    optional={
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), some.floats(-3, 3)),
+        **dict.fromkeys(
+            ("temperature", "repetition_penalty"), some.floats(0.01, 3) | some.sampled_from([1e-300, 1e300])
+        ),
+        **dict.fromkeys(("top_p", "min_p"), some.floats(0, 1, exclude_min=True)),
+        **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), TOKENS),
+        **dict.fromkeys(("ignore_eos", "return_sampling_mask", "include_stop_str_in_output"), some.booleans()),
+        **dict.fromkeys(("stop", "bad_words"), TEXTS),
+        **dict.fromkeys(("n", "min_tokens", "top_k", "logprobs", "prompt_logprobs"), some.integers(1, 3)),
+        "seed": some.integers(-(2**63), 2**64 - 1),
+        "logit_bias": some.dictionaries(some.sampled_from([0, 5]), some.floats(-1e9, 1e9)),
+    },
+)
+NAMES = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+)
+ODD = some.sampled_from(
+    [0, -1, 2**31, 2**64, 10**400, math.nan, math.inf, None, True, "1", "", [], [""], [-1], {-1: 1}]
+)
+CHANGED = some.dictionaries(some.sampled_from((*NAMES, "stop_token_ids", "logprobs", "seed")), ODD, max_size=1)
+
+
+@EXAMPLES
+def test_any_parameters_are_refused_or_give_tokens_with_logprobs(examples: int, gen: Generator) -> None:
+    @holds_for(2 * examples, USUAL, CHANGED)
+    def holds(usual: dict[str, Any], changed: dict[str, Any]) -> None:
+        given = usual | changed
+        (output,) = gen.generate([[5, 6, 7]], [SamplingParams(**given)])
+        if output.error is None:
+            assert len(output.completions) == given.get("n", 1)
+            assert all(len(found.token_ids) <= (given["max_tokens"] or 512) for found in output.completions)
+        for found in output.completions:
+            for name, values in found.lists().items():
+                assert len(values) == len(found.token_ids), name
+            assert all(-math.inf < each <= 1e-5 for each in (*found.logprobs, *found.raw_logprobs))
 
 
 def test_params_that_have_changed_are_checked_again(gen: Generator) -> None:

@@ -15,6 +15,8 @@ Handler = Callable[[int, FrameType | None], None]
 IMPATIENT = 3
 """The SIGINT of this number within one block is raised at once, since the call may hang."""
 
+ABANDONED = "Ctrl-C ended a call at an unknown point of it, which aborted all requests in the engine"
+
 
 class DeferredInterrupt:
     """Context manager that defers Ctrl-C: `check`, or the end of the outermost block, raises KeyboardInterrupt.
@@ -22,9 +24,16 @@ class DeferredInterrupt:
     It replaces the handler of SIGINT within the block. It does nothing outside of the main thread, since Python handles
     signals in the main thread alone, and nothing if the handler is not Python's default: a program with a handler of
     its own decides itself. Blocks may be nested, also those of several objects.
+
+    abandon: called at the end of a block in which a SIGINT was raised at once, and which may have left any state.
     """
 
-    def __init__(self) -> None:
+    raised = 0  # SIGINTs that objects have raised at once
+    abandoning = False
+
+    def __init__(self, abandon: Callable[[], None] | None = None) -> None:
+        self._abandon = abandon
+        self._raised = 0  # at the start of the outermost block
         self._handler = self._note  # one object, for comparisons with `is`
         self._installed = False
         self._depth = 0  # of nested blocks
@@ -33,6 +42,8 @@ class DeferredInterrupt:
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
             self._depth += 1
+            if self._depth == 1:
+                self._raised = DeferredInterrupt.raised
             if self._depth == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 self._replace(signal.default_int_handler, self._handler)
 
@@ -42,11 +53,28 @@ class DeferredInterrupt:
         self._depth -= 1
         if self._depth:
             return
-        if self._installed:
-            self._replace(self._handler, signal.default_int_handler)
-        count, self._count = self._count, 0
-        if count and not isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt
+        hurried = self._abandon is not None and DeferredInterrupt.raised > self._raised
+        try:
+            if hurried:
+                self._give_up()
+        finally:
+            if self._installed:
+                self._replace(self._handler, signal.default_int_handler)
+            count, self._count = self._count, 0
+        if not isinstance(error, KeyboardInterrupt):
+            if count or hurried:
+                raise KeyboardInterrupt(*[ABANDONED] * hurried)
+        elif hurried:
+            error.add_note(ABANDONED)
+
+    def _give_up(self) -> None:
+        """Call `abandon`, in which no SIGINT is raised at once."""
+        assert self._abandon is not None
+        DeferredInterrupt.abandoning = True
+        try:
+            self._abandon()
+        finally:
+            DeferredInterrupt.abandoning = False
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a SIGINT was deferred."""
@@ -83,7 +111,9 @@ class DeferredInterrupt:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
-        if self._count >= IMPATIENT:
+        here = frame is not None and frame.f_code.co_filename == __file__  # `_depth` is counted in one piece
+        if self._count >= IMPATIENT and not here and not DeferredInterrupt.abandoning:
+            DeferredInterrupt.raised += 1
             signal.default_int_handler(number, frame)
 
 
@@ -91,8 +121,8 @@ class OneCaller(DeferredInterrupt):
     """DeferredInterrupt whose blocks one thread of one process may be in at a time. Entering raises RuntimeError while
     another thread is in one, and in a fork of the process, where the threads that compute are missing."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__()
+    def __init__(self, what: str, abandon: Callable[[], None]) -> None:
+        super().__init__(abandon)
         self._what = what
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -106,8 +136,10 @@ class OneCaller(DeferredInterrupt):
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._lock.release()
-        super().__exit__(kind, error, trace)
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            self._lock.release()
 
     @property
     def forked(self) -> bool:

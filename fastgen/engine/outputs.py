@@ -205,6 +205,23 @@ class ActiveRequest:
         """The cached tokens of the first sample; the other samples find the KV that it computed."""
         return self.samples[0].sequence.cached_tokens
 
+    def leave(self) -> None:
+        """Be no longer among those that run for a call."""
+        if self.queue is not None:
+            self.queue.running.pop(self.id, None)
+
+    def finish(self) -> None:
+        """Leave, and give a call that waits for the output what it waits for."""
+        self.leave()
+        if self.queue is not None:
+            self.queue.done.append(self.output())
+
+    def fail(self, reason: str) -> None:
+        """Leave, and give a call that waits for the output one with an error. `samples` may be in any state."""
+        self.leave()
+        if self.queue is not None:
+            self.queue.done.append(error_output(self.id, RuntimeError(reason)))
+
     def output(self) -> RequestOutput:
         first = self.samples[0].sequence
         return RequestOutput(

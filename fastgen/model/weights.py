@@ -10,6 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+TAGS = ("weights", "kv_cache")
+TORN = "the weights are torn, as an update was cut short or failed"
+DROPPED = "the weights were dropped by sleep"
 LISTED = 20  # names or faults that an error lists
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """Supported dtypes of weights, by their names in safetensors files."""
