@@ -18,6 +18,7 @@ from fastgen.request import SamplingParams, Sequence, Status
 
 SEEDS_A_TEST = 100
 SEEDS = 2000
+LONG_SEEDS = 1_000_000
 
 
 def random_config(rng: random.Random, crowd: bool) -> EngineConfig:
@@ -138,9 +139,10 @@ def random_simulation(seed: int, make_scheduler: MakeScheduler = Scheduler, chec
     return simulation
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_A_TEST))
-def test_any_schedule_gives_the_answers_of_no_schedule(first: int) -> None:
-    for seed in range(first, first + SEEDS_A_TEST):
+def run_seeds(seeds: range) -> Counter[str]:
+    """Run the simulations of some seeds, and count what they saw. Raises AssertionError with the seed that fails."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
         try:
             simulation = random_simulation(seed).run()
             scheduler = simulation.scheduler
@@ -149,12 +151,23 @@ def test_any_schedule_gives_the_answers_of_no_schedule(first: int) -> None:
                 assert scheduler.stats.preemptions == asked, "preempted where no answer got longer than expected"
         except Exception as error:
             raise AssertionError(f"random_simulation({seed}).run(): {error}") from error
+        seen += simulation.seen
+    return seen
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_A_TEST))
+def test_any_schedule_gives_the_answers_of_no_schedule(first: int) -> None:
+    run_seeds(range(first, first + SEEDS_A_TEST))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(SEEDS, LONG_SEEDS, LONG_SEEDS // 200))
+def test_any_of_many_schedules_gives_the_answers_of_no_schedule(first: int) -> None:
+    run_seeds(range(first, first + LONG_SEEDS // 200))
 
 
 def test_the_random_schedules_reach_every_corner() -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(SEEDS, SEEDS + 150):
-        seen += random_simulation(seed).run().seen
+    seen = run_seeds(range(SEEDS, SEEDS + 150))
     corners = ("mixed", "chunked", "masked", "preempted", "dropped", "stopped late", "reset", "updates", "sleeps")
     corners += ("computed again", "resumed")
     corners += ("cached", "forks", "copies", "saves", "loads")
