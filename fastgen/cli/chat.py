@@ -40,7 +40,14 @@ Ready to chat!
 ---
 """
 
-LOCAL = ("model", "dtype", "device", "tensor_parallel", "generation_config")  # options of a model in this process
+LOCAL = (
+    "model",
+    "adapter",
+    "dtype",
+    "device",
+    "tensor_parallel",
+    "generation_config",
+)  # options of a model in this process
 SAMPLED = ("temperature", "top_p", "max_tokens")  # sampling parameters
 SERVED = ("api_key", "name")  # options of a model behind --url
 COMMANDS = "there are /r <N>, /m and /q (for a message, put a space before the /)"

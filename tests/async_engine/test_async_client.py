@@ -20,12 +20,14 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import serve_stub
+from adapters import CONFIG, adapter
 from safetensors.torch import load_file
 from serving import children
 
 import fastgen
 from fastgen import Generator
 from fastgen.async_engine.client import AsyncGenerator, EngineError, EventStream, _Process
+from fastgen.model.loader import BUNDLED
 from fastgen.ranks import processes
 from fastgen.request import Event, SamplingParams
 
@@ -416,6 +418,20 @@ def test_an_update_that_fails_midway_stops_requests_until_a_whole_one(client: Cl
                 await gen.call("update_weights", weights, version, in_flight="keep")
             last = [event async for events in stream for event in events][-1]
         assert last.finish_reason == "length"
+
+    client.run(main())
+
+
+def test_an_adapter_comes_and_goes(client: Client) -> None:
+    async def main() -> None:
+        gen = client.engine
+        before = await gen.generate(ids(9), replace(LONG, seed=0, max_tokens=8))
+        assert await gen.call("update_adapter", adapter(BUNDLED), CONFIG) == 1
+        adapted = await gen.generate(ids(9), replace(LONG, seed=0, max_tokens=8))
+        assert await gen.call("update_adapter", None, version=0) == 0
+        after = await gen.generate(ids(9), replace(LONG, seed=0, max_tokens=8))
+        assert [c.token_ids for c in after.completions] == [c.token_ids for c in before.completions]
+        assert [c.token_ids for c in adapted.completions] != [c.token_ids for c in before.completions]
 
     client.run(main())
 
