@@ -274,7 +274,12 @@ def test_a_generator_goes_on_after_an_interrupt_is_traced_and_ends_with_a_rank(t
         with pytest.raises(ValueError, match="in a folder that exists"), gen.profile(tmp_path / "no" / "trace.json"):
             pass
 
-        killed = threading.Timer(0.2, gen._runner._spawned.processes[0].kill)
+        rank = gen._runner._spawned.processes[0]
+        os.kill(rank.pid, signal.SIGSTOP)
+        threading.Timer(0.3, rank.send_signal, (signal.SIGCONT,)).start()
+        assert gen.generate([[1, 2, 3]], params)[0].completions == answer, "it waits for a rank that is stopped"
+
+        killed = threading.Timer(0.2, rank.kill)
         killed.start()
         start = time.monotonic()
         with pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
