@@ -281,12 +281,12 @@ import os, signal, sys, threading
 from safetensors.torch import load_file
 from fastgen.remote import RemoteGenerator
 
-url, key, folder, end = sys.argv[1:]
-tensors = load_file(folder + "/model.safetensors")
+url, key, folder, end, device = sys.argv[1:]
+tensors = load_file(folder + "/model.safetensors", device)
 class Last:
     tensor = tensors["model.norm.weight"]
     dtype, shape, device = tensor.dtype, tensor.shape, tensor.device
-    def full_tensor(self):
+    def full_tensor(self):  # when all others have been sent
         print("sending", flush=True)
         os.kill(os.getpid(), getattr(signal, end))
 del tensors["model.norm.weight"]
@@ -300,7 +300,7 @@ def test_a_sender_that_dies_or_hangs(
     end: str, gen: RemoteGenerator, server: Server, here: Generator, talker: Path, weights: Weights
 ) -> None:
     old = drawn(here.generate(PROMPTS, SHORT))
-    command = [sys.executable, "-c", SENDER, server.url, KEY, str(talker), end]
+    command = [sys.executable, "-c", SENDER, server.url, KEY, str(talker), end, "cpu"]
     sender = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert sender.stdout is not None

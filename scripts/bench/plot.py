@@ -1,4 +1,4 @@
-"""Plots what `bench.py gpu`, `bench.py gpu --perf`, bench_serve.py or rl_grpo.py wrote.
+"""Plots what `bench.py gpu`, `bench.py gpu --perf`, bench_serve.py, rl_grpo.py or async_grpo.py wrote.
 
     python scripts/bench/plot.py scripts/results/mistral7-h200-perf.json scripts/results/mistral7-perf.png
 
@@ -92,9 +92,13 @@ def draw_serve(report: Report, figure: Any) -> None:
 def draw_rl(report: Report, figure: Any) -> None:
     """Draw the rewards of the samples and the held-out accuracy over the steps."""
     axes = figure.subplots()
-    for key, (label, color, marker) in LINES.items():
-        points = [(point["step"], 100 * point[key]) for point in report["curve"] if key in point]
-        axes.plot(*zip(*points, strict=True), label=label, color=color, marker=marker)
+    curves = {"": report["curve"]}
+    if "synchronous" in report:
+        curves = {"asynchronous: ": report["curve"], "synchronous: ": report["synchronous"]}
+    for (name, curve), style in zip(curves.items(), ("-", ":"), strict=False):
+        for key, (label, color, marker) in LINES.items():
+            points = [(point["step"], 100 * point[key]) for point in curve if key in point]
+            axes.plot(*zip(*points, strict=True), style, label=name + label, color=color, marker=marker)
     shares = ", ".join(f"{part} {100 * share:.1f} %" for part, share in report["shares"].items())
     axes.set_title(f"GRPO of two-digit products, {report['machine']}\n{shares}", fontsize="medium")
     axes.set(xlabel="step", ylabel="right, %", ylim=(0, 102))

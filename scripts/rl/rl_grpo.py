@@ -24,7 +24,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sample: the prompt's ids and its own, the logprobs that it was drawn with, and its advantage over its
-    group."""
+    """One sample: the prompt's ids and its own, the logprobs and the weight versions that it was drawn with, and its
+    advantage over its group."""
 
     ids: list[int]
     prompt_len: int
     logprobs: list[float]
     advantage: float
+    weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def advantages(self) -> list[float]:
+        """The advantage of each token of the answer."""
+        return [self.advantage] * len(self.logprobs)
 
 
 def is_new(a: int, b: int) -> bool:
@@ -110,16 +116,21 @@ def rollouts(outputs: Sequence[RequestOutput], rewards: Tensor) -> list[Rollout]
     """Return the samples with an advantage: those of groups that were neither all right nor all wrong."""
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
     return [
-        Rollout(out.prompt_token_ids + sample.token_ids, len(out.prompt_token_ids), sample.logprobs, advantage)
+        Rollout(
+            out.prompt_token_ids + sample.token_ids,
+            len(out.prompt_token_ids),
+            sample.logprobs,
+            advantage,
+            sample.weight_versions,
+        )
         for out, group in zip(outputs, advantages.tolist(), strict=True)
         for sample, advantage in zip(out.completions, group, strict=True)
         if advantage
     ]
 
 
-def clipped_loss(model: Any, batch: Sequence[Rollout], settings: Settings) -> tuple[Tensor, Tensor]:
-    """Return the clipped policy objective, summed over the answers' tokens, and the log importance ratio of each of
-    them.
+def answer_logprobs(model: Any, batch: Sequence[Rollout]) -> Tensor:
+    """Return the trainer's logprobs of the tokens of all answers: float32 [T].
 
     Rows are padded on the right, where causal attention needs no mask. Shapes: B rows, L positions, T answer tokens.
     """
@@ -128,9 +139,15 @@ def clipped_loss(model: Any, batch: Sequence[Rollout], settings: Settings) -> tu
     said = [[rollout.prompt_len <= at < len(rollout.ids) for at in range(length)] for rollout in batch]
     answer = torch.tensor(said, device=model.device)[:, 1:]  # [B, L - 1]: whether what is predicted there counts
     logits = model(ids).logits[:, :-1]
-    logprobs = -F.cross_entropy(logits[answer], ids[:, 1:][answer], reduction="none")  # [T]
+    return -F.cross_entropy(logits[answer], ids[:, 1:][answer], reduction="none")
+
+
+def clipped_loss(model: Any, batch: Sequence[Rollout], settings: Settings) -> tuple[Tensor, Tensor]:
+    """Return the clipped policy objective, summed over the answers' tokens, and the log importance ratio of each of
+    them."""
+    logprobs = answer_logprobs(model, batch)
     behaviour = torch.tensor([p for rollout in batch for p in rollout.logprobs], device=model.device)
-    advantages = torch.tensor([r.advantage for r in batch for _ in r.logprobs], device=model.device)
+    advantages = torch.tensor([a for rollout in batch for a in rollout.advantages], device=model.device)
     ratios = (logprobs - behaviour).exp()
     clipped = ratios.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return -torch.minimum(ratios * advantages, clipped * advantages).sum(), (logprobs - behaviour).detach()

@@ -3,6 +3,7 @@
     pip install -c constraints.txt -e '.[rl]'
     python scripts/rl/rl_trl.py                  # on two CPU cores in minutes
     python scripts/rl/rl_trl.py --device cuda    # on a GPU
+    python scripts/rl/rl_trl.py --url http://host:5678    # with a server of `fgserve --rollout`
 
 TRL's rollout_func is experimental, so trl is pinned. What this one has to know of it:
 
@@ -28,6 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from fastgen import Generator, SamplingParams
+from fastgen.model.loader import resolve
+from fastgen.remote import RemoteGenerator
 from fastgen.request import Prompt
 
 LEARNING_RATE = 2e-4  # above rl_grpo.py's, as there is one optimizer step a rollout
@@ -42,7 +45,7 @@ class GeneratorTrainer(GRPOTrainer):
     start vLLM.
     """
 
-    def __init__(self, gen: Generator, **arguments: Any) -> None:
+    def __init__(self, gen: Generator | RemoteGenerator, **arguments: Any) -> None:
         super().__init__(rollout_func=roll_out, **arguments)
         self.gen = gen
         self.use_vllm, self.vllm_generation, self._last_loaded_step = True, self, -1
@@ -77,7 +80,15 @@ def product(
     return [reward((x, y), said[0]["content"]) for x, y, said in zip(a, b, completions, strict=True)]
 
 
-def train(settings: Settings, device: str, folder: str) -> dict[str, Any]:
+def generator(settings: Settings, device: str, url: str | None) -> Generator | RemoteGenerator:
+    """Return the sampler: in this process, or at a url."""
+    if url is not None:
+        return RemoteGenerator(url)
+    # Half of a GPU's memory is the trainer's
+    return Generator(device=device, dtype="float32", memory_fraction=0.5, seed=settings.seed)
+
+
+def train(settings: Settings, device: str, folder: str, url: str | None = None) -> dict[str, Any]:
     """Train; return the held-out accuracy before and after, and the trainer's log, a dictionary for each step. folder:
     for TRL's files."""
     to_train, held_out = problems(settings)
@@ -90,12 +101,11 @@ def train(settings: Settings, device: str, folder: str) -> dict[str, Any]:
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", weight_decay=0.0,
         epsilon=settings.clip_low, epsilon_high=settings.clip_high, vllm_importance_sampling_mode="token_truncate",
     )  # fmt: skip
-    # Half of a GPU's memory is the trainer's
-    with Generator(device=device, dtype="float32", memory_fraction=0.5, seed=settings.seed) as gen:
+    with generator(settings, device, url) as gen:
         trainer = GeneratorTrainer(
             gen,
-            model=AutoModelForCausalLM.from_pretrained(gen.folder, dtype=torch.float32),
-            processing_class=AutoTokenizer.from_pretrained(gen.folder),
+            model=AutoModelForCausalLM.from_pretrained(resolve(None), dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(resolve(None)),
             reward_funcs=product,
             train_dataset=Dataset.from_list([{"prompt": chat((a, b)), "a": a, "b": b} for a, b in to_train]),
             args=config,
@@ -110,11 +120,12 @@ def train(settings: Settings, device: str, folder: str) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--url", help="of a server of the bundled model (default: a Generator in this process)")
     parser.add_argument("--smoke", action="store_true", help="five small steps, to see that it runs")
     arguments = parser.parse_args(argv)
     smoke = {"steps": 5, "prompts": 2, "samples": 4, "batch": 4, "held_out": 4}
     with tempfile.TemporaryDirectory() as folder:
-        report = train(Settings(**(smoke if arguments.smoke else {})), arguments.device, folder)
+        report = train(Settings(**(smoke if arguments.smoke else {})), arguments.device, folder, arguments.url)
     print(f"held-out accuracy {100 * report['before']:.1f} % before, {100 * report['after']:.1f} % after")
     return report
 

@@ -1,0 +1,67 @@
+"""scripts/rl/async_grpo.py: which tokens are old, how they are corrected, and what it wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.extend(str(SCRIPTS / folder) for folder in ("bench", "rl"))
+
+import async_grpo  # noqa: E402
+import plot  # noqa: E402
+from rl_grpo import Rollout, Settings, answer_logprobs, clipped_loss  # noqa: E402
+
+from fastgen.model.loader import resolve  # noqa: E402
+
+RESULT = SCRIPTS / "results" / "rl-async-cpu.json"
+
+
+def test_old_tokens_alone_are_corrected() -> None:
+    """An answer begins with weights of version 4, under which its tokens were half or 9 times as likely, and ends with
+    those of version 5, which the trainer has."""
+    model: Any = AutoModelForCausalLM.from_pretrained(resolve(None), dtype=torch.float32)
+    sample = Rollout(list(range(100, 112)), 8, [], 0.5, [(4, 0, 2), (5, 2, 4)])
+    now = answer_logprobs(model, [sample]).detach().tolist()
+    drawn = [now[0] - math.log(2), now[1] - math.log(9), now[2] + 1e-5, now[3]]
+    sample = replace(sample, logprobs=drawn)
+    fresh = replace(sample, weight_versions=[(5, 0, 4)])
+    assert async_grpo.lags(sample, 5) == [1, 1, 0, 0]
+    same, found = async_grpo.corrected(model, [sample, fresh], 5, Settings())
+    assert same is fresh
+    assert found.logprobs[:2] == pytest.approx(now[:2], abs=1e-5)
+    assert found.logprobs[2:] == drawn[2:]
+    assert found.advantages == pytest.approx([1.0, 1.0, 0.5, 0.5])  # times 2 and 9, which is cut to 2
+    loss, log_ratios = clipped_loss(model, [found], Settings())
+    assert log_ratios.tolist() == pytest.approx([0, 0, 0, 0], abs=2e-5)
+    assert loss.item() == pytest.approx(-3.0, abs=1e-3)
+    with pytest.raises(RuntimeError, match="2 steps old"):
+        async_grpo.corrected(model, [sample], 6, Settings())
+
+
+def test_the_program_runs_small_beside_a_server_of_its_own(tmp_path: Path) -> None:
+    out, beside = tmp_path / "curve.json", SCRIPTS / "results" / "rl-grpo-cpu.json"
+    report = async_grpo.main(["--smoke", "--out", str(out), "--beside", str(beside)])
+    assert [point["step"] for point in report["curve"]] == [0, 1, 2]
+    assert [point["most_lag"] for point in report["curve"][1:]] in ([0, 0], [0, 1])
+    assert report["curve"][1].get("max_logprob_difference", 0) < 1e-4
+    assert json.loads(out.read_text()) == report
+    assert report.keys() == json.loads(RESULT.read_text()).keys()
+
+
+def test_it_learns_as_the_synchronous_one_does(tmp_path: Path) -> None:
+    report = json.loads(RESULT.read_text())
+    assert max(point.get("most_lag", 0) for point in report["curve"]) == 1
+    last, other = (report[name][-1]["held_out_accuracy"] for name in ("curve", "synchronous"))
+    assert last > other - 0.02 > 0.9
+    pytest.importorskip("matplotlib", reason="the plot needs matplotlib, which fastgen does not")
+    plot.plot(report, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
