@@ -51,6 +51,10 @@ class FakeServer:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        if head.startswith(b"get"):
+            writer.write(b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{"data": [{"id": "m"}]}')
+            writer.close()
+            return
         length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
         self.bodies.append(json.loads(await reader.readexactly(length)))
         self.running += 1
@@ -208,19 +212,19 @@ def test_random_weights_have_a_tokenizer_of_all_ids(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- both
 
 
-@pytest.mark.timeout(120)
-def test_it_measures_a_server_that_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_serve.py", "--smoke", "--out", str(tmp_path)])
+def test_it_measures_a_server(fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_soak.py has servers that scripts start themselves."""
+    monkeypatch.setattr(sys, "argv", ["bench_serve.py", "--smoke", "--url", fake.url, "--out", str(tmp_path)])
     plotted: list[Path] = []
     monkeypatch.setattr(bench_serve, "plot", lambda report, path: plotted.append(path))
     bench_serve.main()
     report = json.loads((tmp_path / "serve-smoke.json").read_text())
-    assert (report["server"], report["model"]) == ("bundled", "fastgen-tiny")
+    assert (report["server"], report["model"]) == (fake.url, "m")
     assert [(point["concurrency"], point["requests"], point["errors"]) for point in report["points"]] == [
         (1, 8, 0),
         (4, 8, 0),
     ]
     for point in report["points"]:
-        assert point["tokens_per_second"] == pytest.approx(8 * 8 / point["seconds"])
+        assert point["tokens_per_second"] == pytest.approx(9 * 8 / point["seconds"])
         assert 0 < point["ttft"]["p50"] <= point["end_to_end"]["p50"] <= point["seconds"]
     assert plotted == [tmp_path / "serve-smoke.png"]

@@ -33,7 +33,7 @@ from fastgen.disk import naming_full_disk
 
 PART_BYTES = 64 << 20  # size of a part in memory
 PART_SECONDS = 300.0  # time that a row may wait for its part to be written
-GO_ON = "make room, and the same command goes on"
+AGAIN = "make room, and give the same command again"
 SCHEMA_ROWS = 1024  # rows of JSON or CSV whose types are found at a time
 
 
@@ -78,7 +78,7 @@ def _save(path: Path, data: bytes) -> None:
     """Write a file, and force it to the disk, so that it is there as a whole or not at all."""
     beside = path.with_name(f"{path.name}.tmp")
     try:
-        with naming_full_disk(path, GO_ON), beside.open("wb") as file:
+        with naming_full_disk(path, AGAIN), beside.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -119,7 +119,7 @@ class Lines:
             _lock(self._file.fileno(), self.path)
             yield
         finally:
-            with naming_full_disk(self.path, GO_ON), self._file:
+            with naming_full_disk(self.path, AGAIN), self._file:
                 if isinstance(self._writer, gzip.GzipFile):
                     self._writer.close()
                 self._file.flush()
@@ -195,7 +195,7 @@ class Lines:
             self._writer = gzip.GzipFile(fileobj=self._file, mode="ab") if packed else self._file
             if self._csv and empty:
                 self._writer.write(to_cells(self._columns))
-        with naming_full_disk(self.path, GO_ON):
+        with naming_full_disk(self.path, AGAIN):
             self._writer.write(raw)
             self._writer.flush()
 

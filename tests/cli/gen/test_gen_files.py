@@ -56,7 +56,7 @@ def test_a_full_disk_loses_nothing(fggen: Fggen, name: str, capsys: pytest.Captu
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     place = f"{name}/part-00000.parquet" if name == "out.parquet" else name
-    assert f"File too large; make room, and the same command goes on: '{place}'" in capsys.readouterr().err
+    assert f"File too large; make room, and give the same command again: '{place}'" in capsys.readouterr().err
     assert not list(Path.cwd().rglob("*.tmp")), "it would take room"
     assert fggen("in.jsonl", "-o", name, *SHORT) == 0
     assert contents(name) == contents(f"whole-{name}")
