@@ -191,7 +191,7 @@ class Runner:
         replaced."""
         if not layers:
             self.model.bases.forget()
-        elif not self.model.bases.hold(layers):
+        elif not self.model.bases.valid.issuperset(layers):
             with self._unpacked() as shards:
                 self.model.bases.keep(layers, shards, place)
 

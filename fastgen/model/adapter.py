@@ -182,28 +182,25 @@ def _number(config: Mapping[str, Any], name: str, patterns: str, layer: str) -> 
 # ------------------------------------------------------------------------------------------- the weights of a rank
 
 
-@dataclass(frozen=True)
-class _Adapted:
-    """A weight that an adapter changes. base: as the shard's view, on any device."""
+@dataclass(frozen=True, kw_only=True)
+class _Adapted(Shard):
+    """A weight that an adapter changes. base: as `view`, on any device."""
 
-    shard: Shard
     base: Tensor
 
     def write(self, factors: Tensor) -> None:
         """Write base + B A. factors: A [rank, inputs] and the transposed B [rank, outputs] of the whole weight, side by
         side."""
-        view, shard = self.shard.view, self.shard
         if not len(factors):
-            view.copy_(self.base)
+            self.view.copy_(self.base)
             return
-        a, b = torch.split(factors.to(view.device), [shard.shape[1], shard.shape[0]], 1)
-        if not shard.is_whole:
-            start, size = shard.start, view.shape[shard.dim]
-            a, b = (a, b.narrow(1, start, size)) if shard.dim == 0 else (a.narrow(1, start, size), b)
-        rows = max(MERGE_BYTES // (4 * view.shape[1]), 1)
-        parts = (torch.split(each, rows) for each in (view, self.base, b.t()))
+        outputs, inputs = self.shape
+        a, b = torch.split(factors.to(self.view.device), [inputs, outputs], 1)
+        a, b = (self.of(a), b.t()) if self.dim else (a, self.of(b.t()))
+        rows = max(MERGE_BYTES // (4 * a.shape[1]), 1)
+        parts = (torch.split(each, rows) for each in (self.view, self.base, b))
         for part, base, factor in zip(*parts, strict=True):
-            merged = base.to(view.device, non_blocking=True).to(torch.float32, copy=True)
+            merged = base.to(part.device, non_blocking=True).to(torch.float32, copy=True)
             part.copy_(merged.addmm_(factor, a))
 
 
@@ -218,30 +215,27 @@ class Bases:
         self._memory, self._device = memory, device
         self._copies: dict[str, Tensor] = {}
         self._pinned: list[Pinned] = []
-        self._valid: set[str] = set()  # copies that are bases, as other weights have not replaced them
+        self.valid: set[str] = set()  # layers whose copies are bases, as no other weights have replaced them
         self._merged: frozenset[str] = frozenset()  # at the start
         self._folder = Path()
 
     def merge(self, update: AdapterUpdate, shards: Mapping[str, Shard], folder: Path) -> None:
         """Merge a checked adapter into the weights of the checkpoint in `folder`."""
         self._merged, self._folder = update.adapted, folder
-        weights = [(layer, shards[f"{layer}.weight"]) for layer in update.adapted]
-        write({layer: _Adapted(shard, shard.view) for layer, shard in weights}, update.tensors())
+        views = {layer: shards[f"{layer}.weight"].view for layer in update.adapted}
+        write(_adapted(views, shards), update.tensors())
 
     @property
     def layers(self) -> frozenset[str]:
         """The layers that adapters have changed."""
-        return self._merged.union(self._valid)
-
-    def hold(self, layers: Collection[str]) -> bool:
-        return self._valid.issuperset(layers)
+        return self._merged.union(self.valid)
 
     def keep(self, layers: Iterable[str], shards: Mapping[str, Shard], place: str) -> None:
         """Copy the weights of layers that have no valid copy. place: of new copies, "device" or "host".
 
         Raises torch.OutOfMemoryError, or ValueError if the host has too little memory.
         """
-        missing = {layer: shards[f"{layer}.weight"] for layer in layers if layer not in self._valid}
+        missing = {layer: shards[f"{layer}.weight"] for layer in layers if layer not in self.valid}
         self._allocate({layer: shard.view for layer, shard in missing.items() if layer not in self._copies}, place)
         lost = {}
         for layer, shard in missing.items():
@@ -251,7 +245,7 @@ class Bases:
                 self._copies[layer].copy_(shard.view)
         if lost:
             load(lost, self._folder, whole=False)
-        self._valid.update(missing)
+        self.valid.update(missing)
 
     def _allocate(self, views: Mapping[str, Tensor], place: str) -> None:
         if place == "device":
@@ -264,10 +258,14 @@ class Bases:
             for (layer, view), piece in zip(views.items(), torch.split(pinned.bytes, sizes), strict=True):
                 self._copies[layer] = piece.view(view.dtype).view(view.shape)
 
-    def targets(self, shards: Mapping[str, Shard]) -> dict[str, _Adapted]:
+    def targets(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
         """Return where factors are written to, by layer."""
-        return {layer: _Adapted(shards[f"{layer}.weight"], self._copies[layer]) for layer in self._valid}
+        return _adapted({layer: self._copies[layer] for layer in self.valid}, shards)
 
     def forget(self) -> None:
         """Make the copies invalid, since other weights replace them."""
-        self._valid, self._merged = set(), frozenset()
+        self.valid, self._merged = set(), frozenset()
+
+
+def _adapted(bases: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Shard]:
+    return {layer: _Adapted(**vars(shards[f"{layer}.weight"]), base=base) for layer, base in bases.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -195,14 +195,8 @@ def _checked(item: Any) -> tuple[str, Tensor]:
     return name, tensor
 
 
-class Target(Protocol):
-    """A Shard, or another place that a whole tensor is written to."""
-
-    def write(self, tensor: Tensor) -> None: ...
-
-
-def write(targets: Mapping[str, Target], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write each tensor to the target of its name.
+def write(targets: Mapping[str, Shard], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write each tensor to the shard of its name.
 
     If a write fails, the other tensors are still read, since other ranks may make them together with this rank; then
     the first error is raised.
