@@ -118,12 +118,12 @@ class AdapterUpdate(Update):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the factors of each layer in float32, [rank, inputs + outputs]: A, and beside it the transposed B with
         its scaling. The rank is 0 for a layer that becomes the base again."""
-        factors = dict(self._matched())
+        factors = dict(self._given)  # which `check` has matched
         for layer in sorted(self.adapted):
             if layer not in self._scaling:
                 yield layer, torch.empty(0, sum(self._sizes[layer]))
                 continue
-            a, b = (factors.pop(f"{layer}.lora_{name}.weight").detach().float() for name in "AB")
+            a, b = (factors[f"{layer}.lora_{name}.weight"].detach().float() for name in "AB")
             yield layer, torch.cat((a, self._scaling[layer] * b.t().to(a.device)), 1)
 
 
