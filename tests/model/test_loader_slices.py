@@ -28,11 +28,13 @@ def layer_tensors() -> dict[str, Tensor]:
     for name, size in INPUTS.items():
         shapes |= {f"{name}.weight": (HIDDEN, size), f"{name}.bias": (HIDDEN,)}
     draw = torch.Generator().manual_seed(0)
-    dtypes = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-    return {
-        name: torch.randn(shape, generator=draw).to(dtypes[number % 4])
-        for number, (name, shape) in enumerate(shapes.items())
-    }
+    # Values of bfloat16 that float16 does not hold, so that one is not read as the other.
+    kinds = [(torch.bfloat16, 1e6), (torch.float16, 1.0), (torch.float32, 1.0), (torch.float64, 1.0)]
+    tensors = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        dtype, scale = kinds[number % 4]
+        tensors[name] = (scale * torch.randn(shape, generator=draw)).to(dtype)
+    return tensors
 
 
 def rank_targets(rank: int, ranks: int, dtype: torch.dtype) -> tuple[dict[str, Shard], list[Tensor]]:
