@@ -267,7 +267,6 @@ class PageAllocator:
             self._unlink(node)
         host_page, node.host_page = node.host_page, -1
         del self._host[node]
-        self._saves.pop(host_page, None)
         self._clean -= node in self._idle
         return host_page
 

@@ -57,7 +57,6 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if count > self.available:", "if count > self.available + 1:"),
         ("for page in reversed(pages):", "for page in pages:"),
         ("        self._fresh.pop(page, None)\n", ""),
-        ("        self._saves.pop(host_page, None)\n", ""),
         ("(node for node in self._host if node.host_page not in self._loads)", "iter(self._host)"),
         ("self._host.move_to_end(node)  # behind", "pass  # behind"),
         ("        self.root = Node()\n        for node", "        for node"),

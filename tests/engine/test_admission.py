@@ -172,7 +172,7 @@ def random_certain(seed: int) -> Simulation:
     return Simulation(config, arrivals, rng=rng, aborts=rng.choice((0.0, 0.0, 0.05)), scheduler=scheduler)
 
 
-@pytest.mark.parametrize("first", [*range(0, 80, 10), 3660])
+@pytest.mark.parametrize("first", [*range(0, 40, 10), 3660])
 def test_who_runs_to_its_length_is_never_preempted(first: int) -> None:
     """(3661: a page is being copied whose sequence was aborted.)"""
     for seed in range(first, first + 10):

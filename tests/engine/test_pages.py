@@ -361,6 +361,19 @@ def test_forgotten_pages_are_free_and_held_ones_are_never_indexed_again() -> Non
     assert len(pool.allocator._free) == 8
 
 
+def test_what_was_to_be_saved_is_forgotten_too() -> None:
+    """A schedule may evict pages and then wait for the step in flight, without a batch."""
+    allocator, table = PageAllocator(2, 1, host_pages=2), list[int]()
+    assert allocator.grow(table, 2)
+    allocator.index(allocator.root, table, [1, 2], 2)
+    allocator.release(table)
+    allocator.take_changes()
+    assert allocator.grow(table, 1)
+    allocator.drop_index()
+    check_pages(allocator, [table])
+    assert allocator.take_changes().saves == ()
+
+
 def test_a_page_whose_tokens_are_indexed_already_is_not_indexed_nor_are_those_behind_it() -> None:
     allocator = PageAllocator(8, 1)
     tables: list[list[int]] = [[], []]
