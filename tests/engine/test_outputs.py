@@ -13,6 +13,8 @@ import pytest
 from conftest import EOS, VOCAB, Script, check_idle, random_ids
 
 from fastgen import Event, Generator, SamplingParams
+from fastgen.engine.outputs import ActiveSample
+from fastgen.request import Sequence
 from fastgen.text.tokenizer import BROKEN, Tokenizer
 
 PARAMS = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
@@ -173,6 +175,26 @@ def test_stop_strings_wait_for_min_tokens(gen: Generator) -> None:
     later = gen.generate([[1]], replace(params, min_tokens=length))[0]
     assert later.text.strip() == "hello world, how are you today?"
     assert later.completions[0].stop_reason == "hello"
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_stop_string_counts_from_the_token_behind_min_tokens_on(gen: Generator, at_once: bool) -> None:
+    """Also where several ids are read at once, as after an exception out of a step."""
+    ids = tokenizer_of(gen).encode("hello hello hello")[1:]
+    each = len(ids) // 3  # the tokens of a "hello"
+    for min_tokens, kept in ((each - 1, ""), (each, "hello "), (2 * each, "hello hello ")):
+        params = SamplingParams(max_tokens=50, min_tokens=min_tokens, stop="hello")
+        sequence = Sequence(
+            request_id=0, index=0, params=params, token_ids=[1], prompt_len=1, max_len=60, seed=0, stop_ids=frozenset()
+        )
+        sample, stop = ActiveSample(sequence), None
+        for token in ids:
+            sequence.token_ids.append(token)
+            if not at_once and stop is None:
+                stop = sample.update_text(tokenizer_of(gen))
+        stop = stop or sample.update_text(tokenizer_of(gen))
+        assert sample.text is not None
+        assert (stop, sample.text.text) == ("hello", kept)
 
 
 def test_a_string_at_the_last_token_is_the_reason(gen: Generator) -> None:
