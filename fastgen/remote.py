@@ -21,7 +21,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from fastgen.engine.inputs import prompt_list
 from fastgen.engine.outputs import error_output, with_progress
@@ -205,7 +205,8 @@ class RemoteGenerator:
     @property
     def weight_version(self) -> int:
         """The version of the weights, which `update_weights` has returned."""
-        return int(self._ask("GET", "/weight_version")["weight_version"])
+        query = "" if self._model is None else "?" + urlencode({"model": self._model})
+        return int(self._ask("GET", "/weight_version" + query)["weight_version"])
 
     # ------------------------------------------------------------------------------------ states
 

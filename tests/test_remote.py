@@ -106,6 +106,22 @@ def test_a_request_fails_alone_and_wrong_params_before_all(gen: RemoteGenerator)
     assert "resumed" in (resumed.error or "")
 
 
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"logit_bias": 3}, "logit_bias must be"),
+        ({"logit_bias": {"a": 1}}, "invalid literal"),
+        ({"temperature": "hot"}, "temperature must be"),
+        ({"best": 3}, "best"),
+        ({"mask": {}}, "mask"),
+    ],
+)
+def test_wrong_params_of_other_clients_are_a_400(server: Server, params: dict[str, Any], said: str) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answer = server.post("/generate", {"prompt": [5, 6], "params": params}, headers=headers)
+    assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
 def test_a_stream_that_is_closed_ends_its_requests(gen: RemoteGenerator, server: Server) -> None:
     stream = gen.stream(Request([5, 6, number], SHORT if number == 10 else LONG) for number in range(10, 16))
     assert len(next(stream).completions) == 2
@@ -356,6 +372,16 @@ def test_a_dead_engine_is_not_started_with_old_weights() -> None:
     with Server(STUB, "--rollout") as server:
         server.await_ready().signal_engines(signal.SIGKILL)
         assert server.end()[0] == 1
+
+
+def test_a_client_of_one_model_of_several(talker: Path, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(json.dumps({"models": [{"model": str(talker), "name": name} for name in ("a", "b c")]}))
+    with Server(FGSERVE, "--rollout", "--config", str(file)) as server:
+        first, second = (RemoteGenerator(server.await_ready().url, model=name) for name in ("a", "b c"))
+        assert second.update_weights(talker) == 1
+        assert (first.weight_version, second.weight_version) == (0, 1)
+        assert second.generate([5], SHORT)[0].completions[0].weight_versions == [(1, 0, 8)]
 
 
 def test_the_routes_are_in_the_schema(server: Server) -> None:

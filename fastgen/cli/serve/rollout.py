@@ -91,11 +91,11 @@ class _CallResponse(Response):
                 result = await self._call()
         except EngineError as error:
             raise ApiError(500, str(error), code="engine_error") from None
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError, OSError) as error:
             message = "\n".join([str(error), *getattr(error, "__notes__", ())])
-            if isinstance(error, RuntimeError):
-                raise ApiError(409, message, code="conflict") from None
-            raise ApiError(400, message, code="invalid_value") from None
+            if isinstance(error, ValueError | TypeError):
+                raise ApiError(400, message, code="invalid_value") from None
+            raise ApiError(409, message, code="conflict") from None
         body = to_json({} if result is None else result, inf_nan_mode="constants")  # as Python's json reads them
         await Response(body, media_type="application/json")(scope, receive, send)
 
@@ -145,11 +145,11 @@ class Rollout:
 
 
 def _params(wanted: GenerateRequest) -> dict[str, Any] | None:
-    """Return the params of a request. JSON has no integers as keys."""
-    params = wanted.params
-    if params is None or params.get("logit_bias") is None:
-        return params
-    return {**params, "logit_bias": {int(token): bias for token, bias in params["logit_bias"].items()}}
+    """Return the params of a request. JSON has no integers as keys. Raises ValueError."""
+    params = wanted.params or {}
+    if not isinstance(biases := params.get("logit_bias"), dict):
+        return wanted.params
+    return {**params, "logit_bias": {int(token): bias for token, bias in biases.items()}}
 
 
 async def _sleep(engine: AsyncGenerator, wanted: SleepRequest) -> dict[str, int]:
