@@ -159,6 +159,9 @@ def test_what_is_wrong_leaves_the_weights(llama: Path) -> None:
     given: list[tuple[Any, Any, type[Exception], str]] = [
         *((state, CONFIG | change, kind, text) for change, kind, text in WRONG.values()),
         (state, None, TypeError, "config must be PEFT's LoraConfig, or a dict"),
+        ({}, {"r": 4, "lora_alpha": 6}, ValueError, "the adapter has no linear layer of this model"),
+        ([(), (["x"], 3)], {"r": 4, "lora_alpha": 6}, ValueError, "the adapter has no linear layer"),
+        (state, CONFIG | {"target_modules": ["c_attn"]}, ValueError, "the adapter has no linear layer"),
         (5, CONFIG, TypeError, "must be a mapping, or an iterable of"),
         ({a: state[a]}, CONFIG, ValueError, r"missing 41 of 42 tensors: model\.layers\.0\.mlp\.down_proj\.lora_A"),
         ([*state.items(), (a.replace(".weight", ".second.weight"), state[a])], CONFIG, ValueError, "is given twice"),

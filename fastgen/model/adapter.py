@@ -58,11 +58,7 @@ class AdapterUpdate(Update):
     unexpected = "the model has no such linear layer, or the config does not target it"
 
     def __init__(
-        self,
-        given: Any,
-        config: Any,
-        shards: Mapping[str, Shard],
-        adapted: frozenset[str] = frozenset(),
+        self, given: Any, config: Any, shards: Mapping[str, Shard], adapted: frozenset[str] = frozenset()
     ) -> None:
         super().__init__(given, {})
         self.adapted = adapted
@@ -103,8 +99,10 @@ class AdapterUpdate(Update):
         if others := layers - self._sizes.keys():
             raise ValueError(f"target_modules has {', '.join(sorted(others))}, which {_UNSUPPORTED}")
         if "target_modules" not in config:
-            names = {item[0] for item in self._given if isinstance(item, tuple)}
+            names = [item[0] for item in self._given if isinstance(item, tuple) and len(item) == 2]
             layers = {layer for layer in self._sizes if f"{layer}.lora_A.weight" in names}
+        if not layers:
+            raise ValueError("the adapter has no linear layer of this model; update_adapter(None) gives the base back")
         shapes = {}
         for layer in sorted(layers):
             rank = _number(config, "r", "rank_pattern", layer)
