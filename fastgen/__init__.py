@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastgen.async_engine.client import AsyncGenerator, EngineError
+    from fastgen.engine.speculation import Speculation
     from fastgen.generator import Generator
     from fastgen.request import Completion, Event, Request, RequestOutput, SamplingParams, TokenMask
 
@@ -19,6 +20,7 @@ __all__ = [
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "Speculation",
     "TokenMask",
 ]
 
@@ -26,6 +28,7 @@ _HOMES = {
     "AsyncGenerator": "fastgen.async_engine.client",
     "EngineError": "fastgen.async_engine.client",
     "Generator": "fastgen.generator",
+    "Speculation": "fastgen.engine.speculation",
 }
 
 

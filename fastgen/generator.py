@@ -102,6 +102,7 @@ class Generator:
         self._weights = WeightState(has_adapter=options.adapter is not None)
         self._adapter_base = options.adapter_base
         self._scheduler = Scheduler(self.config)
+        self.history = self._scheduler.history
         self._in_flight: Any = None  # the last launched step, until it is collected
         self._interrupt = OneCaller("Generator", functools.partial(Generator._abandon, me, ABANDONED))
         self._stepping = False

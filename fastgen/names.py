@@ -39,7 +39,7 @@ GENERATOR = {
     "quantization": "leave it out; quantized weights are not supported",
     "kv_cache_dtype": "leave it out; the KV cache has the dtype of the weights",
     "enable_lora": "use adapter, or Generator.update_adapter",
-    "speculative_config": "leave it out; speculation is not supported",
+    "speculative_config": "use speculate, which changes no bit of an output",
 }
 """Arguments of vLLM's LLM and of from_pretrained."""
 

@@ -79,6 +79,7 @@ class SamplingParams:
         strings, or a text of this grammar (Lark, as llguidance reads it); max_tokens may cut it off. They need the
         package llguidance.
     return_sampling_mask: return the token ids that truncation kept, too.
+    speculate: False: no tokens are drafted for this request; they change nothing but its speed.
     """
 
     # The texts are those of the tools' flags.
@@ -108,6 +109,7 @@ class SamplingParams:
     allowed_token_ids: SequenceOf[int] | None = None
     bad_words: SequenceOf[str] = ()
     return_sampling_mask: bool = False
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         if self.top_k == -1:
@@ -335,6 +337,12 @@ class Sequence:
     watched: bool = True  # `Scheduler.update` returns it at each new token, and not only at its end
     started: float | None = None  # time.monotonic() when it first took a lane
     cached_tokens: int = 0  # prompt tokens that needed no computation when it first took a lane
+    # Of speculation: the first of the drafted tokens and their number, as of the last result; the results since there
+    # were any; and the share of drafted tokens that were right.
+    guess: int = -1
+    drafted: int = 0
+    quiet: int = 0
+    rate: float = 0.0
 
     drawn: Drawn = field(init=False)  # of the output
     prompt_logprobs: list[float] = field(default_factory=list)
@@ -375,6 +383,12 @@ class Sequence:
     @property
     def output_len(self) -> int:
         return len(self.token_ids) - self.prompt_len
+
+    def cut(self, output_len: int) -> None:
+        """Drop the tokens behind the first `output_len` of the output, and an error that came behind them."""
+        self.error = None
+        del self.token_ids[self.prompt_len + output_len :]
+        self.drawn.cut(output_len)
 
 
 @dataclass(slots=True)
@@ -427,6 +441,11 @@ class Batch:
     fresh: newly allocated pages, whose contents are undefined. saves: (page, host page), copied to the host tier before
     the step computes; loads: (host page, page), from it, after the saves. copies: (page, page), partly filled pages for
     the forks, copied when the step has computed.
+
+    rows: of a speculative step, which has no prefills: the most rows of each decode, its last token and drafted ones;
+    else empty. lengths: (lane, KV length), which speculative steps advanced on the device. texts: (lane, start, int32
+    [n]) of lanes that draft from now on: tokens of earlier outputs, and from `start` on their own. drafts: the tokens
+    that the step draws are appended to the texts, and the next ones are drafted.
     """
 
     decodes: tuple[int, ...]
@@ -438,6 +457,10 @@ class Batch:
     saves: tuple[tuple[int, int], ...] = ()
     loads: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    rows: tuple[int, ...] = ()
+    lengths: tuple[tuple[int, int], ...] = ()
+    texts: tuple[tuple[int, int, np.ndarray], ...] = ()
+    drafts: bool = False
 
     @property
     def sampling(self) -> tuple[int, ...]:
@@ -460,11 +483,16 @@ class Scored:
 class StepResult(Drawn):
     """The result of a Batch: a token and its values for each lane of `Batch.sampling`, and scores of prefill chunks.
 
-    A token is -1 where none could be drawn: the mask allowed none, or a logit is not finite. seconds: that the step
-    took; 0 if it was not measured.
+    A token is -1 where none could be drawn: the mask allowed none, or a logit is not finite. If the batch drafts, there
+    are for each lane: kept, the number of its tokens, which can be more than one in a speculative step alone; and of
+    the tokens that are drafted next, `guesses`, the first one or -1, and `drafted`, their number. seconds: that the
+    step took; 0 if it was not measured.
     """
 
     tokens: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    guesses: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
     seconds: float = 0.0
 

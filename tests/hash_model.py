@@ -9,6 +9,7 @@ The KV of the token POISON, and of all that follow it, is POISONED, and no token
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
@@ -181,21 +182,28 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
 
 def num_tokens(batch: Batch) -> int:
     """Return the tokens that a step computes."""
-    return len(batch.decodes) + sum(len(chunk.tokens) for chunk in batch.prefills)
+    return (sum(batch.rows) or len(batch.decodes)) + sum(len(chunk.tokens) for chunk in batch.prefills)
 
 
 @dataclass
 class Launched:
     batch: Batch
-    states: list[int]  # result of the forward pass for each lane that draws
+    rows: list[tuple[int, ...]]  # tokens of each decode: its last one and drafted ones
+    states: list[list[int]]  # results of the forward pass for the rows of each lane that draws
     result: StepResult
 
 
 class HashRunner:
-    """A runner that keeps the state of lanes as the real runner does, and knows nothing but Batches."""
+    """A runner that keeps the state of lanes as the real runner does, and knows nothing but Batches.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Its drafts are right, wrong, or right up to some token, at random.
+    """
+
+    def __init__(self, config: EngineConfig, rng: random.Random | None = None) -> None:
         self.config = config
+        self.rng = rng or random.Random(0)
+        self.texts: dict[int, list[int]] = {}
+        self.drafts: list[tuple[int, ...]] = [()] * config.max_seqs
         self.version = 0  # of the weights
         self.memory = [JUNK] * (config.num_pages * config.page_size)
         self.host = [[JUNK] * config.page_size for _ in range(config.host_pages)]
@@ -212,22 +220,37 @@ class HashRunner:
         self._move_pages(batch)
         for start in batch.starts:
             self.started[start.lane], self.counted[start.lane] = start, list(start.token_ids)
+            self.texts.pop(start.lane, None)
         for lane, first, pages in batch.pages:
             self.table[lane][first : first + len(pages)] = pages
+        if not batch.drafts:
+            self.texts.clear()
+        for lane, start, tokens in batch.texts:
+            self.texts[lane], self.drafts[lane] = tokens[start:].tolist(), ()
+        for lane, length in batch.lengths:
+            self.kv_len[lane] = length
         self.trip()
-        for lane in batch.decodes:
-            self._write(lane, self.kv_len[lane], (self.last_token[lane],))
+        most = batch.rows or [1] * len(batch.decodes)
+        rows = [
+            (self.last_token[lane], *self.drafts[lane][: count - 1])
+            for lane, count in zip(batch.decodes, most, strict=True)
+        ]
+        for lane, tokens in zip(batch.decodes, rows, strict=True):
+            self._write(lane, self.kv_len[lane], tokens)
         for chunk in batch.prefills:
             self._write(chunk.lane, chunk.start, chunk.tokens.tolist())
             for lane in chunk.forks:
                 self.kv_len[lane] = self.kv_len[chunk.lane]
         for source, page in batch.copies:
             self.memory[self._page(page)] = self.memory[self._page(source)]
-        states = [self._state(lane, lane) for lane in batch.decodes]
+        states = [
+            [self._state(lane, lane, end) for end in range(1 - len(tokens), 1)]
+            for lane, tokens in zip(batch.decodes, rows, strict=True)
+        ]
         for chunk in batch.prefills:
             if chunk.sample:
-                states += [self._state(lane, chunk.lane) for lane in (chunk.lane, *chunk.forks)]
-        launched = Launched(batch, states, StepResult(seconds=self.seconds()))
+                states += [[self._state(lane, chunk.lane)] for lane in (chunk.lane, *chunk.forks)]
+        launched = Launched(batch, rows, states, StepResult(seconds=self.seconds()))
         self._score(launched)
         if not batch.masked:
             self.sample(launched)
@@ -253,16 +276,49 @@ class HashRunner:
 
     def sample(self, launched: Launched, masks: np.ndarray | None = None) -> None:
         result, every = launched.result, list(range(VOCAB))
-        for row, (lane, state) in enumerate(zip(launched.batch.sampling, launched.states, strict=True)):
+        for row, (lane, states) in enumerate(zip(launched.batch.sampling, launched.states, strict=True)):
             words = [] if masks is None else masks[row].view(np.uint32).tolist()
             allowed = [t for t in every if words[t // 32] >> t % 32 & 1] if words else every
-            token, logprob, untruncated, raw = draw(state, allowed)
-            self.last_token[lane] = token
-            self.counted[lane].append(token)
-            result.tokens.append(token)
-            result.logprobs.append(logprob)
-            result.untruncated_logprobs.append(untruncated)
-            result.raw_logprobs.append(raw)
+            drafts = launched.rows[row][1:] if row < len(launched.rows) else ()
+            for kept, state in enumerate(states, 1):
+                token, *logprobs = draw(state, allowed)
+                self.last_token[lane] = token
+                self.counted[lane].append(token)
+                result.tokens.append(token)
+                result.append(tuple(logprobs))
+                if token not in drafts[kept - 1 : kept]:
+                    break
+            self.kv_len[lane] -= len(states) - kept
+            if launched.batch.drafts:
+                self._draft(lane, result, kept)
+
+    def _draft(self, lane: int, result: StepResult, kept: int) -> None:
+        """Append to a lane's text, and draft its next tokens."""
+        if lane in self.texts:
+            self.texts[lane] += result.tokens[-kept:]
+            if -1 not in self.texts[lane]:
+                values = self._read(lane, self.kv_len[lane])
+                assert values == kv_values(self.texts[lane][:-1], self.version) or self.version, "another text"
+        self.drafts[lane] = self._foresee(lane) if lane in self.texts else ()
+        result.kept.append(kept)
+        result.guesses.append(self.drafts[lane][0] if self.drafts[lane] else -1)
+        result.drafted.append(len(self.drafts[lane]))
+
+    def _foresee(self, lane: int) -> tuple[int, ...]:
+        """Return the next tokens, of which some may be wrong."""
+        start, last = self.started[lane], self.last_token[lane]
+        assert start is not None
+        values = self._read(lane, self.kv_len[lane])
+        found: list[int] = []
+        for _ in range(self.rng.choice((0, 1, 3, 7))):
+            values.append(kv_value(values[-1] if values else 0, last, len(values), self.version))
+            last = draw(state_of(start.seed, start.index, values, ()), list(range(VOCAB)))[0]
+            if last < 0:
+                break
+            found.append(last)
+        if found and self.rng.random() < 0.5:
+            found[self.rng.randrange(len(found))] = self.rng.randrange(VOCAB)
+        return tuple(found)
 
     def _row(self, lane: int, position: int) -> int:
         page_size = self.config.page_size
@@ -277,12 +333,13 @@ class HashRunner:
     def _read(self, lane: int, length: int) -> list[int]:
         return [self.memory[self._row(lane, position)] for position in range(length)]
 
-    def _state(self, lane: int, row_of: int) -> int:
-        """Return the state that a lane draws from: of its own row, or of the lane that it is a fork of."""
+    def _state(self, lane: int, row_of: int, end: int = 0) -> int:
+        """Return the state that a lane draws from: of its own row, or of the lane that it is a fork of. end: tokens
+        behind the row, as a number below 0."""
         start = self.started[lane]
         assert start is not None
         counted = self.counted[lane] if start.params.penalized else ()
-        return state_of(start.seed, start.index, self._read(row_of, self.kv_len[row_of]), counted)
+        return state_of(start.seed, start.index, self._read(row_of, self.kv_len[row_of] + end), counted)
 
     def _score(self, launched: Launched) -> None:
         for chunk in launched.batch.prefills:

@@ -46,7 +46,7 @@ REQUESTS = [
 FEW = REQUESTS[:9]
 SCORED = [random_ids(30), random_ids(75), SYSTEM + random_ids(9, seed=4), SYSTEM + random_ids(12, seed=4)]
 STARTS = [0, 20, 5, 40]
-OPTIONS: dict[str, Any] = {"device": "cpu", "page_size": 16, "max_seqs": 16, "seed": 3}
+OPTIONS: dict[str, Any] = {"device": "cpu", "page_size": 16, "max_seqs": 16, "speculate": False, "seed": 3}
 
 
 class Ranks:

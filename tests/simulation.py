@@ -60,7 +60,7 @@ class Simulation:
     ) -> None:
         self.config = config
         self.scheduler = scheduler or Scheduler(config)
-        self.runner = HashRunner(config)
+        self.runner = HashRunner(config, rng)
         self.arrivals = deque(sorted(arrivals, key=lambda pair: pair[0]))
         self.rng = rng or random.Random(0)
         self.aborts, self.trouble, self.updates, self.sleeps = aborts, trouble, updates, sleeps
@@ -200,6 +200,7 @@ class Simulation:
         self.batches.append(batch)
         self.seen["steps"] += 1
         self.seen["masked"] += batch.masked
+        self.seen["speculative"] += bool(batch.rows)
         self.seen["mixed"] += bool(batch.decodes and batch.prefills)
         self.seen["chunked"] += any(chunk.start for chunk in batch.prefills)
         self.seen["forks"] += sum(len(chunk.forks) for chunk in batch.prefills)
@@ -218,6 +219,9 @@ class Simulation:
         assert all(on[lane].status is Status.RUNNING for lane in lanes), "an ended sequence goes on"
         assert all(on[lane].computed < on[lane].max_len for lane in batch.sampling), "a known end is overrun"
         assert all(len(chunk.tokens) for chunk in batch.prefills)
+        assert not (batch.rows and batch.prefills)
+        assert len(batch.rows) in (0, len(batch.decodes))
+        assert all(on[lane].computed <= on[lane].limit for lane in batch.decodes)
         assert batch.masked == any(on[lane].mask is not None for lane in batch.sampling)
         for lane, first, pages in batch.pages:
             assert on[lane].pages[first : first + len(pages)] == list(pages), "a page of somebody else"
@@ -282,7 +286,13 @@ class Simulation:
 
     def _update_output(self, sequence: Sequence) -> None:
         """Do what Generator._update_output does: find stop strings, and close finished sequences."""
-        string = text_stop(sequence, sequence.output_ids) if sequence.error is None else None
+        string, output = None, sequence.output_ids
+        for count in range(self.open[sequence] + 1, len(output) + 1):
+            string = text_stop(sequence, output[:count])
+            if string is not None:
+                self.seen["cut"] += count < len(output)
+                sequence.cut(count)
+                break
         if string is not None and sequence.status is not Status.FINISHED:
             self.scheduler.finish(sequence, "stop", string)
             self.seen["stopped late"] += 1

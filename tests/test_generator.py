@@ -577,9 +577,10 @@ def test_made_up_ids_avoid_the_users(gen: Generator) -> None:
 
 
 def test_an_abort_returns_what_there_is(gen: Generator) -> None:
-    params = replace(SHORT, max_tokens=40, n=2, prompt_logprobs=0)
+    params = replace(SHORT, max_tokens=40, n=2, prompt_logprobs=0, speculate=False)
+    plain = replace(SHORT, speculate=False)
     whole = gen.generate([random_ids(9)], params)[0]
-    running, waiting = gen.add(random_ids(9), params), [gen.add([5], SHORT) for _ in range(9)]
+    running, waiting = gen.add(random_ids(9), params), [gen.add([5], plain) for _ in range(9)]
     for _ in range(5):
         gen.step()
     outputs = gen.abort([running, *waiting[-2:]])

@@ -47,6 +47,7 @@ WITHOUT_TORCH = (
     "engine.options",
     "engine.config",
     "engine.pages",
+    "engine.speculation",
     "engine.admission",
     "engine.scheduler",
     "engine.inputs",

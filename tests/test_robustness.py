@@ -155,7 +155,7 @@ def test_after_an_exception_the_device_is_waited_for_before_pages_are_given_out(
                 owner, name, lambda *given, name=name, inner=inner: (done.append(name), inner(*given))[1]
             )
         monkeypatch.setattr(gen._runner, fails, interrupted)
-        gen.add([5, 6, 7], SHORT)
+        gen.add([5, 6, 7], replace(SHORT, speculate=False))
         tokens: list[int] = []
         while gen.unfinished:
             try:
@@ -359,7 +359,8 @@ def test_the_schedule_never_shows_on_any_number_of_threads(threads: int) -> None
 
 
 def test_none_in_a_stream_is_a_step_and_no_request(gen: Generator) -> None:
-    asked = [None, Request("a", SHORT, 1), *[None] * 3, Request("b", SHORT, 2), *[None] * 20]
+    plain = replace(SHORT, speculate=False)
+    asked = [None, Request("a", plain, 1), *[None] * 3, Request("b", plain, 2), *[None] * 20]
     before = gen.stats.steps
     assert [output.id for output in gen.stream(asked)] == [1, 2]
     assert 6 + 3 <= gen.stats.steps - before < 6 + 6, "the second begins while the first runs"

@@ -20,7 +20,7 @@ from fastgen.engine.runner import Launched
 from fastgen.request import Batch
 
 pytestmark = pytest.mark.timeout(60)
-PLAIN = SamplingParams(max_tokens=20, ignore_eos=True, seed=5)
+PLAIN = SamplingParams(max_tokens=20, ignore_eos=True, seed=5, speculate=False)
 CUTS: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 6},
     "top_p": {"top_p": 0.8, "temperature": 0.7},

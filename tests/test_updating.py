@@ -258,7 +258,7 @@ def test_requests_in_flight_refuse_an_update_and_go_on(llama: Path) -> None:
 def test_keep_goes_on_without_a_prefill_and_is_never_reused(llama: Path) -> None:
     with Generator(llama, **OPTIONS) as gen:
         alone = gen.generate(SYSTEM, LONG)[0].completions[0]
-        first = gen.add(SYSTEM, replace(LONG, n=2))
+        first = gen.add(SYSTEM, replace(LONG, n=2, speculate=False))
         while gen.stats.generated_tokens < 24 + 2 * 6:
             gen.step()
         prefilled = gen.stats.prefilled_tokens

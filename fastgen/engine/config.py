@@ -6,10 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastgen.engine.options import DTYPE_BYTES, GeneratorOptions
+from fastgen.engine.speculation import Speculation
 from fastgen.model.config import ModelConfig
 
 LANE_BYTES = 22  # of a lane for each token of the vocabulary: penalty counts, logits and temporaries of the sampler
 DEFAULT_KV_CACHE_GB = 4.0  # without a GPU, whose memory is measured
+GPU_ROWS, CPU_ROWS = 128, 32  # most rows of a speculative step: beyond, arithmetic costs more than drafts save
+GPU_ROW_COST, CPU_ROW_COST = 0.004, 0.08  # the time of a row over that of a step
 DECODE_KEYS, DECODE_GROUP = 64, 32  # keys of a block and most heads per KV head of the decode kernel in Gluon
 
 
@@ -19,7 +22,8 @@ class EngineConfig:
 
     Memory and pages are those of each rank. num_pages is 0 until a GPU's memory is measured (`with_pages`). host_pages:
     pages of the host tier. kernels: the kind that runs, "gluon" (beside Triton's), "triton" or "torch". context_given:
-    the user gave max_model_len; else it is what the model and the pool allow.
+    the user gave max_model_len; else it is what the model and the pool allow. speculate: with max_rows and row_cost;
+    None: no speculation.
     """
 
     device: str
@@ -39,6 +43,7 @@ class EngineConfig:
     kernels: str
     context_given: bool
     adapter: str | Path | None = None
+    speculate: Speculation | None = None
 
     @classmethod
     def make(
@@ -78,6 +83,7 @@ class EngineConfig:
             kernels="triton" if kernels == "gluon" and dtype == "float32" else kernels,
             context_given=context is not None,
             adapter=options.adapter,
+            speculate=_speculation(options, max_step_tokens, gpu, kernels),
         )
         pages = _num_pages(config, options, page_bytes, measured=gpu)
         return config.with_pages(pages) if pages else config
@@ -135,6 +141,23 @@ def _deterministic(model: ModelConfig, options: GeneratorOptions, dtype: str, gp
                 f"{', '.join(map(str, _inputs(model)))}; leave it out"
             )
     return options.deterministic
+
+
+def _speculation(options: GeneratorOptions, budget: int, gpu: bool, kernels: str) -> Speculation | None:
+    """Return the options of speculation, complete. Raises ValueError if they are asked for and impossible."""
+    found = Speculation.of(options.speculate)
+    if found is None:
+        return None
+    if gpu and (kernels == "torch" or options.attention == "reference"):  # without CUDA graphs of decodes
+        if options.speculate == "auto":
+            return None
+        raise ValueError(
+            f"speculate is {options.speculate!r}, which needs Triton and attention 'auto' or 'paged' on a GPU; use "
+            "speculate=False"
+        )
+    rows, cost = (GPU_ROWS, GPU_ROW_COST) if gpu else (CPU_ROWS, CPU_ROW_COST)
+    rows, cost = min(found.max_rows or rows, budget), cost if found.row_cost is None else found.row_cost
+    return replace(found, max_rows=rows, row_cost=cost) if rows > 1 else None
 
 
 def _is_fast(model: ModelConfig, options: GeneratorOptions, dtype: str, kernels: str) -> bool:

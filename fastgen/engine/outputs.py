@@ -24,6 +24,8 @@ class Stats:
     cached_tokens: known tokens of admitted sequences whose KV was there already.
     pages: of the KV pool. pages_used: pages that sequences hold now; other cached pages are evicted on demand.
     pages_saved, pages_loaded: pages copied to the host tier, and back.
+    drafted, accepted: tokens that steps verified, and that equalled the draws. saved_steps: accepted tokens over the
+        lanes of their steps, which are the steps that they made unnecessary.
     """
 
     requests: int = 0
@@ -42,6 +44,9 @@ class Stats:
     pages_saved: int = 0
     pages_loaded: int = 0
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    saved_steps: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -66,6 +71,7 @@ class Stats:
             f"{self.prefilled_per_second:.1f} tok/s in, {self.tokens_per_second:.1f} tok/s out; "
             f"cached {100 * self.cached_share:.1f} %, pages {self.pages_used}/{self.pages}, "
             f"preemptions {self.preemptions}"
+            + (f", drafts right {self.accepted}/{self.drafted}" if self.drafted else "")
         )
 
     def since(self, before: Stats) -> Stats:
@@ -108,9 +114,12 @@ class ActiveSample:
             # With stop strings, ids are added one at a time, since the text ends at the first stop string.
             upto = min(self.ids_read + 1, end) if params.stop_strings else end
             new = sequence.token_ids[sequence.prompt_len + self.ids_read : sequence.prompt_len + upto]
-            last = finished and upto == end
+            # A stop string in the tokens of a speculative step comes before the end that a later token brings.
+            last = finished and (self.ids_read if params.stop_strings else upto) == end
             stop = text.push(new, may_stop=upto > params.min_tokens, last=last)
             self.ids_read = upto
+            if stop is not None and new:
+                sequence.cut(upto)
             if stop is not None or last:
                 return stop
         return None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.device.memory import device_memory, release_memory
@@ -17,7 +18,9 @@ from fastgen.device.pinned import upload, upload_together
 from fastgen.device.threads import FreeCores
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, batch_sizes, prefill_sizes, shared_sizes, smallest_size
+from fastgen.engine.speculation import HISTORY, LONGEST, Speculation
 from fastgen.kernels import scoring
+from fastgen.kernels.drafts import Drafts, follow, spread
 from fastgen.kernels.launch import current
 from fastgen.kernels.state import DecodeInput, advance
 from fastgen.model.attention.interface import Attention, StepLayout
@@ -27,7 +30,7 @@ from fastgen.model.sampler import LARGE, LaneState, SampleOutput, SamplePlan, dr
 from fastgen.model.transformer import StepPart, Transformer
 from fastgen.model.weights import Shard, Update, write
 from fastgen.parallel.errors import DepartedError
-from fastgen.request import Batch, SamplingParams, Scored, StepResult
+from fastgen.request import Batch, LaneStart, SamplingParams, Scored, StepResult
 
 CUT_TOKENS = 2048
 """Ranks cut a step of at least so many tokens in two: one part is summed over the ranks while the other computes."""
@@ -43,6 +46,11 @@ def largest_half(tokens: int) -> int:
     """Return the most tokens, with padding, in a part of a step of up to `tokens` tokens that is cut in two, if less
     than half of its tokens are decodes; 0 if no step is cut."""
     return 0 if tokens < CUT_TOKENS else -(-tokens // (2 * CUT_MULTIPLE)) * CUT_MULTIPLE
+
+
+def speculative_sizes(config: EngineConfig) -> list[int]:
+    """Return the numbers of lanes whose speculative steps are captured."""
+    return batch_sizes(min(config.speculate.most_lanes, config.max_seqs)) if config.speculate else []
 
 
 class _Scores(NamedTuple):
@@ -67,6 +75,7 @@ class Launched:
     """A step in flight. Its results are on the host when the event `arrived` has passed (None: now).
 
     began: passes when a GPU begins with a step that is timed. seconds: of such a step on the CPU.
+    In a speculative step each lane has `width` rows; `used` are those without padding, if only these were computed.
     """
 
     batch: Batch
@@ -75,6 +84,9 @@ class Launched:
     logits: Tensor | None  # float32 [R, V], until the tokens are drawn
     scored: list[_Scores] = field(default_factory=list)
     sampled: SampleOutput | None = None
+    width: int = 1
+    used: Tensor | None = None  # int64 [R], of S * width rows
+    followed: Tensor | None = None  # int32 [3, S], see kernels.drafts.follow
     expired: Tensor | None = None  # see Group
     arrived: torch.cuda.Event | None = None
     began: torch.cuda.Event | None = None
@@ -121,16 +133,29 @@ class Runner:
         self._sharing = False
         self.prefill_graphs: PrefillGraphs | None = None
         self.graphs: dict[bool, Graphs[int]] = {}  # of decodes, by whether shared keys are read once
+        self.speculative_graphs: Graphs[int] | None = None
         self._step = DecodeInput.empty(most, self.device)  # their input and their logits, at fixed addresses
-        self._logits = torch.empty(most if samples else 0, vocab, device=self.device)
+        rows = max(most, config.speculate.max_rows) if config.speculate else most
+        self._logits = torch.empty(rows if samples else 0, vocab, device=self.device)
+        self.drafts = None if config.speculate is None else self._make_drafts(config.speculate)
         self._decodes: tuple[int, ...] = ()  # the lanes in `_step`
         self._decode_lanes = np.zeros(0, dtype=np.int64)
         self._free_cores = FreeCores()
 
+    def _make_drafts(self, options: Speculation) -> Drafts:
+        """Allocate what speculative steps need."""
+        padding = self.config.max_seqs
+        self._rows = DecodeInput.empty(options.max_rows, self.device)
+        if self.group.rank == 0:  # rows of padding are drawn, too
+            self.state.start([LaneStart(padding, SamplingParams(), 0, 0, 0, frozenset(), ())])
+        length = HISTORY + min(self.config.max_model_len, LONGEST)
+        return Drafts.empty(len(self.kv_lens), length, options.max_draft, options.min_match, self.device)
+
     @torch.inference_mode()
     def capture(self, sizes: list[int] | None = None, prefills: list[int] | None = None) -> None:
         """Capture CUDA graphs of decode steps of `sizes` lanes, and PrefillGraphs of `prefills` tokens (None: of all
-        sizes)."""
+        sizes). With `sizes`, of the speculative steps only the largest."""
+        speculative = speculative_sizes(self.config)[-1 if sizes else 0 :]
         sizes = sizes or batch_sizes(self.config.max_seqs)
         prefills = prefill_sizes(self.config.max_step_tokens) if prefills is None else prefills
         with current(self.device):
@@ -145,6 +170,10 @@ class Runner:
                     self.graphs[True].capture(lambda size: self.decode(size, shared=True), compiled=True)
                 for graphs in self.graphs.values():
                     self.group.register_graphs(graphs)
+                if speculative:
+                    self.speculative_graphs = Graphs(speculative, self.device, beside=plain)
+                    self.speculative_graphs.capture(self.speculate, compiled=True)
+                    self.group.register_graphs(self.speculative_graphs)
                 if prefills:
                     self.prefill_graphs = PrefillGraphs(self.model, self.pool, prefills, beside=plain)
                     self.group.register_graphs(self.prefill_graphs.graphs)
@@ -157,6 +186,9 @@ class Runner:
             self.decode(size)
         for size in shared_sizes(sizes) if self.share_prefixes else ():
             self.decode(size, shared=True)
+        for size in speculative_sizes(self.config):
+            self.speculate(size)
+        self._decodes = ()
 
     def forget(self) -> None:
         """Empty all lanes."""
@@ -165,6 +197,8 @@ class Runner:
         self.page_table.fill_(self.pool.spare)
         self._tables.fill(self.pool.spare)
         none = np.zeros(0, dtype=np.int64)
+        if self.drafts is not None:
+            self.drafts.counts.zero_()
         self._sharing_of, self._sharing = (), self.attention.share(none, none, self._tables)
 
     def update_weights(self, update: Update, begin: Callable[[], None]) -> None:
@@ -251,10 +285,43 @@ class Runner:
         decode graph. shared: read keys that rows share once."""
         step = self._step.first(size)
         advance(self.state.last_token, self.kv_lens, self.page_table, step, self.pool.page_size)
-        plan = self.attention.plan_decode(step.lanes, step.kv_lens, self.page_table, shared, alone=True)
-        mapping = self.model.slot_mapping(self.pool, step.positions, step.slots, size)
-        x = self.model.forward([StepPart(step.token_ids, mapping, plan)], self.pool, self.attention)
-        self.model.logits(x, self._logits[:size])
+        self._decode_rows(step, shared, alone=True)
+
+    def speculate(self, size: int) -> None:
+        """Do what `decode` does for the rows of a speculative step of `size` lanes, in `_rows`: the body of its graph.
+        To attention, each row is a decode."""
+        assert self.config.speculate is not None
+        self._decode_rows(self._spread(size, size * self.config.speculate.width(size)))
+
+    def _decode_rows(self, rows: DecodeInput, shared: bool = False, alone: bool = False) -> None:
+        """Compute the logits of rows that attend as decodes. shared, alone: see Attention.plan_decode."""
+        count = len(rows.lanes)
+        plan = self.attention.plan_decode(rows.lanes, rows.kv_lens, self.page_table, shared, alone)
+        mapping = self.model.slot_mapping(self.pool, rows.positions, rows.slots, count)
+        x = self.model.forward([StepPart(rows.token_ids, mapping, plan)], self.pool, self.attention)
+        self.model.logits(x, self._logits[:count])
+
+    def _spread(self, size: int, count: int) -> DecodeInput:
+        """Return `count` rows, of last and drafted tokens of the first `size` lanes of `_step`, and of padding."""
+        assert self.drafts is not None
+        rows, lanes, page_size = self._rows.first(count), self._step.lanes[:size], self.pool.page_size
+        spread(lanes, self.drafts, self.state.last_token, self.kv_lens, self.page_table, rows, page_size)
+        return rows
+
+    def _speculate_eagerly(self, batch: Batch) -> Launched:
+        """Launch a speculative step without a graph, on the CPU, where each row takes time: no rows of padding."""
+        assert self.drafts is not None
+        count = len(batch.decodes)
+        width = min(max(batch.rows), 1 + int(self.drafts.counts[self._decode_lanes].max()))
+        rows = self._spread(count, count * width)
+        used = (rows.lanes < self.config.max_seqs).nonzero().squeeze(1)
+        lanes, kv_lens, padding = rows.lanes[used], rows.kv_lens[used], (0, -len(used) % self.model.row_tile)
+        plan = self.attention.plan_decode(lanes, kv_lens, self.page_table)
+        ids, positions = F.pad(rows.token_ids[used], padding), F.pad(rows.positions[used], padding)
+        mapping = self.model.slot_mapping(self.pool, positions, F.pad(rows.slots[used], padding, value=-1), len(used))
+        x = self.model.forward([StepPart(ids, mapping, plan)], self.pool, self.attention)
+        logits = self.model.logits(x[: len(used)])
+        return Launched(batch, lanes, kv_lens, logits, width=width, used=used)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
@@ -266,8 +333,12 @@ class Runner:
             arrivals = self._move_pages(batch)
             self._apply_changes(batch)
             shared = self._detect_sharing(batch.decodes)
-            replay = self.graphs and not batch.prefills
-            launched = self._replay(batch, shared) if replay else self._launch(batch, shared, arrivals)
+            if batch.rows:
+                launched = self._speculate(batch)
+            elif self.graphs and not batch.prefills:
+                launched = self._replay(batch, shared)
+            else:
+                launched = self._launch(batch, shared, arrivals)
             launched.began = began
             if batch.copies:  # of pages that this step has filled
                 sources, targets = zip(*batch.copies, strict=True)
@@ -299,20 +370,36 @@ class Runner:
         """Draw tokens, and start copying the step's results to the host."""
         if launched.logits is not None:
             plan = SamplePlan.together(self._plans.take(launched.batch.sampling, 1))
+            if masks is not None and launched.width > 1:  # a masked lane has one row
+                masks = np.pad(masks[:, None], ((0, 0), (0, launched.width - 1), (0, 0)), constant_values=-1)
+                masks = masks.reshape(-1, masks.shape[2])
+                masks = masks if launched.used is None else masks[launched.used.numpy()]
             mask = None if masks is None else upload(masks, self.device)
             drawn = draw(launched.logits, self.state, launched.lanes, launched.positions, plan, mask)
             self.group.broadcast(drawn.packed[0])
             sent = (self._to_host(x) for x in (drawn.packed, drawn.top_ids, drawn.top_logprobs, drawn.kept))
             launched.sampled = SampleOutput(*sent)  # type: ignore[arg-type]
             launched.logits = None
+            self._follow(launched, drawn.packed[0])
         elif self.group.rank and len(launched.lanes):
             tokens = torch.empty(len(launched.lanes), dtype=torch.int32, device=self.device)
             self.group.broadcast(tokens)
             self.state.drew(launched.lanes, tokens.long(), None)
+            self._follow(launched, tokens)
         if self.group.rank == 0:  # the other ranks do not collect
             launched.expired = self._to_host(self.group.expired)
         if self.device.type == "cuda":
             launched.arrived = self._record(timed=launched.began is not None)
+
+    def _follow(self, launched: Launched, tokens: Tensor) -> None:
+        """Keep the draws of a step that drafts, int32 [R], and draft the next tokens."""
+        if not launched.batch.drafts:
+            return
+        shape, rows = (len(launched.batch.sampling), launched.width), [launched.lanes, tokens, launched.positions]
+        if launched.used is not None:
+            rows = [row.new_full(shape, -1).put_(launched.used, row) for row in rows]
+        lanes, *drawn = [row.view(shape) for row in rows]
+        launched.followed = self._to_host(follow(lanes, self.drafts, self.state.last_token, self.kv_lens, *drawn))
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a step, and return its result."""
@@ -326,9 +413,17 @@ class Runner:
         output = launched.sampled
         if output is None:
             return result
+        lanes = launched.batch.sampling
+        if launched.followed is not None:
+            result.kept, result.guesses, result.drafted = launched.followed.tolist()
+        if launched.width > 1:
+            kept = np.array(result.kept)
+            chosen = np.flatnonzero(np.arange(launched.width) < kept[:, None])
+            output = output.rows(chosen if launched.used is None else np.searchsorted(launched.used.numpy(), chosen))
+            lanes = tuple(np.repeat(lanes, kept))
         result.tokens = output.packed[0].numpy().tolist()
         result.logprobs, result.untruncated_logprobs, result.raw_logprobs = output.logprobs.numpy().tolist()
-        params = [self._params[lane] for lane in launched.batch.sampling]
+        params = [self._params[lane] for lane in lanes]
         if output.top_ids is not None and output.top_logprobs is not None:
             rows = zip(params, output.top_ids.tolist(), output.top_logprobs.tolist(), strict=True)
             result.top_logprobs = [dict(zip(ids[: p.logprobs or 0], values, strict=False)) for p, ids, values in rows]
@@ -353,6 +448,11 @@ class Runner:
             self._tables[updates[0], updates[1]] = updates[2]
             lanes, columns, pages = upload(updates, self.device)
             self.page_table.index_put_((lanes, columns), pages.int())
+        for lane, length in batch.lengths:
+            self._kv_lens[lane] = length
+        for lane, first, tokens in batch.texts:
+            assert self.drafts is not None
+            self.drafts.begin(lane, first, upload(tokens, self.device))
 
     def _move_pages(self, batch: Batch) -> dict[int, torch.cuda.Event]:
         """Save, wipe and load pages. Loads are only started; see HostTier.load for the result."""
@@ -382,16 +482,36 @@ class Runner:
         graphs = self.graphs[shared]
         count = len(batch.decodes)
         size = smallest_size(graphs.keys, count)
-        if batch.decodes is not self._decodes and batch.decodes != self._decodes:
-            self._decode_lanes = np.array(batch.decodes, dtype=np.int64)
-            lanes = np.full(self.config.max_seqs, self.config.max_seqs, dtype=np.int64)  # padding for any size
-            lanes[:count] = self._decode_lanes
-            self._step.lanes.copy_(upload(lanes, self.device))
-        self._decodes = batch.decodes
+        self._set_decodes(batch.decodes)
         self._kv_lens[self._decode_lanes] += 1
         graphs.run(size)
         logits = self._logits[:count] if self.group.rank == 0 else None
         return Launched(batch, self._step.lanes[:count], self._step.kv_lens[:count], logits)
+
+    def _set_decodes(self, decodes: tuple[int, ...]) -> None:
+        """Send the lanes that decode, if they changed."""
+        if decodes is not self._decodes and decodes != self._decodes:
+            self._decode_lanes = np.array(decodes, dtype=np.int64)
+            lanes = np.full(self.config.max_seqs, self.config.max_seqs, dtype=np.int64)  # padding for any size
+            lanes[: len(decodes)] = self._decode_lanes
+            self._step.lanes.copy_(upload(lanes, self.device))
+        self._decodes = decodes
+
+    def _speculate(self, batch: Batch) -> Launched:
+        """Launch a speculative step, on a GPU as a CUDA graph."""
+        assert self.config.speculate is not None
+        assert self.drafts is not None
+        count, graphs = len(batch.decodes), self.speculative_graphs
+        self._set_decodes(batch.decodes)
+        self.drafts.most[self._step.lanes[:count]] = upload(np.array(batch.rows, dtype=np.int32), self.device)
+        if graphs is None and self.device.type == "cpu":
+            return self._speculate_eagerly(batch)
+        size = smallest_size(graphs.keys, count) if graphs else count
+        (graphs.run if graphs else self.speculate)(size)
+        width = self.config.speculate.width(size)
+        rows = self._rows.first(count * width)
+        logits = self._logits[: count * width] if self.group.rank == 0 else None
+        return Launched(batch, rows.lanes, rows.kv_lens, logits, width=width)
 
     def _launch(self, batch: Batch, shared: bool, arrivals: dict[int, torch.cuda.Event]) -> Launched:
         """Launch any step kernel by kernel, or through the PrefillGraphs."""

@@ -8,9 +8,11 @@ its `limit`.
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from fastgen.engine.admission import LengthEstimate, PageReservations
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.outputs import Stats
 from fastgen.engine.pages import PageAllocator
+from fastgen.engine.speculation import History, Speculator, kept_lanes
 from fastgen.engine.step_times import StepTimes, StepWork
 from fastgen.request import Batch, LaneStart, Prefill, Score, Scored, Sequence, Status, StepResult
 
@@ -46,6 +49,9 @@ class Scheduler:
 
     **Preemption.** If predictions were too low and pages run out, the youngest running sequence gives up its lane and
     its pages, and later computes again what is not cached. `running` is in order of arrival.
+
+    **Speculation.** A step without prefills may be speculative; see `fastgen.engine.speculation`. While it is in
+    flight, `computed` and `pending` of a sequence are upper bounds.
     """
 
     def __init__(self, config: EngineConfig, estimate: LengthEstimate | None = None) -> None:
@@ -54,6 +60,7 @@ class Scheduler:
         self.closed = False  # True: nothing will be added before all current sequences have ended
         self.stats = Stats(pages=config.num_pages)
         self.times = StepTimes(config.max_step_ms / 1000)
+        self.history = History(config.speculate.history_tokens if config.speculate else 0)
         self.reset()
 
     def reset(self, sequences: Iterable[Sequence] = ()) -> None:
@@ -78,6 +85,8 @@ class Scheduler:
         self._pause = 0  # steps without an attempt to admit
         self._starts: list[LaneStart] = []
         self._page_updates: list[tuple[int, int, tuple[int, ...]]] = []
+        padded = config.device != "cpu"
+        self._speculator = Speculator(config.speculate, self.history, padded) if config.speculate else None
         for sequence in [s for s in sequences if s.status is not Status.FINISHED]:
             self._requeue(sequence)
             if sequence.output_len:  # the exception may have come between the last token and the end
@@ -123,16 +132,19 @@ class Scheduler:
 
         If `Batch.decodes` equals that of the step before, it is the same object.
         """
-        decodes = self._schedule_decodes()
-        if decodes is None:
+        planned = self._schedule_decodes()
+        if planned is None:
             return None
+        decodes, rows = planned
         prefills = self._schedule_prefills(self.config.max_step_tokens - len(decodes))
         if not decodes and not prefills:
             return None
         drawing = [lane for chunk in prefills if chunk.sample for lane in (chunk.lane, *chunk.forks)]
         masked = not (self._masked.isdisjoint(decodes) and self._masked.isdisjoint(drawing))
         changes = self.pages.take_changes()
-        batch = Batch(decodes, tuple(prefills), tuple(self._starts), tuple(self._page_updates), masked, *changes)
+        starts, updates = tuple(self._starts), tuple(self._page_updates)
+        drafting = self._take_drafting(decodes, rows, len(decodes) + len(drawing)) if self._speculator else {}
+        batch = Batch(decodes, tuple(prefills), starts, updates, masked, *changes, rows, **drafting)
         self._starts.clear()
         self._page_updates.clear()
         self.stats.pages_saved += len(changes.saves)
@@ -140,23 +152,64 @@ class Scheduler:
         self.in_flight += 1
         return batch
 
-    def _schedule_decodes(self) -> tuple[int, ...] | None:
-        """Return the lanes that decode; None if pages ran out and the step in flight may free some."""
+    def _schedule_decodes(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return the lanes that decode and their rows (see Batch); None if the step in flight must be read first."""
         for sequence in [s for s in self._decoding.values() if s.computed == s.limit]:
             if sequence.lane >= 0 and not self._pass_limit(sequence):  # lane < 0: preempted for an older sequence
                 return None
-        for sequence in self._decoding.values():
-            sequence.computed += 1
-            sequence.pending += 1
+        rows = self._plan_rows(self._speculator) if self._speculator else ()
+        if rows is None:
+            return None
+        for sequence, count in zip(self._decoding.values(), rows or itertools.repeat(1), strict=False):
+            sequence.computed += count
+            sequence.pending += count
         decodes = tuple(self._decoding)
         if decodes != self._decodes:
             self._decodes = decodes
-        return self._decodes
+        return self._decodes, rows
+
+    def _plan_rows(self, speculator: Speculator) -> tuple[int, ...] | None:
+        """Return the most rows of each decode; () for one each. None if the step in flight must be read first."""
+        decoding = self._decoding.values()
+        prefills = self._in_prefill or (self.waiting and self._free_lanes and self._pause <= 1)
+        rows: list[int] = []
+        if not prefills and len(decoding) <= speculator.options.most_lanes:
+            lacking = speculator.lacking(decoding)
+            if lacking and self.in_flight:
+                return None
+            speculator.send(lacking)
+            rows = [self._fit(*each) for each in zip(decoding, speculator.rows(decoding), strict=True)]
+        if max(rows, default=1) > 1:
+            return tuple(rows)
+        return None if speculator.in_flight else ()
+
+    def _fit(self, sequence: Sequence, rows: int) -> int:
+        """Return how many of a decode's rows have room, with more pages if there are some."""
+        wanted = min(sequence.computed + rows, sequence.max_len - 1)
+        if wanted > sequence.limit and self._grow(sequence, wanted):
+            self._set_limit(sequence)
+        return min(rows, sequence.limit - sequence.computed)
+
+    def _take_drafting(self, decodes: tuple[int, ...], rows: tuple[int, ...], sampling: int) -> dict[str, Any]:
+        """Return the fields of the next batch about drafts."""
+        assert self._speculator is not None
+        moved = self._speculator.moved
+        lengths: tuple[tuple[int, int], ...] = ()
+        if rows:
+            self._speculator.in_flight += 1
+            moved.update(decodes)
+        elif moved:
+            lengths = tuple((lane, self._on(lane).computed - 1) for lane in decodes if lane in moved)
+            moved.clear()
+        texts, drafts = self._speculator.take_texts(sampling)
+        return {"lengths": lengths, "texts": texts, "drafts": drafts}
 
     def _pass_limit(self, sequence: Sequence) -> bool:
         """Give a sequence its next page, or stop decoding if its last token is in flight. Return False if it must wait
         for the step in flight."""
         if sequence.length >= sequence.max_len:
+            if self._speculator and self._speculator.in_flight:  # perhaps not all of its tokens are kept
+                return False
             del self._decoding[sequence.lane]
             return True
         while not self._grow(sequence, sequence.computed + 1):
@@ -207,13 +260,16 @@ class Scheduler:
         self._index(sequence, end)
         if sample:
             self._start_decoding(sequence)
+        forks = self._admit_forks(sequence) if sample else ()
+        if sample and self._speculator and len(self.running) + len(self.waiting) <= self._speculator.options.most_lanes:
+            self._speculator.send(self._on(lane) for lane in (sequence.lane, *forks))
         return Prefill(
             lane=sequence.lane,
             start=start,
             tokens=np.array(sequence.token_ids[start:end], dtype=np.int32),
             sample=sample,
             score=chunk_score(sequence, start, end),
-            forks=self._admit_forks(sequence) if sample else (),
+            forks=forks,
         )
 
     def _start_decoding(self, sequence: Sequence) -> None:
@@ -328,7 +384,10 @@ class Scheduler:
             keep_scores(self._on(scored.lane), scored)
         changed, dropped = [], 0
         lanes, alive, masked = self.lanes, Status.RUNNING, batch.masked
-        for lane, token, row in zip(batch.sampling, result.tokens, result.rows(), strict=True):
+        if batch.drafts:
+            self._learn(batch, result)
+        sampling = kept_lanes(batch, result) if batch.rows else batch.sampling
+        for lane, token, row in zip(sampling, result.tokens, result.rows(), strict=True):
             sequence = lanes[lane]
             assert sequence is not None, "a lane is empty"
             sequence.pending -= 1
@@ -358,7 +417,25 @@ class Scheduler:
                 if chunk.start + len(chunk.tokens) == sequence.max_len:  # the end of a prompt that is only scored
                     self.finish(sequence, "length")
                     changed.append(sequence)
-        return changed
+        return list(dict.fromkeys(changed)) if batch.rows else changed
+
+    def _learn(self, batch: Batch, result: StepResult) -> None:
+        """Learn how many rows each lane has kept, and which drafts were right."""
+        speculator, stats, first = self._speculator, self.stats, 0
+        assert speculator is not None
+        speculator.in_flight -= bool(batch.rows)
+        most = batch.rows or itertools.repeat(1)
+        found = zip(batch.sampling, most, result.kept, result.guesses, result.drafted, strict=False)
+        for lane, rows, kept, guess, drafted in found:
+            sequence = self._on(lane)
+            verified = min(rows - 1, sequence.drafted)
+            sequence.pending -= rows - kept
+            sequence.computed -= rows - kept
+            stats.drafted += int(verified)
+            stats.accepted += kept - 1
+            speculator.learn(sequence, result.tokens[first : first + kept], verified, guess, drafted)
+            first += kept
+        stats.saved_steps += first / len(result.kept) - 1 if batch.rows else 0
 
     def _end_at(self, sequence: Sequence, token: int) -> None:
         """Finish a sequence if its last token, `token`, ends it."""
@@ -382,6 +459,8 @@ class Scheduler:
         sequence.status = Status.FINISHED
         if reason in ("stop", "length") and sequence.output_len:
             self.estimate.learn(sequence.output_len)
+            if self.history.limit:
+                self.history.add(sequence.token_ids[: sequence.prompt_len], sequence.output_ids)
 
     def fill_masks(self, batch: Batch, vocab_size: int) -> np.ndarray:
         """Return the allowed tokens of the lanes that draw: int32 [R, ceil(V / 32)]. All lanes must be updated.
@@ -431,6 +510,8 @@ class Scheduler:
         self.lanes[lane] = None
         heapq.heappush(self._free_lanes, lane)
         self._page_updates = [update for update in self._page_updates if update[0] != lane]
+        if self._speculator:
+            self._speculator.leave(lane)
         sequence.lane, sequence.tip = -1, None
 
     def _on(self, lane: int) -> Sequence:

@@ -27,7 +27,7 @@ from fastgen.disk import naming_full_disk
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.cuda_graphs import batch_sizes, prefill_sizes, shared_sizes
 from fastgen.engine.options import GeneratorOptions
-from fastgen.engine.runner import SCORE_ROWS, Runner, largest_half
+from fastgen.engine.runner import SCORE_ROWS, Runner, largest_half, speculative_sizes
 from fastgen.kernels import batch_invariant
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.launch import Chip, current, kernels_of, slower_than_possible, triton
@@ -198,8 +198,9 @@ def _make_runner(model: Transformer, config: EngineConfig) -> Runner:
     c = model.config
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     pool = KVPool(c.num_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size, dtype, device)
+    rows = max(config.max_seqs, config.speculate.max_rows) if config.speculate else config.max_seqs
     attention = make_attention(
-        config.attention, pool, c.num_heads, c.windows, config.max_seqs, config.max_step_tokens, config.max_model_len,
+        config.attention, pool, c.num_heads, c.windows, rows, config.max_step_tokens, config.max_model_len,
         config.deterministic,
     )  # fmt: skip
     host = HostTier(pool, config.host_pages) if config.host_pages else None
@@ -237,6 +238,7 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     left = device_memory(config.device)  # torch keeps the memory of the largest step
     sizes = batch_sizes(config.max_seqs)
     graphs = len(sizes) + len(shared_sizes(sizes)) * probe.share_prefixes + len(prefills)
+    graphs += len(speculative_sizes(config))
     del probe
     gc.collect()
     release_memory(config.device)
@@ -307,7 +309,8 @@ def _run_largest_steps(runner: Runner) -> None:
 
 
 def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[Batch]:
-    """Yield a step of prefills on all lanes that fill the token budget, and a step of decodes on all lanes.
+    """Yield a step of prefills on all lanes that fill the token budget, a step of decodes on all lanes, and for each
+    number of rows a lane the speculative step of most lanes, behind one that begins them.
 
     They also save, load, wipe and copy the spare page. Forks are left out: they take no more memory than prefills.
     """
@@ -332,6 +335,14 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
     saves, loads = (((spare, 0),), ((0, spare),)) if config.host_pages else ((), ())
     yield Batch((), prefills, starts, (), masked=False, fresh=(spare,), saves=saves, loads=loads)
     yield Batch(tuple(range(lanes)), (), (), (), masked=False, copies=((0, spare),))
+    widths = {config.speculate.width(size): size for size in speculative_sizes(config)} if config.speculate else {}
+    for width, lanes in widths.items():
+        rows = (width,) * lanes
+        token = np.zeros(1, dtype=np.int32)
+        texts = tuple((lane, 0, token) for lane in range(lanes))
+        first = tuple(Prefill(lane, 0, token, True) for lane in range(lanes))
+        yield Batch((), first, (), (), masked=False, texts=texts, drafts=True)
+        yield Batch(tuple(range(lanes)), (), (), (), masked=False, rows=rows, drafts=True)
 
 
 @contextmanager

@@ -100,6 +100,11 @@ class SampleOutput:
     top_logprobs: Tensor | None = None
     kept: Tensor | None = None
 
+    def rows(self, chosen: np.ndarray) -> SampleOutput:
+        """Return the draws of some rows, int64 [n], on the host."""
+        each = (None if x is None else x[chosen] for x in (self.top_ids, self.top_logprobs, self.kept))
+        return SampleOutput(self.packed[:, chosen].contiguous(), *each)
+
     @property
     def tokens(self) -> Tensor:
         """[R] int64."""
@@ -254,7 +259,8 @@ def _draw_twin(
 ) -> SampleOutput:
     """Draw the next token of each row, and store it in `state`.
 
-    logits: [R, V], contiguous, not changed. lanes: int64 [R]; a lane is named twice only if it is padding. positions:
+    logits: [R, V], contiguous, not changed. lanes: int64 [R]; a lane is named twice only if it is padding, or for the
+    rows of a speculative decode, whose last token `kernels.drafts.follow` stores. positions:
     int32 or int64 [R], the position (from 0) of the drawn token in prompt and output. mask: int32 [R, ceil(V / 32)];
     bit i of word w is token 32 w + i, and a set bit allows it. The order is that of SamplingParams: penalties, bias,
     min_tokens, mask, temperature, top-k, top-p, min-p.

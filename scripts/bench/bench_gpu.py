@@ -7,6 +7,7 @@
     python scripts/bench/bench.py gpu --model qwen14 --only headline
     python scripts/bench/bench.py gpu --deterministic                  # headline, short and chat1, with it and without
     python scripts/bench/bench.py gpu --turns                          # conversations, with and without the host tier
+    python scripts/bench/bench.py gpu --speculate                      # speculation over recorded answers
     python scripts/bench/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
     python scripts/bench/bench.py gpu --model qwen14 --scaling         # on 1, 2 and 4 GPUs: bench_parallel.py
     python scripts/bench/bench.py gpu --tensor-parallel 2 --telling    # messages from rank 0 to the other ranks
@@ -31,6 +32,7 @@ import bench_logprobs
 import bench_parallel
 import bench_parts
 import bench_sleep
+import bench_speculate
 import bench_start
 import bench_turns
 from bench_engine import ceilings, machine, measure_workload, merge, ready_generator, report_path
@@ -64,6 +66,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "perf": (bench_parts.bench_perf, "tokens/s over the tokens generated"),
     "deterministic": (bench_parts.bench_deterministic, "what deterministic mode costs"),
     "turns": (bench_turns.bench_turns, "conversations, with and without the host tier"),
+    "speculate": (bench_speculate.bench_speculate, "speculation over recorded answers"),
     "sleep": (bench_sleep.bench_sleep, "update_weights, sleep and wake"),
     "adapter": (bench_sleep.bench_adapter, "update_adapter"),
     "logprobs": (bench_logprobs.bench_logprobs, "the part of a decode step that they take"),
@@ -72,7 +75,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
 }
 """What can be measured in place of the workloads: a flag each."""
 
-ONE_PROCESS = ("load", "busy", "deterministic", "scaling")  # kinds without --tensor-parallel
+ONE_PROCESS = ("load", "busy", "deterministic", "scaling", "speculate")  # kinds without --tensor-parallel
 
 
 def workload_names(text: str) -> list[str]:

@@ -44,12 +44,13 @@ PARTS = ("generate", "train", "push")
 @dataclass(frozen=True)
 class Settings:
     """Settings of the training: prompts of a step, samples of each, and sequences of one optimizer step, which are
-    computed micro_batch at a time. clip_low, clip_high: how far an importance ratio may fall and rise. Held-out
-    problems are asked every evaluate_every steps."""
+    computed micro_batch at a time. problems: the number that prompts are drawn from; None: all. clip_low, clip_high:
+    how far an importance ratio may fall and rise. Held-out problems are asked every evaluate_every steps."""
 
     steps: int = 12
     prompts: int = 32
     samples: int = 8
+    problems: int | None = None
     batch: int = 64
     micro_batch: int = 32
     learning_rate: float = 1e-4
@@ -204,13 +205,13 @@ def accuracy(gen: Generator, held_out: Sequence[Problem]) -> float:
     return rewards_of(held_out, outputs).mean().item()
 
 
-def train(settings: Settings, device: str, dtype: str) -> dict[str, Any]:
+def train(settings: Settings, device: str, dtype: str, speculate: str = "auto") -> dict[str, Any]:
     """Train; return the learning curve, a point for each step, and the time of each part."""
     begin, begin_cpu = time.perf_counter(), time.process_time()
     seconds: dict[str, float] = {}
     curve: list[dict[str, Any]] = []
     # Half of a GPU's memory is the trainer's
-    with Generator(device=device, dtype=dtype, memory_fraction=0.5, seed=settings.seed) as gen:
+    with Generator(device=device, dtype=dtype, memory_fraction=0.5, seed=settings.seed, speculate=speculate) as gen:
         policy: Any = AutoModelForCausalLM.from_pretrained(gen.folder, dtype=torch.float32).to(device)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, weight_decay=0.0)
         rng = random.Random(settings.seed)
@@ -219,7 +220,7 @@ def train(settings: Settings, device: str, dtype: str) -> dict[str, Any]:
         for step in range(settings.steps + 1):  # at step 0 there are only the held-out problems
             point: dict[str, Any] = {"step": step}
             if step:
-                asked = rng.sample(to_train, settings.prompts)
+                asked = rng.sample(to_train[: settings.problems], settings.prompts)
                 with timed(seconds, "generate"):
                     outputs = gen.generate([chat(problem) for problem in asked], sampling)
                 with timed(seconds, "train"):
@@ -245,15 +246,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", help="of the Generator; the trainer's is float32")
-    parser.add_argument("--seed", type=int, default=Settings.seed)
+    parser.add_argument(
+        "--speculate", default="auto", choices=("auto", "ngram", "off"), help="changes no point of the curve"
+    )
+    for name in ("seed", "steps", "prompts", "samples", "problems"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
     parser.add_argument("--out", type=Path, help="file of JSON for the learning curve (default: none is written)")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args(argv)
     smoke = {"steps": 2, "prompts": 4, "samples": 8, "batch": 16, "micro_batch": 8, "held_out": 8}
-    settings = Settings(seed=arguments.seed, **(smoke if arguments.smoke else {}))
+    given = {name: getattr(arguments, name) for name in ("seed", "steps", "prompts", "samples", "problems")}
+    settings = Settings(**given | (smoke if arguments.smoke else {}))
     machine = platform.machine() if arguments.device == "cpu" else torch.cuda.get_device_name()
     report: dict[str, Any] = {"machine": machine, "threads": torch.get_num_threads(), "dtype": arguments.dtype}
-    report |= {"torch": torch.__version__, **train(settings, arguments.device, arguments.dtype)}
+    report |= {"torch": torch.__version__, **train(settings, arguments.device, arguments.dtype, arguments.speculate)}
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")

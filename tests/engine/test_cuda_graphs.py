@@ -11,10 +11,12 @@ import pytest
 import torch
 from called_graphs import Called, capturable
 from conftest import Script, check_idle, random_ids
+from drafting import adversary
 
 from fastgen import Generator, SamplingParams
 from fastgen.device.pinned import upload
 from fastgen.engine.cuda_graphs import batch_sizes, shared_sizes
+from fastgen.engine.speculation import Speculation
 from fastgen.kernels.state import DecodeInput
 from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.transformer import ROW_TILE
@@ -57,7 +59,7 @@ def with_graphs(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_decoding_from_the_lanes_gives_the_same_bits(
     family: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"max_seqs": 2 * ROW_TILE, "max_step_tokens": 48, "page_size": 16, "num_pages": 40}
+    options = {"max_seqs": 2 * ROW_TILE, "max_step_tokens": 48, "page_size": 16, "num_pages": 40, "speculate": False}
     with Generator(family, **options) as gen:  # type: ignore[arg-type]
         expected = [output.completions for output in gen.generate(PROMPTS, params)]
         ran = with_graphs(gen, monkeypatch)
@@ -67,11 +69,34 @@ def test_decoding_from_the_lanes_gives_the_same_bits(
         gen._runner.forget()
 
 
+@pytest.mark.parametrize("lanes", [1, 3, 5])
+def test_speculative_steps_from_graphs_give_the_same_bits(
+    lanes: int, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In sizes above the lanes, and in rows above the drafted ones, there is padding."""
+    prompts, params = PROMPTS[:lanes], SamplingParams(max_tokens=30, seed=5, ignore_eos=True, logprobs=1)
+    with Generator(llama, page_size=16, speculate=False) as gen:
+        outputs = gen.generate(prompts, params)
+    adversary(monkeypatch, outputs, gen.model_config.vocab_size)
+    options = Speculation(max_draft=15, max_rows=128, row_cost=0.0, history_tokens=0)
+    with Generator(llama, max_seqs=8, page_size=16, speculate=options) as gen:
+        runner = gen._runner
+        capturable(monkeypatch)
+        runner.capture(None, [])
+        assert isinstance(runner.speculative_graphs, Called)
+        runner.pool.keys[:, :-1].fill_(7)
+        found = gen.generate(prompts, params)
+        assert [output.completions for output in found] == [output.completions for output in outputs]
+        assert lanes in runner.speculative_graphs.ran
+        assert gen.stats.drafted > gen.stats.accepted > 5 * lanes
+        check_idle(gen)
+
+
 def test_a_mask_is_asked_between_the_forward_and_the_sampler(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = [9, 8, 7, 6, 5]
     masked = SamplingParams(max_tokens=5, mask=Script(script), ignore_eos=True)
     free = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
-    with Generator(llama, max_seqs=ROW_TILE, page_size=16) as gen:
+    with Generator(llama, max_seqs=ROW_TILE, page_size=16, speculate=False) as gen:
         expected = gen.generate(PROMPTS[:2], free)
         ran = with_graphs(gen, monkeypatch)
         outputs = gen.generate([*PROMPTS[:2], PROMPTS[3]], [free, free, masked])
@@ -100,7 +125,7 @@ def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, mon
     capturable(monkeypatch)
     monkeypatch.setattr(ReferenceAttention, "shares", True)
     monkeypatch.setattr(ReferenceAttention, "share", lambda *_: shares[0])
-    with Generator(llama, max_seqs=8, max_model_len=128, page_size=16, seed=0, num_pages=30) as gen:
+    with Generator(llama, max_seqs=8, max_model_len=128, page_size=16, seed=0, num_pages=30, speculate=False) as gen:
         runner = gen._runner
         runner.capture()
         plain, shared = runner.graphs[False], runner.graphs[True]
@@ -120,7 +145,7 @@ def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, mon
 
 def test_lanes_are_sent_when_they_change(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A steady decode sends nothing of them."""
-    with Generator(llama, max_seqs=ROW_TILE, page_size=64) as gen:
+    with Generator(llama, max_seqs=ROW_TILE, page_size=64, speculate=False) as gen:
         with_graphs(gen, monkeypatch)
         sent: list[np.ndarray] = []
         monkeypatch.setattr(

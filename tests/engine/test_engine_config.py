@@ -11,6 +11,7 @@ import torch
 
 from fastgen.engine.config import DEFAULT_KV_CACHE_GB, EngineConfig
 from fastgen.engine.options import DTYPE_BYTES, GeneratorOptions
+from fastgen.engine.speculation import Speculation
 from fastgen.kernels import hopper_decode, hopper_products
 from fastgen.kernels.launch import Chip
 from fastgen.model.config import ModelConfig, RopeConfig
@@ -63,6 +64,7 @@ def test_the_defaults() -> None:
         deterministic=True,
         kernels="torch",
         context_given=False,
+        speculate=Speculation(max_rows=32, row_cost=0.08),
     )
 
 

@@ -14,7 +14,8 @@ from fastgen.engine.admission import LengthEstimate
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.pages import Changes, PageAllocator
 from fastgen.engine.scheduler import Scheduler
-from fastgen.request import SamplingParams, Sequence, Status
+from fastgen.engine.speculation import Speculation
+from fastgen.request import Batch, SamplingParams, Sequence, Status, StepResult
 
 SEEDS_A_TEST = 100
 SEEDS = 2000
@@ -23,17 +24,26 @@ LONG_SEEDS = 1_000_000
 
 def random_config(rng: random.Random, crowd: bool) -> EngineConfig:
     page_size, lanes = rng.choice((1, 2, 3, 4) if crowd else (1, 2, 3, 4, 5, 8, 16)), rng.randint(1, 8)
-    context = rng.randint(4, 28)
+    context, budget = rng.randint(4, 28), lanes + rng.choice((0, 0, 1, 3, 8, 40))
     return make_config(
         max_model_len=context,
         max_seqs=lanes,
-        max_step_tokens=lanes + rng.choice((0, 0, 1, 3, 8, 40)),
+        max_step_tokens=budget,
         page_size=page_size,
         num_pages=-(-context // page_size) + 1 + rng.choice((0, 0, 1, 2, 4) if crowd else (0, 1, 4, 30)),
         prefix_cache=crowd or rng.random() < 0.9,
         host_pages=rng.choice((1, 2, 3, 5, 10, 40) if crowd else (0, 0, 1, 40)),
         max_step_ms=rng.choice((0, 0, 10)),
+        speculate=random_speculation(rng, budget),
     )
+
+
+def random_speculation(rng: random.Random, budget: int) -> Speculation | None:
+    if rng.random() < 0.4:
+        return None
+    draft, rows = rng.choice((1, 2, 7)), rng.choice((4, 8, 64))
+    kept = rng.choice((0, 99))
+    return Speculation(max_draft=draft, max_rows=min(rows, budget), row_cost=0.0, history_tokens=kept)
 
 
 def random_mask(rng: random.Random) -> HashMask | None:
@@ -169,11 +179,12 @@ def test_any_of_many_schedules_gives_the_answers_of_no_schedule(first: int) -> N
 def test_the_random_schedules_reach_every_corner() -> None:
     seen = run_seeds(range(SEEDS, SEEDS + 150))
     corners = ("mixed", "chunked", "masked", "preempted", "dropped", "stopped late", "reset", "updates", "sleeps")
-    corners += ("computed again", "resumed")
+    corners += ("computed again", "resumed", "speculative")
     corners += ("cached", "forks", "copies", "saves", "loads")
     reasons = ("stop", "length", "abort", "error")
     errors = ("the logits are not finite", "the mask allowed no token", "'no rows today')", "'not that token')")
     assert not [corner for corner in corners + reasons + errors if seen[corner] < 10], seen
+    assert seen["cut"], "no stop string came before other tokens of its step"
 
 
 class DoubledPages(PageAllocator):
@@ -254,9 +265,24 @@ class KeepsTokenTooMany(Scheduler):
             sequence.token_ids.append(token)
 
 
+class CountsARowTooMany(Scheduler):
+    def _learn(self, batch: Batch, result: StepResult) -> None:
+        super()._learn(batch, result)
+        for lane in batch.decodes if batch.rows else ():
+            self._on(lane).computed += 1
+
+
+class CountsARowTooFew(Scheduler):
+    def _learn(self, batch: Batch, result: StepResult) -> None:
+        super()._learn(batch, result)
+        for lane in batch.decodes if batch.rows else ():
+            self._on(lane).computed -= 1
+
+
 @pytest.mark.parametrize(
     "broken",
     [
+        *(CountsARowTooMany, CountsARowTooFew),
         *(DropsPageUpdate, BeginsTooLate, ForgetsLaneStart, KeepsTokenTooMany, KeepsOldKV, IndexesOldKV),
         *map(with_pages, (DoubledPages, ForgetsCopies, ForgetsSaves, RemembersOldWeights)),
     ],

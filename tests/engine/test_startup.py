@@ -191,7 +191,7 @@ def make(folder: Path, **options: float) -> EngineConfig:
 )
 def test_the_largest_steps_fill_lanes_and_budget(llama: Path, lanes: int, budget: int, context: int) -> None:
     config = make(llama, max_seqs=lanes, max_step_tokens=budget, max_model_len=context)
-    prefill, decode = _largest_batches(config, SamplingParams())
+    prefill, decode, *_ = _largest_batches(config, SamplingParams())
     assert num_tokens(prefill) == min(budget, lanes * (context - 1))
     assert [start.lane for start in prefill.starts] == list(range(lanes))
     assert len(prefill.sampling) == lanes, "each lane draws, so that all logits are there at once"
@@ -202,7 +202,7 @@ def test_the_largest_steps_fill_lanes_and_budget(llama: Path, lanes: int, budget
 def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
     """So that all kernels are compiled, and what they take is known."""
     config = make(llama, max_seqs=4, num_pages=9, host_cache_gb=1)
-    prefill, decode = _largest_batches(config, SamplingParams())
+    prefill, decode, *_ = _largest_batches(config, SamplingParams())
     assert (prefill.saves, prefill.loads, prefill.fresh) == (((9, 0),), ((0, 9),), (9,)), "the spare page alone"
     assert decode.copies == ((0, 9),)
     config = make(llama, max_seqs=4, num_pages=9)
@@ -267,7 +267,7 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, free: list[float], *
 def test_the_pool_takes_what_the_largest_step_leaves(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(llama, max_seqs=4)
     page = config.page_bytes(read_config(llama))
-    graphs = startup.GRAPH_BYTES * (4 + 2)  # of 1, 2, 3 and 4 lanes, and the pieces of 16 and 32 tokens
+    graphs = startup.GRAPH_BYTES * (4 + 4 + 2)  # of 1 to 4 lanes, also with drafts, and pieces of 16 and 32 tokens
     left = [10 * GB, 9 * GB, 1 * GB + graphs + 20.5 * page]
     assert measured(llama, monkeypatch, left).num_pages == 19, "one is the spare page"
     assert measured(llama, monkeypatch, [10 * GB, 9 * GB, 8 * GB]).num_pages == config.useful_pages()

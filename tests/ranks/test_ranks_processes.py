@@ -245,7 +245,7 @@ def generate_forever(gen: Generator) -> None:
 
 def test_a_generator_goes_on_after_an_interrupt_is_traced_and_ends_with_a_rank(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG))
-    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, speculate=False)
     options: dict[str, Any] = {"load": "dummy", "device": "cpu", "num_pages": 16, "page_size": 16, "max_seqs": 4}
     with Generator(tmp_path, **options, tensor_parallel=2) as gen:
         answer = gen.generate([[1, 2, 3]], params)[0].completions

@@ -380,6 +380,7 @@ def test_a_sum_that_is_wrong_is_noticed() -> None:
         ("load", {"gb_per_second", "spread"}),
         ("busy", {"decode"}),
         ("perf", {"points"}),
+        ("speculate", {"streams", "steps"}),
     ],
 )
 def test_what_else_is_measured_runs_small(kind: str, fields: set[str], tmp_path: Path) -> None:

@@ -143,6 +143,15 @@ def test_the_program_runs_small(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "step 2, reward" in capsys.readouterr().out
 
 
+def test_drafts_change_no_point_of_the_curve() -> None:
+    settings = rl_grpo.Settings(steps=2, prompts=2, samples=4, problems=2, batch=8, micro_batch=8, held_out=1)
+    off, auto = (rl_grpo.train(settings, "cpu", "float32", speculate)["curve"] for speculate in ("off", "auto"))
+    for plain, drafted in zip(off, auto, strict=True):
+        for times in ("seconds", "cpu_seconds"):
+            assert plain.pop(times) != drafted.pop(times)
+    assert auto == off
+
+
 def test_the_learning_curve_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib, which fastgen does not")
     plot.plot(json.loads((SCRIPTS / "results" / "rl-grpo-cpu.json").read_text()), tmp_path / "curve.png")

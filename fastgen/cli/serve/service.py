@@ -214,6 +214,9 @@ COUNTERS = {
     "prefilled_tokens": "known tokens whose KV was computed",
     "preemptions": "preempted sequences",
     "steps": "steps of the engine",
+    "drafted": "drafted tokens that steps verified",
+    "accepted": "drafted tokens that equalled the draws",
+    "saved_steps": "steps that accepted tokens made unnecessary",
 }
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 GAPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)

@@ -1,0 +1,207 @@
+"""Speculation: drafted tokens that a decode computes beside the last one, and keeps while they equal its draws.
+
+A draw is a function of (seed, sample index, position) and the logits, and the logits of a row do not depend on the
+other rows of a step. So a speculative decode draws the tokens that plain decodes would draw, to the bit. A draft only
+decides how many of them one step finds.
+
+**Drafts are made on the device**, so that the next step is launched before the tokens of this one are read. A lane has
+a text there: outputs of earlier requests with its prompt, then its own tokens, to which each step appends. A draft
+repeats what followed the longest earlier match of the last tokens (fastgen.kernels.drafts).
+
+**The host plans with upper bounds.** It says how many rows each lane has at most, counts all of them as computed and
+pending, and corrects this when it reads how many were kept. Lengths and drafts stay on the device, so that speculative
+steps follow each other without a wait. Any other step behind one waits until it is read.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastgen.option import option, options_of
+from fastgen.request import Batch, Sequence, StepResult
+
+HISTORY = 4096  # most tokens of earlier outputs in a lane's text
+LEAD = 16  # tokens of the prompt before each earlier output, so that its first tokens can be drafted
+LONGEST = 32768  # most tokens of a sequence that is sent as a lane's text
+PATIENCE = 4  # results without a draft after which a lane's next ones are not expected
+LEARNING = 1 / 8  # weight of a drafted token in the share of tokens that were right
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """The options of speculation.
+
+    max_draft: the most drafted tokens of a sequence in a step. min_match: the fewest last tokens that must occur
+    earlier for a draft. max_rows: the most tokens of a speculative step, drafted ones included. row_cost: the time of
+    one more token in a step, as a share of the time of a step. max_rows=0, row_cost=None: as they suit the device.
+    history_tokens: tokens of earlier requests that are kept for drafts; 0: drafts come from a sequence's own tokens.
+    """
+
+    max_draft: int = option(7, low=1, high=63)
+    min_match: int = option(2, low=1, high=LEAD)
+    max_rows: int = option(0, low=0, high=1024)
+    row_cost: float | None = option(None, low=0)
+    history_tokens: int = option(2**22, low=0)
+
+    @classmethod
+    def of(cls, given: object) -> Speculation | None:
+        """Return the options that `Generator(speculate=...)` stands for; None: no speculation. Raises TypeError or
+        ValueError for other values."""
+        named = {"auto": cls(), "ngram": cls(history_tokens=0), "off": None, False: None, None: None}
+        if isinstance(given, str | bool | None) and given in named:
+            return named[given]
+        if not isinstance(given, Speculation):
+            raise ValueError(f"speculate is {given!r}; it must be 'auto', 'ngram', 'off' (False) or a Speculation")
+        for name, each in options_of(cls).items():
+            each.check(getattr(given, name))
+        return given
+
+    @property
+    def most_lanes(self) -> int:
+        """The most lanes of a speculative step."""
+        return self.max_rows // 2
+
+    def width(self, lanes: int) -> int:
+        """Return the most rows of a lane in a step of so many lanes: a power of two, as kernels are compiled for it."""
+        rows = min(self.max_draft + 1, self.max_rows // max(lanes, 1))
+        return 1 << rows.bit_length() - 1 if rows else 1
+
+
+class History:
+    """Outputs of earlier requests by their prompts: drafts for other samples, and for later epochs of a training.
+
+    It can not make an output wrong, whatever weights its tokens come from. limit: tokens, prompts included; the prompts
+    whose last output is the oldest are dropped first.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.tokens = 0
+        self._outputs: OrderedDict[bytes, deque[np.ndarray]] = OrderedDict()
+
+    def add(self, prompt: list[int], output: list[int]) -> None:
+        """Keep an output, and drop the oldest ones of its prompt beyond what a lane's text holds."""
+        if not self.limit or not output:
+            return
+        key = _key(prompt)
+        if key not in self._outputs:
+            self._outputs[key] = deque()
+            self.tokens += len(prompt)
+        kept = self._outputs[key]
+        self._outputs.move_to_end(key)
+        new = np.array(output[:HISTORY], dtype=np.int32)
+        if any(np.array_equal(new, old) for old in kept):
+            return
+        kept.append(new)
+        self.tokens += len(new)
+        while sum(map(len, kept)) > HISTORY:
+            self.tokens -= len(kept.popleft())
+        while self.tokens > self.limit:
+            dropped, outputs = self._outputs.popitem(last=False)
+            self.tokens -= len(dropped) // 4 + sum(map(len, outputs))
+
+    def of(self, prompt: list[int]) -> np.ndarray:
+        """Return the outputs of a prompt, the oldest first, each behind the end of the prompt and before a -1: int32
+        [n], the last HISTORY of them."""
+        lead, end = np.array(prompt[-LEAD:], dtype=np.int32), np.array([-1], dtype=np.int32)
+        parts = [part for output in self._outputs.get(_key(prompt), ()) for part in (lead, output, end)]
+        return np.concatenate([end[:0], *parts])[-HISTORY:]
+
+    def clear(self) -> None:
+        """Forget all outputs."""
+        self._outputs.clear()
+        self.tokens = 0
+
+
+def _key(prompt: list[int]) -> bytes:
+    return np.array(prompt, dtype=np.int32).tobytes()
+
+
+class Speculator:
+    """The host's side of drafts: which lanes have a text on the device, and how many rows they get.
+
+    padded: all lanes have as many rows, used or not, as in CUDA graphs. in_flight: speculative steps that are not read.
+    moved: lanes whose lengths steps have advanced on the device alone.
+    """
+
+    def __init__(self, options: Speculation, history: History, padded: bool) -> None:
+        self.options = options
+        self.history = history
+        self.padded = padded
+        self.in_flight = 0
+        self.rate = 0.5  # of all sequences together, with which a new one begins
+        self.moved: set[int] = set()
+        self._lanes: set[int] = set()  # with a text on the device
+        self._texts: list[tuple[int, int, np.ndarray]] = []  # to send, see Batch
+
+    def leave(self, lane: int) -> None:
+        self._lanes.discard(lane)
+        self.moved.discard(lane)
+        self._texts = [text for text in self._texts if text[0] != lane]
+
+    def send(self, sequences: Iterable[Sequence]) -> None:
+        """Put the texts of sequences that speculate into the next batch. All their tokens must be known."""
+        for sequence in sequences:
+            if speculates(sequence):
+                earlier = self.history.of(sequence.token_ids[: sequence.prompt_len])
+                tokens = np.concatenate([earlier, np.array(sequence.token_ids, dtype=np.int32)])
+                self._texts.append((sequence.lane, len(earlier), tokens))
+                self._lanes.add(sequence.lane)
+                sequence.guess, sequence.drafted, sequence.quiet, sequence.rate = -1, 0, 0, self.rate
+
+    def lacking(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Return the sequences that speculate and have no text on the device."""
+        return [s for s in sequences if s.lane not in self._lanes and speculates(s)]
+
+    def take_texts(self, sampling: int) -> tuple[tuple[tuple[int, int, np.ndarray], ...], bool]:
+        """Return the texts for a step in which `sampling` lanes draw, and whether it appends to texts and drafts."""
+        if sampling > self.options.most_lanes:
+            self._lanes.clear()
+            self._texts.clear()
+        texts, self._texts = tuple(self._texts), []
+        return texts, bool(self._lanes)
+
+    def rows(self, sequences: Collection[Sequence]) -> list[int]:
+        """Return the most rows of each sequence, those at which the expected tokens over the time are most."""
+        likely = [s.lane in self._lanes and s.quiet < PATIENCE for s in sequences]
+        rates = [(0.5**s.quiet, s.rate) for s, wanted in zip(sequences, likely, strict=True) if wanted]
+        drafting = sum(chance for chance, _ in rates)
+        best, best_width, cost = float(len(sequences)), 1, self.options.row_cost or 0.0
+        extra, most = 0.0, self.options.width(len(sequences)) if rates else 1
+        for width in range(2, most + 1):
+            extra += sum(chance * rate ** (width - 1) for chance, rate in rates)
+            more = (most - 1) * len(sequences) if self.padded else (width - 1) * drafting
+            slower = 1 + cost * (1 + more) / (1 + cost * len(sequences))
+            if (gain := (len(sequences) + extra) / slower) > best:
+                best, best_width = gain, width
+        return [best_width if wanted else 1 for wanted in likely]
+
+    def learn(self, sequence: Sequence, drawn: list[int], verified: int, guess: int, drafted: int) -> None:
+        """Learn from a result. drawn: its tokens. verified: drafted tokens that it computed. guess, drafted: the first
+        token that is drafted now, and their number."""
+        right, tried = int(sequence.guess == drawn[0]), int(sequence.guess >= 0)
+        if verified:
+            right, tried = len(drawn) - 1, min(len(drawn), verified)
+        if tried:
+            weight, found = 1 - (1 - LEARNING) ** tried, right / tried
+            sequence.rate += (found - sequence.rate) * weight
+            self.rate += (found - self.rate) * weight / 4
+        sequence.quiet = 0 if drafted else sequence.quiet + 1
+        sequence.guess, sequence.drafted = guess, drafted
+
+
+def speculates(sequence: Sequence) -> bool:
+    """Return whether a sequence may draft: its draws must depend on nothing but position and tokens."""
+    plain = sequence.mask is None and not sequence.params.penalized
+    return plain and sequence.params.speculate and sequence.length <= LONGEST
+
+
+def kept_lanes(batch: Batch, result: StepResult) -> list[int]:
+    """Return the lane of each token of a speculative step's result."""
+    return [lane for lane, kept in zip(batch.decodes, result.kept, strict=True) for _ in range(kept)]

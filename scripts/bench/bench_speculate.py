@@ -1,0 +1,206 @@
+"""Measures, as `bench.py gpu --speculate`, generated tokens per second with and without speculation.
+
+Random weights accept nothing, so the answers are recorded: a hook on the draw replaces each drawn token by the recorded
+token of its request and position, in all runs alike. Drafts are those of the real matcher. One Generator without a
+prefix cache runs each stream with SamplingParams(speculate=False) and without it, in turns. Streams:
+
+- edit: the prompt is a text of random tokens in Zipf's distribution, and the answer copies it in runs of about 12
+  tokens, between which 1 to 9 tokens are new; about 70 % of it are copied.
+- other: prompt and answer are such texts that have nothing in common, so that few drafts are right.
+- random: all tokens are equally likely, so that there are no drafts.
+- tail: the history holds an answer to each prompt, of which so many percent of the tokens are those of the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from bench_engine import ready_generator, write_report
+
+from fastgen import Generator, SamplingParams
+from fastgen.engine import runner
+
+RUN = 12  # mean length of a copied run
+NEW = 9  # most new tokens between two
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Requests that run at once: `lanes` prompts of `prompt` tokens, answers of `generated`. agreement: with the text
+    that drafts come from: the prompt, or with `history` an earlier answer. uniform: all tokens are equally likely."""
+
+    lanes: int
+    agreement: float
+    history: bool = False
+    uniform: bool = False
+    prompt: int = 512
+    generated: int = 384
+
+
+STREAMS = {
+    "chat1 edit": Stream(1, 0.7),
+    "chat8 edit": Stream(8, 0.7),
+    "chat1 random": Stream(1, 0.0, uniform=True, prompt=128, generated=256),
+    **{f"tail16 {percent} %": Stream(16, percent / 100, history=True, prompt=64) for percent in (70, 50, 90)},
+    "chat1 other": Stream(1, 0.0, prompt=128, generated=256),
+    "chat8 other": Stream(8, 0.0, prompt=128, generated=256),
+}
+
+
+def text(draw: np.random.Generator, length: int, vocab: int) -> list[int]:
+    """Return random tokens, the likeliest ones often."""
+    order = np.random.default_rng(0).permutation(vocab)
+    found: list[int] = order[np.minimum(draw.zipf(1.3, length), vocab) - 1].tolist()
+    return found
+
+
+def edited(draw: np.random.Generator, source: list[int], length: int, agreement: float, vocab: int) -> list[int]:
+    """Return `length` tokens, of which the share `agreement` is copied from a source in runs, in order."""
+    found: list[int] = []
+    at = 0
+    while len(found) < length:
+        run = int(draw.geometric(1 / RUN)) if agreement else 0
+        new = round(run * (1 / agreement - 1)) if run else length
+        found += source[at : at + run] + text(draw, min(new, NEW) if run < RUN else new, vocab)
+        at = (at + run + int(draw.integers(0, 4))) % max(len(source) - RUN, 1)
+    return found[:length]
+
+
+def requests(stream: Stream, vocab: int, seed: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Return prompts, answers, and the earlier answers that a history holds."""
+    draw = np.random.default_rng(seed)
+    if stream.uniform:
+        prompts = draw.integers(0, vocab, (stream.lanes, stream.prompt)).tolist()
+        return prompts, draw.integers(0, vocab, (stream.lanes, stream.generated)).tolist(), prompts
+    prompts = [text(draw, stream.prompt, vocab) for _ in range(stream.lanes)]
+    earlier = [text(draw, stream.generated, vocab) for _ in prompts] if stream.history else prompts
+    answers = [edited(draw, source, stream.generated, stream.agreement, vocab) for source in earlier]
+    return prompts, answers, earlier
+
+
+@contextmanager
+def recorded(generator: Generator, prompts: list[list[int]], answers: list[list[int]]) -> Iterator[None]:
+    """Draw the recorded tokens. The seed of a request is its number."""
+    device = generator._runner.device
+    rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    script = torch.tensor(rows, dtype=torch.int32, device=device)
+    right = runner.draw
+
+    def draw(logits: Any, state: Any, lanes: Any, positions: Any, *rest: Any) -> Any:
+        output = right(logits, state, lanes, positions, *rest)
+        numbers = state.table[lanes, 0].clamp(0, len(rows) - 1)
+        tokens = script[numbers, positions.long().clamp(max=script.shape[1] - 1)]
+        output.packed[0].copy_(tokens)
+        state.last_token[lanes] = tokens.long()
+        return output
+
+    with mock.patch.object(runner, "draw", draw):
+        yield
+
+
+def measure(generator: Generator, stream: Stream, seed: int, speculate: bool) -> dict[str, float]:
+    vocab = generator.model_config.vocab_size
+    prompts, answers, earlier = requests(stream, vocab, seed)
+    shared = SamplingParams(max_tokens=stream.generated, ignore_eos=True, speculate=speculate)
+    params = [replace(shared, seed=number) for number in range(stream.lanes)]
+    generator.history.clear()
+    if stream.history:
+        for prompt, answer in zip(prompts, earlier, strict=True):
+            generator.history.add(prompt, answer)
+    before = generator.stats
+    with recorded(generator, prompts, answers):
+        start = time.perf_counter()
+        outputs = generator.generate(prompts, params)
+        seconds = time.perf_counter() - start
+    after = generator.stats
+    if [output.completions[0].token_ids for output in outputs] != answers:
+        raise RuntimeError("the answers are not the recorded ones")
+    return {
+        "tokens_per_second": stream.lanes * stream.generated / seconds,
+        "steps": after.steps - before.steps,
+        "drafted": after.drafted - before.drafted,
+        "accepted": after.accepted - before.accepted,
+    }
+
+
+def compare(generator: Generator, name: str, smoke: bool = False) -> dict[str, Any]:
+    """Return the medians of runs that take turns, after one of each."""
+    stream, found = STREAMS[name], []
+    if smoke:
+        stream = replace(stream, prompt=60, generated=40)
+    for seed in range(2 if smoke else REPEATS + 1):
+        found.append([measure(generator, stream, seed, speculate) for speculate in (False, True)])
+    (off, on), times = found[-1], [on["tokens_per_second"] / off["tokens_per_second"] for off, on in found[1:]]
+    result = {
+        "plain": statistics.median(off["tokens_per_second"] for off, _ in found[1:]),
+        "speculative": statistics.median(on["tokens_per_second"] for _, on in found[1:]),
+        "times": statistics.median(times), "spread": [min(times), max(times)],
+        "steps": [off["steps"], on["steps"]], "drafted": on["drafted"], "accepted": on["accepted"],
+    }  # fmt: skip
+    print(
+        f"{name:14} {result['plain']:8.1f} -> {result['speculative']:8.1f} tok/s: {result['times']:.2f} times "
+        f"({min(times):.2f} to {max(times):.2f}); {off['steps']} -> {on['steps']} steps, "
+        f"{on['accepted']} of {on['drafted']} drafts right",
+        flush=True,
+    )
+    return result
+
+
+@torch.inference_mode()
+def step_times(generator: Generator) -> list[dict[str, float]]:
+    """Return the milliseconds of plain and of speculative steps whose rows are all in use, by lanes and tokens of each.
+    Overwrites the KV cache."""
+    runner, found = generator._runner, []
+    drafts, graphs, options = runner.drafts, runner.speculative_graphs, generator.config.speculate
+    if drafts is None or graphs is None or options is None:  # on the CPU
+        return []
+    columns = runner.page_table.shape[1]
+    for lanes, length in itertools.product((1, 2, 4, 8, 16, 32, 64), (512, 2048)):
+        begin = torch.arange(lanes, device=runner.device)
+        runner._step.lanes.fill_(generator.config.max_seqs)[:lanes] = begin
+        drafts.most[:lanes] = options.width(lanes)
+        drafts.counts[:lanes] = options.max_draft
+        pages = begin[:, None] * columns + torch.arange(columns, device=runner.device)
+        runner.page_table[:lanes] = (pages % generator.config.num_pages).int()
+        times = {}
+        for kind, replayed in (("plain", runner.graphs[False]), ("speculative", graphs)):
+            runner.kv_lens[:lanes] = length
+            times[kind] = milliseconds(partial(replayed.run, lanes))
+        rows = lanes * options.width(lanes)
+        cost = (times["speculative"] / times["plain"] - 1) / (rows - lanes)
+        found.append({"lanes": lanes, "tokens": length, "rows": rows, **times, "cost_of_row": cost})
+        print(", ".join(f"{key} {value:.4g}" for key, value in found[-1].items()), flush=True)
+    runner.synchronize()
+    runner.forget()
+    return found
+
+
+def milliseconds(launch: Callable[[], None], calls: int = 20) -> float:
+    """Return the time of one call on the GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    launch()
+    begin.record()
+    for _ in range(calls):
+        launch()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+def bench_speculate(arguments: argparse.Namespace) -> None:
+    with ready_generator(arguments, prefix_cache=False) as (generator, _):
+        steps = step_times(generator)
+        found = {name: compare(generator, name, arguments.smoke) for name in STREAMS}
+        write_report(arguments, "speculate", {"steps": steps, "streams": found})

@@ -1,0 +1,60 @@
+"""Drafts that are right, wrong, or right up to some token, at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fastgen import Generator, RequestOutput
+from fastgen.kernels import drafts
+from fastgen.kernels.drafts import Drafts
+
+
+def adversary(monkeypatch: pytest.MonkeyPatch, outputs: Iterable[RequestOutput], vocab: int, seed: int = 0) -> None:
+    """Replace the matcher of fastgen.kernels.drafts. outputs: the right ones, whose drafts have no history."""
+    rng = random.Random(seed)
+    known = [out.prompt_token_ids + completion.token_ids for out in outputs for completion in out.completions]
+
+    def propose(text: np.ndarray, min_match: int, most: int) -> np.ndarray:
+        so_far = text.tolist()
+        continued = [tokens[len(so_far) :] for tokens in known if tokens[: len(so_far)] == so_far]
+        draft = rng.choice(continued)[: rng.randint(0, most)] if continued else []
+        if rng.random() < 0.2:
+            draft = [rng.randrange(vocab) for _ in range(most)]
+        elif draft and rng.random() < 0.4:
+            draft[rng.randrange(len(draft))] = rng.randrange(vocab)
+        return np.array(draft, dtype=np.int32)
+
+    monkeypatch.setattr("fastgen.kernels.drafts.propose", propose)
+
+
+def adversary_on_device(monkeypatch: pytest.MonkeyPatch, gen: Generator, outputs: list[RequestOutput]) -> None:
+    """Replace the drafts behind each step on the device, without a wait. The seed of a request is its number, and n is
+    1; the lengths of all outputs must be equal."""
+    device, vocab, state = gen._runner.device, gen.model_config.vocab_size, gen._runner.state
+    rows = [out.prompt_token_ids + out.completions[0].token_ids for out in outputs]
+    longest = max(map(len, rows)) + 64
+    script = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+    right = drafts.follow
+
+    def follow(lanes: Tensor, waiting: Drafts, last: Tensor, kv_lens: Tensor, *drawn: Tensor) -> Tensor:
+        found: Tensor = right(lanes, waiting, last, kv_lens, *drawn)
+        lanes = lanes[:, 0]
+        count = waiting.tokens.shape[1]
+        numbers = state.table[lanes, 0].clamp(0, len(rows) - 1)
+        at = kv_lens[lanes].long()[:, None] + 1 + torch.arange(count, device=device)
+        tokens = script[numbers[:, None], at.clamp(max=longest - 1)]
+        wrong = torch.rand(tokens.shape, device=device) < 0.1
+        waiting.tokens[lanes] = torch.where(wrong, torch.randint(0, vocab, tokens.shape, device=device), tokens)
+        counts = torch.randint(0, count + 1, lanes.shape, device=device, dtype=torch.int32)
+        waiting.counts[lanes] = counts
+        found[1] = torch.where(counts > 0, waiting.tokens[lanes, 0], -1)
+        found[2] = counts
+        return found
+
+    monkeypatch.setattr("fastgen.engine.runner.follow", follow)

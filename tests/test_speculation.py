@@ -1,0 +1,176 @@
+"""Speculation changes no bit: tokens, logprobs and texts with drafts of any kind are those without."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Script, Turns, check_idle, random_ids
+from drafting import adversary
+from hash_model import hopeful
+from torch import Tensor
+
+from fastgen import Generator, RequestOutput, SamplingParams, Speculation
+from fastgen.kernels.drafts import Drafts, follow, propose
+
+EAGER = Speculation(max_draft=5, min_match=1, row_cost=0.0, history_tokens=0)
+FREE = SamplingParams(max_tokens=24, seed=3, ignore_eos=True)
+REQUESTS = [
+    (random_ids(1), replace(FREE, temperature=0)),
+    (random_ids(70), replace(FREE, temperature=0.7, logprobs=3, prompt_logprobs=1)),
+    (random_ids(33), replace(FREE, top_p=0.9, n=3)),
+    (random_ids(5), replace(FREE, top_k=20, min_p=0.02, return_sampling_mask=True, min_tokens=9, max_tokens=40)),
+    (random_ids(64), replace(FREE, repetition_penalty=1.3, frequency_penalty=0.2)),
+    (random_ids(40), replace(FREE, logit_bias={5: 3.0, 6: -100.0}, stop_token_ids=tuple(range(3, 40)))),
+    (random_ids(9), replace(FREE, mask=Turns(), temperature=0.9)),
+    (random_ids(21), replace(FREE, speculate=False)),
+    (random_ids(64), replace(FREE, max_tokens=1)),
+]
+
+
+def completions(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.completions, (output.prompt_logprobs or [])[1:]) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"page_size": 64, "max_seqs": 16},
+        {"page_size": 16, "max_seqs": 2, "max_step_tokens": 16},
+        {"page_size": 1, "max_seqs": 5, "max_step_tokens": 40},
+        {"page_size": 16, "num_pages": 18, "max_seqs": 16, "max_step_tokens": 40, "host_cache_gb": 0.001},
+    ],
+)
+def test_drafts_of_an_adversary_change_no_bit(
+    schedule: dict[str, Any], family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, params = zip(*REQUESTS, strict=True)
+    with Generator(family, speculate=False) as gen:
+        expected = gen.generate(prompts, params)
+        vocab = gen.model_config.vocab_size
+    adversary(monkeypatch, expected, vocab)
+    with Generator(family, speculate=EAGER, **schedule) as gen:
+        if "num_pages" in schedule:
+            gen._scheduler.estimate = hopeful(gen.config).estimate
+            gen._scheduler.reset()
+        for _ in range(2):
+            assert completions(gen.generate(prompts, params)) == completions(expected)
+            check_idle(gen)
+        stats = gen.stats
+        assert stats.drafted > stats.accepted > 0
+        assert stats.saved_steps > 0
+        assert "drafts right" in str(stats)
+
+
+def test_masked_lanes_decode_plainly_beside_others(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = [9, 8, 7, 6, 5, 4, 3]
+    masked, free = SamplingParams(max_tokens=7, mask=Script(script), ignore_eos=True), replace(FREE, max_tokens=40)
+    with Generator(llama, speculate=False) as gen:
+        expected = gen.generate([random_ids(8)], free)
+    adversary(monkeypatch, expected, 64)
+    with Generator(llama, speculate=EAGER) as gen:
+        outputs = gen.generate([random_ids(8), random_ids(9)], [free, masked])
+        assert gen.stats.accepted > 0
+    assert completions(outputs[:1]) == completions(expected)
+    assert outputs[1].completions[0].token_ids == script
+
+
+@pytest.mark.parametrize("stop", [(), (" ",), ("e", "qu"), ("help you",), ("?",)])
+@pytest.mark.parametrize("shown", [False, True])
+def test_texts_and_events_end_where_they_do_without_drafts(
+    stop: tuple[str, ...], shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stops, ids and the length come in the middle of drafts."""
+    whole = SamplingParams(max_tokens=50, n=3, seed=0, min_tokens=2)
+    params = replace(whole, stop=stop, include_stop_str_in_output=shown)
+    with Generator(speculate=False) as gen:
+        outputs = gen.generate(["hello", "what is fastgen?"], whole)
+        expected = gen.generate(["hello", "what is fastgen?"], params)
+    adversary(monkeypatch, outputs, 1024)
+    with Generator(speculate=EAGER, page_size=16) as gen:
+        assert completions(gen.generate(["hello", "what is fastgen?"], params)) == completions(expected)
+        gen.add("hello", params)
+        text, ids = ["", "", ""], [[], [], []]  # type: ignore[var-annotated]
+        while gen.unfinished:
+            for event in gen.step():
+                assert len(event.token_ids) == len(event.logprobs) == len(event.raw_logprobs)
+                text[event.index] += event.text
+                ids[event.index] += event.token_ids
+        assert gen.stats.accepted > 0
+        check_idle(gen)
+    assert text == [completion.text for completion in expected[0].completions]
+    assert ids == [completion.token_ids for completion in expected[0].completions]
+
+
+def test_history_drafts_the_answers_of_the_same_prompt() -> None:
+    params = SamplingParams(max_tokens=60, temperature=0)
+    prompts = ["what is 12 * 13?", "what is fastgen?", "hello"]
+    with Generator(speculate="auto") as gen:
+        first = gen.generate(prompts, params)
+        steps = gen.stats.steps
+        assert gen.history.tokens > 0
+        second = gen.generate(prompts, params)
+        assert completions(second) == completions(first)
+        assert gen.stats.steps - steps < 0.7 * steps
+        gen.history.clear()
+        assert gen.history.tokens == 0
+    with Generator(speculate="ngram") as gen:
+        assert completions(gen.generate(prompts, params)) == completions(first)
+        assert gen.history.tokens == 0
+
+
+def test_what_speculate_can_not_be() -> None:
+    for wrong in ("fast", True, 3, Speculation(max_draft=0)):
+        with pytest.raises(ValueError, match=r"speculate|max_draft"):
+            Generator(speculate=wrong)
+
+
+@pytest.mark.parametrize("fault", ["a wrong token", "a token too few", "a length too long"])
+def test_an_off_by_one_in_what_is_kept_is_noticed(fault: str, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, right = [random_ids(9), random_ids(30)], follow.twin
+    with Generator(llama, speculate=False) as gen:
+        expected = gen.generate(prompts, FREE)
+    adversary(monkeypatch, expected, 64)
+
+    def broken(lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, *drawn: Tensor) -> Any:
+        found = right(lanes, drafts, last, kv_lens, *drawn)
+        for row, lane in enumerate(lanes[:, 0].tolist()):
+            if fault == "a wrong token" and found[0, row] < (drawn[1][row] > 0).sum():
+                last[lane] = drawn[0][row, found[0, row]]
+                kv_lens[lane] += 1
+                found[0, row] += 1
+            elif fault == "a token too few" and found[0, row] > 1:
+                found[0, row] -= 1
+            elif fault == "a length too long":
+                kv_lens[lane] += lanes.shape[1] > 1
+        return found
+
+    monkeypatch.setattr(follow, "twin", broken)
+    with Generator(llama, speculate=EAGER) as gen:
+        assert completions(gen.generate(prompts, FREE)) != completions(expected)
+
+
+def slow_proposal(text: list[int], min_match: int, most: int) -> list[int]:
+    """Compare every place with the end."""
+    best, behind = 0, 0
+    for place in range(1, len(text)):
+        length = 0
+        while length < min(16, place) and text[place - 1 - length] == text[-1 - length] >= 0:
+            length += 1
+        if length and length >= best:
+            best, behind = length, place
+    draft = [text[behind + at % (len(text) - behind)] for at in range(most)] if best >= min_match else []
+    return draft[: draft.index(-1)] if -1 in draft else draft
+
+
+def test_a_draft_repeats_what_followed_the_longest_match() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = [rng.randrange(-1, rng.choice((2, 4))) for _ in range(rng.randint(1, 60))]
+        least, most = rng.randint(1, 3), rng.randint(1, 9)
+        found = propose(np.array(text, dtype=np.int32), least, most)
+        assert found.tolist() == slow_proposal(text, least, most), (text, least, most)
