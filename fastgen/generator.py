@@ -561,12 +561,11 @@ class Generator:
             sequence.error += self._weights.blame(self._runner.find_not_finite)
         if active.first_token is None and sequence.output_len > sample.emitted[0]:
             active.first_token = time.perf_counter()
-        if sample.text is not None or sequence.status is Status.FINISHED:
-            stop = sample.update_text(self.tokenizer)
-            if stop is not None:
-                self._scheduler.finish(sequence, "stop", stop)
-                # If an id or the length ended it with the same token, the string is still the reason: it cuts the text.
-                sequence.finish_reason, sequence.stop_reason = "stop", stop
+        shown = sample.text is not None or sequence.status is Status.FINISHED
+        if shown and (stop := sample.update_text(self.tokenizer)) is not None:
+            self._scheduler.finish(sequence, "stop", stop)
+            # If an id or the length ended it with the same token, the string is still the reason: it cuts the text.
+            sequence.finish_reason, sequence.stop_reason = "stop", stop
         if active.queue is None:
             sample.emit(self._events, active)
         elif sample.text is None:

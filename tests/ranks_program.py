@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from fastgen import Generator, Request, SamplingParams
-from fastgen.engine import runner
+from fastgen.engine import runner, step_sequences
 
 SHORT = SamplingParams(max_tokens=10, seed=7, ignore_eos=True, logprobs=2)
 LONG = replace(SHORT, max_tokens=28)
@@ -152,17 +152,17 @@ def call_all(ranks: Ranks, gen: Generator) -> None:
 
 
 def cut_steps(ranks: Ranks, gen: Generator) -> None:
-    runner.CUT_TOKENS, runner.CUT_MULTIPLE = 32, 16
+    step_sequences.CUT_TOKENS, step_sequences.CUT_MULTIPLE = 32, 16
     model = gen._runner._runner.model
-    model.group.exchange = GatheringExchange(model.group, runner.largest_half(gen.config.max_step_tokens))
-    parts, counts = runner.StepSequences.parts, []
+    model.group.exchange = GatheringExchange(model.group, step_sequences.largest_half(gen.config.max_step_tokens))
+    parts, counts = step_sequences.StepSequences.parts, []
 
     def counted(self: Any, decodes: int) -> Any:
         found = parts(self, decodes)
         counts.append(len(found))
         return found
 
-    runner.StepSequences.parts = counted  # type: ignore[method-assign]
+    step_sequences.StepSequences.parts = counted  # type: ignore[method-assign]
     scored = [place for place, (_, params) in enumerate(FEW) if params.prompt_logprobs is not None]
     for name, places in (("scored", scored), ("plain", [p for p in range(len(FEW)) if p not in scored])):
         counts.clear()

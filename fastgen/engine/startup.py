@@ -27,7 +27,8 @@ from fastgen.disk import naming_full_disk
 from fastgen.engine.config import EngineConfig
 from fastgen.engine.cuda_graphs import batch_sizes, prefill_sizes, shared_sizes
 from fastgen.engine.options import GeneratorOptions
-from fastgen.engine.runner import SCORE_ROWS, Runner, largest_half, speculative_sizes
+from fastgen.engine.runner import SCORE_ROWS, Runner, speculative_sizes
+from fastgen.engine.step_sequences import largest_half
 from fastgen.kernels import batch_invariant
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.launch import Chip, current, kernels_of, slower_than_possible, triton

@@ -173,7 +173,7 @@ def test_steps_too_small_for_pieces_have_none(llama: Path, monkeypatch: pytest.M
 RANK = """
 import sys
 import torch.distributed as dist
-from fastgen.engine import runner
+from fastgen.engine import runner, step_sequences
 from fastgen.engine import startup
 from fastgen import Generator
 from fastgen.model.attention.reference import ReferenceAttention
@@ -187,7 +187,7 @@ cut_steps()
 REQUESTS = ALL[1:6]
 rank, folder, store = int(sys.argv[1]), *sys.argv[2:]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-runner.CUT_TOKENS, runner.CUT_MULTIPLE = 20, 8
+step_sequences.CUT_TOKENS, step_sequences.CUT_MULTIPLE = 20, 8
 runner.Graphs = sys.modules["fastgen.engine.cuda_graphs"].Graphs = Called
 ReferenceAttention.capturable = True
 forward, parts = Transformer.forward, []

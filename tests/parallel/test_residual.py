@@ -15,13 +15,13 @@ import torch
 from conftest import Checkpoint, random_ids
 
 from fastgen import Generator, SamplingParams
-from fastgen.engine import runner
+from fastgen.engine import step_sequences
 from fastgen.parallel.group import Group
 from fastgen.parallel.overlap import Exchange, ExchangeLayout, PeerMemory
 from fastgen.parallel.residual import ShardedResidual
 
 pytestmark = pytest.mark.timeout(120)
-REPOSITORY = Path(runner.__file__).parents[2]
+REPOSITORY = Path(step_sequences.__file__).parents[2]
 NEAR_TIE = 1e-4
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "page_size": 16, "num_pages": 40, "max_seqs": 8, "max_step_tokens": 96, "prefix_cache": False,
@@ -33,14 +33,14 @@ import json, sys
 import torch.distributed as dist
 from gathering import cut_steps
 from fastgen.parallel import residual
-from fastgen.engine import runner
+from fastgen.engine import step_sequences
 from fastgen.engine import startup
 from fastgen import Generator, SamplingParams
 
 cut_steps()
 rank, size, folder, prompts, options = int(sys.argv[1]), int(sys.argv[2]), *map(json.loads, sys.argv[4:])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=size)
-runner.CUT_TOKENS, runner.CUT_MULTIPLE = 8, 1  # halves of any size, that ranks do not divide
+step_sequences.CUT_TOKENS, step_sequences.CUT_MULTIPLE = 8, 1  # halves of any size, that ranks do not divide
 begin, sizes = residual.ShardedResidual.begin, []
 
 def noted(group, exchange, half, y, following):
@@ -130,8 +130,8 @@ def test_wanted_rows_come_from_their_owners(count: int) -> None:
 def test_the_largest_half_is_that_of_a_step_without_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, none = np.array, np.zeros(0, dtype=np.int64)
     for tokens in range(1, 9000, 137):
-        step = runner.StepSequences(*(lengths([value]) for value in (0, tokens, tokens, 1)), none)
+        step = step_sequences.StepSequences(*(lengths([value]) for value in (0, tokens, tokens, 1)), none)
         parts = [int(part.query_lens.sum()) for part in step.parts(0)]
-        assert (len(parts) == 2) == (tokens >= runner.CUT_TOKENS)
-        assert len(parts) == 1 or parts[1] <= parts[0] == runner.largest_half(tokens)
-        assert len(parts) == 2 or runner.largest_half(tokens) == 0
+        assert (len(parts) == 2) == (tokens >= step_sequences.CUT_TOKENS)
+        assert len(parts) == 1 or parts[1] <= parts[0] == step_sequences.largest_half(tokens)
+        assert len(parts) == 2 or step_sequences.largest_half(tokens) == 0
