@@ -11,7 +11,7 @@ from fastgen.model.config import ModelConfig
 
 LANE_BYTES = 22  # of a lane for each token of the vocabulary: penalty counts, logits and temporaries of the sampler
 DEFAULT_KV_CACHE_GB = 4.0  # without a GPU, whose memory is measured
-GPU_ROWS, CPU_ROWS = 128, 32  # most rows of a speculative step: beyond, arithmetic costs more than drafts save
+GPU_ROWS, CPU_ROWS = 64, 32  # most rows of a speculative step: beyond, arithmetic costs more than drafts save
 GPU_ROW_COST, CPU_ROW_COST = 0.004, 0.08  # the time of a row over that of a step
 DECODE_KEYS, DECODE_GROUP = 64, 32  # keys of a block and most heads per KV head of the decode kernel in Gluon
 
@@ -144,17 +144,11 @@ def _deterministic(model: ModelConfig, options: GeneratorOptions, dtype: str, gp
 
 
 def _speculation(options: GeneratorOptions, budget: int, gpu: bool, kernels: str) -> Speculation | None:
-    """Return the options of speculation, complete. Raises ValueError if they are asked for and impossible."""
+    """Return the options of speculation, complete; None if it is off, as on a GPU without CUDA graphs of decodes (whose
+    start warns that it is slower than possible)."""
     found = Speculation.of(options.speculate)
-    if found is None:
+    if found is None or (gpu and (kernels == "torch" or options.attention == "reference")):
         return None
-    if gpu and (kernels == "torch" or options.attention == "reference"):  # without CUDA graphs of decodes
-        if options.speculate == "auto":
-            return None
-        raise ValueError(
-            f"speculate is {options.speculate!r}, which needs Triton and attention 'auto' or 'paged' on a GPU; use "
-            "speculate=False"
-        )
     rows, cost = (GPU_ROWS, GPU_ROW_COST) if gpu else (CPU_ROWS, CPU_ROW_COST)
     rows, cost = min(found.max_rows or rows, budget), cost if found.row_cost is None else found.row_cost
     return replace(found, max_rows=rows, row_cost=cost) if rows > 1 else None

@@ -43,8 +43,8 @@ class Speculation:
     history_tokens: tokens of earlier requests that are kept for drafts; 0: drafts come from a sequence's own tokens.
     """
 
-    max_draft: int = option(7, low=1, high=63)
-    min_match: int = option(2, low=1, high=LEAD)
+    max_draft: int = option(15, low=1, high=63)
+    min_match: int = option(1, low=1, high=LEAD)
     max_rows: int = option(0, low=0, high=1024)
     row_cost: float | None = option(None, low=0)
     history_tokens: int = option(2**22, low=0)
