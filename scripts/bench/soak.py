@@ -36,6 +36,7 @@ from serve_process import BUNDLED, Server, model_folder
 RESULTS = Path(__file__).parent.parent / "results"
 SECONDS = 120.0  # a request that takes longer counts as hung
 SETTLE_SECONDS = 30.0
+WRITTEN = 8  # rounds in the JSON
 MEMORY = ("http_mb", "engine_mb")
 SMALL = 4096  # bytes that a slow reader's connection holds
 TEXT = "tell me what you know about the moon and its light on water where a small boat sails to the north"
@@ -386,6 +387,16 @@ def faults(report: dict[str, Any]) -> list[str]:
     return found + ["the log has a traceback"] * bool(report["tracebacks"])
 
 
+def thinned(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return about WRITTEN rounds, with the first, the last and those with trouble."""
+    step = max(len(rounds) // WRITTEN, 1)
+    return [
+        each
+        for number, each in enumerate(rounds, 1)
+        if number % step == 1 % step or number == len(rounds) or each["trouble"] or any(each["held"].values())
+    ]
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000, help="of a round (default 2000)")
@@ -403,7 +414,9 @@ def main(argv: list[str] | None = None) -> int:
     name, *more = arguments.serve
     with model_folder(name) as (model, flags), Server(model, [*flags, *more]) as server:
         report = asyncio.run(soak(server, arguments))
-    (arguments.out / f"serve-{arguments.name}.json").write_text(json.dumps(report, indent=2) + "\n")
+    ends = sum((Counter(each["ends"]) for each in report["rounds"]), Counter[str]())
+    written = report | {"number_of_rounds": len(report["rounds"]), "ends": ends, "rounds": thinned(report["rounds"])}
+    (arguments.out / f"serve-{arguments.name}.json").write_text(json.dumps(written, indent=2) + "\n")
     print(json.dumps({name: report[name] for name in ("drift", "slow_readers", "sigterm", "tracebacks")}, indent=2))
     for fault in (found := faults(report)):
         print(fault)
