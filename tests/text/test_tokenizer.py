@@ -99,6 +99,7 @@ def test_any_stop_string_is_found_in_any_text(examples: int, either: Tokenizer) 
             assert output.text == whole.text
             assert not any(stop in whole.text for stop in stops)
         else:
+            assert not shown or output.text.endswith(found)
             before = output.text.removesuffix(found) if shown else output.text
             assert whole.text.startswith(before + found)
             assert not any(stop in before for stop in stops)
