@@ -74,7 +74,7 @@ class Generator:
             with agreeing(options.tp_group):
                 options.check()
                 self.folder = resolve(options.model, options.revision, weights=False)  # checks come before the weights
-                self.model_config = read_config(self.folder)
+                self.model_config = read_config(self.folder, in_fp8=options.quantization is not None)
                 tokenizer = beside.submit(find_tokenizer, options.tokenizer, self.folder)
                 resolved = resolve_options(self.model_config, options)
                 start = time.perf_counter()

@@ -191,7 +191,7 @@ def _step_size(model: ModelConfig, options: GeneratorOptions, dtype: str, memory
     if max_seqs is None:
         lanes = 256
         if memory:
-            room = 0.9 * memory - model.num_parameters * DTYPE_BYTES[dtype]
+            room = 0.9 * memory - model.num_parameters * (1 if model.quantization else DTYPE_BYTES[dtype])
             fit = int(room / (256 * token_bytes(model, dtype) + LANE_BYTES * model.vocab_size))
             lanes = min(1 << max(fit, 1).bit_length() - 1, 1024)
         max_seqs = max(min(lanes, max_step_tokens or budget), 1)

@@ -43,6 +43,10 @@ class GeneratorOptions:
         "auto", "dtype of weights and KV cache; auto is the checkpoint's on a GPU, float32 on the CPU",
         choices=("auto", *DTYPE_BYTES),
     )  # fmt: skip
+    quantization: str | None = option(
+        None, "fp8: linear layers but the head in E4M3, quantized as they are loaded, with a scale a row, and their "
+        "inputs with a scale a token; a checkpoint in fp8 needs no option", choices=("fp8",), unset="the checkpoint's",
+    )  # fmt: skip
     device: str | None = option(
         None, "cpu, cuda or cuda:1, for example", unset="a GPU if torch can use one, else the CPU"
     )

@@ -231,7 +231,7 @@ class Runner:
     def find_not_finite(self) -> list[str]:
         """Return the Hugging Face names of this rank's weights that hold NaN or an infinity."""
         with self._unpacked() as shards:
-            return [name for name, shard in shards.items() if not shard.view.isfinite().all()]
+            return [name for name, shard in shards.items() if not shard.is_finite()]
 
     def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
         """Release the memory of "weights", "kv_cache" or both; return the bytes that this freed, 0 on the CPU.

@@ -29,7 +29,7 @@ from fastgen.engine.cuda_graphs import batch_sizes, prefill_sizes, shared_sizes
 from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.runner import SCORE_ROWS, Runner, speculative_sizes
 from fastgen.engine.step_sequences import largest_half
-from fastgen.kernels import batch_invariant
+from fastgen.kernels import batch_invariant, fp8
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.launch import Chip, current, kernels_of, slower_than_possible, triton
 from fastgen.model.adapter import AdapterUpdate
@@ -145,9 +145,23 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
     release_memory(device)
     memory, kernels = group.minimum(device_memory(device)), kernels_of(torch.device(device))
     config = EngineConfig.make(model_config.split(group.size), replace(options, device=device), memory, kernels)
+    if model_config.quantization and torch.device(device).type == "cuda":
+        _check_fp8(model_config.split(group.size), config.dtype, kernels)
     if slower := slower_than_possible(torch.device(device)):
         log.warning("%s: %s", device, slower)
     return build_runner(model_config, config, folder, options.load, group)
+
+
+def _check_fp8(model: ModelConfig, dtype: str, kernels: str) -> None:
+    """Raise ValueError if a GPU can not run a model in fp8. model: as a rank holds it."""
+    sizes = model.hidden_size, model.num_heads * model.head_size, model.intermediate_size
+    if kernels != "gluon" or dtype == "float32" or any(size % fp8.ALIGN for size in sizes):
+        raise ValueError(
+            "linear layers in fp8 need a Hopper GPU (H100, H200), bfloat16 or float16, a known Triton (3.6 to 3.9, as "
+            f"torch 2.11 to 2.15 bring it) and inputs in multiples of {fp8.ALIGN}; here are {dtype}, {kernels!r} "
+            f"kernels and {', '.join(map(str, sizes))} inputs on each rank: leave quantization out, or use a "
+            "checkpoint that is not in fp8"
+        )
 
 
 def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Runner:
@@ -188,7 +202,7 @@ def _build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, 
             raise ValueError("adapter needs the weights of the checkpoint; leave load='dummy' out")
         fill_random(model.targets())
     else:
-        load_checkpoint(model.targets(), folder, progress=sys.stderr.isatty() and group.rank == 0)
+        load_checkpoint(model.targets(stored=True), folder, progress=sys.stderr.isatty() and group.rank == 0)
     if update is not None:
         model.bases.merge(update, model.targets(), folder)
     model.pack()
@@ -270,8 +284,9 @@ def _launch_all(runner: Runner) -> None:
     _run_largest_steps(runner)
     if runner.attention.capturable:
         runner.decode_all(batch_sizes(config.max_seqs))
-    if model.lm_head.batch_invariant:
-        _launch_products(model, runner.pool, [*batch_invariant.SIZES, config.max_step_tokens])
+    deterministic = model.lm_head.batch_invariant
+    _launch_products(model, runner.pool, [*batch_invariant.SIZES, config.max_step_tokens] if deterministic else [])
+    if deterministic:
         return
     for size in (size for size in batch_invariant.SIZES if size <= batch_invariant.MOST):
         count = min(size, config.max_step_tokens, config.max_model_len - 1)
@@ -284,11 +299,18 @@ def _launch_all(runner: Runner) -> None:
 
 @torch.inference_mode()
 def _launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None:
-    """Launch the products of deterministic mode as for steps of these sizes, on which their tiles depend."""
+    """Launch products in fp8, and the others in deterministic mode's kernels as for steps of these sizes, on which
+    their tiles depend."""
     device = pool.keys.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     for linear, fused in model.products(model.slot_mapping(pool, zero, zero - 1, 1), pool):
         x = linear.weight.new_zeros(1, linear.weight.shape[1])
+        if linear.scales is not None:
+            weight, scale = fp8.Quantized(linear.weight, linear.scales), linear.scales.new_ones(1)
+            fused = fused._replace(out_dtype=fused.out_dtype or model.norm.weight.dtype)
+            for kind in fp8.KINDS:
+                fp8.launch_as(kind, x, scale, weight, linear.bias, fused)
+            continue
         for size in sizes:
             found = batch_invariant.config(size, *linear.weight.shape, linear.weight.dtype, Chip.of(device))
             rope = fused.rope if batch_invariant.turns(size) else None

@@ -146,7 +146,7 @@ def config(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, chip: Chi
         return ProductConfig(*FLOAT32)
     padded = next((each for each in FEW if tokens <= each), None)
     if hopper_products.runs_on(chip, dtype) and hopper_products.takes(tokens, outputs, chip):
-        shape = hopper_products.cut(tokens, outputs, inputs, chip)
+        shape = hopper_products.cut(tokens, outputs, inputs, dtype.itemsize, chip)
         return ProductConfig(*shape, swap=True, cut=-(-tokens // shape[0]))
     if padded:
         wide = outputs >= FEW[padded][0] * chip.processors
@@ -229,8 +229,18 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Ten
     return turned
 
 
-def launch_as(chosen: ProductConfig, x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
-    """Compute the product with the tiles of a ProductConfig; see the twin for the arguments."""
+def launch_as(
+    chosen: ProductConfig,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    fused: Fused,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Compute the product with the tiles of a ProductConfig; see the twin for the arguments.
+
+    scales: of the tokens and of the weight, for fp8 (fastgen.kernels.fp8) and few tokens on Hopper.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor as Described
 
     (tokens, inputs), outputs = x.shape, len(weight)
@@ -265,8 +275,11 @@ def launch_as(chosen: ProductConfig, x: Tensor, weight: Tensor, bias: Tensor | N
     if chosen.swap and tokens <= chosen.tokens * chosen.cut and hopper_products.runs_on(chip, x.dtype):
         x_block = [chosen.tokens, chosen.depth]
         how = chosen.cut, chosen.stages, chosen.warps
-        hopper_products.launch(x, x_block, weight, block, tiles, *how, others, sizes, chip)
+        others += scales or (None, None)
+        blocks = scales is not None and scales[1].dim() > 1
+        hopper_products.launch(x, x_block, weight, block, tiles, *how, others, (*sizes, blocks), chip)
     else:
+        assert scales is None
         pdl = chip.dependent_launch
         # Without fused multiply-adds, which the compiler might use in the epilogue of one tile and not of another.
         _product_kernel[(-(-tokens // chosen.tokens) * tiles,)](
@@ -283,8 +296,13 @@ def _twin(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tenso
 
     x, weight and bias have one dtype: float32, bfloat16 or float16. K is a multiple of ALIGN.
     """
-    y = F.linear(x, weight, bias)
+    return finished(F.linear(x, weight, bias), fused)
+
+
+def finished(y: Tensor, fused: Fused) -> Tensor:
+    """Return a product y [T, N] with the epilogue `fused`; for twins."""
     if fused.rope is not None:
+        y = y.to(fused.out_dtype or y.dtype)
         turned: Tensor = rope_write.twin(y, fused.rope.mapping, fused.rope.keys, fused.rope.values)
         return turned
     if fused.swiglu:

@@ -21,12 +21,16 @@ from torch import Tensor
 
 from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
 from fastgen.kernels.gluon import HALVES, gl, gluon_jit, load_tile, nvidia, side_of
-from fastgen.kernels.launch import GLUON, Chip, tl
+from fastgen.kernels.launch import GLUON, Chip, constant, tl
 
 SIDE = 64  # the least rows of the instruction's left side
-PIECE = 64  # numbers of K in a row of shared memory
+PIECE = 128  # bytes of a row of shared memory
+CHUNK = constant(128)
+"""fp8 inputs that the tensor cores sum before a float32 addition; rows and inputs of a block with one scale."""
+
 WIDE = {8: (128, 128), 16: (128, 128), 32: (128, 64), 64: (64, 128)}
-"""Padded tokens -> rows and depth of a tile, for weights with at least one such tile a processor."""
+"""Padded tokens -> rows and depth of a tile of 2-byte numbers, for weights with at least one such tile a processor. The
+depth of fp8 tiles, here and below, is twice as large."""
 
 NARROW = {8: 256, 16: 256, 32: 128, 64: 128}
 """Padded tokens -> depth, for weights with at most one tile of SIDE rows a processor."""
@@ -45,7 +49,7 @@ LEAST = 3  # stages of the larger depth are more than these
 
 def runs_on(chip: Chip, dtype: torch.dtype) -> bool:
     """Return whether these kernels run on a chip with numbers of a dtype."""
-    return GLUON and chip.capability == (9, 0) and dtype.itemsize == 2
+    return GLUON and chip.capability == (9, 0) and dtype.itemsize <= 2
 
 
 def takes(tokens: int, outputs: int, chip: Chip) -> bool:
@@ -72,8 +76,10 @@ def _shape(tokens: int, outputs: int, chip: Chip) -> tuple[int, int]:
     return min(TILES, key=cost)
 
 
-def cut(tokens: int, outputs: int, inputs: int, chip: Chip) -> tuple[int, int, int, int, int]:
+def cut(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) -> tuple[int, int, int, int, int]:
     """Return the tokens, rows and depth of a tile, the warps and the stages, for a product of up to MOST tokens.
+
+    item_size: bytes of a number, 2, or 1 for up to 64 tokens.
 
     Tiles are halved if the weight would otherwise occupy at most half of the processors and half a tile's rows nearly
     fit into shared memory: all of the weight then loads before the kernel ahead has ended. (The other rows of the
@@ -90,20 +96,21 @@ def cut(tokens: int, outputs: int, inputs: int, chip: Chip) -> tuple[int, int, i
     rows, depth = WIDE[padded]
     wide = outputs >= rows * chip.processors
     if not wide:
-        tiles, half_bytes = -(-outputs // SIDE), SIDE // 2 * inputs * 2
+        tiles, half_bytes = -(-outputs // SIDE), SIDE // 2 * inputs * item_size
         rows, depth = SIDE, NARROW[padded] if tiles <= chip.processors else BETWEEN
         early = half_bytes <= SPARE * chip.shared_memory
         if HALVES and padded < 64 and (4 * tiles <= chip.processors or (early and 2 * tiles <= chip.processors)):
             rows, depth = SIDE // 2, HALVED
     programs = 1 if -(-outputs // rows) <= chip.processors else 2
-    room = chip.shared_memory // programs - 3072 - max(SIDE - rows, 0) * PIECE * 2
-    return padded, rows, depth, WARPS, min(room // ((padded + rows) * depth * 2), 12)
+    room = chip.shared_memory // programs - 3072 - max(SIDE - rows, 0) * PIECE
+    return padded, rows, depth * 2 // item_size, WARPS, min(room // ((padded + rows) * depth * 2), 12)
 
 
 @gluon_jit("T")
 def _product_kernel(
-    x_desc, weight_desc, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, T, N,
-    K: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, P: gl.constexpr, ADD: gl.constexpr,
+    x_desc, weight_desc, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr,
+    x_scales_ptr, scales_ptr, T, N,
+    K: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, P: gl.constexpr, ADD: gl.constexpr, BLOCKS: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     SIDE: gl.constexpr, PIECES: gl.constexpr, CUT: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -111,6 +118,7 @@ def _product_kernel(
     """Compute the product of a tile of the weight's rows with a tile of the tokens a program. Letters: see
     fastgen.kernels.batch_invariant.
 
+    x_scales_ptr, scales_ptr: of fp8 numbers, else None. BLOCKS: the weight's scales are of blocks, else of rows.
     SIDE: rows that are multiplied, of which only the first ROWS are the program's. PIECES: parts in which a stage's
     weight loads. CUT: there may be several tiles of tokens; their programs with one weight are neighbours. AHEAD: the
     epilogue's numbers load before the sums. EARLY: the next kernel may start once this one has, and the kernel ahead
@@ -139,9 +147,15 @@ def _product_kernel(
     ring = (weights, xs, ready, free)
     tables = (bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr)
     STEPS: gl.constexpr = (K + DEPTH - 1) // DEPTH
+    scales = (x_scales_ptr, scales_ptr)
+    tile = (first_token, head, first_row, PAIRS, ROWS)
     acc, read = gl.warp_specialize(
         [
-            (_multiply, (ring, places, tables, out_ptr, T, N, STEPS, HALF, KV, ADD, SIDE, PIECES, AHEAD, EARLY)),
+            (
+                _multiply,
+                (ring, places, tables, out_ptr, scales, tile, T, N, K, HALF, KV, ADD, BLOCKS, SIDE, PIECES, AHEAD,
+                 EARLY),
+            ),
             (_load_tiles, (x_desc, weight_desc, ring, first_token, head, first_row, STEPS, HALF, ROWS, PIECES, EARLY)),
         ],
         [1],
@@ -211,7 +225,7 @@ def _load_weight(
     """Begin to load the weight of a step to a stage, which is ready when its x has arrived too."""
     weights, xs, ready, _free = ring
     DEPTH: gl.constexpr = xs.shape[2]
-    nvidia.mbarrier.expect(ready.index(stage), 2 * (ROWS + xs.shape[1]) * DEPTH)
+    nvidia.mbarrier.expect(ready.index(stage), (ROWS + xs.shape[1]) * DEPTH * xs.dtype.primitive_bitwidth // 8)
     for piece in gl.static_range(PIECES):
         column = step * DEPTH + piece * (DEPTH // PIECES)
         at = [head, 0, first_row, column] if HALF > 0 else [first_row, column]
@@ -238,26 +252,38 @@ def _read_ahead(places, tables, out_ptr, T, N, HALF: gl.constexpr, KV: gl.conste
 
 @gluon_jit()
 def _multiply(
-    ring, places, tables, out_ptr, T, N,
-    STEPS: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr, SIDE: gl.constexpr,
-    PIECES: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    ring, places, tables, out_ptr, scales, tile, T, N,
+    K: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr, BLOCKS: gl.constexpr,
+    SIDE: gl.constexpr, PIECES: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Multiply the tiles as they arrive. Returns the product [SIDE, TOKENS], and if AHEAD what the epilogue has loaded
     meanwhile."""
-    weights, xs, ready, free = ring
-    STAGES: gl.constexpr = xs.shape[0]
-    TOKENS: gl.constexpr = xs.shape[1]
-    LONG: gl.constexpr = xs.shape[2] // PIECES
     tl.extra.cuda.gdc_wait()
     read = places
     if AHEAD:
         read = _read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
+    if scales[0] is None:
+        acc = _sum(ring, K, SIDE, PIECES)
+    else:
+        acc = _sum_chunks(ring, tile, scales, T, N, K, HALF, BLOCKS, SIDE, PIECES)
+    if not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    return nvidia.warpgroup_mma_wait(0, deps=[acc]), read
+
+
+@gluon_jit()
+def _sum(ring, K: gl.constexpr, SIDE: gl.constexpr, PIECES: gl.constexpr):
+    """Return the sums of products of 2-byte numbers, [SIDE, TOKENS], the last of which are to be waited for."""
+    weights, xs, ready, free = ring
+    STAGES: gl.constexpr = xs.shape[0]
+    TOKENS: gl.constexpr = xs.shape[1]
+    LONG: gl.constexpr = xs.shape[2] // PIECES
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
     acc = gl.zeros([SIDE, TOKENS], gl.float32, layout)
     stage = 0
     phase = 0
     before = STAGES - 1
-    for step in range(0, STEPS):
+    for step in range(0, (K + xs.shape[2] - 1) // xs.shape[2]):
         nvidia.mbarrier.wait(ready.index(stage), phase)
         for piece in gl.static_range(PIECES):
             weight = side_of(weights, stage, piece, STAGES, PIECES, SIDE, LONG)
@@ -268,9 +294,64 @@ def _multiply(
         before = stage
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
         phase = gl.where(stage == 0, phase ^ 1, phase)
-    if not EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    return nvidia.warpgroup_mma_wait(0, deps=[acc]), read
+    return acc
+
+
+@gluon_jit()
+def _sum_chunks(
+    ring, tile, scales, T, N,
+    K: gl.constexpr, HALF: gl.constexpr, BLOCKS: gl.constexpr, SIDE: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    """Return the sums of products of fp8 numbers, [SIDE, TOKENS], times their scales. Those of each CHUNK inputs are
+    summed from zero by the tensor cores, which have few bits for sums, and added in float32."""
+    weights, xs, ready, free = ring
+    first_token, head, first_row, PAIRS, ROWS = tile
+    x_scales_ptr, scales_ptr = scales
+    STAGES: gl.constexpr = xs.shape[0]
+    TOKENS: gl.constexpr = xs.shape[1]
+    LONG: gl.constexpr = xs.shape[2] // PIECES
+    CHUNKS: gl.constexpr = xs.shape[2] // CHUNK
+    COLUMNS: gl.constexpr = (K + CHUNK - 1) // CHUNK  # of blocks
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 32])
+    token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+    number = gl.arange(0, SIDE, gl.SliceLayout(1, layout))
+    row = first_row + number
+    if HALF > 0:
+        row = (head + number // (2 * PAIRS)) * 2 * HALF + number // PAIRS % 2 * HALF + first_row + number % PAIRS
+    here = (number < ROWS) & (row < N)
+    x_scale = gl.load(x_scales_ptr + token, mask=token < T, other=0.0)
+    if not BLOCKS:
+        scale = gl.load(scales_ptr + row, mask=here, other=0.0)
+    acc = gl.zeros([SIDE, TOKENS], gl.float32, layout)
+    nothing = gl.zeros([SIDE, TOKENS], gl.float32, layout)
+    stage = 0
+    phase = 0
+    for step in range(0, (COLUMNS + CHUNKS - 1) // CHUNKS):
+        factors = ()
+        for chunk in gl.static_range(CHUNKS if BLOCKS else 0):
+            column = step * CHUNKS + chunk
+            factor = gl.load(scales_ptr + row // CHUNK * COLUMNS + column, mask=here & (column < COLUMNS), other=0.0)
+            factors = factors + (factor,)  # type: ignore[assignment]
+        nvidia.mbarrier.wait(ready.index(stage), phase)
+        parts = ()
+        for chunk in gl.static_range(CHUNKS):
+            if PIECES == 1:
+                weight = side_of(weights, stage, 0, STAGES, PIECES, SIDE, LONG).slice(chunk * CHUNK, CHUNK, 1)
+            else:
+                weight = side_of(weights, stage, chunk, STAGES, PIECES, SIDE, LONG)
+            x = xs.index(stage).slice(chunk * CHUNK, CHUNK, 1)
+            part = nvidia.warpgroup_mma(weight, x.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            parts = parts + (part,)  # type: ignore[assignment]
+        for chunk in gl.static_range(CHUNKS):
+            part = nvidia.warpgroup_mma_wait(CHUNKS - 1 - chunk, deps=[parts[chunk]])
+            acc = gl.fma(part, gl.expand_dims(factors[chunk], 1), acc) if BLOCKS else acc + part
+        nvidia.mbarrier.arrive(free.index(stage))
+        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+        phase = gl.where(stage == 0, phase ^ 1, phase)
+    acc *= gl.expand_dims(x_scale, 0)
+    if not BLOCKS:
+        acc *= gl.expand_dims(scale, 1)
+    return acc
 
 
 def launch(
@@ -278,12 +359,12 @@ def launch(
     others: tuple[Tensor | None, ...], sizes: tuple[int, ...], chip: Chip,
 ) -> None:  # fmt: skip
     """Multiply x [T, K], in at most `cut` tiles x_block [tokens, depth], with a weight in tiles `block`: [rows,
-    depth] or [heads, 2, rows of a half, depth]. The caller checks; dtypes have 2 bytes. others, sizes: the kernel's
-    arguments from bias_ptr to values_ptr, and from N to ADD."""
+    depth] or [heads, 2, rows of a half, depth]. The caller checks. Dtypes have 1 or 2 bytes. others, sizes: the
+    kernel's arguments from bias_ptr to scales_ptr, and from N to BLOCKS."""
     assert stages > 1
     rows, heads = math.prod(block[:-1]), block[0] if len(block) > 2 else 1
     side, (tile, depth) = max(rows, SIDE), x_block
-    pieces = 1 if rows >= SIDE else depth // PIECE
+    pieces = 1 if rows >= SIDE else depth * x.element_size() // PIECE
     assert len(x) <= cut * tile
     # With a quarter of the processors or more free, the next kernel's first programs do not crowd.
     early = 4 * cut * tiles <= 3 * chip.processors
@@ -306,4 +387,5 @@ def described(tensor: Tensor, block: list[int]) -> object:
 @lru_cache(maxsize=256)
 def _layout(*block: int, dtype: torch.dtype) -> Any:
     """Return the layout of a tile in shared memory. Making it takes longer than a small kernel runs."""
-    return gl.NVMMASharedLayout.get_default_for([*block], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+    return gl.NVMMASharedLayout.get_default_for([*block], kinds[dtype])

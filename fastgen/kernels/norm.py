@@ -1,4 +1,5 @@
-"""RMSNorm, with the addition to the residual stream before it, of this rank's result or of the sum over all ranks."""
+"""RMSNorm, with the addition to the residual stream before it, of this rank's result or of the sum over all ranks, and
+with the result in fp8."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.kernels.allreduce import add_in_order
+from fastgen.kernels.fp8 import E4M3, quantize, quantized
 from fastgen.kernels.launch import Chip, Kernel, jit, power_of_two, tl
 
 
@@ -31,10 +33,10 @@ def normed(x, weight, eps, N: tl.constexpr, DTYPE: tl.constexpr):
 
 @jit("eps")
 def _rms_norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, out_ptr, eps,
+    x_ptr, delta_ptr, weight_ptr, out_ptr, scales_ptr, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm a row of N numbers a program."""
+    """Norm a row of N numbers a program. scales_ptr: of a result in fp8, else None."""
     column = tl.arange(0, BLOCK)
     here = column < N
     if PDL:
@@ -49,19 +51,32 @@ def _rms_norm_kernel(
         x = x.to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + at, x, mask=here)
         x = x.to(tl.float32)
-    tl.store(out_ptr + at, normed(x, weight, eps, N, out_ptr.dtype.element_ty), mask=here)
+    x = normed(x, weight, eps, N, x_ptr.dtype.element_ty)
+    if scales_ptr is not None:
+        x, scale = quantized(x.to(tl.float32))
+        tl.store(scales_ptr + tl.program_id(0), scale)
+    tl.store(out_ptr + at, x, mask=here)
 
 
 def _rms_norm_launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
+    return _launch(x, weight, eps, delta, None)
+
+
+def _fp8_launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    scales = x.new_empty(len(x), dtype=torch.float32)
+    return _launch(x, weight, eps, delta, scales), scales
+
+
+def _launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None, scales: Tensor | None) -> Tensor:
     rows, size = x.shape
     assert x.is_contiguous()
     assert weight.shape == (size,)
     assert delta is None or (delta.shape == x.shape and delta.is_contiguous())
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=None if scales is None else E4M3)
     block = power_of_two(size)
     pdl = Chip.of(x.device).dependent_launch
     _rms_norm_kernel[(rows,)](
-        x, x if delta is None else delta, weight, out, eps, size, block, delta is not None, pdl,
+        x, x if delta is None else delta, weight, out, scales, eps, size, block, delta is not None, pdl,
         num_warps=min(max(block // 1024, 1), 16), launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -80,6 +95,15 @@ def _rms_norm_twin(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None =
 
 
 rms_norm = Kernel(_rms_norm_launch, _rms_norm_twin)
+
+
+def _fp8_twin(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the result of `rms_norm` in fp8: float8_e4m3fn [T, N], and the scales of its rows, float32 [T]."""
+    values, scales = quantize.twin(_rms_norm_twin(x, weight, eps, delta))
+    return values, scales
+
+
+rms_norm_fp8 = Kernel(_fp8_launch, _fp8_twin)
 
 
 @jit("eps")

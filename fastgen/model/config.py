@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fastgen.model.quantization import Quantization, parse_quantization
 from fastgen.option import Option
 
 BUNDLED_NAME = "fastgen-tiny"
@@ -49,8 +50,8 @@ _FAMILIES = {
 }
 # Fields that turn a dense text model into another kind, where they are neither null, false, 0 nor empty.
 _FOREIGN = (
-    "quantization_config", "compression_config", "num_experts", "num_local_experts", "n_routed_experts",
-    "vision_config", "audio_config", "text_config", "per_layer_config", "is_encoder_decoder",
+    "num_experts", "num_local_experts", "n_routed_experts", "vision_config", "audio_config", "text_config",
+    "per_layer_config", "is_encoder_decoder",
 )  # fmt: skip
 # The kinds of rope: the numbers that each needs, and those that it may have.
 _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -106,6 +107,7 @@ class ModelConfig:
     windows: tuple[int, ...]  # of each layer: a query at p sees the keys in (p - window, p]; 0: all keys up to p
     eos_ids: tuple[int, ...]
     dtype: str  # the checkpoint's: bfloat16, float16 or float32
+    quantization: Quantization | None = None  # of the linear layers
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
@@ -157,21 +159,25 @@ class ModelConfig:
         )
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path, in_fp8: bool = False) -> ModelConfig:
     """Read `config.json` of a checkpoint folder, and `generation_config.json` if it is there.
 
+    in_fp8: the linear layers are in fp8, also of a checkpoint that is not quantized.
     Raises ValueError, naming the folder, if config.json is missing, is not JSON, or describes an unsupported model.
     """
     config = _read_json(folder / "config.json")
     if config is None:
         raise ValueError(f"{folder} has no config.json; a checkpoint folder in Hugging Face's format is needed")
     generation = _read_json(folder / "generation_config.json")
+    if not config.get("quantization_config") and (modelopt := _read_json(folder / "hf_quant_config.json")):
+        config["quantization_config"] = {"quant_method": "modelopt", **modelopt}
     try:
-        return parse_config(config, generation)
+        found = parse_config(config, generation)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
     except (TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{folder / 'config.json'} has a field of a wrong type ({error!r}); fetch it again") from error
+    return replace(found, quantization=found.quantization or Quantization()) if in_fp8 else found
 
 
 def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -207,6 +213,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         windows=_windows(config, family, num_layers),
         eos_ids=_eos_ids(config, generation or {}),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        quantization=parse_quantization(config),
     )
 
 

@@ -27,6 +27,7 @@ from fastgen.device.pinned import on_stream
 from fastgen.device.threads import at_most
 from fastgen.disk import naming_full_disk
 from fastgen.model.config import BUNDLED_NAME
+from fastgen.model.quantization import SKIPPED
 from fastgen.model.weights import FLOATS, Shard, TensorMatcher
 from fastgen.text.tokenizer import Tokenizer
 
@@ -35,12 +36,14 @@ BUNDLED = Path(__file__).parent.parent / "tiny"
 THREADS = min(os.cpu_count() or 1, 8)
 PIECE_BYTES = 16 << 20
 
+SCALE = ".weight_scale"
+_DTYPES = {**FLOATS, "F8_E4M3": torch.float8_e4m3fn}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Everything but weights; fetched first, because the index says which weights there are.
 _SMALL_FILES = [
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template*", _INDEX,
+    "config.json", "hf_quant_config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", _INDEX,
 ]  # fmt: skip
 _CONVERSION = (
     "fastgen reads safetensors only, so convert other formats with transformers: "
@@ -86,7 +89,9 @@ def fill_random(targets: Mapping[str, Shard]) -> None:
                 shard.view.fill_(1.0)
             else:
                 generator.manual_seed(zlib.crc32(f"{name} {shard.start}".encode()))
-                shard.view.normal_(0.0, 0.02, generator=generator)
+                view = shard.view if shard.scales is None else torch.empty_like(shard.view, dtype=torch.float32)
+                view.normal_(0.0, 0.02, generator=generator)
+                Shard(shard.view, tuple(view.shape), scales=shard.scales).write(view)
 
 
 def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, whole: bool = True) -> None:
@@ -102,14 +107,15 @@ def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, who
     pieces = _find_pieces(targets, folder, whole)
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="fastgen-load")
 
-    def copy(piece: tuple[Tensor, Tensor]) -> int:
+    def copy(piece: tuple[Shard, Tensor]) -> int:
         """Copy a piece, through pinned memory if it goes to a GPU, and return its bytes in the file."""
-        view, source = piece
+        shard, source = piece
         size = source.nbytes
         with torch.no_grad(), at_most(1), on_stream(stream):
             if stream is not None:
-                source = torch.empty(view.shape, dtype=view.dtype, pin_memory=True).copy_(source)
-            view.copy_(source)  # waits, so that each thread holds no more than one piece of pinned memory
+                dtype = shard.view.dtype if shard.scales is None else source.dtype
+                source = torch.empty(source.shape, dtype=dtype, pin_memory=True).copy_(source)
+            shard.write(source)  # waits, so that each thread holds no more than one piece of pinned memory
         return size
 
     total = sum(source.nbytes for _, source in pieces)
@@ -121,18 +127,18 @@ def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, who
             pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, threads end with their present piece
 
 
-def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool) -> list[tuple[Tensor, Tensor]]:
-    """Match the tensors of a checkpoint with all `targets`, and return the pieces to copy, of about PIECE_BYTES each:
-    rows of a shard's view, and the same rows of the mapped file."""
-    matcher, pieces = TensorMatcher(targets), list[tuple[Tensor, Tensor]]()
+def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True) -> list[tuple[Shard, Tensor]]:
+    """Match the tensors of a checkpoint with all `targets`, and return the pieces to copy: rows of a shard's view, and
+    the same rows of the mapped file."""
+    skipped = SKIPPED if any(name.endswith(SCALE) for name in targets) else ()
+    matcher, pieces = TensorMatcher(targets, skipped=skipped), list[tuple[Shard, Tensor]]()
     for path, file, name in _entries(folder, None if whole else targets.keys()):
         entry = file.get_slice(name)
+        target = name.removesuffix("_inv") if name.endswith(SCALE + "_inv") else name  # multiplies, too
         with _about(path):
-            shard = matcher.find(name, entry.get_shape(), FLOATS.get(entry.get_dtype(), entry.get_dtype()))
+            shard = matcher.find(target, entry.get_shape(), _DTYPES.get(entry.get_dtype(), entry.get_dtype()))
         if shard is not None and shard.view.numel():
-            source = shard.of(file.get_tensor(name))
-            rows = max(PIECE_BYTES // source[0].nbytes, 1)
-            pieces += zip(torch.split(shard.view.detach(), rows), torch.split(source, rows), strict=True)
+            pieces += shard.pieces(shard.of(file.get_tensor(name)), PIECE_BYTES)
     with _about(folder):
         matcher.check_complete()
     return pieces

@@ -22,9 +22,10 @@ from fastgen.device import mkl
 from fastgen.device.memory import memory_on
 from fastgen.device.profiling import span
 from fastgen.device.threads import at_most
-from fastgen.kernels import batch_invariant, epilogue
+from fastgen.kernels import batch_invariant, epilogue, fp8
+from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.launch import Chip
-from fastgen.kernels.norm import RMSNorm, rms_norm
+from fastgen.kernels.norm import RMSNorm, rms_norm, rms_norm_fp8
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
 from fastgen.model import cpu
 from fastgen.model.adapter import Bases
@@ -49,19 +50,26 @@ PACKING_THREADS = 8
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 """The linear layers of a Layer."""
 
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+O = "self_attn.o_proj"  # noqa: E741
+GATE_UP, DOWN = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
+"""Hugging Face's names of their modules in a layer."""
+
 
 @dataclass(frozen=True)
 class Linear:
     """A linear layer, y = x weight^T + bias; weight: [out, in], bias: [out] or None.
 
     batch_invariant: on a GPU, the bits of a row of y do not depend on the number of rows. packed: on the CPU, the
-    weight in MKL's own order; `weight` then has a shape, and no memory.
+    weight in MKL's own order; `weight` then has a shape, and no memory. scales: of a weight in fp8
+    (fastgen.kernels.fp8).
     """
 
     weight: Tensor
     bias: Tensor | None
     batch_invariant: bool = False
     packed: Tensor | None = None
+    scales: Tensor | None = None
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         if out_dtype not in (None, x.dtype):
@@ -114,7 +122,7 @@ def apply(
     delta: Tensor | None = None,
     add: Tensor | None = None,
     swiglu: bool = False,
-    rope: batch_invariant.RopeWrite | None = None,
+    rope: RopeWrite | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return a linear layer of x [T, in], fused with the operations around it.
@@ -124,12 +132,18 @@ def apply(
     where `_fuses` is true. A batch-invariant layer, and few rows of another layer, go through fastgen's own kernel;
     many rows go through BLAS.
     """
+    if linear.scales is not None:
+        values, scales = fp8.quantize(x) if norm is None else rms_norm_fp8(x, norm.weight, norm.eps, delta)
+        weight, fused = fp8.Quantized(linear.weight, linear.scales), Fused(add, swiglu, rope, out_dtype or x.dtype)
+        product = fp8.product.launch if linear.batch_invariant else fp8.product
+        y: Tensor = product(values, scales, weight, linear.bias, fused)
+        return y
     if norm is not None:
         x = _normed(x, norm, delta)
     if _fuses(x, linear):
         # The torch twin of the kernel would have other bits, so a batch-invariant layer has no fallback.
         multiply = batch_invariant.product.launch if linear.batch_invariant else batch_invariant.product
-        out: Tensor = multiply(x, linear.weight, linear.bias, batch_invariant.Fused(add, swiglu, rope, out_dtype))
+        out: Tensor = multiply(x, linear.weight, linear.bias, Fused(add, swiglu, rope, out_dtype))
         return out
     assert rope is None
     if add is not None:
@@ -220,20 +234,21 @@ class Transformer:
         self.memory = memory_on(device)
         self.bases = Bases(self.memory, device)
         self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU rows are padded for it
-        self._packs = mkl.PACKS and device.type == "cpu" and dtype == torch.float32
+        self._quantization = config.quantization
+        self._packs = mkl.PACKS and device.type == "cpu" and dtype == torch.float32 and not config.quantization
         self.row_tile = 1 if device.type != "cpu" else PACKED_ROW_TILE if self._packs else ROW_TILE
         self.group.prepare(config.hidden_size, dtype, half)
         self._vocab = config.vocab_size // self.group.size  # rows of embedding and head on this rank
         self.embedding = self._new(self._vocab, config.hidden_size)
-        self.layers = [self._layer(window) for window in config.windows]
+        self.layers = [self._layer(number) for number in range(config.num_layers)]
         self.norm = self._norm(config.hidden_size)
         self.lm_head = self._tied() if config.tied else self._linear(config.hidden_size, self._vocab, bias=False)
         self.cos, self.sin = (table.to(device) for table in rope_tables(config, context))
 
-    def _new(self, *shape: int) -> Tensor:
+    def _new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if self._device.type == "meta":
-            return torch.empty(shape, dtype=self._dtype, device="meta")
-        return self.memory.zeros(shape, self._dtype)
+            return torch.empty(shape, dtype=dtype or self._dtype, device="meta")
+        return self.memory.zeros(shape, dtype or self._dtype)
 
     def _norm(self, size: int) -> RMSNorm:
         return RMSNorm(self._new(size), self.config.norm_eps)
@@ -241,25 +256,53 @@ class Transformer:
     def _linear(self, size_in: int, size_out: int, bias: bool) -> Linear:
         return Linear(self._new(size_out, size_in), self._new(size_out) if bias else None, self._batch_invariant)
 
+    def _product(self, number: int, names: Sequence[str], size_in: int, parts: Sequence[int], bias: bool) -> Linear:
+        """Return a linear layer of layer `number`, in fp8 if the model is.
+
+        names: of its modules in Hugging Face's model. parts: the rows of each.
+        """
+        size_out, form = sum(parts), self._quantization
+        covered = [form is not None and form.covers(f"model.layers.{number}.{name}") for name in names]
+        if form is None or not any(covered):
+            return self._linear(size_in, size_out, bias)
+        if not all(covered):
+            raise ValueError(
+                f"quantization_config leaves some of {', '.join(names)} in layer {number} unquantized and not all of "
+                "them, which is not supported"
+            )
+        if form.blocks and any(size % fp8.BLOCK for size in (size_in, *parts)):
+            raise ValueError(
+                f"{', '.join(names)} of {size_in} inputs and {', '.join(map(str, parts))} outputs, on each rank, are "
+                f"not whole blocks of {fp8.BLOCK} x {fp8.BLOCK}; run the model on fewer ranks"
+            )
+        shape = (size_out // fp8.BLOCK, size_in // fp8.BLOCK) if form.blocks else (size_out,)
+        weight, scales = self._new(size_out, size_in, dtype=fp8.E4M3), self._new(*shape, dtype=torch.float32)
+        return Linear(weight, self._new(size_out) if bias else None, self._device.type == "cuda", scales=scales)
+
     def _tied(self) -> Linear:
         return Linear(self.embedding, None, self._batch_invariant)
 
-    def _layer(self, window: int) -> Layer:
+    def _layer(self, number: int) -> Layer:
         c, first = self.config, self.group.rank == 0  # only the first rank adds biases of o and down
         q_size, kv_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
         return Layer(
             input_norm=self._norm(c.hidden_size),
-            qkv=self._linear(c.hidden_size, q_size + 2 * kv_size, c.qkv_bias),
+            qkv=self._product(number, QKV, c.hidden_size, (q_size, kv_size, kv_size), c.qkv_bias),
             head_norm=HeadNorm(self._new(c.head_size), self._new(c.head_size), c.norm_eps) if c.qk_norm else None,
-            o=self._linear(q_size, c.hidden_size, c.o_bias and first),
+            o=self._product(number, (O,), q_size, (c.hidden_size,), c.o_bias and first),
             post_norm=self._norm(c.hidden_size),
-            gate_up=self._linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias),
-            down=self._linear(c.intermediate_size, c.hidden_size, c.mlp_bias and first),
-            window=window,
+            gate_up=self._product(number, GATE_UP, c.hidden_size, (c.intermediate_size,) * 2, c.mlp_bias),
+            down=self._product(number, (DOWN,), c.intermediate_size, (c.hidden_size,), c.mlp_bias and first),
+            window=c.windows[number],
         )
 
-    def targets(self) -> dict[str, Shard]:
-        """Return this rank's shard of each Hugging Face parameter, by name. Weights must not be packed."""
+    def targets(self, stored: bool = False) -> dict[str, Shard]:
+        """Return this rank's shard of each Hugging Face parameter, by name. Weights must not be packed.
+
+        stored: those of the checkpoint's own tensors, where these are in fp8, too; else shards quantize what is
+        written.
+        """
+        stored = stored and self._quantization is not None and bool(self._quantization.stored)
         c, whole = self.config, self._whole
         found = {"model.norm.weight": Shard.whole(self.norm.weight)}
         found["model.embed_tokens.weight"] = self._shard(self.embedding, whole.vocab_size)
@@ -273,11 +316,11 @@ class Transformer:
             at = f"model.layers.{number}."
             found[at + "input_layernorm.weight"] = Shard.whole(layer.input_norm.weight)
             found[at + "post_attention_layernorm.weight"] = Shard.whole(layer.post_norm.weight)
-            qkv = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-            found |= self._by_rows(layer.qkv, at + "self_attn.", qkv)
-            found |= self._by_columns(layer.o, at + "self_attn.o_proj", heads[1], c.o_bias)
-            found |= self._by_rows(layer.gate_up, at + "mlp.", {"gate_proj": inner, "up_proj": inner})
-            found |= self._by_columns(layer.down, at + "mlp.down_proj", inner[1], c.mlp_bias)
+            qkv = dict(zip(QKV, (heads, kv_heads, kv_heads), strict=True))
+            found |= self._by_rows(layer.qkv, at, qkv, stored)
+            found |= self._by_columns(layer.o, at + O, heads[1], c.o_bias, stored)
+            found |= self._by_rows(layer.gate_up, at, dict.fromkeys(GATE_UP, inner), stored)
+            found |= self._by_columns(layer.down, at + DOWN, inner[1], c.mlp_bias, stored)
             if layer.head_norm:
                 found[at + "self_attn.q_norm.weight"] = Shard.whole(layer.head_norm.q)
                 found[at + "self_attn.k_norm.weight"] = Shard.whole(layer.head_norm.k)
@@ -290,25 +333,45 @@ class Transformer:
         start = self.group.rank * (whole // size) // self.group.size * size
         return Shard(view, (*view.shape[:dim], whole, *view.shape[dim + 1 :]), dim, start)
 
-    def _by_rows(self, linear: Linear, prefix: str, parts: dict[str, tuple[int, int]]) -> dict[str, Shard]:
+    def _by_rows(
+        self, linear: Linear, prefix: str, parts: dict[str, tuple[int, int]], stored: bool
+    ) -> dict[str, Shard]:
         """Return the shards of which a fused linear layer consists, by name. parts: the rows of each, of this rank and
         of all ranks."""
-        sizes = [own for own, _ in parts.values()]
-        found = {}
-        for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
-            if fused is not None:
-                for (name, (_, whole)), view in zip(parts.items(), torch.split(fused, sizes), strict=True):
-                    found[f"{prefix}{name}.{kind}"] = self._shard(view, whole)
+        found, first = dict[str, Shard](), 0
+        for name, (own, whole) in parts.items():
+            rows, scales = slice(first, first + own), linear.scales
+            if scales is not None:
+                step = len(linear.weight) // len(scales)  # rows with one scale
+                scales = scales[first // step : (first + own) // step]
+            found |= self._quantizable(prefix + name, self._shard(linear.weight[rows], whole), scales, stored)
+            if linear.bias is not None:
+                found[f"{prefix}{name}.bias"] = self._shard(linear.bias[rows], whole)
+            first += own
         return found
 
-    def _by_columns(self, linear: Linear, name: str, whole: int, bias: bool) -> dict[str, Shard]:
+    def _by_columns(self, linear: Linear, name: str, whole: int, bias: bool, stored: bool) -> dict[str, Shard]:
         """Return the shards of a linear layer whose `whole` columns are split. The first rank has all of a bias, others
         none."""
-        found = {name + ".weight": self._shard(linear.weight, whole, 1)}
+        found = self._quantizable(name, self._shard(linear.weight, whole, 1), linear.scales, stored)
         if bias:
             view = linear.weight.new_empty(0) if linear.bias is None else linear.bias
             found[name + ".bias"] = Shard(view, linear.weight.shape[:1])
         return found
+
+    def _quantizable(self, name: str, weight: Shard, scales: Tensor | None, stored: bool) -> dict[str, Shard]:
+        """Return the shard of a module's weight, and if `stored` that of its scales in the checkpoint."""
+        if scales is None or not stored:
+            return {name + ".weight": replace(weight, scales=scales)}
+        assert self._quantization is not None
+        if self._quantization.stored == "tensor":
+            scale = Shard(scales, ())
+        elif self._quantization.stored == "channel":
+            scale = Shard(scales[:, None], (weight.shape[0], 1), 0, weight.start if weight.dim == 0 else 0)
+        else:
+            rows, columns = (-(-size // fp8.BLOCK) for size in weight.shape)
+            scale = Shard(scales, (rows, columns), weight.dim, weight.start // fp8.BLOCK)
+        return {name + ".weight": weight, name + ".weight_scale": scale}
 
     def pack(self) -> None:
         """Pack the weights of products on the CPU, after `targets` are filled; earlier shards are void then.
@@ -426,7 +489,7 @@ class Transformer:
         with span("qkv"):
             x, norm, delta = part.residual.input(layer.input_norm)
             if layer.head_norm is None and _fuses(x, layer.qkv):
-                rope = batch_invariant.RopeWrite(mapping, keys, values)
+                rope = RopeWrite(mapping, keys, values)
                 return apply(layer.qkv, x, norm=norm, delta=delta, rope=rope)
             qkv = apply(layer.qkv, x, norm=norm, delta=delta)
             if layer.head_norm is None and cpu.takes(qkv):
@@ -439,16 +502,16 @@ class Transformer:
         num_kv, page_size = pool.keys.shape[2:4]
         return SlotMapping(positions, slots, self.cos, self.sin, real, num_kv, page_size)
 
-    def products(self, mapping: SlotMapping, pool: KVPool) -> list[tuple[Linear, batch_invariant.Fused]]:
+    def products(self, mapping: SlotMapping, pool: KVPool) -> list[tuple[Linear, Fused]]:
         """Return each kind of linear layer, with the operations fused with it for one token at `mapping`."""
-        layer, rope = self.layers[0], batch_invariant.RopeWrite(mapping, pool.keys[0], pool.values[0])
-        stream = layer.qkv.weight.new_zeros(1, self.config.hidden_size)
+        layer, rope = self.layers[0], RopeWrite(mapping, pool.keys[0], pool.values[0])
+        stream = self.norm.weight.new_zeros(1, self.config.hidden_size)
         return [
-            (layer.qkv, batch_invariant.Fused(rope=rope if layer.head_norm is None else None)),
-            (layer.o, batch_invariant.Fused(add=stream)),
-            (layer.gate_up, batch_invariant.Fused(swiglu=True)),
-            (layer.down, batch_invariant.Fused(add=stream)),
-            (self.lm_head, batch_invariant.Fused(out_dtype=torch.float32)),
+            (layer.qkv, Fused(rope=rope if layer.head_norm is None else None)),
+            (layer.o, Fused(add=stream)),
+            (layer.gate_up, Fused(swiglu=True)),
+            (layer.down, Fused(add=stream)),
+            (self.lm_head, Fused(out_dtype=torch.float32)),
         ]
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:

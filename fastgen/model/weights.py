@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TAGS = ("weights", "kv_cache")
-TORN = "the weights are torn, as an update was cut short or failed"
+from fastgen.kernels import fp8
+
 DROPPED = "the weights were dropped by sleep"
 LISTED = 20  # names or faults that an error lists
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -24,6 +24,8 @@ TORN = "the weights are torn, as an update was cut short or failed"
 DROPPED = "the weights were dropped by sleep"
 UNEXPECTED = "the model of this config.json has no such parameter"
 
+QUANTIZED_BYTES = 16 << 20  # of a weight that is quantized at a time
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -32,16 +34,21 @@ class Shard:
     view: the tensor that the slice is copied into, often a part of a fused parameter. shape: of the whole checkpoint
     tensor. The slice covers indices start .. start + view.shape[dim] - 1 of dimension dim (0: rows, 1: columns) and all
     of the others. It may be empty, as a bias that another rank adds.
+
+    scales: of a view in fp8, which quantizes what is written: float32 [rows], or [rows / 128, columns / 128] for
+    blocks. A view in fp8 without scales takes fp8 numbers as they are; their scales are then a tensor of the checkpoint
+    with a shard of its own, whose shape is () if all rows have one.
     """
 
     view: Tensor
     shape: tuple[int, ...]
     dim: int = 0
     start: int = 0
+    scales: Tensor | None = None
 
     def __post_init__(self) -> None:
         held = tuple(self.view.shape)
-        if held == self.shape:
+        if held == self.shape or not self.shape:
             assert self.start == 0
             return
         assert self.dim in (0, 1)
@@ -55,26 +62,59 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        return self.view.shape == self.shape
+        return self.view.shape == self.shape or not self.shape
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the slice of a whole tensor [*shape], as a view of it."""
         return tensor if self.is_whole else tensor.narrow(self.dim, self.start, self.view.shape[self.dim])
+
+    def is_finite(self) -> bool:
+        """Return whether no number is NaN or an infinity. In fp8 the scale of such a number is none, either."""
+        return bool((self.view if self.scales is None else self.scales).isfinite().all())
+
+    def takes(self, dtype: torch.dtype | str) -> bool:
+        """Return whether a tensor of a dtype can be written."""
+        is_fp8 = self.view.dtype == fp8.E4M3 and self.scales is None
+        return dtype == fp8.E4M3 if is_fp8 else dtype in FLOATS.values()
+
+    def pieces(self, part: Tensor, size: int) -> Iterator[tuple[Shard, Tensor]]:
+        """Yield rows of the view, as shards of their own, with the same rows of its slice `part`: about `size` bytes
+        each."""
+        if not self.shape:
+            yield self, part
+            return
+        step = 1 if self.scales is None else len(self.view) // len(self.scales)  # rows with one scale
+        rows = -(-max(size // part[0].nbytes, 1) // step) * step
+        for first in range(0, len(part), rows):
+            view, scales = self.view.detach()[first : first + rows], self.scales
+            if scales is not None:
+                scales = scales[first // step : (first + rows) // step]
+            yield Shard(view, tuple(view.shape), scales=scales), part[first : first + rows]
 
     def write(self, tensor: Tensor) -> None:
         """Copy the slice of a whole tensor into the view, in place, converting dtype and device."""
         part, device = self.of(tensor), self.view.device
         if part.is_cuda and part.device != device:
             part = part.to(device)  # another GPU can not write to memory that fastgen.device.memory has mapped
-        self.view.copy_(part)
+        if self.scales is None:
+            self.view.copy_(part)
+            return
+        for piece, rows in self.pieces(part, QUANTIZED_BYTES):  # quantizing takes several times the memory
+            found = fp8.quantize_weight(rows.to(device), self.scales.dim() > 1)
+            piece.view.copy_(found.values)
+            assert piece.scales is not None
+            piece.scales.copy_(found.scales)
 
 
 class TensorMatcher:
     """The check of a checkpoint's tensors against `targets`, the model's shards by Hugging Face name. unexpected: for
-    errors, why a tensor is."""
+    errors, why a tensor is. skipped: ends of the names of tensors that nothing needs."""
 
-    def __init__(self, targets: Mapping[str, Shard], unexpected: str = UNEXPECTED) -> None:
+    def __init__(
+        self, targets: Mapping[str, Shard], unexpected: str = UNEXPECTED, skipped: tuple[str, ...] = ()
+    ) -> None:
         self._targets, self._unexpected = targets, unexpected
+        self._skipped = "rotary_emb.inv_freq", *skipped
         self._seen: set[str] = set()
 
     def find(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> Shard | None:
@@ -84,18 +124,19 @@ class TensorMatcher:
         """
         shard = self._targets.get(name)
         if shard is None:
-            if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":
+            if name.endswith(self._skipped) or name == "lm_head.weight":
                 return None
             raise ValueError(f"unexpected tensor {name!r}; {self._unexpected}")
         if name in self._seen:
             raise ValueError(f"tensor {name!r} is given twice")
         self._seen.add(name)
-        if list(shape) != list(shard.shape):
+        if list(shape) != list(shard.shape) and not (not shard.shape and list(shape) == [1]):
             raise ValueError(f"tensor {name!r} has shape {list(shape)}; the model needs {list(shard.shape)}")
-        if dtype not in FLOATS.values():
-            raise ValueError(
-                f"tensor {name!r} is {dtype}; bfloat16, float16, float32 and float64 weights are supported"
-            )
+        if not shard.takes(dtype):
+            supported = "bfloat16, float16, float32 and float64 weights are supported"
+            if dtype in FLOATS.values():
+                supported = "quantization_config says that it is in fp8"
+            raise ValueError(f"tensor {name!r} is {dtype}; {supported}")
         return shard
 
     def check_complete(self, listed: int = 5) -> None:

@@ -254,7 +254,9 @@ def dummy_folder(model: str, smoke: bool) -> Iterator[Path]:
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return options of Generator: those of the command line, and defaults for the rest."""
-    names = ("max_seqs", "max_step_tokens", "attention", "page_size", "memory_fraction", "max_model_len")
+    names = (
+        "max_seqs", "max_step_tokens", "attention", "page_size", "memory_fraction", "max_model_len", "quantization",
+    )  # fmt: skip
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     device, dtype = ("cpu", "float32") if arguments.smoke else ("cuda", "bfloat16")
     if arguments.no_prefix_cache:
@@ -290,10 +292,11 @@ def slug(gpu: str) -> str:
 
 
 def report_path(arguments: argparse.Namespace, gpu: str, part: str = "") -> Path:
-    """Return MODEL-GPU-tpN-PART-nocache-nondeterministic.json; each part is there only where it applies."""
+    """Return MODEL-GPU-tpN-fp8-PART-nocache-nondeterministic.json; each part is there only where it applies."""
     several = f"tp{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
     without = {"nocache": arguments.no_prefix_cache, "nondeterministic": arguments.no_deterministic}
-    parts = (arguments.model, slug(gpu), several, part, *(name for name, so in without.items() if so))
+    numbers = arguments.quantization or ""
+    parts = (arguments.model, slug(gpu), several, numbers, part, *(name for name, so in without.items() if so))
     folder: Path = arguments.out or RESULTS
     return folder / f"{'-'.join(filter(None, parts))}.json"
 

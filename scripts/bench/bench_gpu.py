@@ -5,6 +5,7 @@
     python scripts/bench/bench.py gpu --only chat64,batch128,long,longchat
     python scripts/bench/bench.py gpu --model llama1 --only chat1,chat8,chat32,batch128
     python scripts/bench/bench.py gpu --model qwen14 --only headline
+    python scripts/bench/bench.py gpu --quantization fp8               # linear layers in fp8
     python scripts/bench/bench.py gpu --deterministic                  # headline, short and chat1, with it and without
     python scripts/bench/bench.py gpu --turns                          # conversations, with and without the host tier
     python scripts/bench/bench.py gpu --speculate                      # speculation over recorded answers
@@ -105,6 +106,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         options.add_argument(name, type=int)
     options.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS", help="the file's name has -tpGPUS")
     options.add_argument("--attention")
+    options.add_argument("--quantization", choices=["fp8"], help="the file's name has -fp8")
     options.add_argument("--memory-fraction", type=float)
     options.add_argument("--no-prefix-cache", action="store_true", help="the file's name ends in -nocache")
     options.add_argument("--no-deterministic", action="store_true", help="... in -nondeterministic")

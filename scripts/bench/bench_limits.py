@@ -131,16 +131,29 @@ H200 = Rates(4.30e12, 665e12)
 ATTENTION_RATE = 600 / 665
 """The rate of the FLOPs of a prefill's attention, as a share of that of the matrix products."""
 
+FP8_RATE = 1300 / 665
+"""That of matrix products in fp8, with a scale a row (`torch._scaled_mm`, once on an H200)."""
+
 
 @dataclass(frozen=True)
 class Costs:
     """Costs of a model: parameters of its linear layers and of lm_head, FLOPs of attention for a (query, key) pair, and
-    bytes of KV for a token."""
+    bytes of KV for a token. fp8: the linear layers are in fp8, the head is not."""
 
     layers: int
     head: int
     attention: int
     kv: int
+    fp8: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.layers * (1 if self.fp8 else DTYPE_BYTES) + self.head * DTYPE_BYTES
+
+    @property
+    def layer_flops(self) -> float:
+        """FLOPs of the linear layers for a token, those in fp8 weighted by their rate."""
+        return 2 * self.layers / (FP8_RATE if self.fp8 else 1)
 
     @classmethod
     def of(cls, model: ModelConfig) -> Costs:
@@ -149,6 +162,7 @@ class Costs:
             head=model.vocab_size * model.hidden_size,
             attention=4 * model.num_layers * model.num_heads * model.head_size,
             kv=2 * model.num_layers * model.num_kv_heads * model.head_size * DTYPE_BYTES,
+            fp8=model.quantization is not None,
         )
 
 
@@ -175,10 +189,9 @@ def limit(costs: Costs, workload: Workload, rates: Rates, lanes: int) -> float:
     def prefill(start: int, end: int) -> float:
         """Return the FLOPs of positions start to end of a prompt, those of attention weighted by their rate."""
         pairs = (end * (end + 1) - start * (start + 1)) // 2
-        return 2 * costs.layers * (end - start) + costs.attention * pairs / ATTENTION_RATE
+        return costs.layer_flops * (end - start) + costs.attention * pairs / ATTENTION_RATE
 
     prompts = prefill(0, common) + workload.prompts * (prefill(common, prompt) + 2 * costs.head)
-    weights = costs.layers + costs.head
-    step = max(DTYPE_BYTES * weights / rates.memory, 2 * weights * lanes / rates.products)
+    step = max(costs.weight_bytes / rates.memory, (costs.layer_flops + 2 * costs.head) * lanes / rates.products)
     read = common * steps + ((prompt - common) * workload.prompts + generated / 2 * workload.sequences) * generated
     return workload.tokens / (prompts / rates.products + steps * step + costs.kv * read / rates.memory)

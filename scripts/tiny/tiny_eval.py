@@ -55,7 +55,24 @@ class Answerer:
         return [text if END in row else text + UNFINISHED for text, row in zip(texts, new, strict=True)]
 
 
-def evaluate(answer: Answerer, count: int, seed: int, max_new_tokens: int, show: int = 2) -> Scores:
+class Fp8Answerer:
+    """Greedy answers of a saved folder with linear layers in fp8, by fastgen on the CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        from fastgen import Generator
+
+        self.generator = Generator(folder, device="cpu", quantization="fp8")
+
+    def __call__(self, chats: Sequence[Chat], limits: Sequence[int]) -> list[str]:
+        """Return the reply to each chat, of at most that many tokens."""
+        from fastgen import SamplingParams
+
+        params = [SamplingParams(temperature=0, max_tokens=limit) for limit in limits]
+        found = [output.completions[0] for output in self.generator.chat(list(chats), params)]
+        return [each.text if each.finish_reason == "stop" else each.text + UNFINISHED for each in found]
+
+
+def evaluate(answer: Answerer | Fp8Answerer, count: int, seed: int, max_new_tokens: int, show: int = 2) -> Scores:
     """Greedy accuracy on up to `count` held-out prompts of every skill; prints a few wrong answers of each."""
     chosen: dict[str, list[Task]] = {name: evaluation_tasks(name, count, seed) for name in SKILLS}
     chats = {name: [messages(task) for task in tasks] for name, tasks in chosen.items()}

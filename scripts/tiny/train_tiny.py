@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tiny_data import BUCKETS, TARGET, corpus, shard
-from tiny_eval import Answerer, ask_first_questions, evaluate, write_card
+from tiny_eval import Answerer, Fp8Answerer, ask_first_questions, evaluate, write_card
 from tiny_model import Muon, TinyLlama, save_folder, save_tokenizer, train_tokenizer
 from torch import Tensor
 
@@ -60,6 +60,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--eval-only", action="store_true", help="only measure the folder again")
+    parser.add_argument("--fp8", action="store_true", help="only add the accuracy in fp8 to accuracy.json, on the CPU")
     parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
     args = parser.parse_args(argv)
     if args.smoke:
@@ -170,6 +171,16 @@ def measure(args: argparse.Namespace) -> None:
     write_card(args.out, facts)
 
 
+def measure_fp8(args: argparse.Namespace) -> None:
+    """Add to accuracy.json the accuracy of the saved folder with linear layers in fp8, the mean over all skills."""
+    path = args.out / "accuracy.json"
+    facts = json.loads(path.read_text())
+    scores = evaluate(Fp8Answerer(args.out), args.prompts, args.seed, args.max_new_tokens)
+    accuracy = sum(score["accuracy"] for score in scores.values()) / len(scores)
+    facts["fp8"] = {"skills": len(scores), "accuracy": round(accuracy, 4), "prompts": args.prompts}
+    path.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+
+
 def make_folder(args: argparse.Namespace) -> None:
     """Write tokenizer, weights, and in accuracy.json how they were trained."""
     args.out.mkdir(parents=True, exist_ok=True)
@@ -212,6 +223,9 @@ def main(argv: list[str] | None = None) -> None:
     """Tokenizer, data, training, folder, accuracy, card."""
     args = parse(argv)
     start = time.perf_counter()
+    if args.fp8:
+        measure_fp8(args)
+        return
     if not args.eval_only:
         make_folder(args)
     measure(args)

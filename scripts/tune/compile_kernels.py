@@ -146,7 +146,7 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
     Chip.of = staticmethod(lambda device: chip)  # type: ignore[method-assign, assignment]
 
     from fastgen.engine import startup
-    from fastgen.kernels import attention, batch_invariant
+    from fastgen.kernels import attention, batch_invariant, fp8
     from fastgen.model import transformer
     from fastgen.model.attention.paged import PagedAttention
 
@@ -166,6 +166,7 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
         kernel.launch = kernel.twin = compile_alone
 
     zeros(batch_invariant.product)
+    zeros(fp8.product)
     zeros(attention.attention, out=1)
     transformer.Linear.__call__ = lambda self, x, dtype=None: x.new_zeros(*x.shape[:-1], len(self.weight), dtype=dtype)  # type: ignore[method-assign]
     Kernel.__call__, Kernel.runs_on = call, lambda self, device: True  # type: ignore[method-assign]
@@ -182,10 +183,14 @@ def run_all(models: list[str], dtypes: tuple[str, ...], chip: Chip) -> list[dict
                 for deterministic in (False, True) if name == "Mistral 7B" or dtype == "bfloat16" else (False,):
                     compiled.what = f"{name}, {dtype}{', deterministic' * deterministic}"
                     run(name, dtype, deterministic)
+        if chip.capability == (9, 0):
+            for name in models:
+                compiled.what = f"{name}, bfloat16, fp8"
+                run(name, "bfloat16", True, quantization="fp8")
     return compiled.rows
 
 
-def run(name: str, dtype: str, deterministic: bool) -> None:
+def run(name: str, dtype: str, deterministic: bool, **options: Any) -> None:
     """Run steps of all kinds: prefills long and short, decodes of few and many lanes, samples that share a prompt,
     scores; and those that CUDA graphs of decodes hold, with shared keys too."""
     from fastgen import Generator, SamplingParams
@@ -198,7 +203,7 @@ def run(name: str, dtype: str, deterministic: bool) -> None:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**SIZES, **MODELS[name]}))
-        with Generator(folder, dtype=dtype, deterministic=deterministic, **ENGINE) as gen:
+        with Generator(folder, dtype=dtype, deterministic=deterministic, **ENGINE, **options) as gen:
             if deterministic:
                 fix(gen._runner.model)
             startup._compile(gen._runner)

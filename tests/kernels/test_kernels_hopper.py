@@ -39,7 +39,7 @@ def compiled(kernel, types, blocks, constants, aligned, options):
     loose = [each.name for each in kernel.params if each.do_not_specialize]  # or it would compile after the start
     types = {name: types.get(name, "i32" if name in aligned + loose else "constexpr") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    multiples = [name for name in types if name.endswith("_ptr")] + aligned
+    multiples = [name for name in types if name.endswith("_ptr") and types[name] != "constexpr"] + aligned
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = GluonASTSource(kernel, types, places, attributes)
     options = {"enable_fp_fusion": False, "maxnreg": hopper_products.REGISTERS, **options}
@@ -63,8 +63,10 @@ for tokens, outputs, inputs, half, heads, what in [
         block = [heads, 2, found.rows // 2 // heads, found.depth // pieces]
     types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
     types |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+    types |= {"x_scales_ptr": "constexpr", "scales_ptr": "constexpr"}
     types |= {"out_ptr": "*fp32"} if what == "logits" else {}
     constants = {
+        "x_scales_ptr": None, "scales_ptr": None, "BLOCKS": False,
         "K": inputs, "HALF": half, "KV": 8 * (what == "rope"), "P": 64, "ADD": what == "add", "TOKENS": found.tokens,
         "ROWS": found.rows, "HEADS": heads, "DEPTH": found.depth, "STAGES": found.stages, "SIDE": max(found.rows, 64),
         "PIECES": pieces, "CUT": found.cut > 1, "AHEAD": tokens <= 64,
@@ -222,7 +224,7 @@ def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tiles_of_many_tokens(outputs: int, inputs: int) -> None:
     """All fit, with stages enough, and no sum is cut; beyond ALL tokens only where all tiles run at once."""
     for tokens in range(65, hopper_products.MOST + 1):
-        tile, rows, depth, warps, stages = hopper_products.cut(tokens, outputs, inputs, H200)
+        tile, rows, depth, warps, stages = hopper_products.cut(tokens, outputs, inputs, 2, H200)
         tiles = -(-tokens // tile) * -(-outputs // rows)
         programs = 1 if tiles <= H200.processors else 2
         assert stages > 2
@@ -238,7 +240,7 @@ def test_tiles_of_many_tokens(outputs: int, inputs: int) -> None:
 )
 def test_cut(outputs: int, inputs: int) -> None:
     for tokens in range(1, 65):
-        padded, rows, depth, _, stages = hopper_products.cut(tokens, outputs, inputs, H200)
+        padded, rows, depth, _, stages = hopper_products.cut(tokens, outputs, inputs, 2, H200)
         programs = 1 if outputs <= rows * H200.processors else 2
         assert tokens <= padded <= max(2 * tokens, 8)
         assert stages > 1

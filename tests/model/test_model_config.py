@@ -113,7 +113,7 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "architectures="),
         ({"architectures": None, "model_type": "gemma3"}, "model_type='gemma3'"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config={'quant_method': 'awq'"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config.quant_method='awq'"),
         ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"vision_config": {"depth": 32}}, "vision_config="),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),

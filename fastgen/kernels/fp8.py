@@ -1,0 +1,155 @@
+"""Numbers of 8 bits (E4M3) with float32 scales, and their batch-invariant products.
+
+A weight has a scale a row, or a scale a block of 128 x 128. The input of a product has a scale a token, the largest
+magnitude of its row / 448: a scale for several tokens would make a token's bits depend on its neighbours. Products are
+summed over each 128 inputs, and these sums are added in float32, in order, for any number of tokens.
+
+Letters: T tokens, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.kernels import batch_invariant, hopper_fp8, hopper_products
+from fastgen.kernels.batch_invariant import Fused, config, finished
+from fastgen.kernels.launch import Chip, Kernel, jit, power_of_two, tl
+from fastgen.kernels.rope import rope_write
+
+BLOCK = 128  # rows and inputs of a block with one scale
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+LEAST_SCALE = 1 / (LARGEST * 512)  # that of a row of zeros, too
+ALIGN = 16  # divides the inputs of a weight, so that its rows begin at multiples of 16 bytes
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A weight in fp8. values: float8_e4m3fn [N, K]. scales: float32 [N], or [ceil(N / 128), ceil(K / 128)]. The weight
+    is the values times their scales."""
+
+    values: Tensor
+    scales: Tensor
+
+    def dequantized(self) -> Tensor:
+        """Return the weight, float32 [N, K]."""
+        if self.scales.dim() == 1:
+            return self.values.float() * self.scales[:, None]
+        rows, columns = self.values.shape
+        spread = self.scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+        return self.values.float() * spread
+
+
+@jit()
+def _quantize_kernel(x_ptr, values_ptr, scales_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Quantize a row of N numbers a program."""
+    column = tl.arange(0, BLOCK)
+    here = column < N
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    x = tl.load(x_ptr + row * N + column, mask=here, other=0.0).to(tl.float32)
+    values, scale = quantized(x)
+    tl.store(values_ptr + row * N + column, values, mask=here)
+    tl.store(scales_ptr + row, scale)
+
+
+@jit()
+def quantized(x):
+    """Return x [BLOCK] float32, a row and then zeros, in E4M3, and its scale."""
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x)), 448.0), 1 / (448.0 * 512))
+    x = tl.div_rn(x, tl.zeros_like(x) + scale)
+    return tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv), scale
+
+
+def _quantize_launch(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, size = x.shape
+    assert x.is_contiguous()
+    values, scales = torch.empty_like(x, dtype=E4M3), x.new_empty(rows, dtype=torch.float32)
+    block, pdl = power_of_two(size), Chip.of(x.device).dependent_launch
+    _quantize_kernel[(rows,)](
+        x, values, scales, size, block, pdl, num_warps=min(max(block // 1024, 1), 16), launch_pdl=pdl
+    )
+    return values, scales
+
+
+def _quantize_twin(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [T, N] in E4M3, and the scale of each row, float32 [T]: its largest magnitude / 448."""
+    found = quantize_weight(x)
+    return found.values, found.scales
+
+
+quantize = Kernel(_quantize_launch, _quantize_twin)
+
+
+def quantize_weight(weight: Tensor, blocks: bool = False) -> Quantized:
+    """Return a weight [N, K] of any dtype in fp8, with a scale a row, or a block of 128 x 128 (N and K are multiples
+    then)."""
+    rows, columns = (BLOCK, BLOCK) if blocks else (1, weight.shape[1])
+    tiles = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scales = (tiles.abs().amax(dim=(1, 3), keepdim=True) / LARGEST).clamp_(min=LEAST_SCALE)
+    values = (tiles / scales).clamp_(-LARGEST, LARGEST).to(E4M3)
+    return Quantized(values.reshape(weight.shape), scales[:, 0, :, 0] if blocks else scales.flatten())
+
+
+def _launch(x: Tensor, x_scales: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused) -> Tensor:
+    return launch_as(kind_of(len(x), len(weight.values), Chip.of(x.device)), x, x_scales, weight, bias, fused)
+
+
+def kind_of(tokens: int, outputs: int, chip: Chip) -> tuple[int, int]:
+    """Return the kind of kernel for a number of tokens, one of KINDS."""
+    padded = next((each for each in hopper_products.WIDE if tokens <= each), 0)
+    return padded, 0 if padded else hopper_fp8.rows_of(tokens, outputs, chip)
+
+
+KINDS = (*((tokens, 0) for tokens in hopper_products.WIDE), *((0, rows) for rows in hopper_fp8.SIDES))
+"""The kinds of kernels: the padded tokens of one for few tokens, or the rows of a tile's sides of one for many."""
+
+
+def launch_as(
+    kind: tuple[int, int], x: Tensor, x_scales: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused
+) -> Tensor:
+    """Compute the product with a kind of kernel that takes as many tokens; see the twin for the other arguments."""
+    (tokens, inputs), (outputs, _) = x.shape, weight.values.shape
+    assert weight.values.shape == (outputs, inputs)
+    assert x.dtype == weight.values.dtype == E4M3
+    assert x.is_contiguous()
+    assert weight.values.is_contiguous()
+    assert weight.scales.is_contiguous()
+    assert inputs % ALIGN == 0
+    padded, rows = kind
+    if padded:
+        chosen = config(padded, outputs, inputs, E4M3, Chip.of(x.device))
+        return batch_invariant.launch_as(chosen, x, weight.values, bias, fused, (x_scales, weight.scales))
+    width = outputs // 2 if fused.swiglu else outputs
+    out = x.new_empty(tokens, width, dtype=fused.out_dtype) if fused.add is None else fused.add
+    assert out.shape == (tokens, width)
+    assert out.is_contiguous()
+    add = fused.add is not None
+    hopper_fp8.launch(x, weight.values, bias, out, x_scales, weight.scales, fused.swiglu, add, rows)
+    if fused.rope is not None:
+        turned: Tensor = rope_write.launch(out, fused.rope.mapping, fused.rope.keys, fused.rope.values)
+        return turned
+    return out
+
+
+def _twin(x: Tensor, x_scales: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused) -> Tensor:
+    """Return x [T, K] times the rows of a weight [N, K] plus bias [N], with the epilogue `fused`: [T, N].
+
+    x: float8_e4m3fn; x_scales: float32 [T], of its rows. The result has the dtype of `fused.add`, or `fused.out_dtype`,
+    one of which is needed. K is a multiple of ALIGN.
+    """
+    if weight.scales.dim() == 1:
+        y = F.linear(x.float(), weight.values.float()) * x_scales[:, None] * weight.scales
+    else:
+        y = F.linear(x.float(), weight.dequantized()) * x_scales[:, None]
+    y = y if bias is None else y + bias
+    return finished(y, fused)
+
+
+product = Kernel(_launch, _twin)

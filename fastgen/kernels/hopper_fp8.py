@@ -1,0 +1,210 @@
+"""Products of many tokens in fp8 on Hopper, in Gluon; the same to the bit as the fp8 products of few tokens in
+fastgen.kernels.hopper_products.
+
+Hopper's tensor cores add fp8 products in an accumulator of about 14 bits. Therefore each 128 inputs are summed there
+from zero (four instructions of 32), and these sums are added in float32, in order. With a scale a block of 128 x 128
+inputs and outputs the addition multiplies by it; other scales multiply the result.
+
+Two groups of four warps have 64 tokens of a tile each: while one adds, the other's products keep the tensor cores busy.
+A ninth warp loads (by TMA). A program computes tile after tile, so that loads go on while results are stored.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
+from fastgen.kernels.gluon import gl, gluon_jit, load_tile, nvidia
+from fastgen.kernels.hopper_products import described
+from fastgen.kernels.launch import Chip, tl
+
+CHUNK = 128
+"""Inputs that the tensor cores sum, and rows and inputs of a block with one scale."""
+
+TOKENS = 128  # of a tile: two groups of warps with 64 each
+SIDES = (128, 64)  # rows of each of a tile's two sides
+GROUP = 2048  # tokens whose tiles share the weight's tiles in the L2 cache
+WARPS, REGISTERS, LOADING_REGISTERS = 4, 240, 24  # a group of warps; registers a thread of a group, of the loading warp
+LAUNCHED = 168  # registers a thread before they are shared out: a processor's, over three groups
+
+
+@gluon_jit()
+def _place(
+    tile, T, N, HALF: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Return the first token of a tile, and the first rows of its two sides in the weight."""
+    tiles_n = gl.cdiv(N, 2 * ROWS)
+    if HALF > 0:
+        tiles_n = gl.cdiv(HALF, ROWS)
+    width = GROUP * tiles_n
+    first = tile // width * GROUP
+    within = tile % width
+    tiles = gl.minimum(gl.cdiv(T, TOKENS) - first, GROUP)
+    first_token = (first + within % tiles) * TOKENS
+    if HALF > 0:
+        row = within // tiles * ROWS
+        other = row + HALF
+    else:
+        row = within // tiles * (2 * ROWS)
+        other = row + ROWS
+    return first_token, row, other
+
+
+@gluon_jit("T", "tiles")
+def _product_kernel(
+    x_desc, weight_desc, bias_ptr, out_ptr, x_scales_ptr, scales_ptr, T, N, tiles,
+    K: gl.constexpr, HALF: gl.constexpr, ADD: gl.constexpr, BLOCKS: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute tiles of TOKENS tokens and two sides of ROWS rows: neighbours, or gate and up.
+
+    HALF: rows of gate and of up, or 0 without SwiGLU. BLOCKS: scales are of blocks of 128 x 128, else of rows.
+    """
+    DEPTH: gl.constexpr = x_desc.block_type.shape[1]
+    xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, DEPTH], x_desc.layout)
+    weights = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, ROWS, DEPTH], weight_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], nvidia.mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], nvidia.mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        nvidia.mbarrier.init(ready.index(stage), count=1)
+        nvidia.mbarrier.init(free.index(stage), count=2)
+    ring = (xs, weights, ready, free)
+    pointers = (bias_ptr, out_ptr, x_scales_ptr, scales_ptr)
+    gl.warp_specialize(
+        [
+            (_multiply, (ring, pointers, T, N, tiles, K, HALF, ADD, BLOCKS, GROUP, 0)),
+            (_multiply, (ring, pointers, T, N, tiles, K, HALF, ADD, BLOCKS, GROUP, 1)),
+            (_load_tiles, (x_desc, weight_desc, ring, T, N, tiles, K, HALF, GROUP)),
+        ],
+        [4, 1],
+        [REGISTERS, LOADING_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon_jit()
+def _load_tiles(x_desc, weight_desc, ring, T, N, tiles, K: gl.constexpr, HALF: gl.constexpr, GROUP: gl.constexpr):
+    """Load the steps of all tiles of the program, each when both groups of warps have left a stage."""
+    xs, weights, ready, free = ring
+    STAGES: gl.constexpr = xs.shape[0]
+    TOKENS: gl.constexpr = xs.shape[1]
+    DEPTH: gl.constexpr = xs.shape[2]
+    ROWS: gl.constexpr = weights.shape[1]
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+    stage = 0
+    phase = 1  # of `free`: a new barrier counts as complete before
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        first_token, row, other = _place(tile, T, N, HALF, TOKENS, ROWS, GROUP)
+        for at in range(0, K, DEPTH):
+            nvidia.mbarrier.wait(free.index(stage), phase)
+            nvidia.mbarrier.expect(ready.index(stage), (TOKENS + 2 * ROWS) * DEPTH)
+            load_tile(x_desc, [first_token, at], ready.index(stage), xs.index(stage))
+            load_tile(weight_desc, [row, at], ready.index(stage), weights.index(2 * stage))
+            load_tile(weight_desc, [other, at], ready.index(stage), weights.index(2 * stage + 1))
+            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+            phase = gl.where(stage == 0, phase ^ 1, phase)
+
+
+@gluon_jit()
+def _multiply(
+    ring, pointers, T, N, tiles, K: gl.constexpr, HALF: gl.constexpr, ADD: gl.constexpr, BLOCKS: gl.constexpr,
+    GROUP: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Multiply and store 64 tokens of each tile of the program, the first (PART 0) or the last."""
+    xs, weights, ready, free = ring
+    bias_ptr, out_ptr, _x_scales_ptr, scales_ptr = pointers
+    STAGES: gl.constexpr = xs.shape[0]
+    TOKENS: gl.constexpr = xs.shape[1]
+    SIDE: gl.constexpr = xs.shape[1] // 2
+    DEPTH: gl.constexpr = xs.shape[2]
+    ROWS: gl.constexpr = weights.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 32])
+    part = gl.zeros([SIDE, ROWS], gl.float32, layout)
+    tl.extra.cuda.gdc_wait()
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        first_token, row, other = _place(tile, T, N, HALF, TOKENS, ROWS, GROUP)
+        a = gl.zeros([SIDE, ROWS], gl.float32, layout)
+        b = gl.zeros([SIDE, ROWS], gl.float32, layout)
+        for step in range(0, (K + DEPTH - 1) // DEPTH):
+            if BLOCKS:
+                scale_a = gl.load(scales_ptr + row // DEPTH * ((K + DEPTH - 1) // DEPTH) + step)
+                scale_b = gl.load(scales_ptr + gl.minimum(other, N - 1) // DEPTH * ((K + DEPTH - 1) // DEPTH) + step)
+            nvidia.mbarrier.wait(ready.index(stage), phase)
+            x = xs.index(stage).slice(PART * SIDE, SIDE, 0)
+            product = nvidia.warpgroup_mma(
+                x, weights.index(2 * stage).permute((1, 0)), part, use_acc=False, is_async=True
+            )
+            part = nvidia.warpgroup_mma_wait(0, deps=[product])
+            a = gl.fma(part, gl.full_like(part, scale_a), a) if BLOCKS else a + part
+            product = nvidia.warpgroup_mma(
+                x, weights.index(2 * stage + 1).permute((1, 0)), part, use_acc=False, is_async=True
+            )
+            part = nvidia.warpgroup_mma_wait(0, deps=[product])
+            nvidia.mbarrier.arrive(free.index(stage))
+            b = gl.fma(part, gl.full_like(part, scale_b), b) if BLOCKS else b + part
+            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+            phase = gl.where(stage == 0, phase ^ 1, phase)
+        token = first_token + PART * SIDE + gl.arange(0, SIDE, gl.SliceLayout(1, layout))
+        number = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+        a = _scaled(a, pointers, token, row + number, T, N, BLOCKS)
+        if HALF > 0:
+            b = _scaled(b, pointers, token, other + number, T, N, BLOCKS)
+            places = (gl.expand_dims(token, 1), number * 0, row + number)
+            read = read_pairs(*places, bias_ptr, None, None, None, None, T, N, HALF, 0)
+            finish_pairs(a, b, read, *places, bias_ptr, out_ptr, None, None, T, N, HALF, 0, 0)
+        else:
+            _store(a, bias_ptr, out_ptr, token, row + number, T, N, ADD)
+            b = _scaled(b, pointers, token, other + number, T, N, BLOCKS)
+            _store(b, bias_ptr, out_ptr, token, other + number, T, N, ADD)
+
+
+@gluon_jit()
+def _scaled(acc, pointers, token, row, T, N, BLOCKS: gl.constexpr):
+    """Return the sums [SIDE, ROWS] times the scales of their tokens and rows."""
+    _bias_ptr, _out_ptr, x_scales_ptr, scales_ptr = pointers
+    acc *= gl.expand_dims(gl.load(x_scales_ptr + token, mask=token < T, other=0.0), 1)
+    if not BLOCKS:
+        acc *= gl.expand_dims(gl.load(scales_ptr + row, mask=row < N, other=0.0), 0)
+    return acc
+
+
+@gluon_jit()
+def _store(acc, bias_ptr, out_ptr, token, row, T, N, ADD: gl.constexpr):
+    token = gl.expand_dims(token, 1)
+    read = read_rows(token, row, bias_ptr, out_ptr, T, N, ADD)
+    finish_rows(acc, read, token, row, bias_ptr, out_ptr, T, N, ADD)
+
+
+def rows_of(tokens: int, outputs: int, chip: Chip) -> int:
+    """Return the rows of a tile's sides for a weight of `outputs` rows: 64 or 128, by which the busiest processor has
+    less to do; both give the same bits."""
+
+    def cost(rows: int) -> int:
+        tiles = -(-tokens // TOKENS) * -(-outputs // (2 * rows))
+        return -(-tiles // chip.processors) * (2 * rows + TOKENS // 2)  # half of a tile's cost is that of its tokens
+
+    return min(SIDES, key=cost)
+
+
+def launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, x_scales: Tensor, scales: Tensor,
+    swiglu: bool, add: bool, rows: int,
+) -> None:  # fmt: skip
+    """Multiply x [T, K] with a weight [N, K], both float8_e4m3fn; see fastgen.kernels.fp8.product.
+
+    out: [T, N], or [T, N / 2] with swiglu; with `add` the result is added to it. rows: of SIDES.
+    """
+    (tokens, inputs), outputs, chip = x.shape, len(weight), Chip.of(x.device)
+    half = outputs // 2 if swiglu else 0
+    stage = (TOKENS + 2 * rows) * CHUNK
+    stages = (chip.shared_memory - 4096) // stage
+    tiles = -(-tokens // TOKENS) * (-(-half // rows) if swiglu else -(-outputs // (2 * rows)))
+    _product_kernel[(min(tiles, chip.processors),)](
+        described(x, [TOKENS, CHUNK]), described(weight, [rows, CHUNK]), bias, out, x_scales, scales,
+        tokens, outputs, tiles, inputs, half, add, scales.dim() > 1, TOKENS, rows, stages, GROUP // TOKENS,
+        REGISTERS, LOADING_REGISTERS,
+        num_warps=WARPS, maxnreg=LAUNCHED, enable_fp_fusion=False, launch_pdl=True,
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""fp8 on a GPU: products beside their twin and the same to the bit for any number of tokens, whole answers however work
+is cut up, and updates under graphs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitwise import alone, answers, random_options, random_requests
+from test_gpu_deterministic import SHAPES, TOKENS
+from torch import Tensor
+
+from fastgen import Generator, SamplingParams
+from fastgen.kernels import fp8
+from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels.launch import kernels_of
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or kernels_of(torch.device("cuda", 0)) != "gluon", reason="there is no Hopper GPU"
+)
+MOST = 2048
+SIZES = {"architectures": ["LlamaForCausalLM"], "hidden_size": 1024, "intermediate_size": 1536, "num_hidden_layers": 3,
+         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 4096,
+         "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+         "torch_dtype": "bfloat16"}  # fmt: skip
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "head"])
+def test_a_row_of_a_product_does_not_depend_on_their_number(name: str, blocks: bool) -> None:
+    outputs, inputs = SHAPES[name]
+    torch.manual_seed(0)
+    weight = fp8.quantize_weight(torch.randn(outputs, inputs, device="cuda") * inputs**-0.5, blocks)
+    x, x_scales = fp8.quantize(torch.randn(MOST, inputs, device="cuda", dtype=torch.bfloat16))
+    residual = torch.randn(MOST, outputs, device="cuda", dtype=torch.bfloat16)
+
+    def rows(tokens: int, product: Any = fp8.product.launch) -> Tensor:
+        add = residual[:tokens].clone() if name in ("o", "down") else None
+        fused = Fused(add=add, swiglu=name == "gate_up", out_dtype=torch.bfloat16)
+        out: Tensor = product(x[:tokens], x_scales[:tokens].clone(), weight, None, fused)
+        return out
+
+    expected = rows(MOST)
+    for tokens in TOKENS:
+        assert torch.equal(rows(tokens), expected[:tokens]), tokens
+    torch.testing.assert_close(rows(300), rows(300, fp8.product.twin), rtol=0.02, atol=0.02)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    return tmp_path
+
+
+OPTIONS: dict[str, Any] = {"load": "dummy", "device": "cuda", "seed": 0, "num_pages": 200, "quantization": "fp8"}
+
+
+def test_the_schedule_never_shows(folder: Path) -> None:
+    requests = random_requests(4096, 24, 300, 40)
+    with Generator(folder, **OPTIONS) as gen:
+        assert gen.config.deterministic
+        expected = alone(gen, requests)
+    for seed in range(3):
+        with Generator(folder, **{**OPTIONS, **random_options(seed, 400)}, deterministic=True) as gen:
+            assert answers(gen, requests) == expected
+
+
+def test_updates_are_quantized_under_graphs(folder: Path) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    with Generator(folder, **OPTIONS) as gen, Generator(folder, **{**OPTIONS, "quantization": None}) as plain:
+        weights = {name: shard.view.clone() for name, shard in plain._runner.model.targets().items() if shard.is_whole}
+        expected = gen.generate([[5] * 40], params)[0].completions[0]
+        gen.update_weights({name: tensor * 1.5 for name, tensor in weights.items()})
+        assert gen.generate([[5] * 40], params)[0].completions[0].raw_logprobs != expected.raw_logprobs
+        gen.update_weights(weights)
+        found = gen.generate([[5] * 40], params)[0].completions[0]
+        other = plain.generate([[5] * 40], params)[0].completions[0]
+        assert abs(found.raw_logprobs[0] - other.raw_logprobs[0]) < 0.2

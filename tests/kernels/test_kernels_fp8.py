@@ -1,0 +1,131 @@
+"""kernels/fp8.py: the numbers, the twin of the product, and what the kernels for Hopper are compiled to. On a GPU
+scripts/tune/tune_fp8.py and gpu/test_gpu_fp8.py run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastgen.kernels import fp8
+from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels.launch import KNOWN
+from fastgen.kernels.norm import rms_norm, rms_norm_fp8
+
+COMPILED = """
+import json, sys
+sys.path.insert(0, "scripts/tune")
+import torch, triton
+from compile_kernels import CHIPS, Compiled
+from fastgen.kernels import launch
+
+compiled = Compiled(CHIPS["H200"])
+add = Compiled.add
+
+def shown(self, name, kernel):
+    known = len(self.rows)
+    add(self, name, kernel)
+    for row in self.rows[known:]:
+        print(json.dumps({"tokens": tokens, "ptx": kernel.asm["ptx"], **row}))
+
+Compiled.add = shown
+launch.Chip.of = staticmethod(lambda device: CHIPS["H200"])
+
+from fastgen.kernels import fp8
+from fastgen.kernels.batch_invariant import Fused
+
+def zeros(*shape, dtype=torch.bfloat16):
+    return torch.zeros(*shape, dtype=dtype)
+
+for outputs, inputs, swiglu in [(4096, 14336, False), (28672, 4096, True)]:
+    for tokens in (1, 64, 300):
+        for scales in (zeros(outputs, dtype=torch.float32), zeros(outputs // 128, inputs // 128, dtype=torch.float32)):
+            fused = Fused(None if swiglu else zeros(tokens, outputs), swiglu, out_dtype=torch.bfloat16)
+            x, weight = zeros(tokens, inputs, dtype=fp8.E4M3), zeros(outputs, inputs, dtype=fp8.E4M3)
+            fp8.product.launch(x, torch.zeros(tokens), fp8.Quantized(weight, scales), None, fused)
+"""
+
+
+@pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
+def test_products_are_compiled_for_hopper() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    several: list[dict[str, Any]] = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert {each["kernel"].split(".")[-2] for each in several} == {"hopper_products", "hopper_fp8"}
+    assert len(several) == 12
+    for made in several:
+        assert made["shared"] <= 232_448
+        assert made["spilled"] <= (24 if made["tokens"] == 300 else 0), "of what epilogues store, not of sums"
+        products = set(re.findall(r"wgmma\.mma_async\S+", made["ptx"]))
+        sides = {1: [8], 64: [64], 300: [64, 128]}[made["tokens"]]
+        assert products in [{f"wgmma.mma_async.sync.aligned.m64n{side}k32.f32.e4m3.e4m3"} for side in sides]
+
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def test_quantized_numbers() -> None:
+    x = random(5, 300)
+    x[1] = 0
+    x[2, 7], x[3, 9] = 1e6, -1e-9
+    values, scales = fp8.quantize(x)
+    assert values.dtype == torch.float8_e4m3fn
+    assert torch.equal(scales, (x.abs().amax(1) / 448).clamp(min=1 / (448 * 512)))
+    assert values.float().abs().amax(1)[[0, 2]].tolist() == [448, 448]
+    error = (values.float() * scales[:, None] - x).abs()
+    assert (error <= x.abs() / 16 + scales[:, None] / 512).all(), "three bits of mantissa, and steps of 1/512 near zero"
+
+
+def same(found: Tensor, expected: Tensor) -> float:
+    """Return the share of equal fp8 numbers; the interpreter rounds ties, and up to the next power of two,
+    otherwise."""
+    return (found.float() == expected.float()).float().mean().item()
+
+
+@pytest.mark.parametrize("size", [128, 300, 14336])
+def test_the_kernel_quantizes_as_its_twin(size: int) -> None:
+    x = random(3, size).bfloat16()
+    x[1] = 0
+    (found, scales), (expected, their_scales) = fp8.quantize.launch(x), fp8.quantize.twin(x)
+    assert torch.equal(scales, their_scales)
+    assert same(found, expected) > (0.97 if DEVICE.type == "cpu" else 0.999999)
+
+
+def test_the_norm_in_fp8() -> None:
+    x, weight, delta = random(3, 200), random(200, seed=1), random(3, 200, seed=2)
+    for kind in ("twin", "launch"):
+        expected, their_scales = fp8.quantize.twin(getattr(rms_norm, kind)(x + delta, weight, 1e-5))
+        found, scales = getattr(rms_norm_fp8, kind)(stream := x.clone(), weight, 1e-5, delta)
+        assert torch.equal(stream, x + delta)
+        torch.testing.assert_close(scales, their_scales)
+        assert same(found, expected) > 0.97
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_product_is_that_of_the_dequantized_numbers(blocks: bool) -> None:
+    outputs, inputs = (512, 384) if blocks else (300, 208)
+    weight, x = fp8.quantize_weight(random(outputs, inputs, seed=1), blocks), random(5, inputs)
+    values, scales = fp8.quantize(x)
+    tolerance = {"rtol": 1e-4, "atol": 1e-3} if DEVICE.type == "cpu" else {"rtol": 0.02, "atol": 0.3}  # 14 bits
+    expected = (values.float() * scales[:, None]) @ weight.dequantized().t()
+    gate, up = expected.chunk(2, dim=1)
+    for fused, wanted in (
+        (Fused(out_dtype=torch.float32), expected),
+        (Fused(add=torch.ones(5, outputs, device=DEVICE)), expected + 1),
+        (Fused(swiglu=True, out_dtype=torch.float32), torch.nn.functional.silu(gate) * up),
+    ):
+        torch.testing.assert_close(fp8.product(values, scales, weight, None, fused), wanted, **tolerance)
+    biased = fp8.product(values, scales, weight, torch.ones(outputs, device=DEVICE), Fused(out_dtype=torch.bfloat16))
+    torch.testing.assert_close(biased, (expected + 1).bfloat16(), rtol=0.02, atol=0.01)
