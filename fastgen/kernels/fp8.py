@@ -92,7 +92,9 @@ def quantize_weight(weight: Tensor, blocks: bool = False) -> Quantized:
     then)."""
     rows, columns = (BLOCK, BLOCK) if blocks else (1, weight.shape[1])
     tiles = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    scales = (tiles.abs().amax(dim=(1, 3), keepdim=True) / LARGEST).clamp_(min=LEAST_SCALE)
+    largest = tiles.abs().amax(dim=(1, 3), keepdim=True)
+    # By a tensor: on a GPU torch would multiply with the reciprocal of a number, which has other bits.
+    scales = (largest / torch.full_like(largest, LARGEST)).clamp_(min=LEAST_SCALE)
     values = (tiles / scales).clamp_(-LARGEST, LARGEST).to(E4M3)
     return Quantized(values.reshape(weight.shape), scales[:, 0, :, 0] if blocks else scales.flatten())
 
