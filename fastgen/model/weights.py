@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fastgen.kernels import fp8
 
-DROPPED = "the weights were dropped by sleep"
 LISTED = 20  # names or faults that an error lists
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """Supported dtypes of weights, by their names in safetensors files."""
