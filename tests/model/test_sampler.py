@@ -114,7 +114,7 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "hot": {"temperature": 2.5},
     "top_k": {"top_k": 7},
     "top_p": {"top_p": 0.8},
-    "min_p": {"min_p": 0.1},
+    "min_p": {"temperature": 1.6, "min_p": 0.1},
     "repetition": {"repetition_penalty": 1.7},
     "repetition_below_1": {"repetition_penalty": 0.6},
     "presence": {"presence_penalty": 1.5},
