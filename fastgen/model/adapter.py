@@ -24,8 +24,6 @@ from fastgen.device.pinned import Pinned
 from fastgen.model.loader import load
 from fastgen.model.weights import Shard, Update, write
 
-MERGE_BYTES = 32 << 20  # of the float32 rows that are merged at a time, so that they stay in a GPU's L2 cache
-
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])(?:\.[^.]+)?\.weight")  # in memory with PEFT's name
 _FILES = "adapter_config.json", "adapter_model.safetensors"
 
@@ -85,11 +83,10 @@ class AdapterUpdate(Update):
     def check(self) -> None:
         """Check the config and all tensors. Raises ValueError as `Update.tensors` does, and for a config that is not
         supported, and TypeError for objects of the wrong kind."""
-        given = self._given
-        if given is None:
+        if self._given is None:
             self._given = ()
-        elif isinstance(given, Iterable):
-            items = given.items() if isinstance(given, Mapping) else given
+        elif isinstance(self._given, Iterable):
+            items = self._given.items() if isinstance(self._given, Mapping) else self._given
             self._given = [_renamed(item) for item in items]
             self._expect(_fields(self._config))
         super().check()
@@ -189,19 +186,22 @@ class _Adapted(Shard):
     base: Tensor
 
     def write(self, factors: Tensor) -> None:
-        """Write base + B A. factors: A [rank, inputs] and the transposed B [rank, outputs] of the whole weight, side by
-        side."""
+        """Write base + B A. factors: those of the whole weight, as `AdapterUpdate.tensors` yields them."""
+        merged = self.view.copy_(self.base, non_blocking=True)
         if not len(factors):
-            self.view.copy_(self.base)
             return
-        outputs, inputs = self.shape
-        a, b = torch.split(factors.to(self.view.device), [inputs, outputs], 1)
-        a, b = (self.of(a), b.t()) if self.dim else (a, self.of(b.t()))
-        rows = max(MERGE_BYTES // (4 * a.shape[1]), 1)
-        parts = (torch.split(each, rows) for each in (self.view, self.base, b))
-        for part, base, factor in zip(*parts, strict=True):
-            merged = base.to(part.device, non_blocking=True).to(torch.float32, copy=True)
-            part.copy_(merged.addmm_(factor, a))
+        left = right = factors.to(merged.device)
+        if merged.dtype == torch.bfloat16:  # three of its numbers hold a float32; six of nine products count
+            high = left.bfloat16()
+            middle = (left - high).bfloat16()
+            low = (left - high - middle).bfloat16()
+            left = torch.cat((high, high, high, middle, middle, low))
+            right = torch.cat((high, middle, low, high, middle, high))
+        else:
+            merged = merged.float()
+        a, b = right[:, : self.shape[1]], left[:, self.shape[1] :].t()
+        a, b = (self.of(a), b) if self.dim else (a, self.of(b))
+        self.view.copy_(merged.addmm_(b, a))  # sums in float32: K is too small for cuBLAS to split and round them
 
 
 class Bases:

@@ -44,14 +44,15 @@ def test_graphs_go_on_with_the_new_weights(where: str, dtype: torch.dtype, old: 
 
 @pytest.mark.parametrize("base", ["host", "device"])
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
-def test_graphs_go_on_with_an_adapter_and_with_the_base(where: str, base: str) -> None:
-    state = adapter(BUNDLED)
-    with Generator(adapter_base=base, **OPTIONS) as gen:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_go_on_with_an_adapter_and_with_the_base(where: str, dtype: torch.dtype, base: str) -> None:
+    state, rounding = adapter(BUNDLED), 0 if dtype == torch.float32 else 2**-7
+    with Generator(adapter_base=base, **OPTIONS | {"dtype": str(dtype)[6:]}) as gen:
         views = {name: part.view for name, part in gen._runner.model.targets().items()}
         weights, before = {name: view.clone() for name, view in views.items()}, answers(gen)
         gen.update_adapter({name: tensor.to(where) for name, tensor in state.items()}, CONFIG)
-        for name, weight in merged(BUNDLED, state, dtype=torch.float32).items():
-            assert torch.allclose(views[name].cpu(), weight.float(), rtol=0, atol=1e-5)
+        for name, weight in merged(BUNDLED, state, dtype=dtype).items():
+            assert torch.allclose(views[name].cpu(), weight.to(dtype), rtol=rounding, atol=1e-5)
         adapted = answers(gen)
         assert adapted != before
         gen.sleep()
