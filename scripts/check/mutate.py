@@ -87,7 +87,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("model/host_tier.py", "tests/model/test_host_tier.py"): [
         ("order, pages[start : start + len(part)])", "order, pages[: len(part)])"),
     ],
-    ("request.py", "tests/test_request.py tests/test_generator.py"): [
+    ("request.py", "tests/test_request.py tests/test_generator.py tests/test_updating.py"): [
         ("self.min_tokens > self.max_tokens:", "self.min_tokens >= self.max_tokens:"),
         ("self.versions[-1][0] != version:", "self.versions[-1][0] == version:"),
     ],
