@@ -342,7 +342,7 @@ def put(monkeypatch: pytest.MonkeyPatch, kernel: str, module: ModuleType, *helpe
     program = Program(getattr(module, kernel))
     for each in (module, *helpers):
         for name, value in vars(each).copy().items():
-            if hasattr(value, "rewrite"):  # a function for Triton's interpreter
+            if hasattr(value, "fn") and hasattr(value, "rewrite"):  # a function for Triton's interpreter
                 monkeypatch.setattr(each, name, value.fn)
         monkeypatch.setattr(each, "tl", program.language)
     names = {"gl": program.language, "nvidia": program.nvidia, "barrier": int, "load_tile": load_tile,

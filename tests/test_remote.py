@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(120)
 
 KEY = "secret"
 SHORT = SamplingParams(n=2, max_tokens=8, seed=7, ignore_eos=True)
-LONG = SamplingParams(max_tokens=400, seed=7, ignore_eos=True)
+LONG = SamplingParams(max_tokens=400, seed=7, ignore_eos=True, speculate=False)
 PROMPTS: list[Any] = ["hello", random_ids(20), [{"role": "user", "content": "how are you?"}], {"prompt": "the"}]
 SECONDS = 1.0  # time limit of the wire
 

@@ -75,8 +75,9 @@ def stub_generator(lanes: int, context: int, model: Path | None = None) -> Gener
         pages = lanes * -(-context // PAGE_SIZE) + 1
         return StubRunner(replace(EngineConfig.make(model_config, options), max_model_len=context, num_pages=pages))
 
+    size = {"max_seqs": lanes, "max_step_tokens": 1 << 20, "page_size": PAGE_SIZE}
     with patch("fastgen.ranks.start.build_rank", build):
-        return Generator(model, device="cpu", max_seqs=lanes, max_step_tokens=1 << 20, page_size=PAGE_SIZE)
+        return Generator(model, device="cpu", speculate=False, **size)
 
 
 def decoding(lanes: int, prompt: int, answer: int, read: bool = False, model: Path | None = None) -> Generator:

@@ -25,7 +25,7 @@ from fastgen.device.profiling import span
 
 pytestmark = pytest.mark.timeout(120)
 PARTS = ("schedule", "launch", "collect", "update")
-PARAMS = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, speculate=False)
 
 
 def spans(path: Path) -> Counter[str]:

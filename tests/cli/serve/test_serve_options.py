@@ -42,7 +42,7 @@ def test_flags_go_before_variables_before_the_file(name: str, tmp_path: Path, mo
     texts: dict[Any, tuple[str, ...]] = {int: ("3", "4", "5"), float: ("0.25", "0.5", "0.75")}
     texts |= {bool: ("false", "true", "false")}
     words = ("http://a", "http://b", "http://c") if name == "allow_origin" else ("a", "b", "c")
-    first, second, third = [*option.choices, *option.choices][:3] or texts.get(option.kind, words)
+    first, second, third = [*option.choices * 3][:3] or texts.get(option.kind, words)
 
     def value(options: Options) -> Any:
         (model,) = options.models
