@@ -77,7 +77,7 @@ def stub_generator(lanes: int, context: int, model: Path | None = None) -> Gener
 
     size = {"max_seqs": lanes, "max_step_tokens": 1 << 20, "page_size": PAGE_SIZE}
     with patch("fastgen.ranks.start.build_rank", build):
-        return Generator(model, device="cpu", speculate=False, **size)
+        return Generator(model, device="cpu", **size)
 
 
 def decoding(lanes: int, prompt: int, answer: int, read: bool = False, model: Path | None = None) -> Generator:

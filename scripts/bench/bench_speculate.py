@@ -167,7 +167,8 @@ def step_times(generator: Generator) -> list[dict[str, float]]:
     if drafts is None or graphs is None or options is None:  # on the CPU
         return []
     columns = runner.page_table.shape[1]
-    for lanes, length in itertools.product((1, 2, 4, 8, 16, 32, 64), (512, 2048)):
+    sizes = [lanes for lanes in (1, 2, 4, 8, 16, 32, 64) if lanes <= options.most_lanes]
+    for lanes, length in itertools.product(sizes, (512, 2048)):
         begin = torch.arange(lanes, device=runner.device)
         runner._step.lanes.fill_(generator.config.max_seqs)[:lanes] = begin
         drafts.most[:lanes] = options.width(lanes)
@@ -200,7 +201,7 @@ def milliseconds(launch: Callable[[], None], calls: int = 20) -> float:
 
 
 def bench_speculate(arguments: argparse.Namespace) -> None:
-    with ready_generator(arguments, prefix_cache=False) as (generator, _):
+    with ready_generator(arguments, prefix_cache=False, speculate="auto") as (generator, _):
         steps = step_times(generator)
         found = {name: compare(generator, name, arguments.smoke) for name in STREAMS}
         write_report(arguments, "speculate", {"steps": steps, "streams": found})
