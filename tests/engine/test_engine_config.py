@@ -64,8 +64,12 @@ def test_the_defaults() -> None:
         deterministic=True,
         kernels="torch",
         context_given=False,
-        speculate=Speculation(max_rows=32, row_cost=0.08),
     )
+
+
+def test_speculation_suits_the_device() -> None:
+    assert make(device="cpu", speculate="auto").speculate == Speculation(max_rows=32, row_cost=0.08)
+    assert make(device="cuda", speculate="auto", attention="reference").speculate is None
 
 
 def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_the_cpu() -> None:
