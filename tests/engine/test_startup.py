@@ -9,6 +9,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -181,7 +182,7 @@ def test_ranks_say_why_they_have_no_gpu(llama: Path, monkeypatch: pytest.MonkeyP
         Generator(llama, device="cuda", tensor_parallel=2)
 
 
-def make(folder: Path, **options: float) -> EngineConfig:
+def make(folder: Path, **options: Any) -> EngineConfig:
     given = GeneratorOptions(device="cpu", dtype="float32", **options)  # type: ignore[arg-type]
     return EngineConfig.make(read_config(folder), given)
 
@@ -254,7 +255,7 @@ def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:
         )
 
 
-def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, free: list[float], **options: float) -> EngineConfig:
+def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, free: list[float], **options: Any) -> EngineConfig:
     """_measure_pages on a made-up GPU, whose free memory is `free` after the weights and after the rehearsal."""
     readings = iter(free[1:])
     monkeypatch.setattr(startup, "device_memory", lambda device: int(next(readings)))

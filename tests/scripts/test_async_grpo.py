@@ -47,6 +47,7 @@ def test_old_tokens_alone_are_corrected() -> None:
         async_grpo.corrected(model, [sample], 6, Settings())
 
 
+@pytest.mark.long
 def test_the_program_runs_small_beside_a_server_of_its_own(tmp_path: Path) -> None:
     out, beside = tmp_path / "curve.json", SCRIPTS / "results" / "rl-grpo-cpu.json"
     report = async_grpo.main(["--smoke", "--out", str(out), "--beside", str(beside)])

@@ -16,6 +16,7 @@ FEW = ["--requests", "50", "--connections", "20", "--slow", "4"]
 POOL = ["--page-size", "16", "--num-pages", "120"]  # so small that requests wait and are preempted
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_small_flood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     soak.main([*FEW, "--out", str(tmp_path), "--serve", "bundled", *POOL])

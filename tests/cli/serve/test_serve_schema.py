@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from serving import FGSERVE, Server
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
 
 EXAMPLES = 5  # random requests a route, beside those that try each field's limits
 
