@@ -45,6 +45,7 @@ def test_the_workload_is_the_same_each_time_and_within_its_bounds() -> None:
     assert all(16 <= length <= 256 for pair in workload.lengths() for length in pair)
 
 
+@pytest.mark.long
 def test_pairs_of_both_engines_quiet_and_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.py", "cpu", "--smoke", "--out", str(tmp_path / "out.json")])
     bench.main()
@@ -375,8 +376,8 @@ def test_a_sum_that_is_wrong_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        ("start", {"cold_seconds", "warm_seconds"}),
-        ("chat", {"cold_seconds", "warm_seconds"}),
+        pytest.param("start", {"cold_seconds", "warm_seconds"}, marks=pytest.mark.long),
+        pytest.param("chat", {"cold_seconds", "warm_seconds"}, marks=pytest.mark.long),
         ("load", {"gb_per_second", "spread"}),
         ("busy", {"decode"}),
         ("perf", {"points"}),

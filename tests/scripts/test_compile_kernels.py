@@ -19,6 +19,7 @@ KERNELS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_a_generator_is_compiled_for_ampere() -> None:
     """With the interpreter a kernel may do what the compiler, or a card's shared memory, does not allow."""
