@@ -38,7 +38,7 @@ GENERATOR = {
     "pipeline_parallel_size": "use tensor_parallel",
     "kv_cache_dtype": "leave it out; the KV cache has the dtype of the weights",
     "enable_lora": "use adapter, or Generator.update_adapter",
-    "speculative_config": "use speculate, which changes no bit of an output",
+    "speculative_config": "use speculate",
 }
 """Arguments of vLLM's LLM and of from_pretrained."""
 

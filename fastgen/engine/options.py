@@ -99,8 +99,9 @@ class GeneratorOptions:
         "or H200 in bfloat16 or float16 with heads of 64 to 128",
     )  # fmt: skip
     speculate: Any = option(
-        False, "draft tokens and compute them together, which changes no bit of an output: auto where few sequences "
-        "run, ngram from a sequence's own tokens alone, off; in Python also False or a Speculation", unset="off",
+        False, "draft tokens and compute them together, which in deterministic mode changes no bit of an output: auto "
+        "where few sequences run, ngram from a sequence's own tokens alone, off; in Python also False or a Speculation",
+        unset="off",
     )  # fmt: skip
     generation_config: bool = option(
         True, "take sampling parameters that a request leaves out from the model's generation_config.json"

@@ -103,7 +103,7 @@ def test_a_replayed_step_is_the_launched_one(
 
 
 def test_decodes_are_replayed_and_prefills_are_not() -> None:
-    with Generator(device="cuda", max_seqs=8, seed=0) as gen:
+    with Generator(device="cuda", max_seqs=8, seed=0, speculate=False) as gen:
         graphs = gen._runner.graphs[False]
         ran: list[int] = []
         replay = graphs.run
@@ -122,7 +122,7 @@ def test_steps_in_pieces_are_those_launched_kernel_by_kernel(
     """Replayed pieces are the same bits as called ones; without pieces, but for rounding: fewer rows may go through
     another matrix product."""
     options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "max_seqs": 16, "kv_cache_gb": 1.0, "seed": 0}
-    options["deterministic"] = deterministic
+    options |= {"deterministic": deterministic, "speculate": False}
     if name is not None:
         (tmp_path / "config.json").write_text(json.dumps({**KNOWN[name][0], "num_hidden_layers": 2}))
         options |= {"model": tmp_path, "load": "dummy", "max_model_len": 2048}
