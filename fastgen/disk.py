@@ -16,4 +16,4 @@ def naming_full_disk(path: Path | str, remedy: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (ENOSPC, EDQUOT, EFBIG):
             raise
-        raise OSError(error.errno, f"{error.strerror}; {remedy}", str(path)) from error
+        raise OSError(error.errno, f"{error.strerror}; {remedy}", str(error.filename or path)) from error

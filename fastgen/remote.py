@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 10.0
 END_SECONDS = 0.02  # between two tries to end connections
+_END: Any = object()  # of an iterable
 VOCABULARY = 2**31  # of checks in this process; the server knows its own
 
 
@@ -72,6 +73,7 @@ class RemoteGenerator:
         self._backend, self._timeout, self._max_requests = backend, timeout, max_requests
         self._bucket_bytes, self._replace_group = bucket_bytes, replace_group
         self._wire: Wire | None = None
+        self._key: str | None = None  # of the group that this object has opened
 
     # ------------------------------------------------------------------------------------ outputs
 
@@ -92,7 +94,7 @@ class RemoteGenerator:
             found = {output.id: output for output in with_progress(outputs, len(many), progress)}
         return [found[number] for number in range(len(many))]
 
-    def stream(self, requests: Iterable[Request]) -> PyGenerator[RequestOutput, None, None]:
+    def stream(self, requests: Iterable[Request | None]) -> PyGenerator[RequestOutput, None, None]:
         """Yield the outputs of requests, in the order of completion; see `Generator.stream`. Closing the stream early
         aborts its requests."""
         source, numbers = iter(requests), count()
@@ -100,7 +102,14 @@ class RemoteGenerator:
         pool = ThreadPoolExecutor(self._max_requests, "fastgen-remote")
         try:
             while True:
-                while len(running) < self._max_requests and (request := next(source, None)) is not None:
+                while len(running) < self._max_requests and (request := next(source, _END)) is not _END:
+                    if request is None:
+                        if running:
+                            break
+                        continue
+                    if not isinstance(request, Request):
+                        kind = type(request).__name__
+                        raise TypeError(f"stream takes Requests, not {kind}; give Request(prompt, params)")
                     id = f"r{next(numbers)}" if request.id is None else request.id
                     running.add(pool.submit(self._complete, replace(request, id=id), connections))
                 if not running:
@@ -110,8 +119,9 @@ class RemoteGenerator:
                     yield future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            while wait(running, timeout=END_SECONDS).not_done:
+            while left := [each for each in running if not each.done()]:  # `wait` never counts cancelled ones as done
                 _shut_down(connections)
+                wait(left, timeout=END_SECONDS)
 
     def _complete(self, request: Request, connections: set[HTTPConnection]) -> RequestOutput:
         """Return the output of a request. A refused one gives an output with an error."""
@@ -197,6 +207,7 @@ class RemoteGenerator:
             body = {"backend": backend, "timeout": self._timeout, "bucket_bytes": self._bucket_bytes}
             found = self._post("/init_weight_group", {**body, "replace": self._replace_group})
             self._replace_group = True  # from now on the group is this object's
+            self._key = found["group"]
             address = self._parsed.hostname or "", found["port"]
             gpu = device if backend == "nccl" else None
             self._wire = connect(address, found["group"], gpu, self._timeout, self._bucket_bytes)
@@ -231,7 +242,9 @@ class RemoteGenerator:
         if self._wire is not None:
             self._wire.close()
             self._wire = None
-            self._post("/close_weight_group", {})
+        if self._key is not None:
+            key, self._key = self._key, None
+            self._post("/close_weight_group", {"group": key})
 
     def __enter__(self) -> RemoteGenerator:
         return self

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -392,3 +393,18 @@ def test_the_routes_are_in_the_schema(server: Server) -> None:
 def test_a_client_needs_no_torch() -> None:
     code = "import sys, fastgen.remote; fastgen.remote.RemoteGenerator('http://x:1'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_a_server_that_is_not_there_is_an_error_of_all_prompts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    gone = RemoteGenerator(f"http://127.0.0.1:{port}")
+    with pytest.raises(ConnectionError):
+        gone.generate([[5]] * 64, SHORT)
+
+
+def test_a_stream_takes_requests_and_none(gen: RemoteGenerator) -> None:
+    outputs = list(gen.stream([None, Request([5, 6], SHORT), None, Request([7], SHORT), None]))
+    assert [output.error for output in outputs] == [None, None]
+    with pytest.raises(TypeError, match="stream takes Requests, not str"):
+        next(gen.stream(["hello"]))  # type: ignore[list-item]

@@ -52,8 +52,9 @@ class WeightUpdates:
         self._wire = Wire(store, secrets.token_hex(16), 1, device, seconds, bucket_bytes)
         return {"port": port, "group": self._wire.key}
 
-    def close_weight_group(self) -> None:
-        if self._wire is not None:
+    def close_weight_group(self, group: str | None = None) -> None:
+        """Close the group with this key (None: any), if it is there."""
+        if self._wire is not None and group in (None, self._wire.key):
             self._wire.close()
             self._wire = None
 

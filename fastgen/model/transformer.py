@@ -355,7 +355,8 @@ class Transformer:
         none."""
         found = self._quantizable(name, self._shard(linear.weight, whole, 1), linear.scales, stored)
         if bias:
-            view = linear.weight.new_empty(0) if linear.bias is None else linear.bias
+            # Not in the dtype of the weight, which may be fp8.
+            view = self.norm.weight.new_empty(0) if linear.bias is None else linear.bias
             found[name + ".bias"] = Shard(view, linear.weight.shape[:1])
         return found
 

@@ -348,6 +348,7 @@ def test_scaling_takes_the_gpus_that_there_are() -> None:
     ]
 
 
+@pytest.mark.long
 def test_ways_to_add_up_run_small(tmp_path: Path) -> None:
     """By gloo; what is written looks as what was measured on GPUs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -373,11 +374,12 @@ def test_a_sum_that_is_wrong_is_noticed() -> None:
             tune_allreduce.confirm("some way", wrong, exact)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        pytest.param("start", {"cold_seconds", "warm_seconds"}, marks=pytest.mark.long),
-        pytest.param("chat", {"cold_seconds", "warm_seconds"}, marks=pytest.mark.long),
+        ("start", {"cold_seconds", "warm_seconds"}),
+        ("chat", {"cold_seconds", "warm_seconds"}),
         ("load", {"gb_per_second", "spread"}),
         ("busy", {"decode"}),
         ("perf", {"points"}),

@@ -27,7 +27,7 @@ from fastgen import __version__
 from fastgen.cli.command import note
 from fastgen.cli.serve.answers import GenerationResponse, as_api_error, error_response, json_response, limited
 from fastgen.cli.serve.messages import CountRequest, MessageReply, MessageRequest, count_tokens
-from fastgen.cli.serve.options import ServerOptions
+from fastgen.cli.serve.options import LOCAL, ServerOptions
 from fastgen.cli.serve.page import docs_response, page_response
 from fastgen.cli.serve.prompts import GenerationRequest, detokenize, needed, tokenize, tokenizer_info
 from fastgen.cli.serve.protocol import (
@@ -46,7 +46,6 @@ from fastgen.cli.serve.service import ServedModel, Service
 from fastgen.cli.serve.translation import BlockReply
 
 OPEN = ("/", "/docs", "/openapi.json", "/health", "/ping", "/ready", "/metrics")  # routes without the API key
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # others are replaced
 LARGE = 65536  # bytes; larger bodies are parsed in a thread
 DISCARDED = 8  # multiple of the size limit that is read of a larger body, so that its client reads the response
@@ -130,7 +129,7 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._origins = app, options.origins
-        self._rebindable = options.api_key is None and options.host in LOOPBACK
+        self._rebindable = options.api_key is None and options.host in LOCAL
         self._key = None if options.api_key is None else options.api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

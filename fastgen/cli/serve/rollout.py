@@ -45,6 +45,12 @@ class GroupRequest(ModelRequest):
     replace: bool = False
 
 
+class CloseRequest(ModelRequest):
+    """A request to /close_weight_group. group: its key; None: whichever there is."""
+
+    group: str | None = None
+
+
 class UpdateRequest(ModelRequest):
     """A request to /update_weights, from a folder or by a group, whose sender sends `tensors` (name, dtype and shape of
     each) meanwhile. Others: see `Generator.update_weights`."""
@@ -109,7 +115,10 @@ class Rollout:
         calls: dict[str, tuple[type[Strict], Call]] = {
             "/generate": (GenerateRequest, lambda engine, wanted: engine.generate(wanted.prompt, _params(wanted))),
             "/init_weight_group": (GroupRequest, self._init_group),
-            "/close_weight_group": (ModelRequest, lambda engine, _: engine.call("close_weight_group")),
+            "/close_weight_group": (
+                CloseRequest,
+                lambda engine, wanted: engine.call("close_weight_group", wanted.group),
+            ),
             "/update_weights": (UpdateRequest, self._update),
             "/pause": (ModelRequest, lambda engine, _: engine.pause()),
             "/resume": (ModelRequest, lambda engine, _: engine.resume()),
