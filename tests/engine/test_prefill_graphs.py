@@ -215,6 +215,7 @@ assert len(runners[0].prefill_graphs.graphs.ran) > 3, "some have pieces"
 """
 
 
+@pytest.mark.long
 def test_ranks_say_in_pieces_what_they_say_without(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Steps that are cut in two have none."""
     folder = checkpoint("Llama", attention_bias=True, mlp_bias=True)

@@ -83,6 +83,7 @@ def on_ranks(size: int, folder: Path, store: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_ranks_that_share_tokens_out_say_what_one_process_says(checkpoint: Checkpoint, tmp_path: Path) -> None:
     size, sizes = 3, {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 321}
     folder = checkpoint("Llama", num_hidden_layers=2, attention_bias=True, mlp_bias=True, **sizes)

@@ -431,6 +431,7 @@ def check_death(found: dict[str, Any], text: str) -> None:
     assert found["after"] == ("RuntimeError", f"the ranks no longer agree, make a new Generator: RuntimeError: {text}")
 
 
+@pytest.mark.long
 def test_four_ranks_answer_as_one_process_and_one_is_killed(llama: Path, tmp_path: Path) -> None:
     """The ranks hold each of two KV heads twice, and start without torchrun."""
     program = [sys.executable, str(PROGRAM), str(tmp_path), str(llama)]
