@@ -43,6 +43,8 @@ Ready to chat!
 LOCAL = (
     "model",
     "adapter",
+    "quantization",
+    "speculate",
     "dtype",
     "device",
     "tensor_parallel",
