@@ -516,7 +516,8 @@ class Generator:
                 self._update_output(sequence)
 
     def _drain(self) -> None:
-        with self._resetting():  # the step in flight is read, and no other is launched
+        """Read the step in flight without launching another."""
+        with self._resetting():
             self._collect()
 
     @contextmanager

@@ -344,7 +344,8 @@ def put(monkeypatch: pytest.MonkeyPatch, kernel: str, module: ModuleType, *helpe
         for name, value in vars(each).copy().items():
             if hasattr(value, "fn") and hasattr(value, "rewrite"):  # a function for Triton's interpreter
                 monkeypatch.setattr(each, name, value.fn)
-        monkeypatch.setattr(each, "tl", program.language)
+        monkeypatch.setattr(each, "tl", program.language, raising=False)
+        monkeypatch.setattr(each, "gl", program.language, raising=False)
     names = {"gl": program.language, "nvidia": program.nvidia, "barrier": int, "load_tile": load_tile,
              "reinterpret": reinterpret, "described": Descriptor, kernel: program}  # fmt: skip
     for name, value in names.items():

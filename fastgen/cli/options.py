@@ -85,6 +85,8 @@ def read_yaml(option: Option, value: Any) -> Value:
     """Return the value of an option in a YAML file. Raises ValueError like `read`."""
     if option.kind is str and not isinstance(value, str):
         raise ValueError(f"is {value!r}; it must be a string, so put it in quotes")
+    if value is False and option.kind is not bool:
+        value = "off"  # which YAML reads as False
     if not isinstance(value, str | int | float):
         raise ValueError(f"is {value!r}; it must be a single value")
     return read(option, str(value))

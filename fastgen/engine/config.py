@@ -22,8 +22,8 @@ class EngineConfig:
 
     Memory and pages are those of each rank. num_pages is 0 until a GPU's memory is measured (`with_pages`). host_pages:
     pages of the host tier. kernels: the kind that runs, "gluon" (beside Triton's), "triton" or "torch". context_given:
-    the user gave max_model_len; else it is what the model and the pool allow. speculate: with max_rows and row_cost;
-    None: no speculation.
+    the user gave max_model_len; else it is what the model and the pool allow. adapter: the folder of the one that the
+    start merges. speculate: with max_rows and row_cost; None: no speculation.
     """
 
     device: str

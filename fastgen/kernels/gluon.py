@@ -62,3 +62,14 @@ def side_of(
         return view.index(stage * (PIECES // TILES) + piece // TILES)
     else:
         return reinterpret(tiles.index(stage * PIECES + piece), tiles.dtype, [SIDE, LONG], layout)
+
+
+@gluon_jit()
+def clear_rows(v, keys):
+    """Write zeros over the values from row `keys` on, which no step has written: they may be NaN, which a weight of 0
+    does not cancel. Each group of warps that calls this writes the same."""
+    KEYS: gl.constexpr = v.shape[0]
+    DIMS: gl.constexpr = v.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, layout)), 1)
+    v.store(gl.where(row < keys, v.load(layout), gl.zeros([KEYS, DIMS], v.dtype, layout)))

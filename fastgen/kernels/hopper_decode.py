@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.kernels.gluon import barrier, gl, gluon_jit, load_tile, nvidia
+from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, nvidia
 from fastgen.kernels.hopper_products import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described, runs_on
 from fastgen.kernels.launch import Chip, power_of_two, tl
 from fastgen.kernels.softmax import combine, combine_splits_in_order
@@ -193,7 +193,7 @@ def _attend(
             weights = gl.exp2(gl.fma(scores, SCALE, -gl.expand_dims(next_peak, 0)))
             ws.store(gl.permute(weights.to(dtype), (1, 0)))
             if end - start + behind < KEYS:
-                _clear(v, end - start + behind)
+                clear_rows(v, end - start + behind)
             nvidia.fence_async_shared()
             next_total = nvidia.warpgroup_mma(ones, w, gl.zeros([SIDE, ROWS], gl.float32, mma), is_async=True)
             next_acc = gl.zeros([DIMS, ROWS], gl.float32, mma)
@@ -210,17 +210,6 @@ def _attend(
         q_phase = q_phase ^ slot
         slot = slot ^ 1
         task += programs
-
-
-@gluon_jit()
-def _clear(v, keys):
-    """Write zeros over the values from row `keys` on, which no step has written: they may be NaN, which a weight of 0
-    does not cancel."""
-    KEYS: gl.constexpr = v.shape[0]
-    DIMS: gl.constexpr = v.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [gl.num_warps(), 1], [1, 0])
-    row = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, layout)), 1)
-    v.store(gl.where(row < keys, v.load(layout), gl.zeros([KEYS, DIMS], v.dtype, layout)))
 
 
 @gluon_jit()

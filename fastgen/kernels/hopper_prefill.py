@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.kernels.gluon import barrier, gl, gluon_jit, load_tile, nvidia, reinterpret
+from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, nvidia, reinterpret
 from fastgen.kernels.hopper_products import described, runs_on
 from fastgen.kernels.launch import Chip, power_of_two, tl
 from fastgen.kernels.softmax import combine_splits_in_order
@@ -335,7 +335,7 @@ def _last_step(state, blocks, rest, INVARIANT: gl.constexpr):
     nvidia.mbarrier.wait(ready.index(stage), phase)
     v = vs.index(stage)
     if rest != 0:
-        _clear(v, rest)
+        clear_rows(v, rest)
         nvidia.fence_async_shared()
         barrier()
     next_acc, next_total = _begin_sum(acc, total, p, ones, v, INVARIANT)
@@ -468,17 +468,6 @@ def _join(acc, peak, total, next_acc, p_peak, next_total, next_peak, INVARIANT: 
         total = next_total + total * gl.expand_dims(gl.convert_layout(shrink, narrow), 1)
         peak = next_peak
     return acc, peak, total
-
-
-@gluon_jit()
-def _clear(v, keys):
-    """Write zeros over the values from row `keys` on, which no step may have written: they may be NaN, which a weight
-    of 0 does not cancel. Both groups write the same."""
-    KEYS: gl.constexpr = v.shape[0]
-    DIMS: gl.constexpr = v.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [gl.num_warps(), 1], [1, 0])
-    row = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, layout)), 1)
-    v.store(gl.where(row < keys, v.load(layout), gl.zeros([KEYS, DIMS], v.dtype, layout)))
 
 
 @gluon_jit()

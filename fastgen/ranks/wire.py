@@ -50,7 +50,7 @@ def connect(address: tuple[str, int], key: str, device: torch.device | None, sec
 
 
 class Wire:
-    """One end of a connection for weights: rank 0 sends, rank 1 receives.
+    """One end of a connection for weights. Rank 0 sends them, and rank 1 receives them.
 
     store, key: the ends meet under this key. device: of the bytes; a CPU takes gloo, a GPU takes NCCL. seconds: the
     longest time without progress. bucket_bytes: of the tensors in a bucket, the same at both ends; a larger tensor is a

@@ -15,7 +15,7 @@ from ragged import KV_HEADS, LAYER, Ragged, assert_within
 from test_kernels_batch_invariant import H200
 from torch import Tensor
 
-from fastgen.kernels import hopper_prefill, softmax, work_tiles
+from fastgen.kernels import gluon, hopper_prefill, softmax, work_tiles
 from fastgen.kernels.attention import PartialResults
 
 Attend = Callable[..., Tensor]
@@ -26,7 +26,7 @@ EDGES = [31, 32, 33, 127, 130, 2]
 
 @pytest.fixture
 def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
-    gluon_on_cpu.put(monkeypatch, "_prefill_kernel", hopper_prefill, softmax, work_tiles)
+    gluon_on_cpu.put(monkeypatch, "_prefill_kernel", hopper_prefill, gluon, softmax, work_tiles)
     chip = replace(H200, processors=PROCESSORS)
     monkeypatch.setattr(hopper_prefill, "Chip", SimpleNamespace(of=lambda device: chip))
 

@@ -232,8 +232,6 @@ def _read(data: Mapping[str, Any], known: Mapping[str, Option], where: str = "")
     for name, value in data.items():
         if name not in known:
             raise ValueError(f"{where}there is no option {name!r}; the options are {', '.join(known)}")
-        if known[name].name == "speculate" and value is False:  # YAML's `off`
-            value = "off"
         if value is not None or name == "api_key":
             try:
                 found[known[name].name] = read_yaml(known[name], "" if value is None else value)
