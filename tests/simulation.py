@@ -185,10 +185,12 @@ class Simulation:
         before = list(scheduler.running)
         counts = {sequence: sequence.preemptions for sequence in before}
         drained, ready = not scheduler.in_flight, [s for s in before if _can_decode(s)]
+        covered = scheduler.reservations.growth <= scheduler.pages.available
         batch = scheduler.schedule()
         self._check()
         preempted = [s for s in before if s.preemptions > counts[s]]
         assert drained or not preempted, "preempted while a step is in flight"
+        assert not covered or not preempted, "preempted though the growth of all that run had room"
         assert not preempted or preempted == before[-len(preempted) :], "somebody older than the youngest was preempted"
         if batch is None:
             assert not drained or not scheduler.busy, "nothing to run and nothing to wait for"

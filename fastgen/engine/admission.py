@@ -117,8 +117,9 @@ class PageReservations:
         Each decoding sequence grows by a token a step, so that its length at any step is known, and also the step at
         which it leaves at the latest, because of its max_len. Shared pages count once for each holder. A sequence that
         is admitted later is checked against all that run then, so that the result stays valid. All prefills are assumed
-        to last until the known tokens of all are computed, in steps of the whole budget: with `max_step_ms` they may
-        last longer, and a sequence is then preempted.
+        to last until the known tokens of all are computed, in steps of the whole budget. Two options break these
+        assumptions, and a sequence may then be preempted: prefills last longer with `max_step_ms`, and sequences with
+        right drafts overtake others with `speculate`.
         """
         known, room = len(sequence.token_ids), self.pages.num_pages
         if self.pages.references + self.pages.count(known) * count > room:
