@@ -6,12 +6,8 @@ It handles page numbers only, no tensors. Once a step, `take_changes` returns th
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import OrderedDict
 from typing import NamedTuple
-
-MOST_SAVES = 16  # pages that a step saves ahead, at most; their transfer takes half of the shortest steps' time
-EVICTABLE = 4  # 1 / EVICTABLE of the pages should be free, or idle with a copy in the host tier
 
 
 class Node:
@@ -56,8 +52,7 @@ class PageAllocator:
     the device.
 
     **Host tier.** The host tier has `host_pages` pages. Evicted pages are saved there, and loaded when they match
-    again. Some of the pages that are evicted next are saved ahead, a few in each step, so that no step has to wait for
-    many. A loaded page keeps its host page as long as others are free. When the tier is full, the host page is reused
+    again. A loaded page keeps its host page as long as others are free. When the tier is full, the host page is reused
     whose last save, load or eviction was longest ago. Its node is on the device too, or is a leaf, which is dropped. A
     step does not save to a host page that it loads from, since saves come before loads.
 
@@ -79,7 +74,6 @@ class PageAllocator:
         self._nodes: list[Node | None] = [None] * num_pages  # by page, if it is indexed
         self._idle: OrderedDict[Node, None] = OrderedDict()  # on the device without references, in order of eviction
         self._host: OrderedDict[Node, None] = OrderedDict()  # in the host tier, in the order of reuse
-        self._clean = 0  # number of idle nodes that are in the host tier
         self._free_host_pages = list(range(host_pages))[::-1]
         # The changes of the next batch.
         self._fresh: dict[int, None] = {}
@@ -121,7 +115,7 @@ class PageAllocator:
                 self._loads[node.host_page] = -1
             else:
                 if not self._refs[node.page]:
-                    self._take_from_idle(node)
+                    del self._idle[node]
                 self._refs[node.page] += 1
         for node in nodes:
             if node.page < 0:
@@ -162,7 +156,6 @@ class PageAllocator:
         node = self._nodes[page]
         if node is not None:
             self._idle[node] = None
-            self._clean += node.host_page >= 0
             return
         self._fresh.pop(page, None)
         heapq.heappush(self._free, page)
@@ -210,7 +203,6 @@ class PageAllocator:
         for node in self._idle:
             heapq.heappush(self._free, node.page)
         self._idle.clear()
-        self._clean = 0
         self._host.clear()
         self._nodes = [None] * self.num_pages
         self._saves.clear()
@@ -227,22 +219,8 @@ class PageAllocator:
             self._unlink(node)
         node.page = -1
         self._nodes[page] = None
-        self._take_from_idle(node)
-        return page
-
-    def _take_from_idle(self, node: Node) -> None:
         del self._idle[node]
-        self._clean -= node.host_page >= 0
-
-    def _save_ahead(self) -> None:
-        """Save some of the pages that are evicted next."""
-        wanted = min(self.num_pages // EVICTABLE - len(self._free) - self._clean, MOST_SAVES - len(self._saves))
-        if not self.host_pages or wanted <= 0 or self._clean == len(self._idle):
-            return
-        dirty = itertools.islice((node for node in self._idle if node.host_page < 0), wanted)
-        for node in list(dirty):
-            if not self._save(node):
-                return
+        return page
 
     def _save(self, node: Node) -> bool:
         """Save an idle node to the host tier; return False if no host page can be had."""
@@ -252,7 +230,6 @@ class PageAllocator:
         self._saves[host_page] = node.page
         node.host_page = host_page
         self._host[node] = None
-        self._clean += 1
         return True
 
     def _take_host_page(self) -> int:
@@ -267,7 +244,6 @@ class PageAllocator:
             self._unlink(node)
         host_page, node.host_page = node.host_page, -1
         del self._host[node]
-        self._clean -= node in self._idle
         return host_page
 
     @staticmethod
@@ -280,7 +256,6 @@ class PageAllocator:
 
     def take_changes(self) -> Changes:
         """Return the work on pages for the batch that is now complete."""
-        self._save_ahead()
         changes = Changes(
             tuple(self._fresh),
             tuple((page, host_page) for host_page, page in self._saves.items()),
