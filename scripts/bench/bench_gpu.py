@@ -6,7 +6,7 @@
     python scripts/bench/bench.py gpu --model llama1 --only chat1,chat8,chat32,batch128
     python scripts/bench/bench.py gpu --model qwen14 --only headline
     python scripts/bench/bench.py gpu --quantization fp8               # linear layers in fp8
-    python scripts/bench/bench.py gpu --deterministic                  # headline, short and chat1, with it and without
+    python scripts/bench/bench.py gpu --no-deterministic               # without deterministic mode
     python scripts/bench/bench.py gpu --turns                          # conversations, with and without the host tier
     python scripts/bench/bench.py gpu --speculate                      # speculation over recorded answers
     python scripts/bench/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
@@ -29,7 +29,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bench_logprobs
 import bench_parallel
 import bench_parts
 import bench_sleep
@@ -65,18 +64,16 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "load": (bench_parts.bench_load, "loading a checkpoint from the page cache"),
     "busy": (bench_parts.bench_busy, "the share of a decode that the GPU is busy"),
     "perf": (bench_parts.bench_perf, "tokens/s over the tokens generated"),
-    "deterministic": (bench_parts.bench_deterministic, "what deterministic mode costs"),
     "turns": (bench_turns.bench_turns, "conversations, with and without the host tier"),
     "speculate": (bench_speculate.bench_speculate, "speculation over recorded answers"),
     "sleep": (bench_sleep.bench_sleep, "update_weights, sleep and wake"),
     "adapter": (bench_sleep.bench_adapter, "update_adapter"),
-    "logprobs": (bench_logprobs.bench_logprobs, "the part of a decode step that they take"),
     "scaling": (bench_parallel.bench_scaling, "headline and chat1 on 1, 2 and 4 GPUs"),
     "telling": (bench_parallel.bench_telling, "messages to the ranks, of --tensor-parallel"),
 }
 """What can be measured in place of the workloads: a flag each."""
 
-ONE_PROCESS = ("load", "busy", "deterministic", "scaling", "speculate")  # kinds without --tensor-parallel
+ONE_PROCESS = ("load", "busy", "scaling", "speculate")  # kinds without --tensor-parallel
 
 
 def workload_names(text: str) -> list[str]:
@@ -116,8 +113,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--{kind} chooses the number of GPUs itself; leave --tensor-parallel out")
     if kind == "telling" and not several:
         parser.error("--telling measures messages between ranks; add --tensor-parallel 2")
-    if (kind == "turns" and arguments.no_prefix_cache) or (kind == "deterministic" and arguments.no_deterministic):
-        parser.error(f"--{kind} measures with and without; leave the --no- out")
+    if kind == "turns" and arguments.no_prefix_cache:
+        parser.error("--turns measures with and without the prefix cache; leave --no-prefix-cache out")
     return arguments
 
 

@@ -1,10 +1,8 @@
-"""The other measurements of `bench.py gpu`: loading, the busy share of the GPU, rates over lengths, and the cost of
-deterministic mode."""
+"""The other measurements of `bench.py gpu`: loading, the busy share of the GPU, and rates over lengths."""
 
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import re
@@ -20,6 +18,7 @@ import bench_engine
 import torch
 from bench_engine import write_report
 from bench_limits import WORKLOADS, Costs, Workload, settings
+from huggingface_hub import save_torch_state_dict
 
 from fastgen import Generator
 from fastgen.model import loader
@@ -28,29 +27,6 @@ from fastgen.model.loader import fill_random
 from fastgen.model.transformer import Transformer
 
 PERF_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-
-
-# Deterministic mode
-
-
-def bench_deterministic(arguments: argparse.Namespace) -> None:
-    """Measure workloads without and with deterministic mode, one engine after the other. cost_percent: how much longer
-    the latter takes."""
-    found: dict[str, dict[str, Any]] = {}
-    for deterministic in (False, True):
-        with bench_engine.ready_generator(arguments, deterministic=deterministic) as (generator, ready):
-            mode = "with" if deterministic else "without"
-            for name in arguments.only or ("headline", "short", "chat1"):
-                one = bench_engine.measure_workload(arguments, generator, name, None, 1) | {"ready_seconds": ready}
-                found.setdefault(name, {})[mode] = one
-        gc.collect()
-        if not arguments.smoke:  # the next engine takes what is free
-            torch.cuda.empty_cache()
-    for name, modes in found.items():
-        rate = {mode: one["tokens_per_second"] for mode, one in modes.items()}
-        modes["cost_percent"] = 100 * (rate["without"] / rate["with"] - 1)
-        print(f"{name}: deterministic mode costs {modes['cost_percent']:.1f} %", flush=True)
-    write_report(arguments, "deterministic", {"workloads": found})
 
 
 # Loading
@@ -67,7 +43,10 @@ def bench_load(arguments: argparse.Namespace) -> None:
         folder = Path(name)
         fill_random(targets)
         expected = checksums(views)
-        written = write_checkpoint(views, folder, shard_bytes=10**5 if smoke else 5 * 10**9)
+        written = sum(view.nbytes for view in views.values())
+        whole = {name: view.cpu().clone() for name, view in views.items()}  # views of one memory would be written once
+        save_torch_state_dict(whole, folder, max_shard_size=10**5 if smoke else 5 * 10**9)
+        del whole
         print(f"wrote {written / 1e9:.1f} GB", flush=True)
 
         def load_seconds() -> float:
@@ -94,27 +73,6 @@ def bench_load(arguments: argparse.Namespace) -> None:
 
 def checksums(tensors: dict[str, torch.Tensor]) -> list[int]:
     return torch.stack([tensor.view(torch.int16).sum() for tensor in tensors.values()]).tolist()
-
-
-def write_checkpoint(tensors: dict[str, torch.Tensor], folder: Path, shard_bytes: int) -> int:
-    """Write tensors as shards with an index; returns the bytes of the tensors."""
-    from safetensors.torch import save_file
-
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    held = 0
-    for name, tensor in tensors.items():
-        if held + tensor.nbytes > shard_bytes and shards[-1]:
-            shards.append({})
-            held = 0
-        shards[-1][name] = tensor
-        held += tensor.nbytes
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file({name: tensor.cpu().contiguous() for name, tensor in shard.items()}, folder / file)
-        weight_map |= dict.fromkeys(shard, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 # How busy the GPU is
@@ -167,10 +125,7 @@ def bench_busy(arguments: argparse.Namespace) -> None:
     kernel."""
     smoke = arguments.smoke
     report: dict[str, Any] = {}
-    with bench_engine.dummy_folder(arguments.model, smoke) as folder:
-        generator = Generator(folder, **bench_engine.engine_options(arguments))
-    with generator:
-        bench_engine.warm_up(generator, smoke)
+    with bench_engine.ready_generator(arguments) as (generator, _):
         for name in arguments.only or ["decode"]:
             workload = Workload(4, 24, 80) if smoke else WORKLOADS[name]
             recorder = Recorder(generator, steps=8 if smoke else 64, on_gpu=not smoke)
@@ -236,11 +191,8 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 def bench_perf(arguments: argparse.Namespace) -> None:
     """Measure tok/s over 16 to 2048 generated tokens for 512 prompts of 1024; scripts/bench/plot.py draws it."""
     smoke, points = arguments.smoke, []
-    with bench_engine.dummy_folder(arguments.model, smoke) as folder:
-        generator = Generator(folder, **bench_engine.engine_options(arguments))
-    costs = Costs.of(generator.model_config)
-    with generator:
-        bench_engine.warm_up(generator, smoke)
+    with bench_engine.ready_generator(arguments) as (generator, _):
+        costs = Costs.of(generator.model_config)
         for generated in PERF_LENGTHS[:3] if smoke else PERF_LENGTHS:
             workload = Workload(4, 24, generated) if smoke else Workload(512, 1024, generated)
             found = bench_engine.measure(generator, workload, repeats=1)

@@ -255,19 +255,6 @@ def test_without_deterministic_mode(tmp_path: Path) -> None:
     reports = smoke(tmp_path, "--no-deterministic", "--only", "chat1", "--skip-ceilings")
     engine = reports["mistral7-cpu-nondeterministic.json"]["workloads"]["chat1"]["engine"]
     assert engine["deterministic"] is False
-    with pytest.raises(SystemExit):
-        bench_gpu.parse(["--deterministic", "--no-deterministic"])
-
-
-def test_deterministic_mode_runs_small(tmp_path: Path) -> None:
-    report = smoke(tmp_path, "--deterministic", "--only", "headline,chat1")["mistral7-cpu-deterministic.json"]
-    assert list(report["workloads"]) == ["headline", "chat1"]
-    for found in report["workloads"].values():
-        without, other = found["without"], found["with"]
-        assert (without["engine"]["deterministic"], other["engine"]["deterministic"]) == (False, True)
-        assert found["cost_percent"] == 100 * (without["tokens_per_second"] / other["tokens_per_second"] - 1)
-    with pytest.raises(SystemExit):
-        bench_gpu.parse(["--deterministic", "--tensor-parallel", "2"])
 
 
 def test_only_some_of_another_model(tmp_path: Path) -> None:
