@@ -169,7 +169,7 @@ class EngineLoop:
     ) -> None:
         self._gen, self._incoming, self._send, self._flush = gen, incoming, send, flush
         self._arrived: dict[int, Submit] = {}  # requests to be added, in order
-        self._compiling: set[int] = set()  # requests whose grammar is being compiled
+        self._compiling: dict[int, Future[GrammarMask]] = {}  # requests whose grammar is being compiled
         self._grammars = GrammarPool(partial(_make_compiler, gen))
         self._updates: WeightUpdates | None = None  # made at the first use, since its module imports torch
         self._held: deque[Any] = deque()  # messages that have arrived during a call
@@ -239,18 +239,17 @@ class EngineLoop:
             case Submit(params=SamplingParams(grammar=None)):
                 self._arrived[message.number] = message
             case Submit(params=SamplingParams(grammar=str() as grammar)):
-                self._compiling.add(message.number)
-                compiled = self._grammars.compile(message.number, grammar, message.grammar_timeout)
+                compiled = self._grammars.compile(grammar, message.grammar_timeout)
+                self._compiling[message.number] = compiled
                 compiled.add_done_callback(lambda done: self._incoming.put((message, done)))
             case Submit() as submit, Future() as compiled:
-                if submit.number in self._compiling:
-                    self._compiling.remove(submit.number)
+                if self._compiling.pop(submit.number, None):
                     self._take_compiled(submit, compiled)
             case Abort():
                 for number in message.numbers:
                     self._arrived.pop(number, None)
-                    self._compiling.discard(number)
-                    self._grammars.drop(number)
+                    if compiling := self._compiling.pop(number, None):
+                        compiling.cancel()
                 self._gen.abort(message.numbers)
             case Call():
                 self._call(message)

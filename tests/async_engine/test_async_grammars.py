@@ -44,46 +44,33 @@ def pool(compiler: Compiler) -> Iterator[GrammarPool]:
 
 
 def test_a_grammar_that_takes_too_long_is_an_error_and_others_go_on(pool: GrammarPool) -> None:
-    slow = [pool.compile(number, NEVER, SECONDS) for number in range(WORKERS - 1)]
-    assert pool.compile(10, EASY, SECONDS).result().words
+    slow = [pool.compile(NEVER, SECONDS) for _ in range(WORKERS - 1)]
+    assert pool.compile(EASY, SECONDS).result().words
     assert not any(each.done() for each in slow)
     for each in slow:
         with pytest.raises(ValueError, match=r"takes more than 0\.5 seconds to compile; simplify it"):
             each.result()
-    assert pool.compile(11, EASY, SECONDS).result() is not pool.compile(12, EASY, SECONDS).result()
-
-
-def test_grammars_that_nobody_waits_for_make_room(compiler: Compiler) -> None:
-    pool = GrammarPool(lambda: compiler)
-    before = children(os.getpid())
-    slow = [pool.compile(number, NEVER, 1000) for number in range(3 * WORKERS)]
-    last = pool.compile(99, EASY, SECONDS)
-    until(lambda: len(children(os.getpid())) == len(before) + WORKERS)
-    for number in range(3 * WORKERS):
-        pool.drop(number)
-    assert last.result(timeout=10).words
-    assert all(each.exception() for each in slow)
-    pool.close()
+    assert pool.compile(EASY, SECONDS).result() is not pool.compile(EASY, SECONDS).result()
 
 
 @pytest.mark.parametrize("marks", ['<[3]> <[1000-1010]> "a"', '<|end|> "a"'])
 def test_tokens_do_not_hide_a_slow_grammar(pool: GrammarPool, marks: str) -> None:
     rule = NEVER.removeprefix("start: ")
     with pytest.raises(ValueError, match="takes more than"):
-        pool.compile(0, f"start: {marks} b\nb: {rule}", SECONDS).result()
+        pool.compile(f"start: {marks} b\nb: {rule}", SECONDS).result()
 
 
 def test_errors_are_those_of_the_compiler(pool: GrammarPool) -> None:
     with pytest.raises(ValueError, match="unknown name"):
-        pool.compile(0, "start: nothing", SECONDS).result()
+        pool.compile("start: nothing", SECONDS).result()
 
 
 def test_a_process_that_dies_fails_its_grammar_alone(pool: GrammarPool) -> None:
     before = children(os.getpid())
-    slow = pool.compile(0, NEVER, SECONDS)
+    slow = pool.compile(NEVER, SECONDS)
     until(lambda: len(children(os.getpid())) > len(before))
     (child,) = set(children(os.getpid())) - set(before)
     os.kill(child, signal.SIGKILL)
     with pytest.raises(ValueError, match="was killed by SIGKILL"):
         slow.result()
-    assert pool.compile(1, EASY, SECONDS).result().words
+    assert pool.compile(EASY, SECONDS).result().words
