@@ -290,13 +290,17 @@ class Generator:
         with self._interrupt:
             new = self._step()
             self._events += new
-        events, self._events = self._events, []
-        return events
+        return self.take_events()
 
     @on_all_ranks
     def _step(self) -> list[Event]:
         if self._scheduler.busy:
             self._advance()
+        return self.take_events()
+
+    def take_events(self) -> list[Event]:
+        """Return the events that the next `step` would return at its beginning, without a step: of requests that an
+        update of the weights has ended, for instance."""
         events, self._events = self._events, []
         return events
 

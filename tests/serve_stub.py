@@ -21,6 +21,7 @@ from fastgen.ranks import processes
 from fastgen.request import Event, SamplingParams
 
 STEP_SECONDS = 0.01
+SLEEP_SECONDS = 0.8  # of a call of `sleep`
 BAD = 13
 
 
@@ -78,6 +79,10 @@ class StubGenerator:
                 self._stats.finished += 1
         self._stats.steps += 1
         return events
+
+    def sleep(self, keep_weights: bool) -> int:
+        time.sleep(SLEEP_SECONDS)
+        return 0
 
     def _running(self) -> list[int]:
         return list(self._requests)[: self.config.max_seqs]

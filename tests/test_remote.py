@@ -224,6 +224,22 @@ def test_requests_in_flight(gen: RemoteGenerator, server: Server, weights: Weigh
         assert (completion.finish_reason, [span[0] for span in spans]) == ("length", [version, version + 1])
 
 
+def test_requests_that_end_in_a_pause_tell_it(gen: RemoteGenerator, server: Server, weights: Weights) -> None:
+    asked: dict[str, Any] = {"prompt": [5], "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(gen.generate, [random_ids(5)], LONG)
+        leaving = server.client(KEY).completions.create(model="any", stream=True, **asked)
+        until(lambda: server.stats()["running"] == 2)
+        gen.pause()
+        leaving.close()
+        until(lambda: server.stats()["running"] == 1)
+        gen.update_weights(weights, in_flight="abort")
+        (output,) = running.result(10)
+        until(server.idle)
+        gen.resume()
+    assert output.completions[0].finish_reason == "abort"
+
+
 def test_sleep_and_wake(gen: RemoteGenerator, weights: Weights) -> None:
     assert gen.sleep(keep_weights=False) == 0  # on the CPU
     assert "asleep: kv_cache, weights" in refusal(lambda: gen.generate("a", SHORT))
@@ -367,6 +383,18 @@ def test_a_server_of_a_trainer_is_not_open_and_has_no_replicas(flags: list[str],
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 2
     assert message in ran.stderr
+
+
+def test_a_long_call_is_no_hang() -> None:
+    flags = "--rollout", "--request-timeout=0.6", "--stall-timeout=0.1"
+    with Server(STUB, *flags) as server, ThreadPoolExecutor(1) as pool:
+        gen = RemoteGenerator(server.await_ready().url)
+        with server.client().completions.create(model="any", prompt=[5], max_tokens=4000, stream=True) as stream:
+            next(iter(stream))
+            call = pool.submit(gen.sleep)
+            time.sleep(0.3)
+            assert server.get("/health").status_code == 200
+        assert call.result() == 0
 
 
 def test_a_dead_engine_is_not_started_with_old_weights() -> None:

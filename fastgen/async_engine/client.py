@@ -28,6 +28,7 @@ from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
 from fastgen.async_engine.loop import (
     Abort,
     Call,
+    CallBegun,
     EngineInfo,
     Refused,
     Returned,
@@ -165,7 +166,7 @@ class AsyncGenerator:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._progress = 0.0  # time.monotonic() of the last step, or of the request that ended an idle time
         self._peer: _Process | _Thread | None = None
-        self._wanted = self._loaded = self._closing = self._paused = False
+        self._wanted = self._loaded = self._closing = self._paused = self._in_call = False
         self._failure: Exception | None = None
 
     # ------------------------------------------------------------------------------------ life
@@ -202,7 +203,8 @@ class AsyncGenerator:
         return self.dead
 
     async def _start(self) -> None:
-        self._loaded, self._closing, self._paused, self._failure, self.dead = False, False, False, None, None
+        self._loaded = self._closing = self._paused = self._in_call = False
+        self._failure = self.dead = None
         self.stats = Stats()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._peer = await _Process.start(self._options) if self._own_process else _Thread(self._options)
@@ -238,9 +240,10 @@ class AsyncGenerator:
 
     @property
     def stalled(self) -> float:
-        """Seconds since the last step, or since the first request after an idle time; 0 while the engine is idle or
-        paused."""
-        return max(time.monotonic() - self._progress, 0.0) if self._streams and not self._paused else 0.0
+        """Seconds since the last step or call, or since the first request after an idle time; 0 while the engine is
+        idle, paused, or in a call such as an update of the weights."""
+        steps = self._streams and not self._paused and not self._in_call
+        return max(time.monotonic() - self._progress, 0.0) if steps else 0.0
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -366,7 +369,12 @@ class AsyncGenerator:
         self._die(how)
 
     def _receive(self, message: object) -> None:
+        if self._in_call:
+            self._progress = time.monotonic()
+        self._in_call = isinstance(message, CallBegun)
         match message:
+            case CallBegun():
+                pass
             case StepEnded():
                 self._progress = max(self._progress, message.time)
                 if message.stats is not None:

@@ -99,6 +99,11 @@ class Call(_Numbered):
 
 
 @dataclass(frozen=True, slots=True)
+class CallBegun:
+    """From the engine: a call begins. The next message comes at its end."""
+
+
+@dataclass(frozen=True, slots=True)
 class Returned(_Numbered):
     """From the engine: the result of a call."""
 
@@ -216,7 +221,7 @@ class EngineLoop:
         deadline = time.monotonic() + INTAKE_SECONDS
         while self._arrived and time.monotonic() < deadline:
             self._add(self._arrived.pop(next(iter(self._arrived))))
-        self._report([] if self._waits else self._gen.step())
+        self._report(self._gen.take_events() if self._waits else self._gen.step())
 
     def pause(self) -> None:
         """Run no step until `resume`. Requests stay as they are, and new ones wait."""
@@ -262,6 +267,7 @@ class EngineLoop:
 
     def _call(self, call: Call) -> None:
         self._calling = call.number
+        self._send(CallBegun())
         try:
             result = self._method(call.method)(*call.args, **call.kwargs)
             self._send(Returned(call.number, result))

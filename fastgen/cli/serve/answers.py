@@ -54,11 +54,11 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 @asynccontextmanager
-async def limited(service: Service, receive: Receive | None = None) -> AsyncIterator[None]:
-    """Cancel the block when the time of a request is over, when the service expires, or, with `receive`, when the
-    client disconnects. Raises ApiError or ClientDisconnect then."""
+async def limited(service: Service, receive: Receive | None = None, timed: bool = True) -> AsyncIterator[None]:
+    """Cancel the block when the time of a request is over (if it is `timed`), when the service expires, or, with
+    `receive`, when the client disconnects. Raises ApiError or ClientDisconnect then."""
     watch = None
-    seconds = service.options.request_timeout
+    seconds = service.options.request_timeout if timed else None
     try:
         async with asyncio.timeout(seconds) as deadline:
             service.deadlines.add(deadline)

@@ -85,15 +85,16 @@ Call = Callable[[AsyncGenerator, Any], Awaitable[Any]]
 
 
 class _CallResponse(Response):
-    """The response with the result of a call. A client that disconnects ends the call, as far as it can be ended."""
+    """The response with the result of a call. A client that disconnects ends the call, as far as it can be ended.
+    timed: the call may take no longer than other requests."""
 
-    def __init__(self, service: Service, call: Callable[[], Awaitable[Any]]) -> None:
+    def __init__(self, service: Service, call: Callable[[], Awaitable[Any]], timed: bool = False) -> None:
         super().__init__()
-        self._service, self._call = service, call
+        self._service, self._call, self._timed = service, call, timed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with limited(self._service, receive):
+            async with limited(self._service, receive, self._timed):
                 result = await self._call()
         except EngineError as error:
             raise ApiError(500, str(error), code="engine_error") from None
@@ -128,7 +129,8 @@ class Rollout:
         self.posts = {path: (kind, partial(self._answer, call)) for path, (kind, call) in calls.items()}
 
     async def _answer(self, call: Call, wanted: Any) -> Response:
-        return _CallResponse(self._service, partial(call, self._service.choose(wanted.model).engine, wanted))
+        call = partial(call, self._service.choose(wanted.model).engine, wanted)
+        return _CallResponse(self._service, call, timed=isinstance(wanted, GenerateRequest))
 
     async def weight_version(self, request: Request) -> Response:
         engine = self._service.choose(request.query_params.get("model")).engine
