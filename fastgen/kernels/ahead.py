@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fastgen.kernels.launch import KNOWN, current, launcher, noting
+from fastgen.kernels.launch import KNOWN, Notes, current, launcher, noting
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +35,14 @@ def compile_ahead(steps: Callable[[], None], device: torch.device, show: bool = 
     show: write a progress line to the terminal. If a kernel does not compile, `steps` runs again and launches, since a
     launch handles that.
     """
-    if not (
-        KNOWN and copy_context().run(_compile_noted, steps, device, show)
-    ):  # a copy of the context, so that `noting` is unset afterwards
+    # A copy of the context, so that `noting` is unset afterwards.
+    if not KNOWN or not copy_context().run(_compile_noted, steps, device, show):
         steps()
 
 
 def _compile_noted(steps: Callable[[], None], device: torch.device, show: bool) -> bool:
     """Compile the kernels that `steps` would launch; return whether all of them compile."""
-    notes = _Notes()
+    notes = Notes()
     noting.set(notes)
     steps()
     start = time.perf_counter()
@@ -55,22 +54,6 @@ def _compile_noted(steps: Callable[[], None], device: torch.device, show: bool) 
             threads.shutdown(cancel_futures=True)
     log.debug("%d kernels in %.1f s", len(futures), time.perf_counter() - start)
     return not any(future.exception() for future in futures)
-
-
-class _Notes:
-    """The kernels that steps would launch (`launch.Notes`)."""
-
-    def __init__(self) -> None:
-        self.kernels: list[Callable[[], Any]] = []
-        self._seen: set[object] = set()
-
-    def is_new(self, launch: object) -> bool:
-        new = launch not in self._seen
-        self._seen.add(launch)
-        return new
-
-    def add(self, compile_kernel: Callable[[], Any]) -> None:
-        self.kernels.append(compile_kernel)
 
 
 def _load(compile_kernel: Callable[[], Any], device: torch.device) -> None:

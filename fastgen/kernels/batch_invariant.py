@@ -71,11 +71,6 @@ class ProductConfig:
         """Return the tiles of tokens that share the weight's tiles while these are in the L2 cache."""
         return max(GROUP // self.tokens, 1)
 
-    def shared_memory(self, item_size: int) -> int:
-        """Return the most bytes of a program: its stages, or the results, which change their layout there at the
-        end."""
-        return max(self.stages * (self.tokens + self.rows) * self.depth * item_size, self.tokens * self.rows * 4) + 2048
-
 
 @jit("T")
 def _product_kernel(

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -56,14 +56,19 @@ HOPPER = (9, 0)
 REMEDY = "install torch 2.11 to 2.15, each of which brings a known Triton (3.6 to 3.9)"
 
 
-class Notes(Protocol):
-    """A list of the kernels that would be launched (fastgen.kernels.ahead)."""
+class Notes:
+    """The kernels that would be launched and are not compiled (fastgen.kernels.ahead), as functions that compile
+    them."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Callable[[], Any]] = []
+        self._seen: set[object] = set()
 
     def is_new(self, launch: object) -> bool:
         """Return whether `launch`, a kernel and the kinds of its arguments, is seen for the first time."""
-
-    def add(self, compile_kernel: Callable[[], Any]) -> None:
-        """Note a kernel that is not compiled."""
+        new = launch not in self._seen
+        self._seen.add(launch)
+        return new
 
 
 noting: ContextVar[Notes | None] = ContextVar("noting", default=None)
@@ -138,7 +143,7 @@ def quick(base: Any) -> Any:
         def _do_compile(self, *what: Any) -> Any:
             """Compile a kernel for Triton's `run`; while kernels are noted, note it and return None."""
             compile_kernel, notes = partial(super()._do_compile, *what), noting.get()
-            return compile_kernel() if notes is None else notes.add(compile_kernel)
+            return compile_kernel() if notes is None else notes.kernels.append(compile_kernel)
 
     return Quick
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen.kernels import rope
 from fastgen.kernels.allreduce import add_in_order
 from fastgen.kernels.fp8 import E4M3, quantize, quantized
 from fastgen.kernels.launch import Chip, Kernel, jit, power_of_two, tl
@@ -89,9 +89,7 @@ def _rms_norm_twin(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None =
     """
     if delta is not None:
         x += delta
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
+    return rope.normed(x, weight, eps)
 
 
 rms_norm = Kernel(_rms_norm_launch, _rms_norm_twin)

@@ -168,8 +168,8 @@ def _twin(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, norm:
     num_q = heads.shape[1] - 2 * num_kv
     qk = heads[:, :-num_kv]
     if norm is not None:
-        normed_q = _normed(qk[:, :num_q], norm.q, norm.eps)
-        qk = torch.cat([normed_q, _normed(qk[:, num_q:], norm.k, norm.eps)], dim=1)
+        normed_q = normed(qk[:, :num_q], norm.q, norm.eps)
+        qk = torch.cat([normed_q, normed(qk[:, num_q:], norm.k, norm.eps)], dim=1)
     turned, cells = rotate(qk, *mapping.turns), (mapping.rows,)
     keys.view(-1, head_size).index_put_(cells, turned[: mapping.real, num_q:])
     values.view(-1, head_size).index_put_(cells, heads[: mapping.real, -num_kv:])
@@ -182,7 +182,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).addcmul_(torch.cat((b, a), dim=-1), sin).to(x.dtype)
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMSNorm of x over its last dimension, computed in float32, times weight, in x's dtype."""
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight

@@ -56,8 +56,8 @@ class Lanes(Protocol):
     token_ids: Tensor
     addends: Tensor
     last_token: Tensor
-    counts: Tensor | None
-    in_prompt: Tensor | None
+    counts: Tensor
+    in_prompt: Tensor
 
 
 @dataclass(frozen=True)
@@ -317,8 +317,6 @@ def draw(
             sub, *padded, False, pdl, **options,
         )  # fmt: skip
         return out, None
-    assert lanes.counts is not None
-    assert lanes.in_prompt is not None
     changed = torch.empty(count if edits else 1, vocab, dtype=torch.float32, device=device)
     read_from = logits, changed, edits
     bins = torch.empty(count if cut else 1, 2 * BINS, dtype=torch.int64, device=device)

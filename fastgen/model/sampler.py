@@ -242,7 +242,7 @@ def _launch_draw(
 ) -> SampleOutput:
     cut = plan.sorted_tokens > 0
     out, kept = sampling.draw(
-        logits, state, lanes, positions, state.workspace(len(lanes)),  # type: ignore[arg-type]  # Lanes admits None
+        logits, state, lanes, positions, state.workspace(len(lanes)),
         edited=plan.edits, truncated=cut or plan.min_p, cut=cut, mask=mask, keep=plan.keep_mask,
     )  # fmt: skip
     output = SampleOutput(out[:4])

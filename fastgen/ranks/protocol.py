@@ -202,7 +202,7 @@ class Rank(ABC):
         """Yield the items of the leader's generator on all ranks. All must leave early at the same item, which closes
         the generator."""
         try:
-            while item := self.call(f"next of {name}", lambda: _next(items)):
+            while item := self.call(f"next of {name}", lambda: list(itertools.islice(items, 1))):
                 yield item[0]
         except GeneratorExit:
             if self._end.alive and self._failure is None:
@@ -471,13 +471,6 @@ class Follower(Rank):
             error = error if found is None else error_of(*found)
         self._failure = f"{type(error).__name__}: {error}"
         return error
-
-
-def _next(items: Iterator[T]) -> list[T]:
-    try:
-        return [next(items)]
-    except StopIteration:
-        return []
 
 
 def _end(runner: Runner, peers: Peers, group: Group, spawned: Spawned | None, owner: int) -> None:

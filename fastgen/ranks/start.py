@@ -157,18 +157,13 @@ def start_followers(size: int, arguments: BuildArguments, device: str) -> Leader
         raise
 
 
-def device_of(kind: str, rank: int) -> str:
-    """Return the device of a spawned rank. kind: "cuda" or "cpu"."""
-    return f"cuda:{rank}" if kind == "cuda" else kind
-
-
 def follow(
     rank: int, peers: Peers, arguments: BuildArguments, kind: str, name: str, port: int, size: int, memory: int
 ) -> None:
     """Run a follower until the leader ends, which raises an error here. memory: the descriptor of the shared memory;
     others: see `start_followers`."""
     try:
-        device = torch.device(find_device(device_of(kind, rank)))
+        device = torch.device(find_device(f"cuda:{rank}" if kind == "cuda" else kind))
         if kind == "cuda":
             torch.cuda.set_device(device)
         torch.set_num_threads(max(torch.get_num_threads() // size, 1) if kind == "cpu" else 1)

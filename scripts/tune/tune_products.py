@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.kernels import batch_invariant as module
 from fastgen.kernels import hopper_products
+from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.batch_invariant import Fused, ProductConfig, config, launch_as
-from fastgen.kernels.launch import Chip, triton
+from fastgen.kernels.launch import Chip
 
 LAYERS = 4
 """Whose weights (400 MB each) are read in turn, so that none is left in the L2 cache."""
@@ -134,36 +133,6 @@ def configs(tokens: int, chip: Chip) -> Iterator[ProductConfig]:
                 yield ProductConfig(tile, rows, depth, warps, stages, swap)
 
 
-class CompileOnly:
-    """A kernel whose launches only compile it."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return partial(self.kernel.warmup, grid=grid)
-
-
-def only_compile() -> None:
-    """Prepare a compiling process."""
-    for each in (module, hopper_products):
-        each._product_kernel = CompileOnly(each._product_kernel)
-
-
-def compile_one(job: tuple[Product, ProductConfig]) -> bool:
-    """Put a kernel into Triton's cache; whether that went well."""
-    product, chosen = job
-    weight = torch.empty(product.outputs, product.inputs, device="cuda", dtype=torch.bfloat16)
-    x = torch.zeros(1, product.inputs, device="cuda", dtype=torch.bfloat16)
-    add = torch.zeros(1, product.outputs, device="cuda", dtype=torch.bfloat16) if product.add else None
-    try:
-        ours(product, weight, chosen, x, add)
-    except Exception as error:  # of whatever part of the compiler
-        print(f"  {product.name} {chosen}: {type(error).__name__} {str(error)[:200]}", flush=True)
-        return False
-    return True
-
-
 class Bench:
     """A product's weights in several layers, and the results for MOST tokens that all configurations must give."""
 
@@ -176,7 +145,11 @@ class Bench:
         ]
         self.x = torch.randn(MOST, product.inputs, device="cuda", dtype=torch.bfloat16)
         self.residual = torch.randn(MOST, product.outputs, device="cuda", dtype=torch.bfloat16)
-        self.expected = self.result(config(MOST, product.outputs, product.inputs, torch.bfloat16, chip), MOST)
+        self.expected = self.result(self.own(MOST), MOST)
+
+    def own(self, tokens: int) -> ProductConfig:
+        """Return the library's configuration."""
+        return config(tokens, self.product.outputs, self.product.inputs, torch.bfloat16, self.chip)
 
     def result(self, chosen: ProductConfig, tokens: int) -> Tensor:
         add = self.residual[:tokens].clone() if self.product.add else None
@@ -200,19 +173,24 @@ class Bench:
         return timed(run) / len(self.weights)
 
 
-def measure(
-    bench: Bench, tokens: int, chosen: list[ProductConfig], made: dict[Any, bool], deadline: float
-) -> dict[str, Any]:
-    product = bench.product
-    own = config(tokens, product.outputs, product.inputs, torch.bfloat16, bench.chip)
+def launch_all(benches: list[Bench], chosen: list[ProductConfig], tokens: int) -> None:
+    """Launch each kernel that is measured next."""
+    for bench in benches:
+        for each in [bench.own(tokens), *chosen]:
+            with suppress(Exception):  # it comes again where it is timed
+                bench.result(each, tokens)
+
+
+def measure(bench: Bench, tokens: int, chosen: list[ProductConfig], deadline: float) -> dict[str, Any]:
+    product, own = bench.product, bench.own(tokens)
     found: dict[str, Any] = {"product": product.name, "tokens": tokens, "cuBLAS": bench.microseconds(None, tokens)}
     tried = []
     for each in dict.fromkeys([own, *chosen]):
-        if made.get((product, each)) and (each == own or time.monotonic() < deadline):
+        if each == own or time.monotonic() < deadline:
             try:
                 tried.append({"us": bench.microseconds(each, tokens), "same": bench.same(each, tokens), **asdict(each)})
-            except triton.runtime.errors.OutOfResources as error:
-                print(f"  {product.name} {each}: {error}", flush=True)
+            except Exception as error:  # of whatever part of the compiler
+                print(f"  {product.name} {each}: {type(error).__name__} {str(error)[:200]}", flush=True)
     found |= {"own": tried[0], "tried": sorted(tried, key=lambda one: float(one["us"]))}
     beside = f"cuBLAS {found['cuBLAS']:8.1f}, own {tried[0]['us']:8.1f} us"
     print(f"{product.name:8} {tokens:5} tokens: {beside}", flush=True)
@@ -237,7 +215,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a JSON file for all that was measured")
     parser.add_argument("--seconds", type=float, default=360, help="how long it may take, about (default: 360)")
-    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count(), help="that compile")
     parser.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=TOKENS)
     parser.add_argument("--own", action="store_true", help="time the library's own configurations only")
     args = parser.parse_args()
@@ -246,22 +223,16 @@ def main() -> None:
     torch.manual_seed(0)
     deadline = time.monotonic() + args.seconds
     results: list[dict[str, Any]] = []
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.processes, spawn, only_compile) as pool, torch.inference_mode():
-        chip = Chip.of(torch.device("cuda", torch.cuda.current_device()))
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.inference_mode():
+        chip = Chip.of(device)
         benches = [Bench(product, chip) for product in PRODUCTS]
-        made: dict[Any, bool] = {}
         for tokens in args.tokens:
             chosen = [] if args.own else list(configs(tokens, chip))
-            owns = [
-                (b.product, config(tokens, b.product.outputs, b.product.inputs, torch.bfloat16, chip)) for b in benches
-            ]
-            new = [*owns, *((bench.product, each) for bench in benches for each in chosen)]
-            new = [job for job in dict.fromkeys(new) if job not in made]
             if time.monotonic() > deadline:
                 break
-            made |= zip(new, pool.map(compile_one, new, chunksize=2), strict=True)
-            results += [measure(bench, tokens, chosen, made, deadline) for bench in benches]
+            compile_ahead(partial(launch_all, benches, chosen, tokens), device)
+            results += [measure(bench, tokens, chosen, deadline) for bench in benches]
             print(layer_line(tokens, results), flush=True)
             if args.out:
                 facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "model": "mistral-7b"}
