@@ -10,8 +10,7 @@ import argparse
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -235,7 +234,8 @@ def bench_turns(arguments: argparse.Namespace) -> None:
     found: dict[str, dict[str, Any]] = {}
     seconds: dict[str, list[float]] = {}
     for name, differing in engines.items():
-        with engine(arguments, turns, **differing) as generator:
+        differing |= {"page_size": turns.page_size, "num_pages": turns.pool_pages}
+        with bench_engine.ready_generator(arguments, **differing) as (generator, _):
             found[name] = measure_rounds(generator, turns) | {"engine": asdict(generator.config)}
             print(line(name, found[name]), flush=True)
             confirm(name, found[name])
@@ -244,7 +244,7 @@ def bench_turns(arguments: argparse.Namespace) -> None:
             elif name == "recompute":
                 seconds[name] = alone_computed(generator, turns)
     report = {
-        "turns": about(turns),
+        "turns": asdict(turns) | {"context": turns.context},
         "host_cache_gb": host_gb,
         "engines": found,
         "alone": alone(seconds["host"], seconds["recompute"]),
@@ -257,17 +257,6 @@ def conversations(arguments: argparse.Namespace) -> tuple[Turns, float]:
     turns = SMALL if arguments.smoke else Turns(page_size=arguments.page_size or Turns.page_size)
     model = parse_config(settings(arguments.model, arguments.smoke))
     return turns, turns.host_gb(model, bench_engine.engine_options(arguments)["dtype"])
-
-
-def about(turns: Turns) -> dict[str, int]:
-    return asdict(turns) | {"context": turns.context}
-
-
-@contextmanager
-def engine(arguments: argparse.Namespace, turns: Turns, **options: Any) -> Iterator[Generator]:
-    options |= {"page_size": turns.page_size, "num_pages": turns.pool_pages}
-    with bench_engine.ready_generator(arguments, **options) as (generator, _):
-        yield generator
 
 
 def line(name: str, found: dict[str, Any]) -> str:
