@@ -110,18 +110,12 @@ class ModelConfig:
     quantization: Quantization | None = None  # of the linear layers
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-                      "head_size", "max_position"):  # fmt: skip
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it has to be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
             )
         if self.head_size % 2:
             raise ValueError(f"head_dim={self.head_size} is odd; rope rotates pairs")
-        if not 0 <= self.norm_eps < 1:
-            raise ValueError(f"rms_norm_eps is {self.norm_eps}; it has to be at least 0 and below 1")
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not supported; it has to be one of {', '.join(_DTYPES)}")
 
@@ -190,20 +184,20 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     family = _FAMILIES[architecture]
     config = {**family.absent, **config}
     _refuse_foreign(config)
-    num_layers, num_heads = _int(config, "num_hidden_layers"), _int(config, "num_attention_heads")
-    hidden_size = _int(config, "hidden_size")
+    num_layers, num_heads = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
+    hidden_size = _integer(config, "hidden_size")
     attention_bias = family.attention_bias and bool(config.get("attention_bias"))
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_int(config, "vocab_size"),
+        vocab_size=_integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_int(config, "intermediate_size"),
+        intermediate_size=_integer(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_int(config, "num_key_value_heads", num_heads),
+        num_kv_heads=_integer(config, "num_key_value_heads", num_heads),
         head_size=_head_size(config, hidden_size, num_heads),
-        max_position=_int(config, "max_position_embeddings"),
-        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        max_position=_integer(config, "max_position_embeddings"),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6, low=0, high=1),
         rope=_rope(config),
         qkv_bias=family.qkv_bias or attention_bias,
         o_bias=attention_bias,
@@ -250,8 +244,8 @@ def _refuse_foreign(config: dict[str, Any]) -> None:
 
 def _head_size(config: dict[str, Any], hidden_size: int, num_heads: int) -> int:
     if config.get("head_dim") is not None:
-        return _int(config, "head_dim")
-    if num_heads < 1 or hidden_size % num_heads:
+        return _integer(config, "head_dim")
+    if hidden_size % num_heads:
         raise ValueError(
             f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}, and there is no head_dim"
         )
@@ -266,13 +260,11 @@ def _windows(config: dict[str, Any], family: _Family, num_layers: int) -> tuple[
     `layer_types` and a window equal to its context of 32768, which masks nothing.)
     """
     switch = config.get(family.window)
-    window = None if switch is None or switch is False else config.get("sliding_window")
-    if window is not None and (not _is_int(window) or window < 1):
-        raise _unsupported("sliding_window", window, "a positive number of tokens or null is")
-    size = window or 0
+    on = switch is not None and switch is not False and config.get("sliding_window") is not None
+    size = _integer(config, "sliding_window") if on else 0
     types = config.get("layer_types")
     if types is None or not family.window:
-        first = _int(config, "max_window_layers", 0) if size else 0
+        first = _integer(config, "max_window_layers", 0, low=0) if size else 0
         return tuple(size if layer >= first else 0 for layer in range(num_layers))
     if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise _unsupported("layer_types", types, f"{num_layers} of full_attention or sliding_attention are")
@@ -292,25 +284,17 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
         value = given.get(name, config.get(name))
         if value not in (None, plain):
             raise _unsupported(name, value)
-    theta = _number(given, "rope_theta", _number(config, "rope_theta", 10000.0))
-    if theta <= 1:
-        raise _unsupported("rope_theta", theta, "a number above 1 is")
+    theta = _number(given, "rope_theta", _number(config, "rope_theta", 10000.0, low=2), low=2)
     needed, optional = _ROPE_KINDS[kind]
-    numbers: dict[str, Any] = {name: _number(given, name) for name in needed}
-    numbers |= {name: _number(given, name) for name in optional if given.get(name)}
-    for name, value in numbers.items():
-        if not 1e-6 <= value <= 1e6:
-            raise _unsupported(f"rope {name}", value, "a number from 1e-06 to 1e+06 is")
+    names = *needed, *(name for name in optional if given.get(name))
+    numbers: dict[str, Any] = {name: _number(given, name, low=1e-6, high=1e6) for name in names}
     rope = RopeConfig(kind, theta, **numbers)
     if kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         low, high = rope.low_freq_factor, rope.high_freq_factor
         raise ValueError(f"low_freq_factor={low} has to lie between 0 and high_freq_factor={high}")
     # Some configs hold this field at the top level, too; transformers gives that one priority.
     field = "original_max_position_embeddings"
-    original = _int(config, field, _int(given, field, 0))
-    if original < 0:
-        raise _unsupported(field, original, "a number of tokens is")
-    return replace(rope, original_max_position=original)
+    return replace(rope, original_max_position=_integer(config, field, _integer(given, field, 0, low=0), low=0))
 
 
 def _eos_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
@@ -339,19 +323,21 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _int(config: dict[str, Any], field: str, default: int | None = None) -> int:
+def _integer(config: dict[str, Any], field: str, default: int | None = None, low: int = 1) -> int:
     """Return an integer field. An absent or null field gives the default; without a default it is a ValueError."""
     value = default if config.get(field) is None else config[field]
-    if value is None or not _is_int(value) or abs(value) > _MOST:
-        raise ValueError(f"{field}={value!r} is missing or not an integer up to {_MOST}")
+    if value is None or not _is_int(value) or not low <= value <= _MOST:
+        raise ValueError(f"{field}={value!r} is missing or not an integer from {low} to {_MOST}")
     return value
 
 
-def _number(config: dict[str, Any], field: str, default: float | None = None) -> float:
-    """Return a number field, an int or a float as it is written; otherwise as `_int`."""
+def _number(
+    config: dict[str, Any], field: str, default: float | None = None, low: float = -_LARGEST, high: float = _LARGEST
+) -> float:
+    """Return a number field, an int or a float as it is written; otherwise as `_integer`."""
     value = default if config.get(field) is None else config[field]
-    if value is None or isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
-        raise ValueError(f"{field}={value!r} is missing or not a finite number")
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{field}={value!r} is missing or not a number from {low:g} to {high:g}")
     return value
 
 
