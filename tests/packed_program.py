@@ -9,10 +9,13 @@ ROWS = [1, 2, 3, 4, 5, 7, 8, 11, 16, 25, 33, 64, 150, 256]  # of PACKED_ROW_TILE
 
 
 def check(outputs: int, inputs: int) -> None:
-    plain = Linear(torch.randn(outputs, inputs), torch.randn(outputs))
+    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
+    plain, packed, x = Linear(weight, bias), Linear(weight, bias), torch.randn(ROWS[-1] * PACKED_ROW_TILE, inputs)
     torch.set_num_threads(32)
-    packed, x = plain.pack(), torch.randn(ROWS[-1] * PACKED_ROW_TILE, inputs)
-    assert torch.equal(packed.unpack().weight, plain.weight)
+    packed.pack()
+    packed.unpack()
+    assert torch.equal(packed.weight, weight)
+    packed.pack()
     expected, stream = packed(x), torch.randn(len(x), outputs)
     torch.testing.assert_close(expected, plain(x), atol=1e-3, rtol=1e-5)
     added = packed.add_to(stream.clone(), x)

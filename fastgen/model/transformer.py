@@ -10,7 +10,7 @@ head size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,16 +47,13 @@ PACKED_ROW_TILE = 4
 PACKING_THREADS = 8
 """The most threads that pack a weight. Products of few rows take as many threads at most."""
 
-PRODUCTS = ("qkv", "o", "gate_up", "down")
-"""The linear layers of a Layer."""
-
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 O = "self_attn.o_proj"  # noqa: E741
 GATE_UP, DOWN = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
 """Hugging Face's names of their modules in a layer."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Linear:
     """A linear layer, y = x weight^T + bias; weight: [out, in], bias: [out] or None.
 
@@ -97,21 +94,21 @@ class Linear:
         y = y if y.shape[1] == outputs else y[:, :outputs].contiguous()
         return y if self.bias is None else y.add_(self.bias)
 
-    def pack(self) -> Linear:
-        """Return the layer with its weight packed."""
-        if self.packed is not None:
-            return self
-        memory = self.weight.new_empty(mkl.pack_size(*self.weight.shape))
-        with at_most(PACKING_THREADS):
-            mkl.pack(self.weight, memory)
-        return Linear(self.weight.new_empty(()).expand(self.weight.shape), self.bias, packed=memory)
-
-    def unpack(self) -> Linear:
-        """Return the layer with a plain weight: the product with the identity matrix, which rounds nothing."""
+    def pack(self) -> None:
+        """Pack the weight."""
         if self.packed is None:
-            return self
-        transposed = replace(self, bias=None)(torch.eye(self.weight.shape[1], dtype=torch.float32))
-        return Linear(transposed.t().contiguous(), self.bias)
+            packed = self.weight.new_empty(mkl.pack_size(*self.weight.shape))
+            with at_most(PACKING_THREADS):
+                mkl.pack(self.weight, packed)
+            self.packed = packed
+            self.weight = self.weight.new_empty(()).expand(self.weight.shape)
+
+    def unpack(self) -> None:
+        """Make the weight a plain one: the product with the identity matrix, which rounds nothing."""
+        if self.packed is not None:
+            transposed = replace(self, bias=None)(torch.eye(self.weight.shape[1], dtype=torch.float32))
+            self.weight = transposed.t().contiguous()
+            self.packed = None
 
 
 def apply(
@@ -379,21 +376,21 @@ class Transformer:
 
         Weights are packed one at a time, so that only one is in memory twice, and a head that is the embedding.
         """
-        if self._packs:
-            self._replace_linears(Linear.pack)
+        for linear in self._linears() if self._packs else ():
+            linear.pack()
 
     def unpack(self) -> None:
         """Undo `pack`, one weight at a time, also after a `pack` that failed midway. `targets` can be called then."""
-        self._replace_linears(Linear.unpack)
+        if self.config.tied:
+            self.lm_head = self._tied()
+        for linear in self._linears():
+            linear.unpack()
 
-    def _replace_linears(self, anew: Callable[[Linear], Linear]) -> None:
-        """Replace each linear layer by the result of `anew`."""
-        self.lm_head = anew(self._tied() if self.config.tied else self.lm_head)
-        for number in range(len(self.layers)):
-            for name in PRODUCTS:
-                layer = self.layers[number]
-                changed: dict[str, Any] = {name: anew(getattr(layer, name))}
-                self.layers[number] = replace(layer, **changed)
+    def _linears(self) -> list[Linear]:
+        found = [self.lm_head]
+        for layer in self.layers:
+            found += layer.qkv, layer.o, layer.gate_up, layer.down
+        return found
 
     def forward(self, parts: Sequence[StepPart], pool: KVPool, attention: Attention) -> Tensor:
         """Return the residual stream after the last layer: [T, hidden], or with `ends` [R, hidden].
