@@ -552,7 +552,7 @@ class Generator:
     def _abandon(self, reason: str) -> None:
         """Abort all requests, with no regard to the state that they are in."""
         for active in self._active.values():
-            active.fail(reason)
+            active.finish(reason)
         self._active, self._owners = {}, {}
         self._events, self._late_aborts, self._stepping = [], [], False
         self._scheduler.stats.aborted = self._scheduler.stats.requests - self._scheduler.stats.finished

@@ -171,7 +171,8 @@ class InputProcessor:
         if params.seed is not None:
             return int(params.seed)
         if resume is None:
-            return self._next_seed()
+            digest = hashlib.blake2b(self._seed + b":%d" % next(self._seeds), digest_size=8).digest()
+            return int.from_bytes(digest, "little")
         if resume.seed is None:
             raise ValueError("the completion has no seed to continue its draws with; give params one")
         return resume.seed
@@ -210,10 +211,6 @@ class InputProcessor:
                 f"the prompt has {len(ids)} tokens, and the context of {context} tokens has room for {room}; "
                 "shorten it, or raise max_model_len or the KV pool where the model allows it"
             )
-
-    def _next_seed(self) -> int:
-        digest = hashlib.blake2b(self._seed + b":%d" % next(self._seeds), digest_size=8).digest()
-        return int.from_bytes(digest, "little")
 
 
 def _is_immutable(params: SamplingParams) -> bool:

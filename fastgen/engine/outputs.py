@@ -219,17 +219,11 @@ class ActiveRequest:
         if self.queue is not None:
             self.queue.running.pop(self.id, None)
 
-    def finish(self) -> None:
-        """Leave, and give a call that waits for the output what it waits for."""
+    def finish(self, error: str = "") -> None:
+        """Leave, and give a call that waits for the output either this or an `error`, with `samples` in any state."""
         self.leave()
         if self.queue is not None:
-            self.queue.done.append(self.output())
-
-    def fail(self, reason: str) -> None:
-        """Leave, and give a call that waits for the output one with an error. `samples` may be in any state."""
-        self.leave()
-        if self.queue is not None:
-            self.queue.done.append(error_output(self.id, RuntimeError(reason)))
+            self.queue.done.append(error_output(self.id, RuntimeError(error)) if error else self.output())
 
     def output(self) -> RequestOutput:
         first = self.samples[0].sequence

@@ -214,23 +214,16 @@ class PageAllocator:
         page = node.page
         if node.host_page >= 0:
             self._host.move_to_end(node)  # behind its children, which were evicted first
-        elif not self._save(node):
-            assert not node.children, "children are evicted first, and have lost their host pages"
+        elif (host_page := self._take_host_page()) >= 0:
+            self._saves[host_page] = page
+            node.host_page = host_page
+            self._host[node] = None
+        else:
             self._unlink(node)
         node.page = -1
         self._nodes[page] = None
         del self._idle[node]
         return page
-
-    def _save(self, node: Node) -> bool:
-        """Save an idle node to the host tier; return False if no host page can be had."""
-        host_page = self._take_host_page()
-        if host_page < 0:
-            return False
-        self._saves[host_page] = node.page
-        node.host_page = host_page
-        self._host[node] = None
-        return True
 
     def _take_host_page(self) -> int:
         """Return a free host page, or that of the oldest node that no load needs; -1 if there is none."""
@@ -240,7 +233,6 @@ class PageAllocator:
         if node is None:
             return -1
         if node.page < 0:
-            assert not node.children, "children are evicted first"
             self._unlink(node)
         host_page, node.host_page = node.host_page, -1
         del self._host[node]
@@ -248,7 +240,8 @@ class PageAllocator:
 
     @staticmethod
     def _unlink(node: Node) -> None:
-        """Take a node without children out of the tree."""
+        """Take a node out of the tree."""
+        assert not node.children, "children are evicted first, and have lost their host pages"
         assert node.parent is not None, "the root stays"
         del node.parent.children[node.tokens]
 
