@@ -138,7 +138,7 @@ def _deterministic(model: ModelConfig, options: GeneratorOptions, dtype: str, gp
         if not _aligned(model):
             raise ValueError(
                 "deterministic=True needs layers whose inputs are multiples of 8 on a GPU, and this model's are "
-                f"{', '.join(map(str, _inputs(model)))}; leave it out"
+                f"{', '.join(map(str, input_sizes(model)))}; leave it out"
             )
     return options.deterministic
 
@@ -165,12 +165,13 @@ def _is_fast(model: ModelConfig, options: GeneratorOptions, dtype: str, kernels:
     return kernels == "gluon" and dtype != "float32" and options.attention in ("auto", "paged") and shapes
 
 
-def _inputs(model: ModelConfig) -> tuple[int, ...]:
+def input_sizes(model: ModelConfig) -> tuple[int, int, int]:
+    """Return the numbers of inputs of a layer's linear layers."""
     return model.hidden_size, model.num_heads * model.head_size, model.intermediate_size
 
 
 def _aligned(model: ModelConfig) -> bool:
-    return not any(size % 8 for size in _inputs(model))
+    return not any(size % 8 for size in input_sizes(model))
 
 
 def token_bytes(model: ModelConfig, dtype: str) -> int:

@@ -158,7 +158,10 @@ class InputProcessor:
             for index in (range(params.n) if resume is None else (resume.index,))
         ]
         if score is not None:
-            _want_scores(sequences[0], *score)
+            first = sequences[0]
+            first.score_start, first.score_temperature = score
+            first.prompt_logprobs = [math.nan] * len(ids)
+            first.prompt_top_logprobs = [{} for _ in ids] if params.prompt_logprobs else []
         samples = [ActiveSample(sequence) for sequence in sequences]
         if self.tokenizer is not None and (queue is None or params.stop_strings):
             for sample in samples:
@@ -220,14 +223,6 @@ def _is_immutable(params: SamplingParams) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _want_scores(sequence: Sequence, start: int, temperature: float) -> None:
-    """Ask for the logprobs of the prompt's tokens from position `start` on."""
-    sequence.score_start, sequence.score_temperature = start, temperature
-    sequence.prompt_logprobs = [math.nan] * sequence.prompt_len
-    if sequence.params.prompt_logprobs:
-        sequence.prompt_top_logprobs = [{} for _ in range(sequence.prompt_len)]
 
 
 def check_resumed(completion: Completion, params: SamplingParams, vocab_size: int) -> None:

@@ -17,8 +17,6 @@ from fastgen.names import GENERATOR, unknown_name
 from fastgen.option import option, options_of
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ATTENTION = ("flash", "paged", "reference")
-ADAPTER_BASES = ("host", "device")
 MOST_SEQS = 8192  # limit of the kernels that list the work of a step
 MOST_GB = 1e9  # of memory: 10^18 bytes
 
@@ -37,7 +35,7 @@ class GeneratorOptions:
     adapter_base: str = option(
         "host", "memory for the weights as they are without an adapter, which the first update_adapter copies: pinned "
         "memory of the host, or the device's, which makes an update faster",
-        choices=ADAPTER_BASES,
+        choices=("host", "device"),
     )  # fmt: skip
     dtype: str = option(
         "auto", "dtype of weights and KV cache; auto is the checkpoint's on a GPU, float32 on the CPU",
@@ -83,7 +81,7 @@ class GeneratorOptions:
     attention: str = option(
         "auto", "attention kernels; auto is paged on a GPU and reference on the CPU, flash is paged with flash-attn "
         "for prefills",
-        choices=("auto", *ATTENTION),
+        choices=("auto", "flash", "paged", "reference"),
     )  # fmt: skip
     tensor_parallel: int = option(
         1, "GPUs that hold the model together; this process drives the first, and starts a process for each other one",

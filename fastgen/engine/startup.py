@@ -24,7 +24,7 @@ import torch
 
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.disk import naming_full_disk
-from fastgen.engine.config import EngineConfig
+from fastgen.engine.config import EngineConfig, input_sizes
 from fastgen.engine.cuda_graphs import batch_sizes, prefill_sizes, shared_sizes
 from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.runner import SCORE_ROWS, Runner, speculative_sizes
@@ -47,7 +47,7 @@ from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingPar
 log = logging.getLogger(__name__)
 
 GRAPH_BYTES = 4e6  # memory of the graphs of one step size, beside their tensors
-LEAST_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
+LEAST_CAPABILITY = 8  # Ampere, the first with bfloat16
 
 
 def find_device(name: str | None, ranks: int = 1) -> str:
@@ -90,19 +90,13 @@ def find_device(name: str | None, ranks: int = 1) -> str:
     if device.type == "cuda" and device.index is None:  # the current GPU may change later
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type == "cuda":
-        _check_capability(device)
+        chip = torch.cuda.get_device_properties(device)
+        if chip.major < LEAST_CAPABILITY:
+            raise ValueError(
+                f"{device} is a {chip.name} of compute capability {chip.major}.{chip.minor}, and fastgen needs "
+                f"{LEAST_CAPABILITY}.0 or higher; select another GPU, or use device='cpu'"
+            )
     return str(device)
-
-
-def _check_capability(device: torch.device) -> None:
-    """Raise ValueError if a GPU is too old."""
-    chip = torch.cuda.get_device_properties(device)
-    if (chip.major, chip.minor) < LEAST_CAPABILITY:
-        least = ".".join(map(str, LEAST_CAPABILITY))
-        raise ValueError(
-            f"{device} is a {chip.name} of compute capability {chip.major}.{chip.minor}, and fastgen needs {least} or "
-            "higher; select another GPU, or use device='cpu'"
-        )
 
 
 def _default_device() -> str:
@@ -154,7 +148,7 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
 
 def _check_fp8(model: ModelConfig, dtype: str, kernels: str) -> None:
     """Raise ValueError if a GPU can not run a model in fp8. model: as a rank holds it."""
-    sizes = model.hidden_size, model.num_heads * model.head_size, model.intermediate_size
+    sizes = input_sizes(model)
     if kernels != "gluon" or dtype == "float32" or any(size % fp8.ALIGN for size in sizes):
         raise ValueError(
             "linear layers in fp8 need a Hopper GPU (H100, H200), bfloat16 or float16, a known Triton (3.6 to 3.9, as "

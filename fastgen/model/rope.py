@@ -50,20 +50,18 @@ def _llama3(rope: RopeConfig, plain: Tensor, context: int) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, periods: Tensor, context: int) -> Tensor:
-    """Keep the pairs before the ramp of `_yarn_ramp`, and interpolate those after it."""
-    low, high = _yarn_ramp(rope, 2 * len(periods), context)
-    pairs = torch.arange(len(periods), dtype=torch.float32, device=CPU)
-    keep = 1 - torch.clamp((pairs - low) / (high - low), 0, 1)
-    # 1 - keep is not always the ramp again in float32.
-    return 1.0 / (rope.factor * periods) * (1 - keep) + 1.0 / periods * keep
-
-
-def _yarn_ramp(rope: RopeConfig, head_size: int, context: int) -> tuple[float, float]:
-    """Return the indices of the pairs, in doubles, between which YaRN goes from keeping to interpolating."""
+    """Keep the pairs before a ramp, and interpolate those after it. The ends of the ramp are doubles."""
+    head_size = 2 * len(periods)
 
     def pair_with(turns: float) -> float:
         """Return the unrounded index of the pair that makes `turns` turns over the original context."""
         return head_size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = max(math.floor(pair_with(rope.beta_fast)), 0), min(math.ceil(pair_with(rope.beta_slow)), head_size - 1)
-    return low, high + 0.001 if low == high else high  # a step instead of a ramp
+    low = max(math.floor(pair_with(rope.beta_fast)), 0)
+    high: float = min(math.ceil(pair_with(rope.beta_slow)), head_size - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp
+    pairs = torch.arange(len(periods), dtype=torch.float32, device=CPU)
+    keep = 1 - torch.clamp((pairs - low) / (high - low), 0, 1)
+    # 1 - keep is not always the ramp again in float32.
+    return 1.0 / (rope.factor * periods) * (1 - keep) + 1.0 / periods * keep

@@ -136,7 +136,8 @@ def apply(
         y: Tensor = product(values, scales, weight, linear.bias, fused)
         return y
     if norm is not None:
-        x = _normed(x, norm, delta)
+        plain = cpu.takes(x) and delta is None
+        x = cpu.rms_norm(x, norm.weight, norm.eps) if plain else rms_norm(x, norm.weight, norm.eps, delta)
     if _fuses(x, linear):
         # The torch twin of the kernel would have other bits, so a batch-invariant layer has no fallback.
         multiply = batch_invariant.product.launch if linear.batch_invariant else batch_invariant.product
@@ -149,14 +150,6 @@ def apply(
     if swiglu:
         y = cpu.swiglu(y) if cpu.takes(y) else epilogue.swiglu(y)
     return y
-
-
-def _normed(x: Tensor, norm: RMSNorm, delta: Tensor | None = None) -> Tensor:
-    """Return the RMSNorm of x [T, N], to which delta [T, N] is added in place before."""
-    if cpu.takes(x) and delta is None:
-        return cpu.rms_norm(x, norm.weight, norm.eps)
-    normed: Tensor = rms_norm(x, norm.weight, norm.eps, delta)
-    return normed
 
 
 @dataclass(frozen=True)
