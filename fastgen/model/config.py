@@ -88,7 +88,6 @@ class RopeConfig:
 class ModelConfig:
     """The shape of a dense decoder-only transformer. Sizes that do not fit together raise a ValueError."""
 
-    architecture: str  # as in config.json, such as "LlamaForCausalLM"
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -180,15 +179,13 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     generation: the content of `generation_config.json`, whose eos ids win. Fields mean what they mean to transformers
     5. `pretraining_tp` changes no result and is ignored.
     """
-    architecture = _architecture(config)
-    family = _FAMILIES[architecture]
+    family = _family(config)
     config = {**family.absent, **config}
     _refuse_foreign(config)
     num_layers, num_heads = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
     hidden_size = _integer(config, "hidden_size")
     attention_bias = family.attention_bias and bool(config.get("attention_bias"))
     return ModelConfig(
-        architecture=architecture,
         vocab_size=_integer(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_integer(config, "intermediate_size"),
@@ -225,13 +222,13 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     return {field: _number(generation, field) for field in GENERATION_CONFIG if generation.get(field) is not None}
 
 
-def _architecture(config: dict[str, Any]) -> str:
+def _family(config: dict[str, Any]) -> _Family:
     of_types = {family.model_type: name for name, family in _FAMILIES.items()}
     names = config.get("architectures") or [of_types.get(config.get("model_type", ""))]
     if len(names) != 1 or names[0] not in _FAMILIES:
         fields = f"architectures={config.get('architectures')!r} (model_type={config.get('model_type')!r})"
         raise ValueError(f"{fields} is not supported; fastgen runs {', '.join(_FAMILIES)}")
-    return str(names[0])
+    return _FAMILIES[names[0]]
 
 
 def _refuse_foreign(config: dict[str, Any]) -> None:

@@ -111,27 +111,22 @@ class Linear:
             self.packed = None
 
 
+PLAIN = Fused()
+
+
 def apply(
-    linear: Linear,
-    x: Tensor,
-    *,
-    norm: RMSNorm | None = None,
-    delta: Tensor | None = None,
-    add: Tensor | None = None,
-    swiglu: bool = False,
-    rope: RopeWrite | None = None,
-    out_dtype: torch.dtype | None = None,
+    linear: Linear, x: Tensor, fused: Fused = PLAIN, norm: RMSNorm | None = None, delta: Tensor | None = None
 ) -> Tensor:
     """Return a linear layer of x [T, in], fused with the operations around it.
 
-    delta: [T, in], added to x in place first. norm: the RMSNorm of x. Then at most one of: swiglu, SwiGLU of the output
-    (the weight holds gate, then up); add: [T, out], to which the output is added in place; rope: see RopeWrite, only
-    where `_fuses` is true. A batch-invariant layer, and few rows of another layer, go through fastgen's own kernel;
-    many rows go through BLAS.
+    delta: [T, in], added to x in place first. norm: the RMSNorm of x. fused: at most one of add, swiglu and rope; rope
+    only where `_fuses` is true. A batch-invariant layer, and few rows of another layer, go through fastgen's own
+    kernel; many rows go through BLAS.
     """
     if linear.scales is not None:
         values, scales = fp8.quantize(x) if norm is None else rms_norm_fp8(x, norm.weight, norm.eps, delta)
-        weight, fused = fp8.Quantized(linear.weight, linear.scales), Fused(add, swiglu, rope, out_dtype or x.dtype)
+        weight = fp8.Quantized(linear.weight, linear.scales)
+        fused = fused._replace(out_dtype=fused.out_dtype or x.dtype)
         product = fp8.product.launch if linear.batch_invariant else fp8.product
         y: Tensor = product(values, scales, weight, linear.bias, fused)
         return y
@@ -141,13 +136,13 @@ def apply(
     if _fuses(x, linear):
         # The torch twin of the kernel would have other bits, so a batch-invariant layer has no fallback.
         multiply = batch_invariant.product.launch if linear.batch_invariant else batch_invariant.product
-        out: Tensor = multiply(x, linear.weight, linear.bias, Fused(add, swiglu, rope, out_dtype))
+        out: Tensor = multiply(x, linear.weight, linear.bias, fused)
         return out
-    assert rope is None
-    if add is not None:
-        return linear.add_to(add, x)
-    y = linear(x, out_dtype)
-    if swiglu:
+    assert fused.rope is None
+    if fused.add is not None:
+        return linear.add_to(fused.add, x)
+    y = linear(x, fused.out_dtype)
+    if fused.swiglu:
         y = cpu.swiglu(y) if cpu.takes(y) else epilogue.swiglu(y)
     return y
 
@@ -458,7 +453,7 @@ class Transformer:
         layer, behind = self.layers[number], self.layers[number + 1 : number + 2]
         with span("mlp"):
             x, norm, delta = part.residual.input(layer.post_norm)
-            hidden = apply(layer.gate_up, x, norm=norm, delta=delta, swiglu=True)
+            hidden = apply(layer.gate_up, x, Fused(swiglu=True), norm, delta)
             self._add(part, layer.down, hidden, behind[0].input_norm if behind else None)
 
     def _add(self, part: StepPart, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:
@@ -467,7 +462,7 @@ class Transformer:
         following: the norm that comes next, None after the last layer.
         """
         if self.group.size == 1:
-            apply(linear, x, add=part.residual.whole())
+            apply(linear, x, Fused(add=part.residual.whole()))
         else:
             part.residual.add(apply(linear, x), following)
 
@@ -480,9 +475,8 @@ class Transformer:
         with span("qkv"):
             x, norm, delta = part.residual.input(layer.input_norm)
             if layer.head_norm is None and _fuses(x, layer.qkv):
-                rope = RopeWrite(mapping, keys, values)
-                return apply(layer.qkv, x, norm=norm, delta=delta, rope=rope)
-            qkv = apply(layer.qkv, x, norm=norm, delta=delta)
+                return apply(layer.qkv, x, Fused(rope=RopeWrite(mapping, keys, values)), norm, delta)
+            qkv = apply(layer.qkv, x, PLAIN, norm, delta)
             if layer.head_norm is None and cpu.takes(qkv):
                 return cpu.rope_write(qkv, mapping, keys, values)
             turned: Tensor = rope_write(qkv, mapping, keys, values, layer.head_norm)
@@ -508,7 +502,7 @@ class Transformer:
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Return logits, float32 [R, V], of rows x [R, hidden] of `forward`, in `out` if given; None on ranks above
         0."""
-        own = apply(self.lm_head, self._padded(x), norm=self.norm, out_dtype=torch.float32)[: len(x)]
+        own = apply(self.lm_head, self._padded(x), Fused(out_dtype=torch.float32), self.norm)[: len(x)]
         return self.group.gather(own, out)
 
     def _padded(self, x: Tensor) -> Tensor:

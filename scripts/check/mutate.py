@@ -81,7 +81,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if name in self._seen:", "if False:"),
     ],
     ("model/transformer.py", "tests/model/test_transformer.py"): [
-        ('"k_proj": kv_heads, "v_proj": kv_heads', '"v_proj": kv_heads, "k_proj": kv_heads'),
+        ('"self_attn.k_proj", "self_attn.v_proj")', '"self_attn.v_proj", "self_attn.k_proj")'),
         ("self.group.rank * (whole // size) // self.group.size * size", "self.group.rank * size % whole"),
     ],
     ("model/host_tier.py", "tests/model/test_host_tier.py"): [

@@ -17,7 +17,6 @@ from fastgen.kernels.launch import Chip
 from fastgen.model.config import ModelConfig, RopeConfig
 
 MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
     vocab_size=300,
     hidden_size=64,
     intermediate_size=96,
