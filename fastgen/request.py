@@ -543,6 +543,10 @@ class Completion(Drawn):
         return sum(self.raw_logprobs)
 
 
+SHARED = tuple(name for name in Event.__dataclass_fields__ if name in Completion.__dataclass_fields__)
+"""Fields that Event and Completion have under the same name and with the same meaning."""
+
+
 @dataclass(slots=True)
 class Timings:
     """Seconds since the request was added. first_token: None if it ended without a token."""

@@ -40,7 +40,7 @@ from fastgen.engine.outputs import Stats
 from fastgen.names import explains_attributes, explains_calls
 from fastgen.ranks import processes
 from fastgen.ranks.channel import HEAD, Failed, Start, frame
-from fastgen.request import FOREIGN, Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
+from fastgen.request import FOREIGN, SHARED, Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
 from fastgen.text.grammar import params_grammar, structure_name
 
 log = logging.getLogger(__name__)
@@ -419,19 +419,7 @@ class AsyncGenerator:
 
 def _output(id: int, samples: list[Event], timings: Timings) -> RequestOutput:
     """Return the output of a request. samples: one event each, of all tokens."""
-    completions = [
-        Completion(
-            index=event.index,
-            token_ids=event.token_ids,
-            **event.lists(),
-            text=event.text,
-            finish_reason=event.finish_reason or "",
-            stop_reason=event.stop_reason,
-            error=event.error,
-            weight_versions=event.weight_versions or [],
-        )
-        for event in samples
-    ]
+    completions = [Completion(**{name: getattr(event, name) for name in SHARED}) for event in samples]
     first = samples[0]
     return RequestOutput(
         id=id,

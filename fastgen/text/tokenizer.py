@@ -78,17 +78,9 @@ class Tokenizer:
         # verbose=False: no warning of a text longer than the context, which the caller refuses
         return list(self.hf(text, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        prompting: bool = True,
-        variables: Mapping[str, Any] | None = None,
-        most: int | None = None,
-        continuing: bool = False,
-    ) -> list[int]:
-        """Return the ids of a conversation. most: see `encode`. For other arguments, see `render_chat`."""
-        text = self.render_chat(messages, prompting, variables, continuing)
-        return self.encode(text, special=False, most=most)
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], most: int | None = None, **options: Any) -> list[int]:
+        """Return the ids of a conversation. most: see `encode`. options: see `render_chat`."""
+        return self.encode(self.render_chat(messages, **options), special=False, most=most)
 
     def render_chat(
         self,

@@ -18,7 +18,7 @@ from fastgen.cli.serve.protocol import (
     refused,
 )
 from fastgen.cli.serve.replies import Vocabulary
-from fastgen.request import Event, RequestOutput, SamplingParams
+from fastgen.request import SHARED, Event, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from fastgen.generator import Generator
@@ -87,16 +87,7 @@ def _answer(
 def _events(prompt: int, output: RequestOutput) -> list[Event]:
     """Return the events of a request's end, as fgserve would get them from the engine."""
     events = [
-        Event(
-            id=prompt,
-            index=completion.index,
-            token_ids=completion.token_ids,
-            text=completion.text,
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-            cached_tokens=output.cached_tokens,
-            **completion.lists(),
-        )
+        Event(id=prompt, cached_tokens=output.cached_tokens, **{name: getattr(completion, name) for name in SHARED})
         for completion in output.completions
     ]
     events[0].prompt_logprobs, events[0].prompt_top_logprobs = output.prompt_logprobs, output.prompt_top_logprobs

@@ -129,7 +129,7 @@ def encode_chat(
         messages = calling.template_messages(request.messages or ())
         continuing = bool(request.continue_final_message)
         prompting = request.add_generation_prompt is not False and not continuing
-        return tokenizer.encode_chat(messages, prompting, variables, most, continuing)
+        return tokenizer.encode_chat(messages, most, prompting=prompting, variables=variables, continuing=continuing)
     except ValueError as error:
         if request.chat_template_kwargs:
             plain = request.model_copy(update={"chat_template_kwargs": None})

@@ -84,6 +84,21 @@ class _BaseReply(Generic[Request]):
     def _envelope(self, choices: SequenceOf[Any]) -> dict[str, Any]:
         return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices}
 
+    def _choice(
+        self,
+        index: int,
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+        ids: SequenceOf[int] = (),
+        versions: list[tuple[int, int, int]] | None = None,
+        **content: Any,
+    ) -> dict[str, Any]:
+        """Return a choice, or a part of one. content: what it says, under the name that it has in the API."""
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        if self.request.return_token_ids:
+            choice["token_ids"], choice["weight_versions"] = list(ids), versions
+        return choice
+
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._envelope([choice])
         if self.request.continuous_usage:
@@ -131,7 +146,7 @@ class ChatReply(_BaseReply[ChatRequest]):
         index, ids = event.index, event.token_ids
         if index not in self._begun:
             self._begun.add(index)
-            begin = self._delta(index, {"role": "assistant", "content": ""})
+            begin = self._chunk(self._choice(index, delta={"role": "assistant", "content": ""}))
             if self.request.return_token_ids:
                 begin["prompt_token_ids"] = self.prompts[0].ids
             yield begin
@@ -139,10 +154,11 @@ class ChatReply(_BaseReply[ChatRequest]):
         deltas, logprobs = self._deltas(event), self._logprobs(event)
         if not deltas and ids and (logprobs is not None or self.request.return_token_ids):
             deltas = [{}]  # tokens without text yet
-        for number, delta in enumerate(deltas):  # logprobs and ids go with the first
-            yield self._delta(index, delta, None if number else logprobs, ids=[] if number else ids)
+        for delta in deltas:
+            yield self._chunk(self._choice(index, logprobs, ids=ids, delta=delta))
+            logprobs, ids = None, []  # they go with the first
         if event.finish_reason is not None:
-            yield self._delta(index, {}, reason=self._reason(event), versions=event.weight_versions)
+            yield self._chunk(self._choice(index, None, self._reason(event), (), event.weight_versions, delta={}))
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
         parser = self._parsers[event.index]
@@ -156,39 +172,19 @@ class ChatReply(_BaseReply[ChatRequest]):
     def _reason(self, event: Event) -> str | None:
         return "tool_calls" if event.finish_reason == "stop" and event.index in self._called else event.finish_reason
 
-    def _delta(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        reason: str | None = None,
-        ids: SequenceOf[int] = (),
-        versions: list[tuple[int, int, int]] | None = None,
-    ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        if self.request.return_token_ids:
-            choice["token_ids"], choice["weight_versions"] = list(ids), versions
-        return self._chunk(choice)
-
     def whole(self, events: Iterable[Event]) -> dict[str, Any]:
         """Return the complete response for all events of the request."""
-        choices = [self._choice(event) for event in joined(list(events))]
+        choices = [self._choice_of(event) for event in joined(list(events))]
         reply = {**self._envelope(choices), "object": "chat.completion", "usage": self.usage}
         if self.request.return_token_ids:
             reply["prompt_token_ids"] = self.prompts[0].ids
         return reply
 
-    def _choice(self, event: Event) -> dict[str, Any]:
+    def _choice_of(self, event: Event) -> dict[str, Any]:
         self._count(event)
-        choice = {
-            "index": event.index,
-            "message": {**joined_message(self._deltas(event)), "refusal": None},
-            "logprobs": self._logprobs(event),
-            "finish_reason": self._reason(event),
-        }
-        if self.request.return_token_ids:
-            choice["token_ids"], choice["weight_versions"] = event.token_ids, event.weight_versions
-        return choice
+        message = {**joined_message(self._deltas(event)), "refusal": None}
+        logprobs, reason = self._logprobs(event), self._reason(event)
+        return self._choice(event.index, logprobs, reason, event.token_ids, event.weight_versions, message=message)
 
     def _logprobs(self, event: Event) -> dict[str, Any] | None:
         """Return an entry for each token, including the stop token."""
@@ -229,35 +225,31 @@ class CompletionReply(_BaseReply[CompletionRequest]):
         chunks = []
         for event in self._sorted(events):
             if event.text or event.finish_reason is not None or details:
-                chunks.append(self._chunk(self._choice(event)))
+                chunks.append(self._chunk(self._choice_of(event)))
             else:
                 self._count(event)
         return chunks
 
     def whole(self, events: Iterable[Event]) -> dict[str, Any]:
         """Return the complete response for all events of the request."""
-        return {**self._envelope([self._choice(event) for event in self._sorted(events)]), "usage": self.usage}
+        return {**self._envelope([self._choice_of(event) for event in self._sorted(events)]), "usage": self.usage}
 
     def _sorted(self, events: Iterable[Event]) -> list[Event]:
         merged = joined(list(events))
         self._scores |= {int(event.id): event for event in merged if event.prompt_logprobs is not None}
         return merged
 
-    def _choice(self, event: Event) -> dict[str, Any]:
+    def _choice_of(self, event: Event) -> dict[str, Any]:
         self._count(event)
         index, prompt = int(event.id) * self.request.choices + event.index, self.prompts[int(event.id)]
         first = index not in self._begun
         self._begun.add(index)
-        choice = {
-            "index": index,
-            "text": prompt.text + event.text if first and self.request.echo else event.text,
-            "logprobs": None if self.request.logprobs is None else self._logprobs(event, index, first),
-            "finish_reason": event.finish_reason,
-        }
-        if self.request.return_token_ids:
-            choice["token_ids"], choice["weight_versions"] = event.token_ids, event.weight_versions
-            if first:
-                choice["prompt_token_ids"] = prompt.ids
+        logprobs = None if self.request.logprobs is None else self._logprobs(event, index, first)
+        text = prompt.text + event.text if first and self.request.echo else event.text
+        reason, versions = event.finish_reason, event.weight_versions
+        choice = self._choice(index, logprobs, reason, event.token_ids, versions, text=text)
+        if self.request.return_token_ids and first:
+            choice["prompt_token_ids"] = prompt.ids
         return choice
 
     def _logprobs(self, event: Event, index: int, first: bool) -> dict[str, list[Any]]:
