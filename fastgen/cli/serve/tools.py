@@ -6,9 +6,10 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from fastgen.cli.serve.protocol import ChatMessage, ChosenTools, Tool, ToolCall, ToolMode
+from fastgen.cli.serve.protocol import ChatMessage, ChosenTools, Tool, ToolMode
 from fastgen.text.grammar import json_rule, quoted
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tool_calls import HERMES, LLAMA, MISTRAL, ToolParser, find_syntax
@@ -59,26 +60,22 @@ class Calling:
 
     def _template_message(self, message: ChatMessage, names: Mapping[str, str]) -> dict[str, Any]:
         """names: functions by the ids of calls; the template of Hermes requires the name in a result."""
-        role = "system" if message.role == "developer" else message.role
-        written: dict[str, Any] = {"role": role, "content": message.text or ""}
-        if message.name is not None:
-            written["name"] = message.name
-        if message.tool_call_id is not None:
-            written["tool_call_id"] = self._template_id(message.tool_call_id)
-            if message.tool_call_id in names:
-                written.setdefault("name", names[message.tool_call_id])
-        if message.tool_calls:
-            written["tool_calls"] = [self._template_call(call) for call in message.tool_calls]
+        written = {**message.model_dump(exclude_none=True), "content": message.text or ""}
+        if message.role == "developer":
+            written["role"] = "system"
+        if (id := message.tool_call_id) is not None:
+            written["tool_call_id"] = self._template_id(id)
+            if id in names:
+                written.setdefault("name", names[id])
+        if not message.tool_calls:
+            written.pop("tool_calls", None)
+        for call in written.get("tool_calls", ()):
+            call["id"] = self._template_id(call["id"])
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(call["function"]["arguments"] or "{}")
+                if isinstance(arguments, dict):
+                    call["function"]["arguments"] = arguments
         return written
-
-    def _template_call(self, call: ToolCall) -> dict[str, Any]:
-        try:
-            arguments = json.loads(call.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        given = arguments if isinstance(arguments, dict) else call.function.arguments
-        function = {"name": call.function.name, "arguments": given}
-        return {"type": "function", "id": self._template_id(call.id), "function": function}
 
     def _template_id(self, id: str) -> str:
         """Return an id that Mistral's templates accept, also for a call that another server made."""
