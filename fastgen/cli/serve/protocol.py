@@ -13,10 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, LiteralString, TypeVar, ca
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Discriminator,
     Field,
     FiniteFloat,
-    Tag,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -436,23 +434,15 @@ def check_continued(request: ChatRequest | TokenizeRequest) -> None:
             raise wrong("continue_final_message", "needs text in the last message")
 
 
-def _kind_of_prompt(prompt: Any) -> str:
-    """Return the tag of the type that a prompt is checked as, which its first item decides."""
-    if not isinstance(prompt, list) or not prompt:
-        return "texts" if isinstance(prompt, list) else "text"
-    return "texts" if isinstance(prompt[0], str) else "many ids" if isinstance(prompt[0], list) else "ids"
-
-
 # A prompt may have very many ids; check_prompt checks their range at once.
 _Id = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": INT32})]
 _Ids = Annotated[list[_Id], Field(min_length=1, fail_fast=True)]
-_Prompts = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("texts")]
-    | Annotated[_Ids, Tag("ids")]
-    | Annotated[list[_Ids], Field(min_length=1, fail_fast=True), Tag("many ids")],
-    Discriminator(_kind_of_prompt),
-]
+_Prompts = (
+    str
+    | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+    | _Ids
+    | Annotated[list[_Ids], Field(min_length=1, fail_fast=True)]
+)
 
 
 class CompletionRequest(GenerationFields):
@@ -565,9 +555,10 @@ def _with_one_structure(data: Any) -> Any:
 
 
 def _api_error(error: ValidationError, data: Any) -> ApiError:
-    """Describe the deepest wrong field: among the types of a union, it belongs to the closest one."""
+    """Describe the deepest wrong field, or the last in a list: among the types of a union, it belongs to the closest
+    one."""
     found = [(_path(details, data), details) for details in error.errors(include_url=False)]
-    path, details = max(found, key=lambda pair: len(pair[0]))  # the first of them
+    path, details = max(found, key=lambda pair: (len(pair[0]), [step for step in pair[0] if isinstance(step, int)]))
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
     kind = details["type"]
     if kind == "missing":
