@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from fastgen.async_engine.client import EngineError, EventStream
 from fastgen.cli.serve import messages, responses
-from fastgen.cli.serve.prompts import GenerationReply, GenerationRequest, grammar_field, prepare
+from fastgen.cli.serve.prompts import GenerationRequest, grammar_field, prepare
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, refused
 from fastgen.cli.serve.service import Meter, Service, expire
 from fastgen.cli.serve.translation import BlockReply
@@ -95,28 +95,22 @@ class GenerationResponse(Response):
     ) -> None:
         super().__init__()
         self._service, self._request, self._translate = service, request, translate
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
-
-        async def send_begun(message: Message) -> None:
-            nonlocal begun
-            await send(message)
-            begun = True
-
         try:
             async with limited(self._service, receive):
-                await self._answer(scope, send_begun)
+                await self._answer(scope, send)
         except Exception as error:
-            if not begun:
+            if not self._begun:
                 raise
-            if not isinstance(error, ApiError | ClientDisconnect):
+            if isinstance(error, ClientDisconnect):
+                return
+            if not isinstance(error, ApiError):
                 log.exception("a request failed")
-            if not isinstance(error, ClientDisconnect):
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(FAREWELL_SECONDS):
-                        body = b"".join(map(_sse, self._reply.error(as_api_error(error))))
-                        await send({"type": "http.response.body", "body": body, "more_body": False})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FAREWELL_SECONDS):
+                    await _send_body(send, _sse(self._reply.error(as_api_error(error))))
 
     async def _answer(self, scope: Scope, send: Send) -> None:
         """Answer the request; `scope` gets its meter. Raises ApiError."""
@@ -132,7 +126,33 @@ class GenerationResponse(Response):
             meter.prompt_tokens = sum(map(len, prompts))
             with model.engine.submit(prompts, params, every_step=bool(request.stream)) as stream:
                 turns = _observed(stream, leave, meter, field)
-                await (_send_stream if request.stream else _send_whole)(self._reply, turns, send)
+                await (self._send_stream if request.stream else self._send_whole)(turns, send)
+
+    async def _send_stream(self, turns: AsyncIterator[list[Event]], send: Send) -> None:
+        reply = self._reply
+        async for events in _at_once(turns) if reply.scored else turns:
+            many = sum(len(event.token_ids) + len(event.prompt_logprobs or ()) for event in events) > MANY
+            chunks = await asyncio.to_thread(reply.push, events) if many else reply.push(events)
+            if not self._begun:  # not before the engine has accepted the request
+                await self._begin(send, "text/event-stream; charset=utf-8", (b"cache-control", b"no-cache"))
+            if chunks:
+                await _send_body(send, _sse(chunks), more=True)
+        await _send_body(send, _sse(reply.end()) + reply.end_mark)
+
+    async def _send_whole(self, turns: AsyncIterator[list[Event]], send: Send) -> None:
+        events = [event async for new in turns for event in new]
+        body = await asyncio.to_thread(lambda: to_json(self._reply.whole(events)))
+        await self._begin(send, "application/json", (b"content-length", b"%d" % len(body)))
+        await _send_body(send, body)
+
+    async def _begin(self, send: Send, kind: str, header: tuple[bytes, bytes]) -> None:
+        headers = [(b"content-type", kind.encode()), header]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._begun = True
+
+
+async def _send_body(send: Send, body: bytes, more: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 def _sizes(request: GenerationRequest) -> list[int]:
@@ -160,35 +180,14 @@ async def _observed(
         raise ApiError(503, str(error), code="not_ready") from None
 
 
-async def _send_stream(reply: GenerationReply | BlockReply, turns: AsyncIterator[list[Event]], send: Send) -> None:
-    if reply.scored:
-        turns = _at_once(turns)
-    begun = False
-    async for events in turns:
-        many = sum(len(event.token_ids) + len(event.prompt_logprobs or ()) for event in events) > MANY
-        chunks = await asyncio.to_thread(reply.push, events) if many else reply.push(events)
-        if not begun:  # not before the engine has accepted the request
-            begun = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-        if chunks:
-            await send({"type": "http.response.body", "body": b"".join(map(_sse, chunks)), "more_body": True})
-    await send({"type": "http.response.body", "body": b"".join(map(_sse, reply.end())) + reply.end_mark})
-
-
 async def _at_once(turns: AsyncIterator[list[Event]]) -> AsyncIterator[list[Event]]:
     yield [event async for events in turns for event in events]
 
 
-def _sse(chunk: dict[str, Any]) -> bytes:
-    """Return a chunk as a server-sent event, with its type as the event's name where it has one."""
-    name = b"event: %s\n" % chunk["type"].encode() if "type" in chunk else b""
-    return name + b"data: " + to_json(chunk) + b"\n\n"
-
-
-async def _send_whole(reply: GenerationReply | BlockReply, turns: AsyncIterator[list[Event]], send: Send) -> None:
-    events = [event async for new in turns for event in new]
-    body = await asyncio.to_thread(lambda: to_json(reply.whole(events)))
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _sse(chunks: Iterable[dict[str, Any]]) -> bytes:
+    """Return chunks as server-sent events, each with its type as the event's name where it has one."""
+    events = []
+    for chunk in chunks:
+        name = b"event: %s\n" % chunk["type"].encode() if "type" in chunk else b""
+        events.append(name + b"data: " + to_json(chunk) + b"\n\n")
+    return b"".join(events)

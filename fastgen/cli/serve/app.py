@@ -50,7 +50,7 @@ REQUEST_ID = re.compile(r"[!-~]{1,128}")  # others are replaced
 LARGE = 65536  # bytes; larger bodies are parsed in a thread
 DISCARDED = 8  # multiple of the size limit that is read of a larger body, so that its client reads the response
 
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[Response] | Response]
 Answerer = Callable[[Any], Awaitable[Response]]  # of the checked body of a post
 
 
@@ -67,9 +67,9 @@ def make_app(service: Service) -> Starlette:
             expose_headers=["x-request-id"],
         )
         middleware.insert(1, cors)
-    pages = [Route("/", routes.page), Route("/docs", routes.docs)] if service.options.page else []
+    pages = [Route("/", lambda _: page_response()), Route("/docs", lambda _: docs_response())]
     app = Starlette(
-        routes=pages + [route for prefix in ("/v1", "") for route in routes.under(prefix)],
+        routes=pages * service.options.page + [route for prefix in ("/v1", "") for route in routes.under(prefix)],
         middleware=middleware,
         exception_handlers=dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), _handle),
     )
@@ -207,7 +207,7 @@ class _Routes:
             "/models": self.models,
             "/models/{name:path}": self.model,
             "/tokenizer_info": self.tokenizer_info,
-            "/version": self.version,
+            "/version": lambda _: json_response({"version": __version__}),
             "/health": self.health,
             "/ping": self.health,
             "/ready": self.ready,
@@ -260,15 +260,6 @@ class _Routes:
             "owned_by": "fastgen",
             "max_model_len": model.facts.max_model_len,
         }
-
-    async def page(self, request: Request) -> Response:
-        return page_response()
-
-    async def docs(self, request: Request) -> Response:
-        return docs_response()
-
-    async def version(self, request: Request) -> Response:
-        return json_response({"version": __version__})
 
     async def health(self, request: Request) -> Response:
         """Answer 200 while all engines are idle or make progress."""
