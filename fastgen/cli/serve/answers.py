@@ -17,8 +17,8 @@ from fastgen.async_engine.client import EngineError, EventStream
 from fastgen.cli.serve import messages, responses
 from fastgen.cli.serve.prompts import GenerationRequest, grammar_field, prepare
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, refused
+from fastgen.cli.serve.replies import ChatReply
 from fastgen.cli.serve.service import Meter, Service, expire
-from fastgen.cli.serve.translation import BlockReply
 from fastgen.request import Event
 
 log = logging.getLogger(__name__)
@@ -91,10 +91,10 @@ class GenerationResponse(Response):
     the application's handlers answer earlier ones."""
 
     def __init__(
-        self, service: Service, request: GenerationRequest, translate: Callable[[Any], BlockReply] | None = None
+        self, service: Service, request: GenerationRequest, make_reply: Callable[..., ChatReply] = ChatReply
     ) -> None:
         super().__init__()
-        self._service, self._request, self._translate = service, request, translate
+        self._service, self._request, self._make_reply = service, request, make_reply
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,11 +118,10 @@ class GenerationResponse(Response):
         model = service.choose(request.model)
         scope["meter"] = meter = Meter(service.metrics, model.name)
         with model.queue.enter(_sizes(request), request.choices) as leave:
-            reply, params = await asyncio.to_thread(prepare, model.facts, request)
-            self._reply = reply if self._translate is None else self._translate(reply)
+            self._reply, params = await asyncio.to_thread(prepare, model.facts, request, self._make_reply)
             model.check_ready()  # it may have died meanwhile
             field = None if params.grammar is None else grammar_field(request)
-            prompts = [prompt.ids for prompt in reply.prompts]
+            prompts = [prompt.ids for prompt in self._reply.prompts]
             meter.prompt_tokens = sum(map(len, prompts))
             with model.engine.submit(prompts, params, every_step=bool(request.stream)) as stream:
                 turns = _observed(stream, leave, meter, field)

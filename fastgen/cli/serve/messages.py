@@ -15,7 +15,6 @@ from pydantic_core import from_json, to_json
 
 from fastgen.cli.serve.prompts import ModelFacts, calling_of, encode_chat, needed
 from fastgen.cli.serve.protocol import INT32, ApiError, ChatRequest, Strict, check_request, wrong
-from fastgen.cli.serve.replies import ChatReply
 from fastgen.cli.serve.translation import Block, BlockReply, called, merged, text_of, translated
 from fastgen.request import SamplingParams
 
@@ -178,8 +177,8 @@ def count_tokens(request: CountRequest, model: ModelFacts) -> dict[str, int]:
 class MessageReply(BlockReply):
     """The message that answers."""
 
-    def __init__(self, request: MessageRequest, chat: ChatReply) -> None:
-        super().__init__(chat)
+    def __init__(self, request: MessageRequest, *chat: Any) -> None:
+        super().__init__(*chat)
         self._max_tokens = request.max_tokens
 
     def begin(self) -> Iterable[dict[str, Any]]:
@@ -209,10 +208,10 @@ class MessageReply(BlockReply):
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": f"msg_{self.chat.id.rpartition('-')[2]}",
+            "id": f"msg_{self.id.rpartition('-')[2]}",
             "type": "message",
             "role": "assistant",
-            "model": self.chat.model,
+            "model": self.model,
             "content": content,
             "stop_reason": self._stop_reason,
             "stop_sequence": self.stop_reason if self._stop_reason == "stop_sequence" else None,
@@ -224,13 +223,13 @@ class MessageReply(BlockReply):
         if self.finish_reason == "tool_calls":
             return "tool_use"
         if self.finish_reason == "length":
-            full = self.chat.usage["completion_tokens"] < self._max_tokens
+            full = self.usage["completion_tokens"] < self._max_tokens
             return "model_context_window_exceeded" if full else "max_tokens"
         return "stop_sequence" if isinstance(self.stop_reason, str) else "end_turn"
 
     @property
     def _usage(self) -> dict[str, Any]:
-        usage = self.chat.usage
+        usage = self.usage
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         counts = {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
         return {**counts, "cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"]}

@@ -5,7 +5,7 @@ The routes about tokens are here too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,12 +43,14 @@ class ModelFacts:
     max_model_len: int
 
 
-def prepare(model: ModelFacts, request: GenerationRequest) -> tuple[GenerationReply, SamplingParams]:
+def prepare(
+    model: ModelFacts, request: GenerationRequest, make_reply: Callable[..., ChatReply] = ChatReply
+) -> tuple[GenerationReply, SamplingParams]:
     """Tokenize and check a request. Return its reply, which has no events yet, and its sampling parameters, with its
-    grammar. Raises ApiError. May take long, so call it in a thread."""
+    grammar. make_reply: makes the reply of a chat. Raises ApiError. May take long, so call it in a thread."""
     reply: GenerationReply
     if isinstance(request, ChatRequest):
-        reply, grammar = _prepare_chat(model, request)
+        reply, grammar = _prepare_chat(model, request, make_reply)
     else:
         prompts = [encode_text(prompt, model, bool(request.echo)) for prompt in request.prompts]
         reply = CompletionReply(request, model.name, prompts, model.vocabulary)
@@ -65,7 +67,9 @@ def prepare(model: ModelFacts, request: GenerationRequest) -> tuple[GenerationRe
     return reply, params
 
 
-def _prepare_chat(model: ModelFacts, request: ChatRequest) -> tuple[ChatReply, str | None]:
+def _prepare_chat(
+    model: ModelFacts, request: ChatRequest, make_reply: Callable[..., ChatReply]
+) -> tuple[ChatReply, str | None]:
     tokenizer = needed(model.tokenizer)
     calling = calling_of(request, tokenizer)
     ids = encode_chat(request, tokenizer, calling, model.max_model_len)
@@ -73,7 +77,7 @@ def _prepare_chat(model: ModelFacts, request: ChatRequest) -> tuple[ChatReply, s
         grammar = calling.grammar(structure_rule(request) or answer_rule(request.response_format))
     except ValueError as error:
         raise refused(error, grammar_field(request)) from None
-    return ChatReply(request, model.name, PromptTokens(ids), model.vocabulary, calling.parser), grammar
+    return make_reply(request, model.name, PromptTokens(ids), model.vocabulary, calling.parser), grammar
 
 
 def answer_rule(wanted: ResponseFormat | None) -> str | None:

@@ -19,7 +19,6 @@ from fastgen.cli.serve.protocol import (
     check_request,
     wrong,
 )
-from fastgen.cli.serve.replies import ChatReply
 from fastgen.cli.serve.translation import Block, BlockReply, called, merged, text_of, translated
 from fastgen.request import MAX_LOGPROBS
 
@@ -151,12 +150,12 @@ class ResponseRequest(Strict):
 class ResponseReply(BlockReply):
     """The response: each block is an item, a message or a call."""
 
-    def __init__(self, request: ResponseRequest, chat: ChatReply) -> None:
-        super().__init__(chat)
-        self._request = request
+    def __init__(self, request: ResponseRequest, *chat: Any) -> None:
+        super().__init__(*chat)
+        self._asked = request
         functions = [(space, function["name"]) for space, function in request.functions()]
         self._functions = {flat(space, name): (space, name) for space, name in functions}
-        self._hex = chat.id.rpartition("-")[2]
+        self._hex = self.id.rpartition("-")[2]
         self._number = -1
 
     def begin(self) -> Iterable[dict[str, Any]]:
@@ -225,7 +224,7 @@ class ResponseReply(BlockReply):
         return {**item, **call, **({} if namespace is None else {"namespace": namespace})}
 
     def _response(self, status: str) -> dict[str, Any]:
-        given = self._request.model_dump(exclude_none=True, exclude={"input"})
+        given = self._asked.model_dump(exclude_none=True, exclude={"input"})
         ended = status == self._status
         statuses = ["completed"] * (len(self.blocks) - 1) + [status]
         output = [self._item(block, state, [_part(block)]) for block, state in zip(self.blocks, statuses, strict=False)]
@@ -233,12 +232,12 @@ class ResponseReply(BlockReply):
         return {
             "id": f"resp_{self._hex}",
             "object": "response",
-            "created_at": self.chat.created,
+            "created_at": self.created,
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self.chat.model,
+            "model": self.model,
             "output": output if ended else [],
             **{name: given.get(name) for name in echoed},
             "metadata": given.get("metadata", {}),
@@ -249,7 +248,7 @@ class ResponseReply(BlockReply):
             "tool_choice": given.get("tool_choice", "auto"),
             "tools": given.get("tools", []),
             "truncation": "disabled",
-            "usage": _usage(self.chat.usage) if ended else None,
+            "usage": _usage(self.usage) if ended else None,
         }
 
 

@@ -76,42 +76,43 @@ class Block:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
-class BlockReply(ABC):
+class BlockReply(ChatReply, ABC):
     """A chat's reply as events of another API: each block of the answer is opened, grows and is closed before the next.
 
-    Subclasses make the events of each of these steps. An answer has at least one block. finish_reason: as in a chat,
-    once it is known. stop_reason: the stop id or string that ended the answer.
+    Subclasses make the events of each of these steps. An answer has one choice, and at least one block. finish_reason:
+    as in a chat, once it is known. stop_reason: the stop id or string that ended the answer.
     """
 
     end_mark = b""
-    scored = False
 
-    def __init__(self, chat: ChatReply) -> None:
-        self.chat = chat
+    def __init__(self, *chat: Any) -> None:
+        super().__init__(*chat)
         self.blocks: list[Block] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self._open = self._begun = False
+        self._open = False
         self._scores: list[dict[str, Any]] = []  # logprobs of tokens whose text is not complete yet
-
-    def push(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Return the events of the API for new events."""
-        events = list(events)
-        chunks = self.chat.push(events)  # raises the error of a failed sample
-        self.stop_reason = next((event.stop_reason for event in events if event.finish_reason is not None), None)
-        made = [] if self._begun else list(self.begin())
-        self._begun = True
-        return made + [event for chunk in chunks for event in self._take(chunk["choices"][0])]
 
     def whole(self, events: Iterable[Event]) -> dict[str, Any]:
         """Return the complete response for all events of the request."""
         self.push(events)
-        self.end()
         return self.body()
 
-    def _take(self, choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        delta = choice["delta"]
-        self._scores += (choice["logprobs"] or {}).get("content", ())
+    def _chunks(self, event: Event) -> Iterator[dict[str, Any]]:
+        self._count(event)
+        if not self._begun:
+            self._begun.add(event.index)
+            yield from self.begin()
+        self._scores += (self._logprobs(event) or {}).get("content", ())
+        for delta in self._deltas(event):
+            yield from self._take(delta)
+        if event.finish_reason is not None:
+            self.finish_reason, self.stop_reason = self._reason(event), event.stop_reason
+            if not self.blocks:
+                yield from self._begin_block()
+            yield from self._end_block()
+
+    def _take(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if content := delta.get("content"):
             if not self._open or self.blocks[-1].name is not None:
                 yield from self._begin_block()
@@ -121,11 +122,6 @@ class BlockReply(ABC):
                 yield from self._begin_block(piece["id"], piece["function"]["name"])
             if arguments := piece["function"].get("arguments"):
                 yield from self._grow(arguments)
-        if choice["finish_reason"] is not None:
-            self.finish_reason = choice["finish_reason"]
-            if not self.blocks:
-                yield from self._begin_block()
-            yield from self._end_block()
 
     def _begin_block(self, id: str = "", name: str | None = None) -> Iterator[dict[str, Any]]:
         yield from self._end_block()
@@ -164,13 +160,5 @@ class BlockReply(ABC):
         """Return the events that close a block."""
 
     @abstractmethod
-    def end(self) -> list[dict[str, Any]]:
-        """Return the events after the last block."""
-
-    @abstractmethod
     def body(self) -> dict[str, Any]:
         """Return the complete response, once the answer has ended."""
-
-    @abstractmethod
-    def error(self, error: ApiError) -> list[dict[str, Any]]:
-        """Return the events of an error that ends the stream."""

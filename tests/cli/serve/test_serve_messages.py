@@ -15,7 +15,7 @@ from serving import Server
 
 from fastgen.cli.serve.messages import MessageReply, MessageRequest, error_body
 from fastgen.cli.serve.protocol import ApiError, read_request
-from fastgen.cli.serve.replies import ChatReply, PromptTokens
+from fastgen.cli.serve.replies import PromptTokens
 from fastgen.request import Event
 from fastgen.text.tool_calls import HERMES, ToolParser
 
@@ -207,7 +207,7 @@ def test_a_wrong_key_is_an_authentication_error(server: Server) -> None:
 def reply_of(**fields: Any) -> MessageReply:
     request = read_request(MessageRequest, json.dumps({"messages": ASKED, "max_tokens": 9, **fields}).encode())
     chat = request.chat()
-    return MessageReply(request, ChatReply(chat, "m", PromptTokens([1, 2]), None, lambda: ToolParser(HERMES, {"add"})))
+    return MessageReply(request, chat, "m", PromptTokens([1, 2]), None, lambda: ToolParser(HERMES, {"add"}))
 
 
 def test_text_and_calls_are_blocks_in_their_order() -> None:

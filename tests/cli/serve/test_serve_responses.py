@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 from serving import Server
 
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, read_request
-from fastgen.cli.serve.replies import ChatReply, PromptTokens
+from fastgen.cli.serve.replies import PromptTokens
 from fastgen.cli.serve.responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.translation import merged
 from fastgen.request import Event
@@ -228,7 +228,7 @@ def test_an_error_names_the_field(client: OpenAI, case: str) -> None:
 def reply_of(**fields: Any) -> ResponseReply:
     request = read_request(ResponseRequest, json.dumps({"input": "a", **fields}).encode())
     chat = request.chat()
-    return ResponseReply(request, ChatReply(chat, "m", PromptTokens([1, 2]), None, lambda: ToolParser(HERMES, {"add"})))
+    return ResponseReply(request, chat, "m", PromptTokens([1, 2]), None, lambda: ToolParser(HERMES, {"add"}))
 
 
 def test_text_and_calls_are_items_in_their_order() -> None:
