@@ -161,7 +161,11 @@ class ServerBackend:
             for data in _events(response.iter_bytes()):
                 if data == b"[DONE]":
                     return
-                yield _parse_chunk(data)
+                try:
+                    chunk = dict(json.loads(data))
+                except (ValueError, TypeError):
+                    raise ServerError(f"the server has sent what is no answer: {data[:EXCERPT]!r}") from None
+                yield chunk
 
     @contextmanager
     def _client(self) -> Iterator[httpx.Client]:
@@ -203,16 +207,6 @@ def _events(pieces: Iterator[bytes]) -> Iterator[bytes]:
         for line in lines:
             if line.startswith(b"data:"):
                 yield line[5:].strip()
-
-
-def _parse_chunk(data: bytes) -> dict[str, Any]:
-    try:
-        chunk = json.loads(data)
-    except ValueError:
-        chunk = None
-    if not isinstance(chunk, dict) or not chunk:
-        raise ServerError(f"the server has sent what is no answer: {data[:EXCERPT]!r}")
-    return chunk
 
 
 def _error_of(response: httpx.Response) -> str:

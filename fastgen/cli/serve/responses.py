@@ -12,13 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from fastgen.cli.serve.protocol import (
-    ApiError,
-    ChatRequest,
-    Strict,
-    check_request,
-    wrong,
-)
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, Strict, check_request, wrong
 from fastgen.cli.serve.translation import Block, BlockReply, called, merged, text_of, translated
 from fastgen.request import MAX_LOGPROBS
 
