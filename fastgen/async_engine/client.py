@@ -45,7 +45,7 @@ from fastgen.text.grammar import params_grammar, structure_name
 
 log = logging.getLogger(__name__)
 
-STEP_MS = 55.0  # default of `max_step_ms` here, where somebody waits for each token
+STEP_MS = 55.0  # default of `max_step_ms`: readers of streams wait for each token
 
 
 def joined(events: list[Event]) -> list[Event]:
@@ -492,7 +492,7 @@ class _Thread:
     def _deliver(self, message: object) -> None:
         try:
             self._loop.call_soon_threadsafe(self._outgoing.put_nowait, message)
-        except RuntimeError:  # the event loop was closed, so that nobody listens
+        except RuntimeError:  # the event loop is closed, so that no client reads messages
             self.send(None)
 
     async def listen(self, receive: Callable[[object], None]) -> str:

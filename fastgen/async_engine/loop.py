@@ -128,7 +128,8 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Refused(_Numbered):
-    """A request is not accepted, or a call has failed. The engine returns one that it gets (see _Numbered)."""
+    """The refusal of a request, or the failure of a call. The engine sends a Refused that it gets back (see
+    _Numbered)."""
 
     number: int
     error: Exception
@@ -339,8 +340,12 @@ def run_in_thread(arguments: dict[str, Any], incoming: SimpleQueue[Any], send: C
     send(None)
 
 
-def serve(connection: socket.socket) -> None:
-    """Run an engine until the other end of the socket closes; ends the process."""
+def main() -> None:
+    """Be the process of an engine, which ends with its socket and with the process that started it. The last argument
+    of the program is the number of its end of the socket."""
+    faulthandler.enable()
+    end_with_parent()
+    connection = socket.socket(fileno=int(sys.argv[-1]))
     incoming: SimpleQueue[Any] = SimpleQueue()
     channel = Channel(connection, lambda message: os._exit(0) if message is None else incoming.put(message))
     try:
@@ -356,11 +361,3 @@ def serve(connection: socket.socket) -> None:
         with suppress(OSError):  # the other process may be gone
             channel.send(Failed.of(error))
         os._exit(1)
-
-
-def main() -> None:
-    """Be the process of an engine, which ends with its socket and with the process that started it. The last argument
-    of the program is the number of its end of the socket."""
-    faulthandler.enable()
-    end_with_parent()
-    serve(socket.socket(fileno=int(sys.argv[-1])))

@@ -42,7 +42,7 @@ Ask = Callable[[Row], RowRequests]
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The record of a row. error: the one that it has; prompt_tokens, tokens: of the prompts and the answers."""
+    """The record of a row. error: None if the row has not failed; prompt_tokens, tokens: of the prompts and answers."""
 
     index: int
     record: Record

@@ -91,7 +91,7 @@ class ServerOptions:
         return [origin.rstrip("/") for origin in (self.allow_origin or "").split()]
 
     def url(self, port: int) -> str:
-        """Return the address of the server. port: the one that it has, which `port` 0 leaves open."""
+        """Return the address of the server. port: the number in use, which `port` 0 leaves open."""
         return f"http{'s' if self.ssl_certfile else ''}://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
 
 

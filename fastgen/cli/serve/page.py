@@ -69,6 +69,6 @@ def _response(text: str, policy: dict[str, str]) -> HTMLResponse:
 
 
 def _hash_of(tag: str, text: str) -> str:
-    """Return the source expression of the one inline element of this kind."""
+    """Return the source expression of the only inline element of this kind."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return f"'sha256-{b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
