@@ -75,16 +75,6 @@ def regex_rule(pattern: str) -> str:
     return "/" + re.sub(r"(?s)\\.?|[/\n]", write, pattern) + "/"
 
 
-def choice_rule(choices: Sequence[str]) -> str:
-    """Return the rule of one of some texts."""
-    return " | ".join(map(quoted, choices))
-
-
-def lark_rule(grammar: str) -> str:
-    """Return the rule of a text that a whole grammar describes, in llguidance's variant of Lark with a rule `start`."""
-    return f"%lark {{\n{grammar}\n}}"
-
-
 def quoted(text: str) -> str:
     """Return a text as a literal of a grammar."""
     return json.dumps(text, ensure_ascii=False)
@@ -97,8 +87,8 @@ def params_rule(params: SamplingParams) -> str | None:
     if params.regex is not None:
         return regex_rule(params.regex)
     if params.choice is not None:
-        return choice_rule(params.choice)
-    return None if params.grammar is None else lark_rule(params.grammar)
+        return " | ".join(map(quoted, params.choice))
+    return None if params.grammar is None else f"%lark {{\n{params.grammar}\n}}"  # with a rule `start` of its own
 
 
 def params_grammar(params: SamplingParams) -> str | None:
