@@ -169,7 +169,7 @@ class Lines:
             yield raw, index, failed
 
     def _records(self) -> Iterator[bytes]:
-        """Yield the bytes of each whole record; find out whether there are others."""
+        """Yield the bytes of each whole record; note whether a torn one follows."""
         record, self._torn = b"", True
         with open_file(self.path) as file, suppress(EOFError, zlib.error, gzip.BadGzipFile):
             for line in file:

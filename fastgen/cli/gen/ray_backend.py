@@ -38,7 +38,7 @@ class Worker:
         logging.getLogger("fastgen").setLevel(log_level)
         self._rows: SimpleQueue[Row] = SimpleQueue()
         self._under_way: dict[int, Future[Done]] = {}  # by the indices of rows, waiting ones too
-        self._error: Exception | None = None  # that has ended the thread
+        self._error: Exception | None = None  # the reason why the thread has ended
         Thread(target=self._run, args=(make,), daemon=True).start()
 
     def _run(self, make: Make) -> None:

@@ -28,7 +28,7 @@ PARQUET_ROWS = 256  # rows that are in memory at a time
 csv.field_size_limit(1 << 30)  # characters of a cell; logprobs of a row do not fit into Python's limit
 
 RowReader = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
-"""The name of each row, and a function that returns its columns, or raises an error for a row without."""
+"""The name of each row, and a function that returns its columns, or raises an error if it has none."""
 
 
 @dataclass(frozen=True, slots=True)

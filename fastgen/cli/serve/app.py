@@ -28,7 +28,7 @@ from fastgen.cli.command import note
 from fastgen.cli.serve.answers import GenerationResponse, as_api_error, error_response, json_response, limited
 from fastgen.cli.serve.messages import CountRequest, MessageReply, MessageRequest, count_tokens
 from fastgen.cli.serve.options import LOCAL, ServerOptions
-from fastgen.cli.serve.page import docs_response, page_response
+from fastgen.cli.serve.page import chat_page, docs_page
 from fastgen.cli.serve.prompts import GenerationRequest, detokenize, needed, tokenize, tokenizer_info
 from fastgen.cli.serve.protocol import (
     ApiError,
@@ -67,9 +67,9 @@ def make_app(service: Service) -> Starlette:
             expose_headers=["x-request-id"],
         )
         middleware.insert(1, cors)
-    pages = [Route("/", lambda _: page_response()), Route("/docs", lambda _: docs_response())]
+    pages = [Route("/", chat_page), Route("/docs", docs_page)] if service.options.page else []
     app = Starlette(
-        routes=pages * service.options.page + [route for prefix in ("/v1", "") for route in routes.under(prefix)],
+        routes=pages + [route for prefix in ("/v1", "") for route in routes.under(prefix)],
         middleware=middleware,
         exception_handlers=dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), _handle),
     )

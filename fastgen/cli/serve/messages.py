@@ -242,8 +242,8 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object: what there is of one that was cut off, and {} for no JSON, which the
-    tool's own check then reports to the model."""
+    """Return the arguments of a call as an object. A call that was cut off gives the part that is there, and text that
+    is no JSON gives {}, which the tool's own check reports to the model."""
     try:
         found: dict[str, Any] = from_json(arguments or "{}", allow_partial="trailing-strings")
     except ValueError:

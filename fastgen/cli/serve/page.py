@@ -7,6 +7,7 @@ import re
 from base64 import b64encode
 from pathlib import Path
 
+from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 PAGE = Path(__file__).with_name("page.html")
@@ -26,7 +27,7 @@ DOCS = f"""<!doctype html>
 """
 
 
-def page_response() -> HTMLResponse:
+def chat_page(request: Request) -> HTMLResponse:
     """Return the chat page. Its browser runs its own script and style alone, and refuses scripts that would write
     HTML."""
     text = PAGE.read_text(encoding="utf-8")
@@ -39,7 +40,7 @@ def page_response() -> HTMLResponse:
     return _response(text, policy)
 
 
-def docs_response() -> HTMLResponse:
+def docs_page(request: Request) -> HTMLResponse:
     """Return the page of all routes and fields, whose script and style are those of one release of Swagger UI."""
     policy = {
         "script-src": f"{SWAGGER} {_hash_of('script', DOCS)}",

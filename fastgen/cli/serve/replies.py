@@ -333,17 +333,16 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         hf = tokenizer.hf
-        self._entries: dict[int, str] = {id: entry for entry, id in hf.get_vocab().items()}
-        self._added: dict[int, str] = {id: token.content for id, token in hf.added_tokens_decoder.items()}
+        self._hf, self._added = hf, frozenset(hf.added_tokens_decoder)
         self.special = frozenset(id for id, token in hf.added_tokens_decoder.items() if token.special)
         decoder = getattr(getattr(hf, "backend_tokenizer", None), "decoder", None)
         self._byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
         self.raw: Callable[[int], bytes] = cache(self._raw)
 
     def _raw(self, id: int) -> bytes:
+        entry = self._hf.convert_ids_to_tokens(id) or ""
         if id in self._added:
-            return self._added[id].encode()
-        entry = self._entries.get(id, "")
+            return entry.encode()
         if self._byte_level:
             return b"".join(_BYTES[char] if char in _BYTES else char.encode() for char in entry)
         if len(entry) == 6 and entry.startswith("<0x"):
