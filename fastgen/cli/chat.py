@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
-from fastgen import __version__
 from fastgen.cli.chat_backends import Backend, LocalBackend, RefusedError, Reply, ServerBackend
-from fastgen.cli.command import leave_pipe, loading_model, one_line, run_tool
+from fastgen.cli.command import loading_model, one_line, run_tool
 from fastgen.cli.options import MODEL, SAMPLING, Parser, add_flag, flag, given, variable
 from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.model.config import BUNDLED_NAME
@@ -333,8 +332,6 @@ def _chat(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _write(sys.stderr, "\n")
         return 130
-    except BrokenPipeError:
-        return leave_pipe()
 
 
 def _load_and_run(args: argparse.Namespace) -> int:
@@ -383,7 +380,6 @@ def _parser() -> Parser:
     option("--model", dest="name", metavar="NAME", help="name of the model on the server (default: its only model)")
     verbose_help = "log what happens, show tracebacks, and the engine's statistics at the end (default: no)"
     option("-v", "--verbose", action="store_true", help=verbose_help)
-    option("--version", action="version", version=f"fgchat {__version__}")
     return parser
 
 

@@ -41,23 +41,21 @@ class UsageError(ValueError):
 
 
 def run_tool(name: str, verbose: bool, run: Callable[[], int]) -> int:
-    """Run a tool and return its exit status. An exception is one line on stderr and the status 1, a UsageError 2."""
+    """Run a tool and return its exit status. An exception is one line on stderr and the status 1, a UsageError 2. Where
+    the reader of stdout has gone, as `head` does, the status is that of a SIGPIPE."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("fastgen").setLevel(logging.INFO if verbose else logging.WARNING)
     try:
         return run()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
+        return 141
     except Exception as error:
         if verbose:
             logging.getLogger(__name__).exception("traceback:")
         kind = "" if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: "
         note(name, f"error: {kind}{one_line(error)}")
         return 2 if isinstance(error, UsageError) else 1
-
-
-def leave_pipe() -> int:
-    """Return the exit status of a tool whose reader of stdout has gone, as `head` does: that of a SIGPIPE."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
-    return 141
 
 
 def one_line(error: object) -> str:

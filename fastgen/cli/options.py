@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from fastgen import __version__
 from fastgen.engine.options import OPTIONS
 from fastgen.model.config import GENERATION_CONFIG
 from fastgen.names import FLAGS, nearest
@@ -31,10 +32,12 @@ SAMPLING = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of a command line whose errors are one line. For an unknown flag it says which one takes its place."""
+    """A parser of a command line with --version, whose errors are one line. For an unknown flag it says which one takes
+    its place."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+        self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
 
     def error(self, message: str) -> NoReturn:
         if unknown := re.search(r"unrecognized arguments:.*? (--[\w-]+)", message):

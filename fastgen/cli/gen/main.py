@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from fastgen import __version__
-from fastgen.cli.command import UsageError, leave_pipe, loading_model, needed, note, run_tool
+from fastgen.cli.command import UsageError, loading_model, needed, note, run_tool
 from fastgen.cli.gen.outputs import Lines, Output, Parts, Stdout, begin, csv_columns, parquet_schema
 from fastgen.cli.gen.rows import CSV, PARQUET, SUFFIXES, Source, format_of, read_rows
 from fastgen.cli.gen.work import (
@@ -266,8 +265,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             note("fggen", "stopped; the same command goes on")
             return 130
-        except BrokenPipeError:
-            return leave_pipe()
 
     return run_tool("fggen", args.verbose, interruptible)
 
@@ -306,7 +303,6 @@ def make_parser() -> Parser:
     for each in RAY:
         add_flag(group, each)
     option("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks (default: no)")
-    option("--version", action="version", version=f"fggen {__version__}")
     return parser
 
 

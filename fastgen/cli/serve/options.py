@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from fastgen import __version__
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
 from fastgen.cli.command import note
 from fastgen.cli.options import MODEL, PREFIX, Parser, Value, add_flag, read_yaml, variable
@@ -191,7 +190,6 @@ def make_parser() -> Parser:
         group = parser.add_argument_group(title)
         for each in options.values():
             add_flag(group, each, f"{each.help} [{variable(each.name)}, {each.name}: {each.default_text}]")
-    parser.add_argument("--version", action="version", version=f"fgserve {__version__}")
     return parser
 
 
