@@ -40,16 +40,16 @@ LARGE = 1e30  # bound of parameters, and 1 / LARGE that of the temperature, so t
 class SamplePlan(NamedTuple):
     """The operations that the rows of a batch need, known on the host. False leaves an operation out.
 
-    greedy: some row takes the most likely token; random: some row draws one. sorted_tokens: the number of most likely
-    tokens that top-k and top-p must sort, 0 where no drawing row has them. keep_mask: some row asks for the tokens that
-    truncation kept. top_logprobs: the largest number of raw alternatives that a row asks for.
+    greedy: some row takes the most likely token; random: some row draws one. addends: of logit_bias or min_tokens.
+    sorted_tokens: the number of most likely tokens that top-k and top-p must sort, 0 where no drawing row has them.
+    keep_mask: some row asks for the tokens that truncation kept. top_logprobs: the largest number of raw alternatives
+    that a row asks for.
     """
 
     greedy: bool
     random: bool
     penalties: bool
-    bias: bool
-    min_tokens: bool
+    addends: bool
     min_p: bool
     keep_mask: bool
     sorted_tokens: int
@@ -64,8 +64,7 @@ class SamplePlan(NamedTuple):
             greedy=not drawing,
             random=drawing,
             penalties=params.penalized,
-            bias=bool(params.logit_bias),
-            min_tokens=params.min_tokens > 0,
+            addends=bool(params.logit_bias or params.min_tokens),
             min_p=drawing and params.min_p > 0,
             keep_mask=params.return_sampling_mask,
             sorted_tokens=min(params.top_k or MAX_VOCAB, MAX_VOCAB) if cut else 0,
@@ -74,14 +73,14 @@ class SamplePlan(NamedTuple):
 
     @staticmethod
     def together(plans: np.ndarray) -> SamplePlan:
-        """Return the smallest plan for rows with these plans, int64 [9, R]; R is 1 or more."""
+        """Return the smallest plan for rows with these plans, int64 [8, R]; R is 1 or more."""
         largest = plans.max(1).tolist()
-        return SamplePlan(*map(bool, largest[:7]), *largest[7:])
+        return SamplePlan(*map(bool, largest[:6]), *largest[6:])
 
     @property
     def edits(self) -> bool:
         """Logits are edited before the draw (not counting masks)."""
-        return self.penalties or self.bias or self.min_tokens
+        return self.penalties or self.addends
 
 
 @dataclass(slots=True)
@@ -306,7 +305,7 @@ def _edit(
         repeated = torch.where(logits > 0, logits / rows.repetition, logits * rows.repetition)
         logits = torch.where(in_output | in_prompt, repeated, logits)
         logits = logits - counts * rows.frequency - in_output * rows.presence
-    if plan.bias or plan.min_tokens:
+    if plan.addends:
         early = positions[:, None] - rows.prompt_len < rows.min_tokens
         used = rows.biases + torch.where(early, rows.stops, 0)
         unused = torch.arange(state.most_pairs, device=logits.device) >= used

@@ -31,7 +31,7 @@ def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 2.0) -> T
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-EVERYTHING = SamplePlan(*[True] * 7, sorted_tokens=sampler.MAX_VOCAB, top_logprobs=0)
+EVERYTHING = SamplePlan(*[True] * 6, sorted_tokens=sampler.MAX_VOCAB, top_logprobs=0)
 
 
 def plan_of(rows: list[SamplingParams]) -> SamplePlan:
@@ -353,7 +353,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company() -> None:
 
 def test_plans_ask_for_no_more_than_the_rows_do() -> None:
     plain, greedy = SamplingParams(), SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.5)
-    nothing = SamplePlan(*[False] * 7, 0, 0)
+    nothing = SamplePlan(*[False] * 6, 0, 0)
     assert SamplePlan.of(plain) == nothing._replace(random=True)
     assert SamplePlan.of(greedy) == nothing._replace(greedy=True)
     top_k, top_p = SamplingParams(top_k=5), SamplingParams(top_p=0.5)
@@ -373,8 +373,7 @@ def test_a_plan_of_many_rows_has_what_one_of_them_needs() -> None:
             greedy=len(drawing) < count,
             random=bool(drawing),
             penalties=any(p.penalized for p in rows),
-            bias=any(p.logit_bias for p in rows),
-            min_tokens=any(p.min_tokens for p in rows),
+            addends=any(p.logit_bias or p.min_tokens for p in rows),
             sorted_tokens=max((min(p.top_k or 2**18, 2**18) for p in cutting), default=0),
             min_p=any(p.min_p for p in drawing),
             top_logprobs=max(p.logprobs or 0 for p in rows),
