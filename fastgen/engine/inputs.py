@@ -52,8 +52,6 @@ class InputProcessor:
         self.model, self.tokenizer, self.context, self.defaults = model, tokenizer, context, defaults
         self._seed = os.urandom(8) if seed is None else str(seed).encode()
         self._seeds = itertools.count()
-        # The last parameters and their mask: thousands of requests may share them.
-        self._prepared: tuple[SamplingParams | None, TokenMask | None] = (None, None)
         self._token_rules = lru_cache(CACHED_RULES)(self._read_rules)
 
     @cached_property
@@ -62,8 +60,6 @@ class InputProcessor:
 
     def prepare(self, params: SamplingParams) -> TokenMask | None:
         """Check parameters, and return their mask, which samples copy. Raises ValueError or TypeError."""
-        if params is self._prepared[0]:
-            return self._prepared[1]
         self.check_params(params)
         grammar = params_grammar(params)
         try:
@@ -73,7 +69,6 @@ class InputProcessor:
         if params.allowed_token_ids is not None or params.bad_words:
             allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
             mask = TokenRules(mask, *self._token_rules(allowed, tuple(params.bad_words)))
-        self._prepared = (params, mask) if _is_immutable(params) else (None, None)
         return mask
 
     def _read_rules(self, allowed: tuple[int, ...] | None, words: tuple[str, ...]) -> tuple[Any, list[list[int]]]:
@@ -214,15 +209,6 @@ class InputProcessor:
                 f"the prompt has {len(ids)} tokens, and the context of {context} tokens has room for {room}; "
                 "shorten it, or raise max_model_len or the KV pool where the model allows it"
             )
-
-
-def _is_immutable(params: SamplingParams) -> bool:
-    """Return whether parameters can not change: lists and dicts have no hash."""
-    try:
-        hash(params)
-    except TypeError:
-        return False
-    return True
 
 
 def check_resumed(completion: Completion, params: SamplingParams, vocab_size: int) -> None:
