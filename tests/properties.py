@@ -9,7 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
-EXAMPLES = pytest.mark.parametrize("examples", [60, pytest.param(6000, marks=pytest.mark.long)])
+EXAMPLES = pytest.mark.parametrize(
+    "examples", [60, pytest.param(6000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+)
 
 
 def holds_for(examples: int, *strategies: SearchStrategy[Any]) -> Callable[[Callable[..., None]], None]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,15 @@ def test_one_thread_of_one_process_uses_a_generator(gen: Generator) -> None:
     assert f"was made by process {os.getpid()}, and a fork of it can not use it".encode() in os.read(reading, 1000)
     os.close(reading)
     os.close(writing)
+
+
+def test_a_clock_that_jumps_changes_nothing(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = gen.generate([[5, 6, 7]] * 3, SHORT)
+    now, jumps = time.time, itertools.cycle((1e8, -1e8, 0))
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
+    found = gen.generate([[5, 6, 7]] * 3, SHORT)
+    assert [output.completions for output in found] == [output.completions for output in expected]
+    assert all(0 <= seconds < 60 for output in found for seconds in asdict(output.timings).values())
 
 
 def test_numpy_values_are_values(gen: Generator) -> None:

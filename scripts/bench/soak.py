@@ -7,9 +7,10 @@
 A round sends chats and completions, streamed or not. A third of its clients leave midway, and a tenth of its requests
 are malformed. The first round warms the server up; with --minutes, rounds follow until then, else there is one more.
 Behind each round, when the server is idle, its memory, threads, file descriptors and pages are counted: `drift` is
-their change from the first round to the last. In the end, clients that read nothing run beside others, and a SIGTERM
-comes under load. The exit status is 1 where an answer is wrong, lost or late, or something is held. Writes
-scripts/results/serve-NAME.json. --serve comes last: what follows its model are flags of fgserve.
+their change from the first round to the last, and its `mb_percent` leaves the KV pool of a CPU out. In the end, clients
+that read nothing run beside others, and a SIGTERM comes under load. The exit status is 1 where an answer is wrong, lost
+or late, or something is held. Writes scripts/results/serve-NAME.json. --serve comes last: what follows its model are
+flags of fgserve. --note is kept in the file, such as what else the machine does.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SECONDS = 120.0  # a request that takes longer counts as hung
 SETTLE_SECONDS = 30.0
 WRITTEN = 8  # rounds in the JSON
 MEMORY = ("http_mb", "engine_mb")
+POOL = 500_000  # kB of a mapping from which on it is a KV pool
 SMALL = 4096  # bytes that a slow reader's connection holds
 TEXT = "tell me what you know about the moon and its light on water where a small boat sails to the north"
 WORDS = TEXT.split()
@@ -310,16 +312,24 @@ async def settled(client: httpx.AsyncClient, url: str) -> dict[str, float]:
 
 
 def footprint(server: Server) -> dict[str, float]:
-    """Return the anonymous memory in MB, the threads and the file descriptors of the HTTP process and of the engine's.
-    Linux only."""
+    """Return the memory in MB, the threads and the file descriptors of the HTTP process and of the engine's. Linux
+    only."""
     found = {}
     for name, process in (("http", server.process.pid), ("engine", server.engine)):
         place = Path(f"/proc/{process}")
-        kilobytes = re.findall(r"^Anonymous:\s+(\d+)", (place / "smaps_rollup").read_text(), re.M)  # without files
-        found[f"{name}_mb"] = int(kilobytes[0]) / 1000
+        found[f"{name}_mb"], found[f"{name}_pool_mb"] = memory_mb((place / "smaps").read_text())
         found[f"{name}_threads"] = len(list((place / "task").iterdir()))
         found[f"{name}_fds"] = len(list((place / "fd").iterdir()))
     return found
+
+
+def memory_mb(smaps: str) -> tuple[float, float]:
+    """Return the MB of anonymous memory in small and in large mappings. A large one is the KV pool on the CPU, reserved
+    at the start: its pages take memory when they are first used, and the prefix cache keeps them."""
+    found = [0.0, 0.0]
+    for size, anonymous in re.findall(r"^Size:\s+(\d+) kB$.*?^Anonymous:\s+(\d+) kB$", smaps, re.M | re.S):
+        found[int(size) > POOL] += int(anonymous) / 1000
+    return found[0], found[1]
 
 
 def new_client() -> httpx.AsyncClient:
@@ -348,6 +358,7 @@ async def soak(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "server": " ".join(arguments.serve),
         "machine": processor(),
+        "note": arguments.note,
         "requests_a_round": arguments.requests,
         "connections": arguments.connections,
         "minutes": arguments.minutes,
@@ -405,6 +416,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=0.0, help="of rounds, at least two (default 0)")
     parser.add_argument("--name", default="flood", help="of the file, serve-NAME.json (default: flood)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for it (default: scripts/results)")
+    parser.add_argument("--note", default="", help="for the file")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[BUNDLED], metavar="MODEL [FLAGS]")
     return parser.parse_args(argv)
 
