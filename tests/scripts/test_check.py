@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,3 +26,25 @@ def test_the_scripts_find_what_they_should(script: str, options: tuple[str, ...]
     subprocess.run([sys.executable, CHECK / script, *options, "--json", report], check=True)
     found = json.loads(report.read_text())
     assert found[count] == (600 if count == "schedules" else found["mutants"])
+
+
+SANITIZER = """#!/bin/sh
+while [ "$1" != "$PYTHON" ]; do shift; done
+"$@"
+echo "========= $REPORT"
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("report", ["ERROR SUMMARY: 0 errors", "ERROR SUMMARY: 3 errors"])
+def test_the_reports_of_a_sanitizer_are_counted(report: str, tmp_path: Path) -> None:
+    tool, found = tmp_path / "compute-sanitizer", tmp_path / "found.json"
+    tool.write_text(SANITIZER)
+    tool.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {"PATH": path, "PYTHON": sys.executable, "REPORT": report, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, CHECK / "sanitize.py", "memcheck", "--parts", "drafts", "--json", found]
+    status = subprocess.run(command, env=os.environ | environment).returncode
+    part = json.loads(found.read_text())["memcheck"]["drafts"]
+    assert (part["passed"], part["failed"], part["report"]) == (15, 0, report.removeprefix("ERROR SUMMARY: "))
+    assert status == ("3" in report)

@@ -16,6 +16,15 @@ FEW = ["--requests", "50", "--connections", "20", "--slow", "4"]
 POOL = ["--page-size", "16", "--num-pages", "120"]  # so small that requests wait and are preempted
 
 
+def test_the_memory_of_a_kv_pool_is_told_from_the_rest() -> None:
+    mappings = [("[heap]", 120_000, 100_500), ("", 4_000_000, 70_000), ("/lib/libc.so", 900, 0), ("", 8192, 12)]
+    smaps = "".join(
+        f"7f00-7f01 rw-p 0 00:00 0  {name}\nSize:  {size:12} kB\nRss:  9 kB\nAnonymous: {used:8} kB\nVmFlags: rd\n"
+        for name, size, used in mappings
+    )
+    assert soak.memory_mb(smaps) == (100.512, 70)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_small_flood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
