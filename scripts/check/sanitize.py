@@ -95,6 +95,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tools", nargs="*", default=TOOLS, help=f"of {', '.join(TOOLS)} (default: all)")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--processes", type=int, default=4, help="at a time (default 4)")
     parser.add_argument("--seconds", type=float, default=900, help="that a part may take (default 900)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--run", choices=PARTS, help=argparse.SUPPRESS)
@@ -102,7 +103,7 @@ def main() -> int:
     if args.run:
         return run_part(args.run)
     found = {}
-    with ThreadPoolExecutor(len(args.parts)) as pool:
+    with ThreadPoolExecutor(args.processes) as pool:
         for tool in args.tools:
             reports = pool.map(lambda name, tool=tool: sanitize(tool, name, args.seconds), args.parts)
             found[tool] = dict(zip(args.parts, reports, strict=True))
