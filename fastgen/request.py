@@ -337,10 +337,9 @@ class Sequence:
     watched: bool = True  # `Scheduler.update` returns it at each new token, and not only at its end
     started: float | None = None  # time.monotonic() when it first took a lane
     cached_tokens: int = 0  # prompt tokens that needed no computation when it first took a lane
-    # Of speculation: the first of the drafted tokens and their number, as of the last result; the results since there
-    # were any; and the share of drafted tokens that were right.
+    # Of speculation: the first of the drafted tokens as of the last result; the results since there were any; and the
+    # share of drafted tokens that were right.
     guess: int = -1
-    drafted: int = 0
     quiet: int = 0
     rate: float = 0.0
 
@@ -484,15 +483,15 @@ class StepResult(Drawn):
     """The result of a Batch: a token and its values for each lane of `Batch.sampling`, and scores of prefill chunks.
 
     A token is -1 where none could be drawn: the mask allowed none, or a logit is not finite. If the batch drafts, there
-    are for each lane: kept, the number of its tokens, which can be more than one in a speculative step alone; and of
-    the tokens that are drafted next, `guesses`, the first one or -1, and `drafted`, their number. seconds: that the
-    step took; 0 if it was not measured.
+    are for each lane: kept, the number of its tokens, which can be more than one in a speculative step alone; verified,
+    the number of drafted tokens that the step computed; and guesses, the first of the tokens that are drafted next, or
+    -1. seconds: that the step took; 0 if it was not measured.
     """
 
     tokens: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
+    verified: list[int] = field(default_factory=list)
     guesses: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
     seconds: float = 0.0
 

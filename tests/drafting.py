@@ -20,7 +20,7 @@ def adversary(monkeypatch: pytest.MonkeyPatch, outputs: Iterable[RequestOutput],
     rng = random.Random(seed)
     known = [out.prompt_token_ids + completion.token_ids for out in outputs for completion in out.completions]
 
-    def propose(text: np.ndarray, min_match: int, most: int) -> np.ndarray:
+    def propose(text: np.ndarray, near: int, min_match: int, most: int) -> tuple[np.ndarray, int, int]:
         so_far = text.tolist()
         continued = [tokens[len(so_far) :] for tokens in known if tokens[: len(so_far)] == so_far]
         draft = rng.choice(continued)[: rng.randint(0, most)] if continued else []
@@ -28,7 +28,7 @@ def adversary(monkeypatch: pytest.MonkeyPatch, outputs: Iterable[RequestOutput],
             draft = [rng.randrange(vocab) for _ in range(most)]
         elif draft and rng.random() < 0.4:
             draft[rng.randrange(len(draft))] = rng.randrange(vocab)
-        return np.array(draft, dtype=np.int32)
+        return np.array(draft, dtype=np.int32), 1, 0
 
     monkeypatch.setattr("fastgen.kernels.drafts.propose", propose)
 
@@ -44,7 +44,6 @@ def adversary_on_device(monkeypatch: pytest.MonkeyPatch, gen: Generator, outputs
 
     def follow(lanes: Tensor, waiting: Drafts, last: Tensor, kv_lens: Tensor, *drawn: Tensor) -> Tensor:
         found: Tensor = right(lanes, waiting, last, kv_lens, *drawn)
-        lanes = lanes[:, 0]
         count = waiting.tokens.shape[1]
         numbers = state.table[lanes, 0].clamp(0, len(rows) - 1)
         at = kv_lens[lanes].long()[:, None] + 1 + torch.arange(count, device=device)
@@ -54,7 +53,6 @@ def adversary_on_device(monkeypatch: pytest.MonkeyPatch, gen: Generator, outputs
         counts = torch.randint(0, count + 1, lanes.shape, device=device, dtype=torch.int32)
         waiting.counts[lanes] = counts
         found[1] = torch.where(counts > 0, waiting.tokens[lanes, 0], -1)
-        found[2] = counts
         return found
 
     monkeypatch.setattr("fastgen.engine.runner.follow", follow)

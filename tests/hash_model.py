@@ -181,8 +181,8 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
 
 
 def num_tokens(batch: Batch) -> int:
-    """Return the tokens that a step computes."""
-    return (sum(batch.rows) or len(batch.decodes)) + sum(len(chunk.tokens) for chunk in batch.prefills)
+    """Return the tokens that a step computes, without drafted ones."""
+    return len(batch.decodes) + sum(len(chunk.tokens) for chunk in batch.prefills)
 
 
 @dataclass
@@ -235,6 +235,9 @@ class HashRunner:
             (self.last_token[lane], *self.drafts[lane][: count - 1])
             for lane, count in zip(batch.decodes, most, strict=True)
         ]
+        while self.config.speculate and sum(map(len, rows)) > self.config.speculate.max_rows and batch.rows:
+            longest = max(range(len(rows)), key=lambda row: len(rows[row]))
+            rows[longest] = rows[longest][:-1]
         for lane, tokens in zip(batch.decodes, rows, strict=True):
             self._write(lane, self.kv_len[lane], tokens)
         for chunk in batch.prefills:
@@ -290,6 +293,7 @@ class HashRunner:
                     break
             self.kv_len[lane] -= len(states) - kept
             if launched.batch.drafts:
+                result.verified.append(len(drafts))
                 self._draft(lane, result, kept)
 
     def _draft(self, lane: int, result: StepResult, kept: int) -> None:
@@ -302,7 +306,6 @@ class HashRunner:
         self.drafts[lane] = self._foresee(lane) if lane in self.texts else ()
         result.kept.append(kept)
         result.guesses.append(self.drafts[lane][0] if self.drafts[lane] else -1)
-        result.drafted.append(len(self.drafts[lane]))
 
     def _foresee(self, lane: int) -> tuple[int, ...]:
         """Return the next tokens, of which some may be wrong."""

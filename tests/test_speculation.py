@@ -138,15 +138,17 @@ def test_an_off_by_one_in_what_is_kept_is_noticed(fault: str, llama: Path, monke
 
     def broken(lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, *drawn: Tensor) -> Any:
         found = right(lanes, drafts, last, kv_lens, *drawn)
-        for row, lane in enumerate(lanes[:, 0].tolist()):
-            if fault == "a wrong token" and found[0, row] < (drawn[1][row] > 0).sum():
-                last[lane] = drawn[0][row, found[0, row]]
+        first = 0
+        for row, lane in enumerate(lanes.tolist()):
+            if fault == "a wrong token" and found[0, row] <= found[2, row]:
+                last[lane] = drawn[0][first + found[0, row]]
                 kv_lens[lane] += 1
                 found[0, row] += 1
             elif fault == "a token too few" and found[0, row] > 1:
                 found[0, row] -= 1
             elif fault == "a length too long":
-                kv_lens[lane] += lanes.shape[1] > 1
+                kv_lens[lane] += len(drawn[0]) > len(lanes)
+            first += 1 + found[2, row]
         return found
 
     monkeypatch.setattr(follow, "twin", broken)
@@ -154,23 +156,27 @@ def test_an_off_by_one_in_what_is_kept_is_noticed(fault: str, llama: Path, monke
         assert completions(gen.generate(prompts, FREE)) != completions(expected)
 
 
-def slow_proposal(text: list[int], min_match: int, most: int) -> list[int]:
+def slow_proposal(text: list[int], near: int, min_match: int, most: int) -> tuple[list[int], int, int]:
     """Compare every place with the end."""
-    best, behind = 0, 0
+    best, behind = 0, 1
     for place in range(1, len(text)):
         length = 0
         while length < min(16, place) and text[place - 1 - length] == text[-1 - length] >= 0:
             length += 1
+        if length and near < place <= near + 6:
+            length += 2
         if length and length >= best:
             best, behind = length, place
+    if best < 5 and not near < behind <= near + 6:
+        most = min(most, best)
     draft = [text[behind + at % (len(text) - behind)] for at in range(most)] if best >= min_match else []
-    return draft[: draft.index(-1)] if -1 in draft else draft
+    return draft[: draft.index(-1)] if -1 in draft else draft, behind, best
 
 
 def test_a_draft_repeats_what_followed_the_longest_match() -> None:
     rng = random.Random(0)
     for _ in range(2000):
         text = [rng.randrange(-1, rng.choice((2, 4))) for _ in range(rng.randint(1, 60))]
-        least, most = rng.randint(1, 3), rng.randint(1, 9)
-        found = propose(np.array(text, dtype=np.int32), least, most)
-        assert found.tolist() == slow_proposal(text, least, most), (text, least, most)
+        least, most, near = rng.randint(1, 3), rng.randint(1, 9), rng.randint(-16, 60)
+        found, *rest = propose(np.array(text, dtype=np.int32), near, least, most)
+        assert (found.tolist(), *rest) == slow_proposal(text, near, least, most), (text, near, least, most)

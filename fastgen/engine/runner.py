@@ -63,8 +63,8 @@ class _Scores(NamedTuple):
 class Launched:
     """A step in flight. Its results are on the host when the event `arrived` has passed (None: now).
 
-    began: passes when a GPU begins with a step that is timed. seconds: of such a step on the CPU.
-    In a speculative step each lane has `width` rows; `used` are those without padding, if only these were computed.
+    began: passes when a GPU begins with a step that is timed. seconds: of such a step on the CPU. In a speculative step
+    a lane may have several rows, one behind another.
     """
 
     batch: Batch
@@ -73,8 +73,6 @@ class Launched:
     logits: Tensor | None  # float32 [R, V], until the tokens are drawn
     scored: list[_Scores] = field(default_factory=list)
     sampled: SampleOutput | None = None
-    width: int = 1
-    used: Tensor | None = None  # int64 [R], of S * width rows
     followed: Tensor | None = None  # int32 [3, S], see kernels.drafts.follow
     expired: Tensor | None = None  # see Group
     arrived: torch.cuda.Event | None = None
@@ -280,7 +278,7 @@ class Runner:
         """Do what `decode` does for the rows of a speculative step of `size` lanes, in `_rows`: the body of its graph.
         To attention, each row is a decode."""
         assert self.config.speculate is not None
-        self._decode_rows(self._spread(size, size * self.config.speculate.width(size)))
+        self._decode_rows(self._spread(size, self.config.speculate.rows(size)))
 
     def _decode_rows(self, rows: DecodeInput, shared: bool = False, alone: bool = False) -> None:
         """Compute the logits of rows that attend as decodes. shared, alone: see Attention.plan_decode."""
@@ -300,17 +298,15 @@ class Runner:
     def _speculate_eagerly(self, batch: Batch) -> Launched:
         """Launch a speculative step without a graph, on the CPU, where each row takes time: no rows of padding."""
         assert self.drafts is not None
-        count = len(batch.decodes)
-        width = min(max(batch.rows), 1 + int(self.drafts.counts[self._decode_lanes].max()))
-        rows = self._spread(count, count * width)
-        used = (rows.lanes < self.config.max_seqs).nonzero().squeeze(1)
-        lanes, kv_lens, padding = rows.lanes[used], rows.kv_lens[used], (0, -len(used) % self.model.row_tile)
-        plan = self.attention.plan_decode(lanes, kv_lens, self.page_table)
-        ids, positions = F.pad(rows.token_ids[used], padding), F.pad(rows.positions[used], padding)
-        mapping = self.model.slot_mapping(self.pool, positions, F.pad(rows.slots[used], padding, value=-1), len(used))
+        assert self.config.speculate is not None
+        wanted = torch.minimum(self.drafts.most, self.drafts.counts + 1)[self._decode_lanes]
+        count = min(int(wanted.sum()), self.config.speculate.max_rows)
+        rows, padding = self._spread(len(batch.decodes), count), (0, -count % self.model.row_tile)
+        plan = self.attention.plan_decode(rows.lanes, rows.kv_lens, self.page_table)
+        ids, positions = F.pad(rows.token_ids, padding), F.pad(rows.positions, padding)
+        mapping = self.model.slot_mapping(self.pool, positions, F.pad(rows.slots, padding, value=-1), count)
         x = self.model.forward([StepPart(ids, mapping, plan)], self.pool, self.attention)
-        logits = self.model.logits(x[: len(used)])
-        return Launched(batch, lanes, kv_lens, logits, width=width, used=used)
+        return Launched(batch, rows.lanes, rows.kv_lens, self.model.logits(x[:count]))
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
@@ -359,11 +355,10 @@ class Runner:
         """Draw tokens, and start copying the step's results to the host."""
         if launched.logits is not None:
             plan = SamplePlan.together(self._plans.take(launched.batch.sampling, 1))
-            if masks is not None and launched.width > 1:  # a masked lane has one row
-                masks = np.pad(masks[:, None], ((0, 0), (0, launched.width - 1), (0, 0)), constant_values=-1)
-                masks = masks.reshape(-1, masks.shape[2])
-                masks = masks if launched.used is None else masks[launched.used.numpy()]
             mask = None if masks is None else upload(masks, self.device)
+            if mask is not None and launched.batch.rows:
+                of_row = launched.lanes[:, None] == self._step.lanes[: len(mask)]
+                mask = mask[of_row.int().argmax(1)]  # of padding: any
             drawn = draw(launched.logits, self.state, launched.lanes, launched.positions, plan, mask)
             self.group.broadcast(drawn.packed[0])
             sent = (self._to_host(x) for x in (drawn.packed, drawn.top_ids, drawn.top_logprobs, drawn.kept))
@@ -384,11 +379,9 @@ class Runner:
         """Keep the draws of a step that drafts, int32 [R], and draft the next tokens."""
         if not launched.batch.drafts:
             return
-        shape, rows = (len(launched.batch.sampling), launched.width), [launched.lanes, tokens, launched.positions]
-        if launched.used is not None:
-            rows = [row.new_full(shape, -1).put_(launched.used, row) for row in rows]
-        lanes, *drawn = [row.view(shape) for row in rows]
-        launched.followed = self._to_host(follow(lanes, self.drafts, self.state.last_token, self.kv_lens, *drawn))
+        lanes = self._step.lanes[: len(launched.batch.rows)] if launched.batch.rows else launched.lanes
+        followed = follow(lanes, self.drafts, self.state.last_token, self.kv_lens, tokens, launched.positions)
+        launched.followed = self._to_host(followed)
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a step, and return its result."""
@@ -404,11 +397,11 @@ class Runner:
             return result
         lanes = launched.batch.sampling
         if launched.followed is not None:
-            result.kept, result.guesses, result.drafted = launched.followed.tolist()
-        if launched.width > 1:
-            kept = np.array(result.kept)
-            chosen = np.flatnonzero(np.arange(launched.width) < kept[:, None])
-            output = output.rows(chosen if launched.used is None else np.searchsorted(launched.used.numpy(), chosen))
+            result.kept, result.guesses, result.verified = launched.followed.tolist()
+        if launched.batch.rows:
+            rows, kept = 1 + np.array(result.verified), np.array(result.kept)
+            ahead = np.arange(rows.sum()) - np.repeat(rows.cumsum() - rows, rows)  # of each row in its lane
+            output = output.rows(np.flatnonzero(ahead < np.repeat(kept, rows)))
             lanes = tuple(np.repeat(lanes, kept))
         result.tokens = output.packed[0].numpy().tolist()
         result.logprobs, result.untruncated_logprobs, result.raw_logprobs = output.logprobs.numpy().tolist()
@@ -497,10 +490,9 @@ class Runner:
             return self._speculate_eagerly(batch)
         size = smallest_size(graphs.keys, count) if graphs else count
         (graphs.run if graphs else self.speculate)(size)
-        width = self.config.speculate.width(size)
-        rows = self._rows.first(count * width)
-        logits = self._logits[: count * width] if self.group.rank == 0 else None
-        return Launched(batch, rows.lanes, rows.kv_lens, logits, width=width)
+        rows = self._rows.first(self.config.speculate.rows(size))
+        logits = self._logits[: len(rows.lanes)] if self.group.rank == 0 else None
+        return Launched(batch, rows.lanes, rows.kv_lens, logits)
 
     def _launch(self, batch: Batch, shared: bool, arrivals: dict[int, torch.cuda.Event]) -> Launched:
         """Launch any step kernel by kernel, or through the PrefillGraphs."""

@@ -425,15 +425,14 @@ class Scheduler:
         assert speculator is not None
         speculator.in_flight -= bool(batch.rows)
         most = batch.rows or itertools.repeat(1)
-        found = zip(batch.sampling, most, result.kept, result.guesses, result.drafted, strict=False)
-        for lane, rows, kept, guess, drafted in found:
+        found = zip(batch.sampling, most, result.kept, result.guesses, result.verified, strict=False)
+        for lane, rows, kept, guess, verified in found:
             sequence = self._on(lane)
-            verified = min(rows - 1, sequence.drafted)
             sequence.pending -= rows - kept
             sequence.computed -= rows - kept
-            stats.drafted += int(verified)
+            stats.drafted += verified
             stats.accepted += kept - 1
-            speculator.learn(sequence, result.tokens[first : first + kept], verified, guess, drafted)
+            speculator.learn(sequence, result.tokens[first : first + kept], verified, guess)
             first += kept
         stats.saved_steps += first / len(result.kept) - 1 if batch.rows else 0
 

@@ -67,10 +67,9 @@ class Speculation:
         """The most lanes of a speculative step."""
         return self.max_rows // 2
 
-    def width(self, lanes: int) -> int:
-        """Return the most rows of a lane in a step of so many lanes: a power of two, as kernels are compiled for it."""
-        rows = min(self.max_draft + 1, self.max_rows // max(lanes, 1))
-        return 1 << rows.bit_length() - 1 if rows else 1
+    def rows(self, lanes: int) -> int:
+        """Return the most rows of a step of so many lanes."""
+        return min(self.max_rows, lanes * (self.max_draft + 1))
 
 
 class History:
@@ -126,8 +125,8 @@ def _key(prompt: list[int]) -> bytes:
 class Speculator:
     """The host's side of drafts: which lanes have a text on the device, and how many rows they get.
 
-    padded: all lanes have as many rows, used or not, as in CUDA graphs. in_flight: speculative steps that are not read.
-    moved: lanes whose lengths steps have advanced on the device alone.
+    padded: a step computes all rows that its lanes may have, used or not, as in CUDA graphs. in_flight: speculative
+    steps that are not read. moved: lanes whose lengths steps have advanced on the device alone.
     """
 
     def __init__(self, options: Speculation, history: History, padded: bool) -> None:
@@ -153,7 +152,7 @@ class Speculator:
                 tokens = np.concatenate([earlier, np.array(sequence.token_ids, dtype=np.int32)])
                 self._texts.append((sequence.lane, len(earlier), tokens))
                 self._lanes.add(sequence.lane)
-                sequence.guess, sequence.drafted, sequence.quiet, sequence.rate = -1, 0, 0, self.rate
+                sequence.guess, sequence.quiet, sequence.rate = -1, 0, self.rate
 
     def lacking(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Return the sequences that speculate and have no text on the device."""
@@ -172,19 +171,24 @@ class Speculator:
         likely = [s.lane in self._lanes and s.quiet < PATIENCE for s in sequences]
         rates = [(0.5**s.quiet, s.rate) for s, wanted in zip(sequences, likely, strict=True) if wanted]
         drafting = sum(chance for chance, _ in rates)
-        best, best_width, cost = float(len(sequences)), 1, self.options.row_cost or 0.0
-        extra, most = 0.0, self.options.width(len(sequences)) if rates else 1
+        lanes, cost, most = len(sequences), self.options.row_cost or 0.0, self.options.max_draft + 1
+        best, best_width, extra = float(lanes), 1, 0.0
+        room = self.options.rows(lanes) - lanes
         for width in range(2, most + 1):
+            drafted = (width - 1) * drafting
+            if not 0 < drafted <= room:
+                break
             extra += sum(chance * rate ** (width - 1) for chance, rate in rates)
-            more = (most - 1) * len(sequences) if self.padded else (width - 1) * drafting
-            slower = 1 + cost * (1 + more) / (1 + cost * len(sequences))
-            if (gain := (len(sequences) + extra) / slower) > best:
+            slower = 1 + cost * (1 + (room if self.padded else drafted)) / (1 + cost * lanes)
+            if (gain := (lanes + extra) / slower) > best:
                 best, best_width = gain, width
+        if self.padded and best_width > 1:  # the device shares the rows out
+            best_width = min(most, 2 * self.options.rows(lanes) // lanes)
         return [best_width if wanted else 1 for wanted in likely]
 
-    def learn(self, sequence: Sequence, drawn: list[int], verified: int, guess: int, drafted: int) -> None:
-        """Learn from a result. drawn: its tokens. verified: drafted tokens that it computed. guess, drafted: the first
-        token that is drafted now, and their number."""
+    def learn(self, sequence: Sequence, drawn: list[int], verified: int, guess: int) -> None:
+        """Learn from a result. drawn: its tokens. verified: drafted tokens that it computed. guess: the first token
+        that is drafted now, -1 for none."""
         right, tried = int(sequence.guess == drawn[0]), int(sequence.guess >= 0)
         if verified:
             right, tried = len(drawn) - 1, min(len(drawn), verified)
@@ -192,8 +196,8 @@ class Speculator:
             weight, found = 1 - (1 - LEARNING) ** tried, right / tried
             sequence.rate += (found - sequence.rate) * weight
             self.rate += (found - self.rate) * weight / 4
-        sequence.quiet = 0 if drafted else sequence.quiet + 1
-        sequence.guess, sequence.drafted = guess, drafted
+        sequence.quiet = 0 if guess >= 0 else sequence.quiet + 1
+        sequence.guess = guess
 
 
 def speculates(sequence: Sequence) -> bool:

@@ -326,8 +326,8 @@ def _run_largest_steps(runner: Runner) -> None:
 
 
 def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[Batch]:
-    """Yield a step of prefills on all lanes that fill the token budget, a step of decodes on all lanes, and for each
-    number of rows a lane the speculative step of most lanes, behind one that begins them.
+    """Yield a step of prefills on all lanes that fill the token budget, a step of decodes on all lanes, and the
+    speculative step of most lanes, behind one that begins them.
 
     They also save, load, wipe and copy the spare page. Forks are left out: they take no more memory than prefills.
     """
@@ -352,9 +352,9 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
     saves, loads = (((spare, 0),), ((0, spare),)) if config.host_pages else ((), ())
     yield Batch((), prefills, starts, (), masked=False, fresh=(spare,), saves=saves, loads=loads)
     yield Batch(tuple(range(lanes)), (), (), (), masked=False, copies=((0, spare),))
-    widths = {config.speculate.width(size): size for size in speculative_sizes(config)} if config.speculate else {}
-    for width, lanes in widths.items():
-        rows = (width,) * lanes
+    if config.speculate:
+        lanes = speculative_sizes(config)[-1]
+        rows = (config.speculate.max_draft + 1,) * lanes
         token = np.zeros(1, dtype=np.int32)
         texts = tuple((lane, 0, token) for lane in range(lanes))
         first = tuple(Prefill(lane, 0, token, True) for lane in range(lanes))

@@ -5,7 +5,13 @@ that a step draws. It then looks for the longest match of the text's last tokens
 earlier place, and of equally long ones for the latest. The draft repeats the tokens behind that place, and where these
 end begins with them again, since the match and the end then lie a period apart.
 
-Shape letters: L lanes with the padding lane, S lanes of the step, W rows of each, D most drafted tokens.
+An answer that follows a source leaves it and comes back, a few tokens later. So a match that continues within NEAR
+tokens behind the last good source counts as NEAR_BONUS tokens more. Such a match, and one of GOOD tokens, drafts as
+many tokens as there is room for; another one as many as match.
+
+`spread` shares the rows of a step out: each lane gets as many as it wants up to the same number.
+
+Shape letters: L lanes with the padding lane, S lanes of the step, R rows of all of them, D most drafted tokens.
 """
 
 from __future__ import annotations
@@ -14,13 +20,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.kernels.launch import Kernel, constant, jit, power_of_two, tl
+from fastgen.kernels.launch import Kernel, jit, power_of_two, tl
 from fastgen.kernels.state import DecodeInput
 
 LONGEST_MATCH = 16
-MATCH = constant(LONGEST_MATCH)
+NEAR, NEAR_BONUS, GOOD = 6, 2, 5
 BLOCK = 1024  # places of a text that a program compares at a time
 
 
@@ -28,13 +35,17 @@ BLOCK = 1024  # places of a text that a program compares at a time
 class Drafts:
     """texts: int32 [L, any]. starts: int64 [L], where the sequence of a lane begins in its text. tokens: int64 [L, D],
     the drafted tokens of each lane's next decode; counts: int32 [L], their number. most: int32 [L], the most rows of
-    it. min_match: the fewest tokens of a match."""
+    it. rows: int32 [2, L], the first row of a lane in the last speculative step, and their number. sources: int32
+    [3, L], the place in its text that a lane's draft was copied from, the match's tokens with the bonus, and the place
+    behind the last good source. min_match: the fewest tokens of a match."""
 
     texts: Tensor
     starts: Tensor
     tokens: Tensor
     counts: Tensor
     most: Tensor
+    rows: Tensor
+    sources: Tensor
     min_match: int
 
     @classmethod
@@ -46,6 +57,8 @@ class Drafts:
             torch.zeros(lanes, most, dtype=torch.int64, device=device),
             torch.zeros(lanes, dtype=torch.int32, device=device),
             torch.zeros(lanes, dtype=torch.int32, device=device),
+            torch.zeros(2, lanes, dtype=torch.int32, device=device),
+            torch.zeros(3, lanes, dtype=torch.int32, device=device),
             min_match,
         )
 
@@ -54,28 +67,44 @@ class Drafts:
         self.texts[lane, : len(tokens)] = tokens
         self.starts[lane] = start
         self.counts[lane] = 0
+        self.sources[:, lane] = -LONGEST_MATCH  # near no place
 
 
-@jit("padding", "slots", "most_drafts")
+@jit("padding", "slots", "most_drafts", "lanes", "size")
 def _spread_kernel(
-    lanes_ptr, most_ptr, counts_ptr, drafts_ptr, last_ptr, lens_ptr, table_ptr,
-    row_lanes_ptr, ids_ptr, positions_ptr, slots_ptr, row_lens_ptr, padding, slots, most_drafts,
-    W: tl.constexpr, BLOCK_W: tl.constexpr, P: tl.constexpr,
+    lanes_ptr, most_ptr, counts_ptr, drafts_ptr, rows_ptr, last_ptr, lens_ptr, table_ptr,
+    row_lanes_ptr, ids_ptr, positions_ptr, slots_ptr, row_lens_ptr, padding, slots, most_drafts, lanes, size,
+    BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Fill the rows of one lane a program."""
+    """Fill the rows of one lane a program; the last program fills the padding."""
     s = tl.program_id(0)
-    number = tl.arange(0, BLOCK_W)
-    lane = tl.load(lanes_ptr + s)
-    rows = tl.minimum(tl.load(most_ptr + lane), tl.load(counts_ptr + lane) + 1)
-    here = number < W
-    used = here & (number < rows)
-    drafted = tl.load(drafts_ptr + lane * most_drafts + number - 1, mask=used & (number > 0), other=0)
-    position = tl.where(used, tl.load(lens_ptr + lane) + number, 0)
-    owner = tl.where(used, lane, padding)
+    each = tl.arange(0, BLOCK_S)
+    lane = tl.load(lanes_ptr + each, mask=each < lanes, other=padding)
+    wanted = tl.minimum(tl.load(most_ptr + lane), tl.load(counts_ptr + lane) + 1)
+    wanted = tl.where(lane == padding, 0, wanted)
+    level = tl.arange(0, BLOCK_W)
+    together = tl.sum(tl.minimum(wanted[:, None], level[None, :]), 0)
+    share = tl.max(tl.where(together <= size, level, 0))
+    rows = tl.minimum(wanted, share)
+    more = (wanted > share).to(tl.int32)
+    rows += tl.where(tl.cumsum(more) <= size - tl.sum(rows), more, 0)
+    total = tl.sum(rows)
+    first = tl.sum(tl.where(each < s, rows, 0))
+    count = tl.where(s < lanes, tl.sum(tl.where(each == s, rows, 0)), size - total)
+
+    owner = tl.load(lanes_ptr + s, mask=s < lanes, other=padding)
+    tl.store(rows_ptr + owner, first)
+    tl.store(rows_ptr + padding + 1 + owner, count)
+    number = tl.arange(0, BLOCK_R)
+    here = number < count
+    drafted = tl.load(
+        drafts_ptr + owner * most_drafts + number - 1, mask=here & (number > 0) & (owner != padding), other=0
+    )
+    position = tl.where(owner == padding, 0, tl.load(lens_ptr + owner) + number)
     page = tl.load(table_ptr + owner * slots + position // P, mask=here, other=0).to(tl.int64)
-    at = s * W + number
+    at = first + number
     tl.store(row_lanes_ptr + at, owner, mask=here)
-    tl.store(ids_ptr + at, tl.where(number == 0, tl.load(last_ptr + lane), drafted), mask=here)
+    tl.store(ids_ptr + at, tl.where(number == 0, tl.load(last_ptr + owner), drafted), mask=here)
     tl.store(positions_ptr + at, position.to(tl.int64), mask=here)
     tl.store(slots_ptr + at, page * P + position % P, mask=here)
     tl.store(row_lens_ptr + at, position + 1, mask=here)
@@ -84,58 +113,70 @@ def _spread_kernel(
 def _spread_launch(
     lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, table: Tensor, step: DecodeInput, page: int
 ) -> None:
-    width = len(step.lanes) // len(lanes)
+    count, size, most_drafts = len(lanes), len(step.lanes), drafts.tokens.shape[1]
     assert lanes.dtype == last.dtype == step.lanes.dtype == torch.int64
     assert kv_lens.dtype == table.dtype == torch.int32
-    assert width <= drafts.tokens.shape[1] + 1
-    _spread_kernel[(len(lanes),)](
-        lanes, drafts.most, drafts.counts, drafts.tokens, last, kv_lens, table,
+    assert count <= size
+    _spread_kernel[(count + 1,)](
+        lanes, drafts.most, drafts.counts, drafts.tokens, drafts.rows, last, kv_lens, table,
         step.lanes, step.token_ids, step.positions, step.slots, step.kv_lens,
-        len(kv_lens) - 1, table.stride(0), drafts.tokens.shape[1], width, power_of_two(width), page, num_warps=1,
+        len(kv_lens) - 1, table.stride(0), most_drafts, count, size,
+        power_of_two(count), power_of_two(most_drafts + 2), power_of_two(size), page, num_warps=4,
     )  # fmt: skip
 
 
 def _spread_twin(
     lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, table: Tensor, step: DecodeInput, page: int
 ) -> None:
-    """Fill `step`, S * W rows, for lanes int64 [S].
+    """Fill `step`, R rows, for lanes int64 [S], S <= R, and write their `rows`.
 
-    The rows of a lane are its last token and the drafted ones. Rows that it does not need are padding: rows of the last
-    lane at position 0. last: int64 [L], last tokens; kv_lens: int32 [L]; table: int32 [L, slots]; page: tokens of a
-    page.
+    The rows of a lane are its last token and drafted ones, those of the first lane first. Where not all of them fit,
+    each lane has up to the same number, and the first lanes one more. Behind them is padding: rows of the last lane at
+    position 0. last: int64 [L], last tokens; kv_lens: int32 [L]; table: int32 [L, slots]; page: tokens of a page.
     """
-    width = len(step.lanes) // len(lanes)
-    number = torch.arange(width, device=lanes.device)
-    used = number < torch.minimum(drafts.most, drafts.counts + 1)[lanes][:, None]
-    owners = torch.where(used, lanes[:, None], len(kv_lens) - 1)
-    positions = torch.where(used, kv_lens[lanes][:, None] + number, 0)
-    pages = table[owners, positions // page].long()
-    step.lanes.copy_(owners.view(-1))
-    step.token_ids.copy_(torch.cat((last[lanes][:, None], drafts.tokens[lanes, : width - 1]), 1).view(-1))
-    step.positions.copy_(positions.view(-1))
-    step.slots.copy_((pages * page + positions % page).view(-1))
-    step.kv_lens.copy_((positions + 1).view(-1))
+    size, padding = len(step.lanes), len(kv_lens) - 1
+    wanted = torch.where(lanes == padding, 0, torch.minimum(drafts.most, drafts.counts + 1)[lanes])
+    levels = torch.arange(drafts.tokens.shape[1] + 2, device=lanes.device)
+    share = (torch.minimum(wanted[:, None], levels).sum(0) <= size).sum() - 1
+    rows = torch.minimum(wanted, share)
+    more = wanted > share
+    rows += more & (more.cumsum(0) <= size - rows.sum())
+    firsts = rows.cumsum(0) - rows
+    drafts.rows[:, lanes] = torch.stack((firsts, rows)).int()
+    ids = torch.cat((last[lanes][:, None], drafts.tokens[lanes]), 1)
+    of_row = torch.repeat_interleave(rows)
+    number = torch.arange(len(of_row), device=lanes.device) - firsts[of_row]
+    room = (0, size - len(of_row))
+    step.lanes.copy_(F.pad(lanes[of_row], room, value=padding))
+    step.token_ids.copy_(F.pad(ids[of_row, number], room))
+    step.positions.copy_(F.pad(kv_lens[lanes[of_row]] + number, room))
+    pages = table[step.lanes, step.positions // page].long()
+    step.slots.copy_(pages * page + step.positions % page)
+    step.kv_lens.copy_(step.positions + 1)
 
 
-@jit("length", "lanes", "most_drafts", "min_match")
+@jit("length", "lanes", "all_lanes", "most_drafts", "min_match")
 def _follow_kernel(
-    lanes_ptr, tokens_ptr, positions_ptr, texts_ptr, starts_ptr, counts_ptr, drafts_ptr, last_ptr, lens_ptr, found_ptr,
-    length, lanes, most_drafts, min_match,
-    W: tl.constexpr, BLOCK_W: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    lanes_ptr, tokens_ptr, positions_ptr, texts_ptr, starts_ptr, counts_ptr, drafts_ptr, rows_ptr, sources_ptr,
+    last_ptr, lens_ptr, found_ptr, length, lanes, all_lanes, most_drafts, min_match,
+    SPREAD: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
+    MATCH: tl.constexpr, NEAR: tl.constexpr, BONUS: tl.constexpr, GOOD: tl.constexpr,
 ):  # fmt: skip
     """Follow one lane a program."""
     s = tl.program_id(0)
-    lane = tl.load(lanes_ptr + s * W)
+    lane = tl.load(lanes_ptr + s)
     text = texts_ptr + lane * length
     number = tl.arange(0, BLOCK_W)
-    drawn = tl.load(tokens_ptr + s * W + number, mask=number < W, other=-1)
-    kept = 1
-    if W > 1:
-        rows = tl.sum((tl.load(lanes_ptr + s * W + number, mask=number < W, other=-1) == lane).to(tl.int32))
-        waiting = tl.load(drafts_ptr + lane * most_drafts + number, mask=number < rows - 1, other=-2)
-        wrong = (number >= rows - 1) | (waiting != drawn)
-        kept = tl.min(tl.where(wrong, number, BLOCK_W)) + 1
-    position = tl.load(positions_ptr + s * W)
+    first = s
+    rows = 1
+    if SPREAD:
+        first = tl.load(rows_ptr + lane)
+        rows = tl.load(rows_ptr + all_lanes + lane)
+    drawn = tl.load(tokens_ptr + first + number, mask=number < rows, other=-1)
+    waiting = tl.load(drafts_ptr + lane * most_drafts + number, mask=number < rows - 1, other=-2)
+    wrong = (number >= rows - 1) | (waiting != drawn)
+    kept = tl.min(tl.where(wrong, number, BLOCK_W)) + 1
+    position = tl.load(positions_ptr + first)
     newest = tl.sum(tl.where(number == kept - 1, drawn, 0))
     tl.store(last_ptr + lane, tl.maximum(newest, 0).to(tl.int64))
     tl.store(lens_ptr + lane, position - 1 + kept)
@@ -143,6 +184,9 @@ def _follow_kernel(
     end = begin + kept
     fits = end <= length
     tl.store(text + begin + number, drawn, mask=fits & (number < kept))
+    source = tl.load(sources_ptr + lane) + kept - 1
+    good = tl.load(sources_ptr + all_lanes + lane) + kept - 1 >= GOOD
+    near = tl.where(good, source, tl.load(sources_ptr + 2 * all_lanes + lane))
     tl.debug_barrier()  # all threads of this program have written
 
     # The best place has the largest match * 2^32 + place.
@@ -152,42 +196,50 @@ def _follow_kernel(
             place = first + tl.arange(0, BLOCK)
             same = (place < end - 1) & (tl.load(text + place, mask=place < end - 1, other=-1) == newest)
             if tl.max(same.to(tl.int32)) > 0:
+                found = same
                 match = same.to(tl.int32)
                 for back in range(1, MATCH):
                     wanted = tl.load(text + end - 1 - back, mask=end - 1 >= back, other=-1)
                     same &= place >= back
                     same &= (wanted >= 0) & (tl.load(text + place - back, mask=same, other=-2) == wanted)
                     match += same.to(tl.int32)
+                match += tl.where((place >= near) & (place < near + NEAR), BONUS, 0)
                 score = (match.to(tl.int64) << 32) + place
-                best = tl.maximum(best, tl.max(tl.where(match > 0, score, 0)))
+                best = tl.maximum(best, tl.max(tl.where(found, score, 0)))
+    match = (best >> 32).to(tl.int32)
     behind = (best & 0xFFFFFFFF).to(tl.int32) + 1
+    sure = (match >= GOOD) | ((behind > near) & (behind <= near + NEAR))
+    most = tl.where(match < min_match, 0, tl.where(sure, most_drafts, tl.minimum(match, most_drafts)))
     ahead = tl.arange(0, D)
-    wanted_drafts = (ahead < most_drafts) & ((best >> 32) >= min_match)
-    draft = tl.load(text + behind + ahead % tl.maximum(end - behind, 1), mask=wanted_drafts, other=-1)
-    count = tl.min(tl.where(draft < 0, ahead, most_drafts))
+    draft = tl.load(text + behind + ahead % tl.maximum(end - behind, 1), mask=ahead < most, other=-1)
+    count = tl.min(tl.where(draft < 0, ahead, most))
     tl.store(drafts_ptr + lane * most_drafts + ahead, draft.to(tl.int64), mask=ahead < count)
     tl.store(counts_ptr + lane, count)
+    tl.store(sources_ptr + lane, behind)
+    tl.store(sources_ptr + all_lanes + lane, match)
+    tl.store(sources_ptr + 2 * all_lanes + lane, near)
     tl.store(found_ptr + s, kept)
     tl.store(found_ptr + lanes + s, tl.sum(tl.where(ahead == 0, draft, 0)))
-    tl.store(found_ptr + 2 * lanes + s, count)
+    tl.store(found_ptr + 2 * lanes + s, rows - 1)
 
 
 def _follow_launch(
     lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, tokens: Tensor, positions: Tensor
 ) -> Tensor:
-    width, most_drafts = tokens.shape[1], drafts.tokens.shape[1]
+    all_lanes, most_drafts = drafts.tokens.shape
     assert lanes.dtype == last.dtype == torch.int64
     assert tokens.dtype == positions.dtype == kv_lens.dtype == torch.int32
-    assert lanes.shape == tokens.shape == positions.shape
+    assert len(lanes) <= len(tokens) == len(positions)
     assert lanes.is_contiguous()
     assert tokens.is_contiguous()
     assert positions.is_contiguous()
     # Zeros, since the results of kernels that are compiled ahead and not launched are read, too.
     found = torch.zeros(3, len(lanes), dtype=torch.int32, device=lanes.device)
     _follow_kernel[(len(lanes),)](
-        lanes, tokens, positions, drafts.texts, drafts.starts, drafts.counts, drafts.tokens, last, kv_lens, found,
-        drafts.texts.shape[1], len(lanes), most_drafts, drafts.min_match,
-        width, power_of_two(width), power_of_two(most_drafts), BLOCK, num_warps=4,
+        lanes, tokens, positions, drafts.texts, drafts.starts, drafts.counts, drafts.tokens, drafts.rows,
+        drafts.sources, last, kv_lens, found, drafts.texts.shape[1], len(lanes), all_lanes, most_drafts,
+        drafts.min_match, len(tokens) > len(lanes), power_of_two(most_drafts), power_of_two(most_drafts + 1), BLOCK,
+        LONGEST_MATCH, NEAR, NEAR_BONUS, GOOD, num_warps=4,
     )  # fmt: skip
     return found
 
@@ -197,53 +249,63 @@ def _follow_twin(
 ) -> Tensor:
     """Keep the draws of a step that equal the drafts, and one more; append them to the texts; draft the next tokens.
 
-    lanes: int64 [S, W], those of `spread`: a row of another lane than the first is padding. tokens, positions: int32
-    [S, W], the draws. Sets the lanes' `last`, int64 [L], and kv_lens, int32 [L]. Returns int32 [3, S]: the number of
-    tokens kept; the first of the tokens that are drafted now, -1 for none; and their number.
+    lanes: int64 [S]. tokens, positions: int32 [R], the draws: one of each lane, or where R > S of the rows of `spread`.
+    Sets the lanes' `last`, int64 [L], and kv_lens, int32 [L]. Returns int32 [3, S]: the number of tokens kept; the
+    first of the tokens that are drafted now, -1 for none; and the number of drafted tokens that the step computed.
     """
     found = np.zeros((3, len(lanes)), dtype=np.int32)
-    state = (drafts.texts, drafts.starts, drafts.tokens, drafts.counts, last, kv_lens)
+    state = (drafts.texts, drafts.starts, drafts.tokens, drafts.counts, drafts.sources, last, kv_lens)
     host = [x.cpu() for x in state]  # copies where a GPU does not compile the kernel
-    texts, starts, waiting, counts, lasts, lengths = (x.numpy() for x in host)
-    of_row = zip(lanes.tolist(), tokens.tolist(), positions[:, 0].tolist(), strict=True)
-    for row, ((lane, *others), drawn, position) in enumerate(of_row):
-        rows = 1 + others.count(lane)
+    texts, starts, waiting, counts, sources, lasts, lengths = (x.numpy() for x in host)
+    spread_rows = drafts.rows[:, lanes].T.tolist() if len(tokens) > len(lanes) else [(s, 1) for s in range(len(lanes))]
+    all_drawn, all_positions = tokens.tolist(), positions.tolist()
+    for s, (lane, (first, rows)) in enumerate(zip(lanes.tolist(), spread_rows, strict=True)):
+        drawn, position = all_drawn[first : first + rows], all_positions[first]
         kept = 1
         while kept < rows and drawn[kept - 1] == waiting[lane, kept - 1]:
             kept += 1
         lasts[lane] = max(drawn[kept - 1], 0)
         lengths[lane] = position - 1 + kept
+        source, match, near = sources[:, lane].tolist()
+        if match + kept - 1 >= GOOD:
+            near = source + kept - 1
         begin = int(starts[lane]) + position
-        draft = texts[lane, :0]
+        draft, source, match = texts[lane, :0], 1, 0
         if begin + kept <= texts.shape[1]:
             texts[lane, begin : begin + kept] = drawn[:kept]
-            draft = propose(texts[lane, : begin + kept], drafts.min_match, waiting.shape[1])
+            draft, source, match = propose(texts[lane, : begin + kept], near, drafts.min_match, waiting.shape[1])
+        sources[:, lane] = source, match, near
         counts[lane] = len(draft)
         waiting[lane, : len(draft)] = draft
-        found[:, row] = kept, draft[0] if len(draft) else -1, len(draft)
+        found[:, s] = kept, draft[0] if len(draft) else -1, rows - 1
     for x, written in zip(state, host, strict=True):
         if written is not x:
             x.copy_(written)
     return torch.from_numpy(found).to(lanes.device)
 
 
-def propose(text: np.ndarray, min_match: int, most: int) -> np.ndarray:
-    """Return up to `most` tokens that may follow a text: int32 [n]."""
+def propose(text: np.ndarray, near: int, min_match: int, most: int) -> tuple[np.ndarray, int, int]:
+    """Return up to `most` tokens that may follow a text, int32 [n], the place that they begin at, and the tokens that
+    match before it, with the bonus. near: the place behind the last good source."""
     end = len(text)
-    places = np.flatnonzero(text[:-1] == text[-1])  # of the last token of each match
-    length = int(len(places) > 0 and text[-1] >= 0)
-    while 0 < length < min(LONGEST_MATCH, end - 1):
-        matches = places[places >= length]
-        matches = matches[text[matches - length] == text[end - 1 - length]]
-        if not len(matches) or text[end - 1 - length] < 0:
+    places = np.flatnonzero((text[:-1] == text[-1]) & (text[-1] >= 0))  # of the last token of each match
+    if not len(places):
+        return text[:0], 1, 0
+    matches = 1 + NEAR_BONUS * ((places >= near) & (places < near + NEAR))
+    longer = np.arange(len(places))
+    for length in range(1, min(LONGEST_MATCH, end)):
+        longer = longer[places[longer] >= length]
+        longer = longer[text[places[longer] - length] == text[end - 1 - length]]
+        if not len(longer) or text[end - 1 - length] < 0:
             break
-        places, length = matches, length + 1
-    if length < min_match:
-        return text[:0]
-    behind = int(places[-1]) + 1
-    draft = text[behind + np.arange(most) % (end - behind)]
+        matches[longer] += 1
+    match = int(matches.max())
+    behind = int(places[matches == match][-1]) + 1
+    sure = match >= GOOD or near < behind <= near + NEAR
+    count = 0 if match < min_match else most if sure else min(match, most)
+    draft = text[behind + np.arange(count) % (end - behind)]
     ends = np.flatnonzero(draft < 0)
-    return draft[: ends[0]] if len(ends) else draft
+    return draft[: ends[0]] if len(ends) else draft, behind, match
 
 
 spread = Kernel(_spread_launch, _spread_twin)

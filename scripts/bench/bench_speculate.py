@@ -171,7 +171,7 @@ def step_times(generator: Generator) -> list[dict[str, float]]:
     for lanes, length in itertools.product(sizes, (512, 2048)):
         begin = torch.arange(lanes, device=runner.device)
         runner._step.lanes.fill_(generator.config.max_seqs)[:lanes] = begin
-        drafts.most[:lanes] = options.width(lanes)
+        drafts.most[:lanes] = options.max_draft + 1
         drafts.counts[:lanes] = options.max_draft
         pages = begin[:, None] * columns + torch.arange(columns, device=runner.device)
         runner.page_table[:lanes] = (pages % generator.config.num_pages).int()
@@ -179,7 +179,7 @@ def step_times(generator: Generator) -> list[dict[str, float]]:
         for kind, replayed in (("plain", runner.graphs[False]), ("speculative", graphs)):
             runner.kv_lens[:lanes] = length
             times[kind] = milliseconds(partial(replayed.run, lanes))
-        rows = lanes * options.width(lanes)
+        rows = options.rows(lanes)
         cost = (times["speculative"] / times["plain"] - 1) / (rows - lanes)
         found.append({"lanes": lanes, "tokens": length, "rows": rows, **times, "cost_of_row": cost})
         print(", ".join(f"{key} {value:.4g}" for key, value in found[-1].items()), flush=True)

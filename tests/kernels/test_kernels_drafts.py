@@ -23,7 +23,9 @@ def state(vocab: int, most: int, min_match: int) -> Drafts:
     drafts.starts.copy_(torch.randint(0, 30, (LANES + 1,)))
     drafts.tokens.copy_(torch.randint(0, vocab, drafts.tokens.shape))
     drafts.counts[:LANES] = torch.randint(0, most + 1, (LANES,))
-    drafts.most.copy_(torch.randint(1, most + 3, (LANES + 1,)))
+    drafts.most.copy_(torch.randint(1, most + 2, (LANES + 1,)))
+    drafts.sources.copy_(torch.randint(-5, 60, drafts.sources.shape))
+    drafts.sources[1].copy_(torch.randint(0, 8, (LANES + 1,)))
     return drafts
 
 
@@ -34,48 +36,62 @@ def copy(drafts: Drafts, device: torch.device) -> Drafts:
     return replace(drafts, **tensors)
 
 
+def row_lanes(drafts: Drafts, lanes: Tensor, size: int) -> Tensor:
+    """Return the lane of each row, which `spread` has shared out, and LANES for padding."""
+    step = DecodeInput.empty(size, CPU)
+    table = torch.zeros(LANES + 1, 30, dtype=torch.int32)
+    spread.twin(lanes, drafts, torch.zeros(LANES + 1).long(), torch.zeros(LANES + 1).int(), table, step, PAGE)
+    return step.lanes
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_follow(seed: int) -> None:
     torch.manual_seed(seed)
-    width, most_drafts, vocab = (1, 2, 4, 8)[seed % 4], 7, (2, 3, 12)[seed % 3]
+    most_drafts, vocab = 7, (2, 3, 12)[seed % 3]
     drafts, count = state(vocab, most_drafts, 1 + seed % 2), int(torch.randint(1, LANES + 1, ()))
     lanes = torch.randperm(LANES)[:count]
-    rows = torch.minimum(torch.randint(1, width + 1, (count,)), drafts.counts[lanes] + 1)
-    row_lanes = torch.where(torch.arange(width) < rows[:, None], lanes[:, None], LANES)
-    tokens = torch.randint(-1, vocab, (count, width), dtype=torch.int32)
-    guessed = drafts.tokens[lanes, :width].int()
-    right = torch.rand(guessed.shape) < 0.8
-    tokens[:, :most_drafts][right] = guessed[right]
-    positions = torch.randint(1, 50, (count, 1), dtype=torch.int32) + torch.arange(width, dtype=torch.int32)
+    size = count * (1, 2, 4, 8)[seed % 4]
+    of_row = row_lanes(drafts, lanes, size)
+    tokens = torch.randint(-1, vocab, (size,), dtype=torch.int32)
+    positions = torch.randint(1, 50, (size,), dtype=torch.int32)
     if seed == 5:
         positions += 60  # beyond the text's room
+    for lane in lanes.tolist() if size > count else ():
+        rows = (of_row == lane).nonzero()[:, 0]
+        right = rows[:-1][torch.rand(len(rows) - 1) < 0.8]
+        tokens[right] = drafts.tokens[lane, right - rows[0]].int()
     found = []
     for run, device in ((follow.launch, DEVICE), (follow.twin, CPU)):
         own, last, kv_lens = copy(drafts, device), torch.zeros(LANES + 1).long(), torch.zeros(LANES + 1).int()
         last, kv_lens = last.to(device), kv_lens.to(device)
-        result = run(row_lanes.to(device), own, last, kv_lens, tokens.to(device), positions.contiguous().to(device))
+        result = run(lanes.to(device), own, last, kv_lens, tokens.to(device), positions.to(device))
         waiting = [own.tokens[lane, : own.counts[lane]] for lane in lanes.tolist()]
-        found.append([x.cpu() for x in (result, last, kv_lens, own.texts, own.counts, *waiting)])
+        found.append([x.cpu() for x in (result, last, kv_lens, own.texts, own.counts, own.sources, *waiting)])
     for launched, expected in zip(*found, strict=True):
         assert torch.equal(launched, expected)
 
 
-@pytest.mark.parametrize("width", [2, 3, 8])
-def test_spread(width: int) -> None:
-    torch.manual_seed(width)
+@pytest.mark.parametrize("size", [5, 9, 16, 48])
+def test_spread(size: int) -> None:
+    torch.manual_seed(size)
     drafts, lanes = state(9, 7, 1), torch.tensor([4, 0, LANES, 2, LANES])
     last, kv_lens = torch.randint(0, 9, (LANES + 1,)), torch.randint(1, 20, (LANES + 1,)).int()
     kv_lens[LANES] = 0
     table = torch.randint(0, 99, (LANES + 1, 8), dtype=torch.int32)
     rows = []
     for run, device in ((spread.launch, DEVICE), (spread.twin, CPU)):
-        step = DecodeInput.empty(len(lanes) * width, device)
-        lane_state = (x.to(device) for x in (last, kv_lens, table))
-        run(lanes.to(device), copy(drafts, device), *lane_state, step, PAGE)
+        step = DecodeInput.empty(size, device)
+        own, lane_state = copy(drafts, device), (x.to(device) for x in (last, kv_lens, table))
+        run(lanes.to(device), own, *lane_state, step, PAGE)
         rows.append(DecodeInput(**{f.name: getattr(step, f.name).cpu() for f in fields(step)}))
+        counts = own.rows[1, [4, 0, 2]].cpu()
+        wanted = torch.minimum(drafts.most, drafts.counts + 1)[[4, 0, 2]]
+        assert counts.sum() == min(size, wanted.sum())
+        assert (counts <= wanted).all()
+        cut = counts[counts < wanted]
+        assert not len(cut) or counts.max() <= cut.min() + 1
     launched, expected = rows
     used = expected.lanes < LANES
-    assert used.sum() > len(lanes) - 2
     assert torch.equal(launched.token_ids[used], expected.token_ids[used])
     for name in ("lanes", "positions", "slots", "kv_lens"):
         assert torch.equal(getattr(launched, name), getattr(expected, name)), name
