@@ -29,7 +29,7 @@ from fastgen.request import Batch, Sequence, StepResult
 HISTORY = 4096  # most tokens of earlier outputs in a lane's text
 LEAD = 16  # tokens of the prompt before each earlier output, so that its first tokens can be drafted
 LONGEST = 32768  # most tokens of a sequence that is sent as a lane's text
-PATIENCE = 4  # results without a draft after which a lane's next ones are not expected
+QUIET = 1 / 4  # factor for each result without a draft by which the next one is less likely
 LEARNING = 1 / 8  # weight of a drafted token in the share of tokens that were right
 
 
@@ -168,8 +168,7 @@ class Speculator:
 
     def rows(self, sequences: Collection[Sequence]) -> list[int]:
         """Return the most rows of each sequence, those at which the expected tokens over the time are most."""
-        likely = [s.lane in self._lanes and s.quiet < PATIENCE for s in sequences]
-        rates = [(0.5**s.quiet, s.rate) for s, wanted in zip(sequences, likely, strict=True) if wanted]
+        rates = [(QUIET**s.quiet, s.rate) for s in sequences if s.lane in self._lanes]
         drafting = sum(chance for chance, _ in rates)
         lanes, cost, most = len(sequences), self.options.row_cost or 0.0, self.options.max_draft + 1
         best, best_width, extra = float(lanes), 1, 0.0
@@ -184,7 +183,7 @@ class Speculator:
                 best, best_width = gain, width
         if self.padded and best_width > 1:  # the device shares the rows out
             best_width = min(most, 2 * self.options.rows(lanes) // lanes)
-        return [best_width if wanted else 1 for wanted in likely]
+        return [best_width if s.lane in self._lanes else 1 for s in sequences]
 
     def learn(self, sequence: Sequence, drawn: list[int], verified: int, guess: int) -> None:
         """Learn from a result. drawn: its tokens. verified: drafted tokens that it computed. guess: the first token

@@ -224,17 +224,26 @@ for length in lengths:
     ids = prompt(length)
     for _ in range(2):
         gen.generate([ids], SamplingParams(n=5, max_tokens=9, ignore_eos=True))
-print(json.dumps({"compiled": compiled, "steps": gen.stats.steps}))
+for count in (1, 2, 3, 5, 12, 32):
+    step = f"drafts of {count}"
+    ids = prompt(9)
+    for _ in range(3):
+        gen.generate([ids] * count, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+print(json.dumps({"compiled": compiled, "steps": gen.stats.steps, "accepted": gen.stats.accepted}))
 """
 
 
-@pytest.mark.parametrize(("max_seqs", "deterministic"), [(4, None), (64, None), (64, False)])
+@pytest.mark.parametrize(
+    ("max_seqs", "deterministic", "speculate"),
+    [(4, None, "off"), (64, None, "off"), (64, False, "off"), (4, None, "auto"), (64, None, "auto")],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_compiles_after_the_start(
-    name: str | None, max_seqs: int, deterministic: bool | None, tmp_path: Path
+    name: str | None, max_seqs: int, deterministic: bool | None, speculate: str, tmp_path: Path
 ) -> None:
     """In a process of its own, where no other Generator has compiled anything."""
     options: dict[str, Any] = {"max_seqs": max_seqs, "dtype": "bfloat16", "deterministic": deterministic}
+    options |= {"speculate": speculate}
     if name is not None:
         (tmp_path / "config.json").write_text(json.dumps({**KNOWN[name][0], "num_hidden_layers": 2}))
         options |= {"model": str(tmp_path), "load": "dummy", "max_model_len": 1024}
@@ -244,3 +253,4 @@ def test_nothing_compiles_after_the_start(
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["steps"] > 1000
     assert not found["compiled"]
+    assert (found["accepted"] > 0) == (speculate == "auto")
