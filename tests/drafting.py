@@ -20,7 +20,7 @@ def adversary(monkeypatch: pytest.MonkeyPatch, outputs: Iterable[RequestOutput],
     rng = random.Random(seed)
     known = [out.prompt_token_ids + completion.token_ids for out in outputs for completion in out.completions]
 
-    def propose(text: np.ndarray, near: int, min_match: int, most: int) -> tuple[np.ndarray, int, int]:
+    def propose(text: np.ndarray, near: int, most: int) -> tuple[np.ndarray, int, int]:
         so_far = text.tolist()
         continued = [tokens[len(so_far) :] for tokens in known if tokens[: len(so_far)] == so_far]
         draft = rng.choice(continued)[: rng.randint(0, most)] if continued else []

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastgen import Generator, RequestOutput, SamplingParams, Speculation
 from fastgen.kernels.drafts import Drafts, follow, propose
 
-EAGER = Speculation(max_draft=5, min_match=1, row_cost=0.0, history_tokens=0)
+EAGER = Speculation(max_draft=5, row_cost=0.0, history_tokens=0)
 FREE = SamplingParams(max_tokens=24, seed=3, ignore_eos=True)
 REQUESTS = [
     (random_ids(1), replace(FREE, temperature=0)),
@@ -156,7 +156,7 @@ def test_an_off_by_one_in_what_is_kept_is_noticed(fault: str, llama: Path, monke
         assert completions(gen.generate(prompts, FREE)) != completions(expected)
 
 
-def slow_proposal(text: list[int], near: int, min_match: int, most: int) -> tuple[list[int], int, int]:
+def slow_proposal(text: list[int], near: int, most: int) -> tuple[list[int], int, int]:
     """Compare every place with the end."""
     best, behind = 0, 1
     for place in range(1, len(text)):
@@ -169,7 +169,7 @@ def slow_proposal(text: list[int], near: int, min_match: int, most: int) -> tupl
             best, behind = length, place
     if best < 5 and not near < behind <= near + 6:
         most = min(most, best)
-    draft = [text[behind + at % (len(text) - behind)] for at in range(most)] if best >= min_match else []
+    draft = [text[behind + at % (len(text) - behind)] for at in range(most)] if best else []
     return draft[: draft.index(-1)] if -1 in draft else draft, behind, best
 
 
@@ -177,6 +177,6 @@ def test_a_draft_repeats_what_followed_the_longest_match() -> None:
     rng = random.Random(0)
     for _ in range(2000):
         text = [rng.randrange(-1, rng.choice((2, 4))) for _ in range(rng.randint(1, 60))]
-        least, most, near = rng.randint(1, 3), rng.randint(1, 9), rng.randint(-16, 60)
-        found, *rest = propose(np.array(text, dtype=np.int32), near, least, most)
-        assert (found.tolist(), *rest) == slow_proposal(text, near, least, most), (text, near, least, most)
+        most, near = rng.randint(1, 9), rng.randint(-16, 60)
+        found, *rest = propose(np.array(text, dtype=np.int32), near, most)
+        assert (found.tolist(), *rest) == slow_proposal(text, near, most), (text, near, most)

@@ -136,7 +136,7 @@ class Runner:
         if self.group.rank == 0:  # rows of padding are drawn, too
             self.state.start([LaneStart(padding, SamplingParams(), 0, 0, 0, frozenset(), ())])
         length = HISTORY + min(self.config.max_model_len, LONGEST)
-        return Drafts.empty(len(self.kv_lens), length, options.max_draft, options.min_match, self.device)
+        return Drafts.empty(len(self.kv_lens), length, options.max_draft, self.device)
 
     @torch.inference_mode()
     def capture(self, sizes: list[int] | None = None, prefills: list[int] | None = None) -> None:
@@ -399,9 +399,9 @@ class Runner:
         if launched.followed is not None:
             result.kept, result.guesses, result.verified = launched.followed.tolist()
         if launched.batch.rows:
-            rows, kept = 1 + np.array(result.verified), np.array(result.kept)
-            ahead = np.arange(rows.sum()) - np.repeat(rows.cumsum() - rows, rows)  # of each row in its lane
-            output = output.rows(np.flatnonzero(ahead < np.repeat(kept, rows)))
+            counts, kept = 1 + np.array(result.verified), np.array(result.kept)
+            ahead = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # of each row in its lane
+            output = output.rows(np.flatnonzero(ahead < np.repeat(kept, counts)))
             lanes = tuple(np.repeat(lanes, kept))
         result.tokens = output.packed[0].numpy().tolist()
         result.logprobs, result.untruncated_logprobs, result.raw_logprobs = output.logprobs.numpy().tolist()

@@ -29,6 +29,7 @@ from fastgen.request import Batch, Sequence, StepResult
 HISTORY = 4096  # most tokens of earlier outputs in a lane's text
 LEAD = 16  # tokens of the prompt before each earlier output, so that its first tokens can be drafted
 LONGEST = 32768  # most tokens of a sequence that is sent as a lane's text
+BESIDES = 16  # rows whose time a speculative step takes besides its rows, in CUDA graphs
 QUIET = 1 / 4  # factor for each result without a draft by which the next one is less likely
 LEARNING = 1 / 8  # weight of a drafted token in the share of tokens that were right
 
@@ -37,14 +38,13 @@ LEARNING = 1 / 8  # weight of a drafted token in the share of tokens that were r
 class Speculation:
     """The options of speculation.
 
-    max_draft: the most drafted tokens of a sequence in a step. min_match: the fewest last tokens that must occur
-    earlier for a draft. max_rows: the most tokens of a speculative step, drafted ones included. row_cost: the time of
-    one more token in a step, as a share of the time of a step. max_rows=0, row_cost=None: as they suit the device.
-    history_tokens: tokens of earlier requests that are kept for drafts; 0: drafts come from a sequence's own tokens.
+    max_draft: the most drafted tokens of a sequence in a step. max_rows: the most tokens of a speculative step, drafted
+    ones included. row_cost: the time of one more token in a step, as a share of the time of a step. max_rows=0,
+    row_cost=None: as they suit the device. history_tokens: tokens of earlier requests that are kept for drafts; 0:
+    drafts come from a sequence's own tokens.
     """
 
     max_draft: int = option(15, low=1, high=63)
-    min_match: int = option(1, low=1, high=LEAD)
     max_rows: int = option(0, low=0, high=1024)
     row_cost: float | None = option(None, low=0)
     history_tokens: int = option(2**22, low=0)
@@ -178,7 +178,7 @@ class Speculator:
             if not 0 < drafted <= room:
                 break
             extra += sum(chance * rate ** (width - 1) for chance, rate in rates)
-            slower = 1 + cost * (1 + (room if self.padded else drafted)) / (1 + cost * lanes)
+            slower = 1 + cost * (BESIDES + room if self.padded else 1 + drafted) / (1 + cost * lanes)
             if (gain := (lanes + extra) / slower) > best:
                 best, best_width = gain, width
         if self.padded and best_width > 1:  # the device shares the rows out

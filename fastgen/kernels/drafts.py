@@ -37,7 +37,7 @@ class Drafts:
     the drafted tokens of each lane's next decode; counts: int32 [L], their number. most: int32 [L], the most rows of
     it. rows: int32 [2, L], the first row of a lane in the last speculative step, and their number. sources: int32
     [3, L], the place in its text that a lane's draft was copied from, the match's tokens with the bonus, and the place
-    behind the last good source. min_match: the fewest tokens of a match."""
+    behind the last good source."""
 
     texts: Tensor
     starts: Tensor
@@ -46,11 +46,10 @@ class Drafts:
     most: Tensor
     rows: Tensor
     sources: Tensor
-    min_match: int
 
     @classmethod
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
-    def empty(cls, lanes: int, length: int, most: int, min_match: int, device: torch.device) -> Drafts:
+    def empty(cls, lanes: int, length: int, most: int, device: torch.device) -> Drafts:
         return cls(
             torch.zeros(lanes, length, dtype=torch.int32, device=device),
             torch.zeros(lanes, dtype=torch.int64, device=device),
@@ -59,7 +58,6 @@ class Drafts:
             torch.zeros(lanes, dtype=torch.int32, device=device),
             torch.zeros(2, lanes, dtype=torch.int32, device=device),
             torch.zeros(3, lanes, dtype=torch.int32, device=device),
-            min_match,
         )
 
     def begin(self, lane: int, start: int, tokens: Tensor) -> None:
@@ -155,10 +153,10 @@ def _spread_twin(
     step.kv_lens.copy_(step.positions + 1)
 
 
-@jit("length", "lanes", "all_lanes", "most_drafts", "min_match")
+@jit("length", "lanes", "all_lanes", "most_drafts")
 def _follow_kernel(
     lanes_ptr, tokens_ptr, positions_ptr, texts_ptr, starts_ptr, counts_ptr, drafts_ptr, rows_ptr, sources_ptr,
-    last_ptr, lens_ptr, found_ptr, length, lanes, all_lanes, most_drafts, min_match,
+    last_ptr, lens_ptr, found_ptr, length, lanes, all_lanes, most_drafts,
     SPREAD: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
     MATCH: tl.constexpr, NEAR: tl.constexpr, BONUS: tl.constexpr, GOOD: tl.constexpr,
 ):  # fmt: skip
@@ -192,8 +190,8 @@ def _follow_kernel(
     # The best place has the largest match * 2^32 + place.
     best = tl.zeros([], tl.int64)
     if fits & (newest >= 0):
-        for first in range(0, end - 1, BLOCK):
-            place = first + tl.arange(0, BLOCK)
+        for block in range(0, end - 1, BLOCK):
+            place = block + tl.arange(0, BLOCK)
             same = (place < end - 1) & (tl.load(text + place, mask=place < end - 1, other=-1) == newest)
             if tl.max(same.to(tl.int32)) > 0:
                 found = same
@@ -209,7 +207,7 @@ def _follow_kernel(
     match = (best >> 32).to(tl.int32)
     behind = (best & 0xFFFFFFFF).to(tl.int32) + 1
     sure = (match >= GOOD) | ((behind > near) & (behind <= near + NEAR))
-    most = tl.where(match < min_match, 0, tl.where(sure, most_drafts, tl.minimum(match, most_drafts)))
+    most = tl.where((match > 0) & sure, most_drafts, tl.minimum(match, most_drafts))
     ahead = tl.arange(0, D)
     draft = tl.load(text + behind + ahead % tl.maximum(end - behind, 1), mask=ahead < most, other=-1)
     count = tl.min(tl.where(draft < 0, ahead, most))
@@ -230,15 +228,13 @@ def _follow_launch(
     assert lanes.dtype == last.dtype == torch.int64
     assert tokens.dtype == positions.dtype == kv_lens.dtype == torch.int32
     assert len(lanes) <= len(tokens) == len(positions)
-    assert lanes.is_contiguous()
-    assert tokens.is_contiguous()
-    assert positions.is_contiguous()
+    assert all(x.is_contiguous() for x in (lanes, tokens, positions))
     # Zeros, since the results of kernels that are compiled ahead and not launched are read, too.
     found = torch.zeros(3, len(lanes), dtype=torch.int32, device=lanes.device)
     _follow_kernel[(len(lanes),)](
         lanes, tokens, positions, drafts.texts, drafts.starts, drafts.counts, drafts.tokens, drafts.rows,
         drafts.sources, last, kv_lens, found, drafts.texts.shape[1], len(lanes), all_lanes, most_drafts,
-        drafts.min_match, len(tokens) > len(lanes), power_of_two(most_drafts), power_of_two(most_drafts + 1), BLOCK,
+        len(tokens) > len(lanes), power_of_two(most_drafts), power_of_two(most_drafts + 1), BLOCK,
         LONGEST_MATCH, NEAR, NEAR_BONUS, GOOD, num_warps=4,
     )  # fmt: skip
     return found
@@ -273,7 +269,7 @@ def _follow_twin(
         draft, source, match = texts[lane, :0], 1, 0
         if begin + kept <= texts.shape[1]:
             texts[lane, begin : begin + kept] = drawn[:kept]
-            draft, source, match = propose(texts[lane, : begin + kept], near, drafts.min_match, waiting.shape[1])
+            draft, source, match = propose(texts[lane, : begin + kept], near, waiting.shape[1])
         sources[:, lane] = source, match, near
         counts[lane] = len(draft)
         waiting[lane, : len(draft)] = draft
@@ -284,7 +280,7 @@ def _follow_twin(
     return torch.from_numpy(found).to(lanes.device)
 
 
-def propose(text: np.ndarray, near: int, min_match: int, most: int) -> tuple[np.ndarray, int, int]:
+def propose(text: np.ndarray, near: int, most: int) -> tuple[np.ndarray, int, int]:
     """Return up to `most` tokens that may follow a text, int32 [n], the place that they begin at, and the tokens that
     match before it, with the bonus. near: the place behind the last good source."""
     end = len(text)
@@ -302,8 +298,7 @@ def propose(text: np.ndarray, near: int, min_match: int, most: int) -> tuple[np.
     match = int(matches.max())
     behind = int(places[matches == match][-1]) + 1
     sure = match >= GOOD or near < behind <= near + NEAR
-    count = 0 if match < min_match else most if sure else min(match, most)
-    draft = text[behind + np.arange(count) % (end - behind)]
+    draft = text[behind + np.arange(most if sure else min(match, most)) % (end - behind)]
     ends = np.flatnonzero(draft < 0)
     return draft[: ends[0]] if len(ends) else draft, behind, match
 

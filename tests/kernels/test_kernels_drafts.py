@@ -16,9 +16,9 @@ DEVICE = torch.device("cuda") if torch.cuda.is_available() else CPU
 LANES, PAGE = 7, 4
 
 
-def state(vocab: int, most: int, min_match: int) -> Drafts:
+def state(vocab: int, most: int) -> Drafts:
     """Texts of few different tokens, some of which are -1."""
-    drafts = Drafts.empty(LANES + 1, 90, most, min_match, CPU)
+    drafts = Drafts.empty(LANES + 1, 90, most, CPU)
     drafts.texts.copy_(torch.randint(-1, vocab, drafts.texts.shape))
     drafts.starts.copy_(torch.randint(0, 30, (LANES + 1,)))
     drafts.tokens.copy_(torch.randint(0, vocab, drafts.tokens.shape))
@@ -48,7 +48,7 @@ def row_lanes(drafts: Drafts, lanes: Tensor, size: int) -> Tensor:
 def test_follow(seed: int) -> None:
     torch.manual_seed(seed)
     most_drafts, vocab = 7, (2, 3, 12)[seed % 3]
-    drafts, count = state(vocab, most_drafts, 1 + seed % 2), int(torch.randint(1, LANES + 1, ()))
+    drafts, count = state(vocab, most_drafts), int(torch.randint(1, LANES + 1, ()))
     lanes = torch.randperm(LANES)[:count]
     size = count * (1, 2, 4, 8)[seed % 4]
     of_row = row_lanes(drafts, lanes, size)
@@ -74,7 +74,7 @@ def test_follow(seed: int) -> None:
 @pytest.mark.parametrize("size", [5, 9, 16, 48])
 def test_spread(size: int) -> None:
     torch.manual_seed(size)
-    drafts, lanes = state(9, 7, 1), torch.tensor([4, 0, LANES, 2, LANES])
+    drafts, lanes = state(9, 7), torch.tensor([4, 0, LANES, 2, LANES])
     last, kv_lens = torch.randint(0, 9, (LANES + 1,)), torch.randint(1, 20, (LANES + 1,)).int()
     kv_lens[LANES] = 0
     table = torch.randint(0, 99, (LANES + 1, 8), dtype=torch.int32)
