@@ -45,7 +45,7 @@ class Speculation:
     """
 
     max_draft: int = option(15, low=1, high=63)
-    max_rows: int = option(0, low=0, high=1024)
+    max_rows: int = option(0, low=0, high=256)
     row_cost: float | None = option(None, low=0)
     history_tokens: int = option(2**22, low=0)
 

@@ -33,7 +33,7 @@ from fastgen.engine import runner
 
 RUN = 12  # mean length of a copied run
 NEW = 9  # most new tokens between two
-REPEATS = 3
+REPEATS = 2
 
 
 @dataclass(frozen=True)
