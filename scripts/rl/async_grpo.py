@@ -159,7 +159,8 @@ def server(device: str, dtype: str, seed: int) -> Iterator[str]:
     """Run fgserve with the bundled model in a process of its own; yield its address when it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    options = {"port": port, "device": device, "dtype": dtype, "seed": seed}
+    # Half of a GPU's memory is the trainer's, if that is on the same one
+    options = {"port": port, "device": device, "dtype": dtype, "seed": seed, "memory-fraction": 0.5}
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     process = subprocess.Popen([sys.executable, "-m", "fastgen.cli.serve.main", "--rollout", *flags])
     url = f"http://127.0.0.1:{port}"

@@ -1,82 +1,105 @@
-"""GRPO by TRL: its GRPOTrainer with a Generator where vLLM would be, on the problems of rl_grpo.py.
+"""GRPO by TRL: its GRPOTrainer as it is, with a Generator where a vLLM server would be, on the problems of rl_grpo.py.
 
     pip install -c constraints.txt -e '.[rl]'
     python scripts/rl/rl_trl.py                  # on two CPU cores in minutes
     python scripts/rl/rl_trl.py --device cuda    # on a GPU
     python scripts/rl/rl_trl.py --url http://host:5678    # with a server of `fgserve --rollout`
 
-TRL's rollout_func is experimental, so trl is pinned. What this one has to know of it:
-
-- Prompts arrive already repeated, num_generations times: equal neighbours are one request with so many samples.
-- logprobs are a flat list a completion, under the temperature that it was sampled with.
-- A completion without a token breaks the trainer, and one without its final EOS counts as cut off. The Generator keeps
-  the EOS, so that no completion is empty.
-- Weights are given to the sampler, and its logprobs are used, only where the trainer believes that it has vLLM.
+`sample_by` is for other programs, too. With use_vllm=True and vllm_mode="server" TRL asks its VLLMClient, which imports
+vLLM for the transfer of weights; `sample_by` puts a GeneratorClient in its place. TRL goes on to gather the weights of
+FSDP and ZeRO and to merge LoRA adapters, and applies its vllm_importance_sampling_* settings. trl is pinned, since this
+is no interface of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from datasets import Dataset
 from rl_grpo import MAX_TOKENS, Settings, accuracy, chat, problems, reward
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
 
 from fastgen import Generator, SamplingParams
 from fastgen.model.loader import resolve
 from fastgen.remote import RemoteGenerator
-from fastgen.request import Prompt
 
 LEARNING_RATE = 2e-4  # above rl_grpo.py's, as there is one optimizer step a rollout
 RATIO = "sampling/importance_sampling_ratio/mean"  # trainer's over sampler's probability, in the trainer's log
 
 
-class GeneratorTrainer(GRPOTrainer):
-    """A GRPOTrainer that samples by a Generator, in one process with at most one GPU.
+def sample_by(gen: Generator | RemoteGenerator) -> None:
+    """Let trainers that are made from now on, with use_vllm=True and vllm_mode="server", sample by `gen`. Each process
+    of a program calls it; the first alone uses `gen`."""
+    vllm_generation.VLLMClient = lambda **_: GeneratorClient(gen)
+    vllm_generation.is_vllm_available = lambda: True
 
-    Before the rollouts of a step it calls `sync_weights`, as it would for vLLM, and applies its
-    vllm_importance_sampling_* settings to the Generator's logprobs. use_vllm is set after the constructor, which would
-    start vLLM.
-    """
 
-    def __init__(self, gen: Generator | RemoteGenerator, **arguments: Any) -> None:
-        super().__init__(rollout_func=roll_out, **arguments)
+class GeneratorClient:
+    """A client of a Generator, with the methods of TRL's VLLMClient that a GRPOTrainer calls."""
+
+    def __init__(self, gen: Generator | RemoteGenerator) -> None:
         self.gen = gen
-        self.use_vllm, self.vllm_generation, self._last_loaded_step = True, self, -1
 
-    def sync_weights(self) -> None:
-        self.gen.update_weights(self.accelerator.unwrap_model(self.model).state_dict())
+    def init_communicator(self, device: torch.device) -> None:
+        self._device = device  # a RemoteGenerator connects at the first update
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], features: None = None, logprobs: int = 0,
+        structured_outputs_regex: str | None = None, generation_kwargs: dict[str, Any] | None = None, **params: Any,
+    ) -> dict[str, list[Any]]:  # fmt: skip
+        """Return n completions of each prompt, with the logprob of each token alone: lists [prompts x n][tokens][1]."""
+        if features is not None or logprobs:
+            raise ValueError("images and logprobs of other tokens are not supported")
+        own = SamplingParams(**{**params, "regex": structured_outputs_regex, **(generation_kwargs or {})})
+        outputs = self.gen.generate([list(prompt) for prompt in prompts], own)
+        if errors := [output.error for output in outputs if output.error]:
+            raise ValueError(f"a prompt can not be answered: {errors[0]}")
+        samples = [sample for output in outputs for sample in output.completions]
+        return {
+            "prompt_ids": [output.prompt_token_ids for output in outputs],
+            "completion_ids": [sample.token_ids for sample in samples],
+            "logprobs": [[[logprob] for logprob in sample.logprobs] for sample in samples],
+        }
+
+    def update_named_params(
+        self, metadata: Sequence[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        """Push the weights. named_params: gathers, and merges adapters as long as it is read."""
+        given: Any = named_params
+        if isinstance(self.gen, RemoteGenerator):
+            given = [(name, _Later(dtype, shape, self._device, named_params)) for name, dtype, shape in metadata]
+        self.gen.update_weights(given)
+        for _ in named_params:  # it does what comes after the last tensor
+            pass
+
+    def reset_prefix_cache(self) -> None:
+        """Do nothing: KV of old weights is never found."""
 
 
-def roll_out(prompts: Sequence[Prompt], trainer: GeneratorTrainer) -> dict[str, list[Any]]:
-    """Return one completion for each prompt, in their order. weight_version: of the weights that it was drawn with."""
-    groups = [(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
-    tokens, heat = trainer.max_completion_length, trainer.temperature
-    params = [SamplingParams(n=count, temperature=heat, max_tokens=tokens) for _, count in groups]
-    found: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "weight_version": []}
-    for output in trainer.gen.generate([prompt for prompt, _ in groups], params):
-        for sample in output.completions:
-            if sample.error:
-                raise ValueError(f"a prompt can not be answered: {sample.error}")
-            found["prompt_ids"].append(output.prompt_token_ids)
-            found["completion_ids"].append(sample.token_ids)
-            found["logprobs"].append(sample.logprobs)
-            found["weight_version"].append(sample.weight_versions[-1][0])
-    return found
+class _Later:
+    """A tensor that is taken from an iterator when it is sent, as a DTensor is gathered then."""
+
+    def __init__(
+        self, dtype: str, shape: list[int], device: torch.device, tensors: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        self.dtype, self.shape, self.device, self._tensors = getattr(torch, dtype), shape, device, tensors
+
+    def full_tensor(self) -> Tensor:
+        return next(self._tensors)[1]
 
 
-def product(
-    completions: list[Any], a: list[int], b: list[int], weight_version: list[int],
-    log_metric: Callable[[str, float], None], **_: Any,
-) -> list[float]:  # fmt: skip
+def product(completions: list[Any], a: list[int], b: list[int], **_: Any) -> list[float]:
     """Return the reward of rl_grpo.py. a, b: columns of the data set."""
-    log_metric("weight_version", sum(weight_version) / len(weight_version))
     return [reward((x, y), said[0]["content"]) for x, y, said in zip(a, b, completions, strict=True)]
 
 
@@ -99,11 +122,12 @@ def train(settings: Settings, device: str, folder: str, url: str | None = None) 
         gradient_accumulation_steps=settings.prompts * settings.samples // settings.batch,  # a rollout a step
         temperature=1.0, max_completion_length=MAX_TOKENS,
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", weight_decay=0.0,
+        use_vllm=True, vllm_mode="server",
         epsilon=settings.clip_low, epsilon_high=settings.clip_high, vllm_importance_sampling_mode="token_truncate",
     )  # fmt: skip
     with generator(settings, device, url) as gen:
-        trainer = GeneratorTrainer(
-            gen,
+        sample_by(gen)
+        trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(resolve(None), dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(resolve(None)),
             reward_funcs=product,
@@ -112,7 +136,7 @@ def train(settings: Settings, device: str, folder: str, url: str | None = None) 
         )
         before = accuracy(gen, held_out)
         trainer.train()
-        trainer.sync_weights()
+        trainer.vllm_generation.sync_weights()
         log = [entry for entry in trainer.state.log_history if RATIO in entry]
         return {"before": before, "after": accuracy(gen, held_out), "log": log}
 
