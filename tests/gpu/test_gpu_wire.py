@@ -10,13 +10,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving import FGSERVE, ROOT, Server
-from test_remote import KEY, SENDER, refusal
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
 from fastgen.model.loader import BUNDLED
 from fastgen.remote import RemoteGenerator
+
+for package in ("httpx", "pydantic", "starlette", "uvicorn"):
+    pytest.importorskip(package, reason=f"fgserve needs {package}")
+
+from serving import FGSERVE, ROOT, Server  # noqa: E402
+from test_remote import KEY, SENDER, refusal  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than 2 GPUs that torch can use"),
