@@ -33,13 +33,20 @@ def read_rows(token, row, bias_ptr, out_ptr, T, N, ADD: tl.constexpr):
 @jit()
 def finish_rows(acc, read, token, row, bias_ptr, out_ptr, T, N, ADD: tl.constexpr):
     """Store acc float32 [TOKENS, ROWS], or if ADD add it to `out`."""
+    acc = added(acc, read, bias_ptr, ADD)
+    here = (token < T) & (row < N)[None, :]
+    tl.store(out_ptr + (token.to(tl.int64) * N + row[None, :]), acc.to(out_ptr.dtype.element_ty), mask=here)
+
+
+@jit()
+def added(acc, read, bias_ptr, ADD: tl.constexpr):
+    """Return acc float32 [TOKENS, ROWS] plus the bias, and if ADD plus what `read_rows` found in `out`."""
     bias, before = read
     if bias_ptr is not None:
         acc += bias.to(tl.float32)[None, :]
     if ADD:
         acc += before.to(tl.float32)
-    here = (token < T) & (row < N)[None, :]
-    tl.store(out_ptr + (token.to(tl.int64) * N + row[None, :]), acc.to(out_ptr.dtype.element_ty), mask=here)
+    return acc
 
 
 @jit()
@@ -82,8 +89,13 @@ def finish_pairs(
             N // (2 * HALF) - 2 * KV, KV, HALF, P,
         )  # fmt: skip
     else:
-        out = a / (1 + tl.exp(-a)) * b
-        tl.store(out_ptr + token.to(tl.int64) * HALF + at, out.to(out_ptr.dtype.element_ty), mask=here)
+        tl.store(out_ptr + token.to(tl.int64) * HALF + at, gated(a, b).to(out_ptr.dtype.element_ty), mask=here)
+
+
+@jit()
+def gated(gate, up):
+    """Return SwiGLU of float32 numbers."""
+    return gate / (1 + tl.exp(-gate)) * up
 
 
 BLOCK = 2048  # columns a program
@@ -100,8 +112,7 @@ def _swiglu_kernel(x_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl
     here = column < N
     gate = tl.load(x_ptr + row * 2 * N + column, mask=here, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * N + N + column, mask=here, other=0.0).to(tl.float32)
-    out = gate / (1 + tl.exp(-gate)) * up
-    tl.store(out_ptr + row * N + column, out.to(out_ptr.dtype.element_ty), mask=here)
+    tl.store(out_ptr + row * N + column, gated(gate, up).to(out_ptr.dtype.element_ty), mask=here)
 
 
 def _launch(x: Tensor) -> Tensor:

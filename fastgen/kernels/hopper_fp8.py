@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
-from fastgen.kernels.gluon import gl, gluon_jit, load_tile, nvidia
+from fastgen.kernels.epilogue import added, gated, read_rows
+from fastgen.kernels.gluon import gl, gluon_jit, load_tile, nvidia, store_tile
 from fastgen.kernels.hopper_products import described
 from fastgen.kernels.launch import Chip, tl
 
@@ -52,7 +52,7 @@ def _place(
 
 @gluon_jit("T", "tiles")
 def _product_kernel(
-    x_desc, weight_desc, bias_ptr, out_ptr, x_scales_ptr, scales_ptr, T, N, tiles,
+    x_desc, weight_desc, out_desc, bias_ptr, out_ptr, x_scales_ptr, scales_ptr, T, N, tiles,
     K: gl.constexpr, HALF: gl.constexpr, ADD: gl.constexpr, BLOCKS: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
@@ -64,6 +64,7 @@ def _product_kernel(
     DEPTH: gl.constexpr = x_desc.block_type.shape[1]
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, DEPTH], x_desc.layout)
     weights = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, ROWS, DEPTH], weight_desc.layout)
+    results = gl.allocate_shared_memory(out_desc.dtype, [2, TOKENS // 2, ROWS], out_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], nvidia.mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], nvidia.mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -73,8 +74,8 @@ def _product_kernel(
     pointers = (bias_ptr, out_ptr, x_scales_ptr, scales_ptr)
     gl.warp_specialize(
         [
-            (_multiply, (ring, pointers, T, N, tiles, K, HALF, ADD, BLOCKS, GROUP, 0)),
-            (_multiply, (ring, pointers, T, N, tiles, K, HALF, ADD, BLOCKS, GROUP, 1)),
+            (_multiply, (ring, results, out_desc, pointers, T, N, tiles, K, HALF, ADD, BLOCKS, GROUP, 0)),
+            (_multiply, (ring, results, out_desc, pointers, T, N, tiles, K, HALF, ADD, BLOCKS, GROUP, 1)),
             (_load_tiles, (x_desc, weight_desc, ring, T, N, tiles, K, HALF, GROUP)),
         ],
         [4, 1],
@@ -108,8 +109,8 @@ def _load_tiles(x_desc, weight_desc, ring, T, N, tiles, K: gl.constexpr, HALF: g
 
 @gluon_jit()
 def _multiply(
-    ring, pointers, T, N, tiles, K: gl.constexpr, HALF: gl.constexpr, ADD: gl.constexpr, BLOCKS: gl.constexpr,
-    GROUP: gl.constexpr, PART: gl.constexpr,
+    ring, results, out_desc, pointers, T, N, tiles, K: gl.constexpr, HALF: gl.constexpr, ADD: gl.constexpr,
+    BLOCKS: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Multiply and store 64 tokens of each tile of the program, the first (PART 0) or the last."""
     xs, weights, ready, free = ring
@@ -147,18 +148,20 @@ def _multiply(
             b = gl.fma(part, gl.full_like(part, scale_b), b) if BLOCKS else b + part
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
             phase = gl.where(stage == 0, phase ^ 1, phase)
-        token = first_token + PART * SIDE + gl.arange(0, SIDE, gl.SliceLayout(1, layout))
-        number = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
-        a = _scaled(a, pointers, token, row + number, T, N, BLOCKS)
+        first_token += PART * SIDE
+        token = first_token + gl.arange(0, SIDE, gl.SliceLayout(1, layout))
+        rows_a = row + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+        rows_b = other + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+        read_a = read_rows(gl.expand_dims(token, 1), rows_a, bias_ptr, out_ptr, T, N, ADD)
+        read_b = read_rows(gl.expand_dims(token, 1), rows_b, bias_ptr, out_ptr, T, N, ADD)
+        a = added(_scaled(a, pointers, token, rows_a, T, N, BLOCKS), read_a, bias_ptr, ADD)
+        b = added(_scaled(b, pointers, token, rows_b, T, N, BLOCKS), read_b, bias_ptr, ADD)
         if HALF > 0:
-            b = _scaled(b, pointers, token, other + number, T, N, BLOCKS)
-            places = (gl.expand_dims(token, 1), number * 0, row + number)
-            read = read_pairs(*places, bias_ptr, None, None, None, None, T, N, HALF, 0)
-            finish_pairs(a, b, read, *places, bias_ptr, out_ptr, None, None, T, N, HALF, 0, 0)
+            _store(gated(a, b), results.index(PART), out_desc, first_token, row)
         else:
-            _store(a, bias_ptr, out_ptr, token, row + number, T, N, ADD)
-            b = _scaled(b, pointers, token, other + number, T, N, BLOCKS)
-            _store(b, bias_ptr, out_ptr, token, other + number, T, N, ADD)
+            _store(a, results.index(PART), out_desc, first_token, row)
+            _store(b, results.index(PART), out_desc, first_token, other)
+    nvidia.tma.store_wait(0)
 
 
 @gluon_jit()
@@ -172,10 +175,12 @@ def _scaled(acc, pointers, token, row, T, N, BLOCKS: gl.constexpr):
 
 
 @gluon_jit()
-def _store(acc, bias_ptr, out_ptr, token, row, T, N, ADD: gl.constexpr):
-    token = gl.expand_dims(token, 1)
-    read = read_rows(token, row, bias_ptr, out_ptr, T, N, ADD)
-    finish_rows(acc, read, token, row, bias_ptr, out_ptr, T, N, ADD)
+def _store(acc, result, out_desc, token, row):
+    """Begin to store acc float32 [SIDE, ROWS] from row `token` and column `row` on, through shared memory."""
+    nvidia.tma.store_wait(0)  # the result before has left it
+    result.store(acc.to(out_desc.dtype))
+    nvidia.fence_async_shared()
+    store_tile(out_desc, [token, row], result)
 
 
 def rows_of(tokens: int, outputs: int, chip: Chip) -> int:
@@ -200,10 +205,11 @@ def launch(
     (tokens, inputs), outputs, chip = x.shape, len(weight), Chip.of(x.device)
     half = outputs // 2 if swiglu else 0
     stage = (TOKENS + 2 * rows) * CHUNK
-    stages = (chip.shared_memory - 4096) // stage
+    stages = (chip.shared_memory - 2048 - TOKENS * rows * out.element_size()) // stage
     tiles = -(-tokens // TOKENS) * (-(-half // rows) if swiglu else -(-outputs // (2 * rows)))
     _product_kernel[(min(tiles, chip.processors),)](
-        described(x, [TOKENS, CHUNK]), described(weight, [rows, CHUNK]), bias, out, x_scales, scales,
+        described(x, [TOKENS, CHUNK]), described(weight, [rows, CHUNK]), described(out, [TOKENS // 2, rows]),
+        bias, out, x_scales, scales,
         tokens, outputs, tiles, inputs, half, add, scales.dim() > 1, TOKENS, rows, stages, GROUP // TOKENS,
         REGISTERS, LOADING_REGISTERS,
         num_warps=WARPS, maxnreg=LAUNCHED, enable_fp_fusion=False, launch_pdl=True,
