@@ -204,6 +204,7 @@ def launch(
     """
     (tokens, inputs), outputs, chip = x.shape, len(weight), Chip.of(x.device)
     half = outputs // 2 if swiglu else 0
+    assert out.stride(0) * out.element_size() % 16 == 0
     stage = (TOKENS + 2 * rows) * CHUNK
     stages = (chip.shared_memory - 2048 - TOKENS * rows * out.element_size()) // stage
     tiles = -(-tokens // TOKENS) * (-(-half // rows) if swiglu else -(-outputs // (2 * rows)))

@@ -387,10 +387,5 @@ def described(tensor: Tensor, block: list[int]) -> object:
 @lru_cache(maxsize=256)
 def _layout(*block: int, dtype: torch.dtype) -> Any:
     """Return the layout of a tile in shared memory. Making it takes longer than a small kernel runs."""
-    kinds = {
-        torch.float32: gl.float32,
-        torch.bfloat16: gl.bfloat16,
-        torch.float16: gl.float16,
-        torch.float8_e4m3fn: gl.float8e4nv,
-    }
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
     return gl.NVMMASharedLayout.get_default_for([*block], kinds[dtype])

@@ -488,16 +488,14 @@ class Transformer:
         return SlotMapping(positions, slots, self.cos, self.sin, real, num_kv, page_size)
 
     def products(self, mapping: SlotMapping, pool: KVPool) -> list[tuple[Linear, Fused]]:
-        """Return each kind of linear layer, with the operations fused with it for one token at `mapping`."""
-        layer, rope = self.layers[0], RopeWrite(mapping, pool.keys[0], pool.values[0])
+        """Return each kind of linear layer, in fp8 and not where layers differ, with the operations fused with it for
+        one token at `mapping`."""
         stream = self.norm.weight.new_zeros(1, self.config.hidden_size)
-        return [
-            (layer.qkv, Fused(rope=rope if layer.head_norm is None else None)),
-            (layer.o, Fused(add=stream)),
-            (layer.gate_up, Fused(swiglu=True)),
-            (layer.down, Fused(add=stream)),
-            (self.lm_head, Fused(out_dtype=torch.float32)),
-        ]
+        rope = None if self.layers[0].head_norm else RopeWrite(mapping, pool.keys[0], pool.values[0])
+        fused = dict(zip(PRODUCTS, (Fused(rope=rope), Fused(stream), Fused(swiglu=True), Fused(stream)), strict=True))
+        several = [(name, getattr(layer, name)) for layer in self.layers for name in PRODUCTS]
+        kinds = {(name, linear.scales is None): (linear, fused[name]) for name, linear in several}
+        return [*kinds.values(), (self.lm_head, Fused(out_dtype=torch.float32))]
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Return logits, float32 [R, V], of rows x [R, hidden] of `forward`, in `out` if given; None on ranks above

@@ -35,6 +35,7 @@ from fastgen.kernels.launch import Chip
 from fastgen.model.config import read_config
 from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
+from fastgen.model.quantization import Quantization
 from fastgen.model.transformer import Transformer
 from fastgen.parallel.group import Group
 from fastgen.request import SamplingParams
@@ -244,6 +245,18 @@ def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
             found = batch_invariant.config(tokens, *linear.weight.shape, torch.bfloat16, Chip((9, 0), 132, 232_448))
             now = behind if batch_invariant.turns(tokens) else behind._replace(rope=None)
             assert about(linear.weight, now, found) in ran, tokens
+
+
+def test_products_of_layers_in_fp8_and_not_are_launched_at_the_start(llama: Path) -> None:
+    config = replace(read_config(llama), quantization=Quantization(ignored=("model.layers.0.mlp.down_proj",)))
+    cpu = torch.device("cpu")
+    model = Transformer(config, torch.bfloat16, cpu, context=64)
+    pool = KVPool(config.num_layers, 2, config.num_kv_heads, 16, config.head_size, torch.bfloat16, cpu)
+    zero = torch.zeros(1, dtype=torch.int64)
+    found = model.products(model.slot_mapping(pool, zero, zero, 1), pool)
+    downs = [linear.scales is None for linear, _ in found if linear.weight.shape == model.layers[0].down.weight.shape]
+    assert sorted(downs) == [False, True]
+    assert len(found) == 6
 
 
 def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:
