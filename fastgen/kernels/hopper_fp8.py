@@ -6,7 +6,8 @@ from zero (four instructions of 32), and these sums are added in float32, in ord
 inputs and outputs the addition multiplies by it; other scales multiply the result.
 
 Two groups of four warps have 64 tokens of a tile each: while one adds, the other's products keep the tensor cores busy.
-A ninth warp loads (by TMA). A program computes tile after tile, so that loads go on while results are stored.
+A ninth warp loads (by TMA). A program computes tile after tile: loads go on while results are made, which leave through
+shared memory (by TMA) while the next tile is summed.
 """
 
 from __future__ import annotations
