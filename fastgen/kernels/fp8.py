@@ -73,7 +73,7 @@ def _quantize_launch(x: Tensor) -> tuple[Tensor, Tensor]:
     values, scales = torch.empty_like(x, dtype=E4M3), x.new_empty(rows, dtype=torch.float32)
     block, pdl = power_of_two(size), Chip.of(x.device).dependent_launch
     _quantize_kernel[(rows,)](
-        x, values, scales, size, block, pdl, num_warps=min(max(block // 1024, 1), 16), launch_pdl=pdl
+        x, values, scales, size, block, pdl, num_warps=min(max(block // 1024, 1), 8), launch_pdl=pdl
     )
     return values, scales
 

@@ -84,7 +84,8 @@ def cut(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) -> t
     Tiles are halved if the weight would otherwise occupy at most half of the processors and half a tile's rows nearly
     fit into shared memory: all of the weight then loads before the kernel ahead has ended. (The other rows of the
     instruction are undefined.) With longer rows that was slower, because twice as many programs read x. They are halved
-    all the same if the weight would occupy at most a quarter, which cannot load as fast as memory reads.
+    all the same if the weight would occupy at most a quarter, which cannot load as fast as memory reads. In fp8 whole
+    tiles nearly fit.
     """
     if tokens > max(WIDE):
         tile, rows = _shape(tokens, outputs, chip)
@@ -98,7 +99,7 @@ def cut(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) -> t
     if not wide:
         tiles, half_bytes = -(-outputs // SIDE), SIDE // 2 * inputs * item_size
         rows, depth = SIDE, NARROW[padded] if tiles <= chip.processors else BETWEEN
-        early = half_bytes <= SPARE * chip.shared_memory
+        early = item_size == 2 and half_bytes <= SPARE * chip.shared_memory
         if HALVES and padded < 64 and (4 * tiles <= chip.processors or (early and 2 * tiles <= chip.processors)):
             rows, depth = SIDE // 2, HALVED
     programs = 1 if -(-outputs // rows) <= chip.processors else 2
