@@ -492,8 +492,9 @@ class Transformer:
         one token at `mapping`."""
         stream = self.norm.weight.new_zeros(1, self.config.hidden_size)
         rope = None if self.layers[0].head_norm else RopeWrite(mapping, pool.keys[0], pool.values[0])
-        fused = dict(zip(PRODUCTS, (Fused(rope=rope), Fused(stream), Fused(swiglu=True), Fused(stream)), strict=True))
-        several = [(name, getattr(layer, name)) for layer in self.layers for name in PRODUCTS]
+        adds = Fused(add=stream)
+        fused = {"qkv": Fused(rope=rope), "o": adds, "gate_up": Fused(swiglu=True), "down": adds}
+        several = [(name, getattr(layer, name)) for layer in self.layers for name in fused]
         kinds = {(name, linear.scales is None): (linear, fused[name]) for name, linear in several}
         return [*kinds.values(), (self.lm_head, Fused(out_dtype=torch.float32))]
 
