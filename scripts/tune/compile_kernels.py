@@ -64,7 +64,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 DTYPES = ("bfloat16", "float16", "float32")
 KERNEL = itemgetter("kernel")
-ENGINE = {"load": "dummy", "device": "cpu", "num_pages": 128, "max_seqs": 32, "max_step_tokens": 512, "seed": 0}
+ENGINE = {"load": "dummy", "device": "cpu", "num_pages": 128, "max_seqs": 32, "max_step_tokens": 512, "seed": 0,
+          "speculate": "auto"}  # fmt: skip
 
 
 class Target:

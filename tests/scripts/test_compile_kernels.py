@@ -14,7 +14,7 @@ from fastgen.kernels.launch import triton
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tune" / "compile_kernels.py"
 KERNELS = {
-    "attention", "batch_invariant", "epilogue", "norm", "rope", "sampling", "scoring", "state", "truncation",
+    "attention", "batch_invariant", "drafts", "epilogue", "norm", "rope", "sampling", "scoring", "state", "truncation",
     "work_tiles",
 }  # fmt: skip
 
