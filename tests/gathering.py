@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgen.kernels.norm import RMSNorm, sum_norm
-from fastgen.model.cpu import rms_norm
 from fastgen.parallel.group import Group
 from fastgen.parallel.overlap import Exchange, PendingGather
 
@@ -31,9 +30,8 @@ class GatheringExchange(Exchange):
         share = y.new_zeros(-(-len(y) // self.size), y.shape[1])
         if len(xs):
             stage = torch.stack([part[own] for part in parts])
-            sum_norm(xs, y[own], stage, self.rank, None, 0.0, share[: len(xs)])
-            if norm is not None:
-                share[: len(xs)] = rms_norm(xs, norm.weight, norm.eps)  # the norm of steps in one piece
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            sum_norm(xs, y[own], stage, self.rank, weight, eps, share[: len(xs)])
         return PendingGather(torch.cat(self._gather(share))[: len(y)], y, DONE)
 
     def _gather(self, x: Tensor) -> list[Tensor]:

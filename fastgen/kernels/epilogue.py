@@ -128,15 +128,11 @@ def _launch(x: Tensor) -> Tensor:
 def _twin(x: Tensor) -> Tensor:
     """Return silu(gate) * up [T, I] of x [T, 2 I], contiguous, which holds gate and then up."""
     gate, up = x.chunk(2, dim=-1)
-    return silu(gate).mul_(up)
-
-
-def silu(x: Tensor) -> Tensor:
-    """Return x * sigmoid(x). On the CPU in float32 it is made of exp, because F.silu rounds differently where a
-    thread's share of a tensor ends within a vector."""
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        return F.silu(x)
-    return x / x.neg().exp_().add_(1)
+    if x.is_cuda or x.dtype != torch.float32:
+        return F.silu(gate).mul_(up)
+    # Made of exp, because F.silu rounds differently where a thread's share of a tensor ends within a vector.
+    weight = gate.neg().exp_().add_(1)
+    return torch.div(gate, weight, out=weight).mul_(up)
 
 
 swiglu = Kernel(_launch, _twin)

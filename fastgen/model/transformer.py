@@ -27,7 +27,6 @@ from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.launch import Chip
 from fastgen.kernels.norm import RMSNorm, rms_norm, rms_norm_fp8
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
-from fastgen.model import cpu
 from fastgen.model.adapter import Bases
 from fastgen.model.attention.interface import Attention, StepLayout
 from fastgen.model.config import ModelConfig
@@ -131,8 +130,7 @@ def apply(
         y: Tensor = product(values, scales, weight, linear.bias, fused)
         return y
     if norm is not None:
-        plain = cpu.takes(x) and delta is None
-        x = cpu.rms_norm(x, norm.weight, norm.eps) if plain else rms_norm(x, norm.weight, norm.eps, delta)
+        x = rms_norm(x, norm.weight, norm.eps, delta)
     if _fuses(x, linear):
         # The torch twin of the kernel would have other bits, so a batch-invariant layer has no fallback.
         multiply = batch_invariant.product.launch if linear.batch_invariant else batch_invariant.product
@@ -143,7 +141,7 @@ def apply(
         return linear.add_to(fused.add, x)
     y = linear(x, fused.out_dtype)
     if fused.swiglu:
-        y = cpu.swiglu(y) if cpu.takes(y) else epilogue.swiglu(y)
+        y = epilogue.swiglu(y)
     return y
 
 
@@ -477,8 +475,6 @@ class Transformer:
             if layer.head_norm is None and _fuses(x, layer.qkv):
                 return apply(layer.qkv, x, Fused(rope=RopeWrite(mapping, keys, values)), norm, delta)
             qkv = apply(layer.qkv, x, PLAIN, norm, delta)
-            if layer.head_norm is None and cpu.takes(qkv):
-                return cpu.rope_write(qkv, mapping, keys, values)
             turned: Tensor = rope_write(qkv, mapping, keys, values, layer.head_norm)
             return turned
 
