@@ -25,7 +25,7 @@ load_tile: Any = getattr(_tma, "async_load", None) or getattr(_tma, "async_copy_
 """Begins a load by TMA. Triton 3.6 and 3.7 have only the second name, 3.9 only the first."""
 
 store_tile: Any = getattr(_tma, "async_store", None) or getattr(_tma, "async_copy_shared_to_global", None)
-"""Begins a store by TMA. Triton 3.9 has only the first name, earlier versions only the second."""
+"""Begins a store by TMA. Triton 3.6 and 3.7 have only the second name."""
 
 _memory: Any = getattr(gl, "shared_memory_descriptor", None)
 reinterpret: Any = getattr(_memory, "reinterpret", None) or getattr(_memory, "_reinterpret", None)
