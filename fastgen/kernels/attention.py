@@ -478,9 +478,8 @@ def _launch(
     if config.swap and tiles.kind == PLAIN and hopper_decode.streams(chip, q.dtype, group, head_size, page_size):
         assert config.keys == hopper_decode.KEYS
         hopper_decode.launch(
-            q, out, keys, values, page_table, tiles.list, tiles.most, tiles.alone, memory, layer, window, scale,
-            (config.combine_rows, config.combine_splits),
-        )  # fmt: skip
+            q, out, keys, values, page_table, tiles.list, tiles.most, tiles.alone, memory, layer, window, scale
+        )
         return
     if config.specialized:
         hopper_prefill.launch(

@@ -25,6 +25,7 @@ MOST_GROUP = 32  # query heads of a KV head; with more, a thread's numbers do no
 PROGRAMS = 2  # a processor, for which REGISTERS suffice
 SPLIT_BELOW = 0.4  # tasks a processor; with more, decodes are not split
 MOST_STAGES = 8
+COMBINED = 32  # splits whose partial results a program loads at once
 
 
 def rows_of(group: int) -> int:
@@ -52,8 +53,8 @@ def _decode_kernel(
     layer, num_pages, table_width, alone,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, SOME: gl.constexpr, DIMS: gl.constexpr, STAGES: gl.constexpr,
-    SIDE: gl.constexpr, COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr, HEADER: gl.constexpr,
-    FIELDS: gl.constexpr, SPLITS: gl.constexpr, REGISTERS: gl.constexpr,
+    SIDE: gl.constexpr, COMBINE_SPLITS: gl.constexpr, HEADER: gl.constexpr, FIELDS: gl.constexpr,
+    SPLITS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute all tasks, scheduled statically. H, K, D, P, ROWS, DIMS: see fastgen.kernels.attention."""
     dtype: gl.constexpr = keys_desc.dtype
@@ -81,7 +82,7 @@ def _decode_kernel(
         [
             (_attend, (
                 q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs, H, K, D, WINDOW, SCALE, SOME,
-                SIDE, COMBINE_ROWS, COMBINE_SPLITS, FIELDS, SPLITS,
+                SIDE, COMBINE_SPLITS, FIELDS, SPLITS,
             )),
             (_load_blocks, (
                 keys_desc, values_desc, blocks, tiles_ptr, table_ptr, table_width, layer * num_pages, task, tasks,
@@ -146,10 +147,10 @@ def _load_query(
 def _attend(
     q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, SOME: gl.constexpr,
-    SIDE: gl.constexpr, COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr, FIELDS: gl.constexpr,
-    SPLITS: gl.constexpr,
+    SIDE: gl.constexpr, COMBINE_SPLITS: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the blocks as they arrive. A tile's keys are the rows of its products: acc is [DIMS, ROWS]."""
+    """Compute the blocks as they arrive, and then combine splits. A tile's keys are the rows of its products: acc is
+    [DIMS, ROWS]."""
     ks, vs, ready, free = blocks
     dtype: gl.constexpr = ks.dtype
     STAGES: gl.constexpr = ks.shape[0]
@@ -170,6 +171,8 @@ def _attend(
     phase = 0
     slot = 0
     q_phase = 0
+    combine_from = tasks
+    combine_until = 0
     while task < tasks:
         first, _tokens, _lane, position, begin, end, part, split = read_tile(tiles_ptr + task // K * FIELDS)
         _load_query(q_desc, qs, asked, slot ^ 1, tiles_ptr, task + programs, tasks, H, K, FIELDS)
@@ -203,23 +206,23 @@ def _attend(
             acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, True)
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
             phase = gl.where(stage == 0, phase ^ 1, phase)
-        _finish(
-            acc, peak, gl.max(total, 0), results, first, part, split, task % K, H, K, D, COMBINE_ROWS, COMBINE_SPLITS,
-            SPLITS,
-        )  # fmt: skip
+        _store(acc, peak, gl.max(total, 0), results, first, part, split, task % K, H, K, D, SPLITS)
+        if (split // SPLITS > 1) & (split % SPLITS < H // K):
+            combine_from = gl.minimum(combine_from, task)
+            combine_until = task + 1
         q_phase = q_phase ^ slot
         slot = slot ^ 1
         task += programs
+    for number in range(combine_from, combine_until, programs):
+        _combine(results, tiles_ptr, number, H, K, D, DIMS, COMBINE_SPLITS, FIELDS, SPLITS)
 
 
 @gluon_jit()
-def _finish(
+def _store(
     acc, peak, total, results, first, part, split, head,
-    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr,
-    SPLITS: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Write the result of a task from acc [DIMS, ROWS]; if it is a split, the partial result, and the last program
-    combines them all."""
+    """Write the result of a task from acc [DIMS, ROWS], or, if it is a split, the partial result."""
     out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr = results
     G: gl.constexpr = H // K
     DIMS: gl.constexpr = acc.shape[0]
@@ -228,8 +231,7 @@ def _finish(
     dim = gl.arange(0, DIMS, gl.SliceLayout(1, mma))
     here = gl.expand_dims(row < G, 0) & gl.expand_dims(dim < D, 1)
     q_head = head * G + row
-    splits = split // SPLITS
-    if splits == 1:
+    if split // SPLITS == 1:
         at = gl.expand_dims((first * H + q_head) * D, 0) + gl.expand_dims(dim, 1)
         tl.store(out_ptr + at, (acc / gl.expand_dims(total, 0)).to(out_ptr.dtype.element_ty), mask=here)
     else:
@@ -238,25 +240,48 @@ def _finish(
         tl.store(peaks_ptr + slot, peak, mask=row < G)
         tl.store(totals_ptr + slot, total, mask=row < G)
         barrier()  # all threads have stored before the program counts as arrived
-        arrived = tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="acq_rel", scope="gpu")
-        if arrived == splits - 1:
-            lanes: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+        tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="release", scope="gpu")
+
+
+@gluon_jit()
+def _combine(
+    results, tiles_ptr, task, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, DIMS: gl.constexpr,
+    COMBINE_SPLITS: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Combine the splits for one query head, or for several if the splits are fewer, when all have arrived.
+
+    The first splits of a tile have one query head each, so that many programs load partial results. No program has a
+    task of its own left when it waits here.
+    """
+    out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr = results
+    G: gl.constexpr = H // K
+    first, _tokens, _lane, _position, _begin, _end, part, split = read_tile(tiles_ptr + task // K * FIELDS)
+    splits = split // SPLITS
+    arrived_ptr = arrivals_ptr + part * K + task % K
+    if (splits > 1) & (split % SPLITS < G):
+        arrived = tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
+        while arrived < splits:
+            arrived = tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
+        lanes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
+        for number in range(split % SPLITS, G, splits):
             combine_splits_in_order(
-                gl.zeros([COMBINE_ROWS, DIMS], gl.float32, lanes), gl.arange(0, COMBINE_ROWS, gl.SliceLayout(1, lanes)),
+                gl.zeros([1, DIMS], gl.float32, lanes), gl.arange(0, 1, gl.SliceLayout(1, lanes)),
                 gl.arange(0, DIMS, gl.SliceLayout(0, lanes)), out_ptr, parts_ptr, peaks_ptr, totals_ptr, first, 1,
-                part, splits, head, H, G, D, COMBINE_ROWS, COMBINE_SPLITS,
+                part, splits, task % K * G + number, H, 1, D, 1, COMBINE_SPLITS,
             )  # fmt: skip
-            tl.store(arrivals_ptr + part * K + head, 0)
+        barrier()  # all threads have loaded
+        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == splits + gl.minimum(splits, G) - 1:
+            tl.store(arrived_ptr, 0)
 
 
 def launch(
     q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: Tensor, most: int, alone: bool,
-    memory: tuple[Tensor, ...], layer: int, window: int, scale: float, combining: tuple[int, int],
+    memory: tuple[Tensor, ...], layer: int, window: int, scale: float,
 ) -> None:  # fmt: skip
     """Attend as fastgen.kernels.attention, which checks the arguments.
 
     tiles: the list, of at most `most` work tiles. alone: see fastgen.model.attention.interface.Attention.plan_decode.
-    memory: the tensors of PartialResults. combining: the rows and splits whose partial results are loaded at once.
+    memory: the tensors of PartialResults.
     """
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
     chip, group, dims = Chip.of(q.device), num_heads // num_kv, power_of_two(head_size)
@@ -266,6 +291,6 @@ def launch(
     _decode_kernel[(min(most * num_kv, chip.processors * PROGRAMS),)](
         described(q.view(-1, head_size), [rows, dims]), *pools, out, page_table, tiles, *memory,
         layer, num_pages, page_table.stride(0), int(alone), num_heads, num_kv, head_size, page_size, window, scale,
-        rows, KEYS, SOME, dims, stages, SIDE, *combining, HEADER, FIELDS, SPLITS, LOADING_REGISTERS,
+        rows, KEYS, SOME, dims, stages, SIDE, COMBINED, HEADER, FIELDS, SPLITS, LOADING_REGISTERS,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

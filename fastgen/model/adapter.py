@@ -40,6 +40,7 @@ _PLAIN = {
 }  # fmt: skip
 """Values of other fields. An init must leave the base weights as they are."""
 
+_AT_ONCE = 1 << 22  # numbers of a weight that are merged together, which a GPU's cache holds in float32
 _UNSUPPORTED = "is not supported: only plain LoRA of the linear layers of attention and MLP can be merged"
 
 
@@ -187,21 +188,16 @@ class _Adapted(Shard):
 
     def write(self, factors: Tensor) -> None:
         """Write base + B A. factors: those of the whole weight, as `AdapterUpdate.tensors` yields them."""
-        merged = self.view.copy_(self.base, non_blocking=True)
         if not len(factors):
+            self.view.copy_(self.base, non_blocking=True)
             return
-        left = right = factors.to(merged.device)
-        if merged.dtype == torch.bfloat16:  # three of its numbers hold a float32; six of nine products count
-            high = left.bfloat16()
-            middle = (left - high).bfloat16()
-            low = (left - high - middle).bfloat16()
-            left = torch.cat((high, high, high, middle, middle, low))
-            right = torch.cat((high, middle, low, high, middle, high))
-        else:
-            merged = merged.float()
-        a, b = right[:, : self.shape[1]], left[:, self.shape[1] :].t()
+        factors = factors.to(self.view.device)
+        a, b = factors[:, : self.shape[1]], factors[:, self.shape[1] :].t()
         a, b = (self.of(a), b) if self.dim else (a, self.of(b))
-        self.view.copy_(merged.addmm_(b, a))  # sums in float32: K is too small for cuBLAS to split and round them
+        rows = max(_AT_ONCE // a.shape[1], 1)
+        for view, base, left in zip(self.view.split(rows), self.base.split(rows), b.split(rows), strict=True):
+            merged = base.to(view.device, non_blocking=True).float()
+            view.copy_(torch.addmm(merged, left, a))  # in bfloat16, cuBLAS would round the product before it adds
 
 
 class Bases:

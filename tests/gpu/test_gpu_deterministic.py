@@ -109,7 +109,7 @@ def test_all_configurations_give_the_same_bits(name: str, gluon: bool, monkeypat
         (20, 1, 128, 64, 0, torch.bfloat16), (1, 40, 128, 128, 90, torch.bfloat16),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize(("count", "longest"), [(1, 1), (1, 64), (1, 65), (3, 700), (40, 500), (300, 900)])
+@pytest.mark.parametrize(("count", "longest"), [(1, 1), (1, 64), (1, 65), (3, 700), (2, 9000), (40, 500), (300, 900)])
 def test_decodes_in_gluon_are_those_in_triton(
     group: int, num_kv: int, head_size: int, page_size: int, window: int, dtype: torch.dtype, count: int, longest: int,
     monkeypatch: pytest.MonkeyPatch,
