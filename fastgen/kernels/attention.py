@@ -183,8 +183,8 @@ class TileList:
     """A list of work tiles on the device, and how to run it.
 
     list: int32, see fastgen.kernels.work_tiles. most: the most work tiles that it can have. kind: PLAIN, SHARED or
-    PRIVATE. Of SHARED lists: rows, whose list it is; bases and kv_lens, int32 [S], of the list's window. alone: see
-    fastgen.model.attention.interface.Attention.plan_decode.
+    PRIVATE. Of SHARED lists: rows, whose list it is; bases and kv_lens, int32 [S], of the list's window. split: decodes
+    may be split. alone: see fastgen.model.attention.interface.Attention.plan_decode.
     """
 
     list: Tensor
@@ -194,6 +194,7 @@ class TileList:
     rows: SharedRows | None = None
     bases: Tensor | None = None
     kv_lens: Tensor | None = None
+    split: bool = False
     alone: bool = False
 
 
@@ -478,8 +479,9 @@ def _launch(
     if config.swap and tiles.kind == PLAIN and hopper_decode.streams(chip, q.dtype, group, head_size, page_size):
         assert config.keys == hopper_decode.KEYS
         hopper_decode.launch(
-            q, out, keys, values, page_table, tiles.list, tiles.most, tiles.alone, memory, layer, window, scale
-        )
+            q, out, keys, values, page_table, tiles.list, tiles.most, tiles.split, tiles.alone, memory, layer, window,
+            scale,
+        )  # fmt: skip
         return
     if config.specialized:
         hopper_prefill.launch(

@@ -3,6 +3,9 @@
 The blocks of keys of all tasks of a program are one stream: one warp loads the next blocks to shared memory (by TMA),
 including those of the next task, while four others compute. In Triton's loop each task would wait for its first block.
 
+If keys are split, a split is one block. When all programs have stored their partial results, many combine them, a query
+head each: 16000 keys have 250 splits, which one program would take longer to load than all programs take for the keys.
+
 In a step of decodes alone, only the positions of the step's own tokens hold new keys, and the lists and page tables
 were written before the step's embedding. The first blocks therefore load before the kernel ahead has ended (see
 fastgen.kernels.hopper_products).
@@ -25,7 +28,7 @@ MOST_GROUP = 32  # query heads of a KV head; with more, a thread's numbers do no
 PROGRAMS = 2  # a processor, for which REGISTERS suffice
 SPLIT_BELOW = 0.4  # tasks a processor; with more, decodes are not split
 MOST_STAGES = 8
-COMBINED = 32  # splits whose partial results a program loads at once
+COMBINED = 8, 32  # splits whose partial results a program loads at once: if there are few, and if there are many
 
 
 def rows_of(group: int) -> int:
@@ -47,13 +50,13 @@ def streams(chip: Chip, dtype: torch.dtype, group: int, head_size: int, page_siz
     return fits and runs_on(chip, dtype) and stages_of(group, dims, dtype.itemsize, chip) > 1
 
 
-@gluon_jit("layer", "num_pages", "table_width", "alone")
+@gluon_jit("layer", "num_pages", "table_width", "split", "alone")
 def _decode_kernel(
-    q_desc, keys_desc, values_desc, out_ptr, table_ptr, list_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr,
-    layer, num_pages, table_width, alone,
+    q_desc, keys_desc, values_desc, out_ptr, table_ptr, list_ptr, parts_ptr, peaks_ptr, totals_ptr,
+    layer, num_pages, table_width, split, alone,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, SOME: gl.constexpr, DIMS: gl.constexpr, STAGES: gl.constexpr,
-    SIDE: gl.constexpr, COMBINE_SPLITS: gl.constexpr, HEADER: gl.constexpr, FIELDS: gl.constexpr,
+    SIDE: gl.constexpr, COMBINED: gl.constexpr, HEADER: gl.constexpr, FIELDS: gl.constexpr,
     SPLITS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute all tasks, scheduled statically. H, K, D, P, ROWS, DIMS: see fastgen.kernels.attention."""
@@ -77,12 +80,13 @@ def _decode_kernel(
     task, programs, _ = schedule(gl.program_id(0), gl.num_programs(0), tasks, 0)
     tiles_ptr = list_ptr + HEADER
     blocks = (ks, vs, ready, free)
+    arrivals_ptr = list_ptr + 1 + layer  # a counter in the list, which no tile scheduler uses here
     results = (out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr)
     gl.warp_specialize(
         [
             (_attend, (
-                q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs, H, K, D, WINDOW, SCALE, SOME,
-                SIDE, COMBINE_SPLITS, FIELDS, SPLITS,
+                q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs, split, H, K, D, WINDOW, SCALE,
+                SOME, SIDE, COMBINED, FIELDS, SPLITS,
             )),
             (_load_blocks, (
                 keys_desc, values_desc, blocks, tiles_ptr, table_ptr, table_width, layer * num_pages, task, tasks,
@@ -145,9 +149,9 @@ def _load_query(
 
 @gluon_jit()
 def _attend(
-    q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs,
+    q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs, splitting,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, SOME: gl.constexpr,
-    SIDE: gl.constexpr, COMBINE_SPLITS: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr,
+    SIDE: gl.constexpr, COMBINED: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Compute the blocks as they arrive, and then combine splits. A tile's keys are the rows of its products: acc is
     [DIMS, ROWS]."""
@@ -187,13 +191,7 @@ def _attend(
             nvidia.mbarrier.wait(ready.index(stage), phase)
             scores = nvidia.warpgroup_mma(k, q, gl.zeros([KEYS, ROWS], gl.float32, mma))
             behind = _behind(start, end, KEYS, SOME)
-            key = start - behind + number
-            seen = (key >= start) & (key < end)
-            if WINDOW > 0:
-                seen = seen & (key > position - WINDOW)
-            scores = gl.where(seen, scores, -1e30)
-            next_peak = gl.maximum(gl.max(scores, 0) * SCALE, -1e20)
-            weights = gl.exp2(gl.fma(scores, SCALE, -gl.expand_dims(next_peak, 0)))
+            weights, next_peak = _weights(scores, start - behind + number, start, end, position, WINDOW, SCALE)
             ws.store(gl.permute(weights.to(dtype), (1, 0)))
             if end - start + behind < KEYS:
                 clear_rows(v, end - start + behind)
@@ -213,8 +211,19 @@ def _attend(
         q_phase = q_phase ^ slot
         slot = slot ^ 1
         task += programs
-    for number in range(combine_from, combine_until, programs):
-        _combine(results, tiles_ptr, number, H, K, D, DIMS, COMBINE_SPLITS, FIELDS, SPLITS)
+    if (splitting != 0) & (gl.program_id(0) < programs):
+        _combine(results, tiles_ptr, combine_from, combine_until, programs, H, K, D, DIMS, COMBINED, FIELDS, SPLITS)
+
+
+@gluon_jit()
+def _weights(scores, key, start, end, position, WINDOW: gl.constexpr, SCALE: gl.constexpr):
+    """Return the weights [KEYS, ROWS] of a block's keys [KEYS, 1] of [start, end), and their peak [ROWS]."""
+    seen = (key >= start) & (key < end)
+    if WINDOW > 0:
+        seen = seen & (key > position - WINDOW)
+    scores = gl.where(seen, scores, -1e30)
+    peak = gl.maximum(gl.max(scores, 0) * SCALE, -1e20)
+    return gl.exp2(gl.fma(scores, SCALE, -gl.expand_dims(peak, 0))), peak
 
 
 @gluon_jit()
@@ -223,7 +232,7 @@ def _store(
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Write the result of a task from acc [DIMS, ROWS], or, if it is a split, the partial result."""
-    out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr = results
+    out_ptr, parts_ptr, peaks_ptr, totals_ptr, _arrivals_ptr = results
     G: gl.constexpr = H // K
     DIMS: gl.constexpr = acc.shape[0]
     mma: gl.constexpr = acc.type.layout
@@ -239,49 +248,59 @@ def _store(
         tl.store(parts_ptr + gl.expand_dims(slot * D, 0) + gl.expand_dims(dim, 1), acc, mask=here)
         tl.store(peaks_ptr + slot, peak, mask=row < G)
         tl.store(totals_ptr + slot, total, mask=row < G)
-        barrier()  # all threads have stored before the program counts as arrived
-        tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="release", scope="gpu")
 
 
 @gluon_jit()
 def _combine(
-    results, tiles_ptr, task, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, DIMS: gl.constexpr,
-    COMBINE_SPLITS: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr,
+    results, tiles_ptr, task, until, programs, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
+    DIMS: gl.constexpr, COMBINED: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Combine the splits for one query head, or for several if the splits are fewer, when all have arrived.
+    """Combine partial results for some of the query heads, when all programs have stored theirs.
 
-    The first splits of a tile have one query head each, so that many programs load partial results. No program has a
-    task of its own left when it waits here.
+    The program of one of a query tile's first splits takes one head, or several if the splits are fewer, so that many
+    programs load partial results. task, until: the range of these of its tasks.
     """
-    out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr = results
     G: gl.constexpr = H // K
-    first, _tokens, _lane, _position, _begin, _end, part, split = read_tile(tiles_ptr + task // K * FIELDS)
-    splits = split // SPLITS
-    arrived_ptr = arrivals_ptr + part * K + task % K
-    if (splits > 1) & (split % SPLITS < G):
-        arrived = tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
-        while arrived < splits:
-            arrived = tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
-        lanes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
-        for number in range(split % SPLITS, G, splits):
-            combine_splits_in_order(
-                gl.zeros([1, DIMS], gl.float32, lanes), gl.arange(0, 1, gl.SliceLayout(1, lanes)),
-                gl.arange(0, DIMS, gl.SliceLayout(0, lanes)), out_ptr, parts_ptr, peaks_ptr, totals_ptr, first, 1,
-                part, splits, task % K * G + number, H, 1, D, 1, COMBINE_SPLITS,
-            )  # fmt: skip
-        barrier()  # all threads have loaded
-        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == splits + gl.minimum(splits, G) - 1:
-            tl.store(arrived_ptr, 0)
+    arrivals_ptr = results[4]
+    barrier()  # all threads have stored before the program counts as arrived
+    arrived = tl.atomic_add(arrivals_ptr, 1, sem="release", scope="gpu")
+    if task < until:
+        while arrived < programs:
+            arrived = tl.atomic_add(arrivals_ptr, 0, sem="acquire", scope="gpu")
+    while task < until:
+        first, _tokens, _lane, _position, _begin, _end, part, split = read_tile(tiles_ptr + task // K * FIELDS)
+        splits = split // SPLITS
+        if splits > 1:
+            for number in range(split % SPLITS, G, splits):
+                head = task % K * G + number
+                if splits > COMBINED[1]:
+                    _combine_head(results, first, part, splits, head, H, D, DIMS, COMBINED[1])
+                else:
+                    _combine_head(results, first, part, splits, head, H, D, DIMS, COMBINED[0])
+        task += programs
+
+
+@gluon_jit()
+def _combine_head(
+    results, first, part, splits, head, H: gl.constexpr, D: gl.constexpr, DIMS: gl.constexpr, AT_ONCE: gl.constexpr
+):
+    out_ptr, parts_ptr, peaks_ptr, totals_ptr, _arrivals_ptr = results
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
+    combine_splits_in_order(
+        gl.zeros([1, DIMS], gl.float32, layout), gl.arange(0, 1, gl.SliceLayout(1, layout)),
+        gl.arange(0, DIMS, gl.SliceLayout(0, layout)), out_ptr, parts_ptr, peaks_ptr, totals_ptr, first, 1, part,
+        splits, head, H, 1, D, 1, AT_ONCE,
+    )  # fmt: skip
 
 
 def launch(
-    q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: Tensor, most: int, alone: bool,
-    memory: tuple[Tensor, ...], layer: int, window: int, scale: float,
+    q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: Tensor, most: int, split: bool,
+    alone: bool, memory: tuple[Tensor, ...], layer: int, window: int, scale: float,
 ) -> None:  # fmt: skip
     """Attend as fastgen.kernels.attention, which checks the arguments.
 
-    tiles: the list, of at most `most` work tiles. alone: see fastgen.model.attention.interface.Attention.plan_decode.
-    memory: the tensors of PartialResults.
+    tiles: the list, of at most `most` work tiles. split: some may be splits. alone: see
+    fastgen.model.attention.interface.Attention.plan_decode. memory: the tensors of PartialResults.
     """
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
     chip, group, dims = Chip.of(q.device), num_heads // num_kv, power_of_two(head_size)
@@ -289,8 +308,8 @@ def launch(
     assert keys.numel() // (page_size * head_size) < 2**31
     pools = (described(x.view(-1, page_size, head_size), [1, KEYS, dims]) for x in (keys, values))
     _decode_kernel[(min(most * num_kv, chip.processors * PROGRAMS),)](
-        described(q.view(-1, head_size), [rows, dims]), *pools, out, page_table, tiles, *memory,
-        layer, num_pages, page_table.stride(0), int(alone), num_heads, num_kv, head_size, page_size, window, scale,
-        rows, KEYS, SOME, dims, stages, SIDE, COMBINED, HEADER, FIELDS, SPLITS, LOADING_REGISTERS,
+        described(q.view(-1, head_size), [rows, dims]), *pools, out, page_table, tiles, *memory[:3],
+        layer, num_pages, page_table.stride(0), int(split), int(alone), num_heads, num_kv, head_size, page_size,
+        window, scale, rows, KEYS, SOME, dims, stages, SIDE, COMBINED, HEADER, FIELDS, SPLITS, LOADING_REGISTERS,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

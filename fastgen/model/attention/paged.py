@@ -134,7 +134,9 @@ class PagedAttention:
                 tiles = kernel.TileList(rows.list, self.shared_partials, group, kernel.SHARED, rows, bases, kv_lens)
                 plan.work[window].append(tiles)
             kind = kernel.PRIVATE if shared else kernel.PLAIN
-            tiles = kernel.TileList(self._lists[number], sequences * (most + 1), config, kind, alone=alone)
+            tiles = kernel.TileList(
+                self._lists[number], sequences * (most + 1), config, kind, split=most > 1, alone=alone
+            )
             plan.work[window].append(tiles)
         return plan
 
