@@ -40,8 +40,9 @@ class RemoteGenerator:
     """A Generator in a server, with the methods that a trainer needs. Threads may share it, except for updates.
 
     url: of `fgserve --rollout`. api_key, model: of the server. backend: of the weights' process group, "nccl" or
-        "gloo"; None: NCCL where the tensors are on a GPU. timeout: seconds without progress after which an update
-        fails, on both sides. bucket_bytes: of tensors that are sent together, which both ends hold in device memory.
+        "gloo"; None: memory of the GPU (CUDA IPC) where the tensors are on the server's own, NCCL between two GPUs, and
+        gloo otherwise. timeout: seconds without progress after which an update fails, on both sides. bucket_bytes: of
+        tensors that are sent together, which both ends hold in device memory.
     replace_group: take the place of a trainer that has gone without `close`.
     max_requests: requests that `generate` and `stream` have on the server at a time.
 
@@ -201,16 +202,17 @@ class RemoteGenerator:
     def _open_wire(self, device: Any) -> Wire:
         """Return the connection for weights, which is made at the first update and after a failed one."""
         if self._wire is None:
+            from fastgen.device.memory import gpu_id
             from fastgen.ranks.wire import connect
 
-            backend = self._backend or ("nccl" if device.type == "cuda" else "gloo")
-            body = {"backend": backend, "timeout": self._timeout, "bucket_bytes": self._bucket_bytes}
+            body: dict[str, Any] = {"backend": self._backend, "gpu": gpu_id(device)}
+            body |= {"timeout": self._timeout, "bucket_bytes": self._bucket_bytes}
             found = self._post("/init_weight_group", {**body, "replace": self._replace_group})
             self._replace_group = True  # from now on the group is this object's
             self._key = found["group"]
             address = self._parsed.hostname or "", found["port"]
-            gpu = device if backend == "nccl" else None
-            self._wire = connect(address, found["group"], gpu, self._timeout, self._bucket_bytes)
+            limits = self._timeout, self._bucket_bytes
+            self._wire = connect(address, found["group"], found["backend"], device, *limits)
         return self._wire
 
     @property
@@ -239,12 +241,14 @@ class RemoteGenerator:
 
     def close(self) -> None:
         """Close the weight group, so that another program may have one. The server goes on."""
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
-        if self._key is not None:
-            key, self._key = self._key, None
-            self._post("/close_weight_group", {"group": key})
+        wire, key = self._wire, self._key
+        self._wire = self._key = None
+        try:
+            if key is not None:
+                self._post("/close_weight_group", {"group": key})
+        finally:
+            if wire is not None:  # after the server's end, which may use its memory
+                wire.close()
 
     def __enter__(self) -> RemoteGenerator:
         return self

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastgen.device.memory import gpu_id
 from fastgen.generator import Generator
 from fastgen.model.loader import read_tensors
 from fastgen.model.transformer import checkpoint_shards
@@ -31,12 +32,15 @@ class WeightUpdates:
         return {"weight_version": self._gen.weight_version, "torn": self._gen.torn}
 
     def init_weight_group(
-        self, host: str, backend: str, seconds: float, bucket_bytes: int, replace: bool
+        self, host: str, backend: str | None, gpu: str | None, seconds: float, bucket_bytes: int, replace: bool
     ) -> dict[str, Any]:
-        """Open a store at a free port of `host`, where a sender meets this process, and return its port and the key of
-        the new group. backend: "gloo" or "nccl". seconds, bucket_bytes: see Wire. Raises ValueError, and RuntimeError
-        where there is a group; with `replace` that one ends."""
+        """Open a store at a free port of `host`, where a sender meets this process; return its port, and the key and
+        backend of the new group. backend: "gloo" or "nccl"; None: "ipc" where both ends are on one GPU. gpu: the
+        sender's (see `gpu_id`). seconds, bucket_bytes: see Wire. Raises ValueError, and RuntimeError where there is a
+        group; with `replace` that one ends."""
         device = torch.device(self._gen.config.device)
+        if backend is None:
+            backend = "gloo" if gpu is None or device.type != "cuda" else "ipc" if gpu == gpu_id(device) else "nccl"
         if backend == "nccl" and device.type != "cuda":
             raise ValueError("backend is 'nccl', and this server's weights are on the CPU; give 'gloo'")
         if self._wire is not None and not replace:
@@ -48,9 +52,8 @@ class WeightUpdates:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=limit
         )
-        device = device if backend == "nccl" else torch.device("cpu")
-        self._wire = Wire(store, secrets.token_hex(16), 1, device, seconds, bucket_bytes)
-        return {"port": port, "group": self._wire.key}
+        self._wire = Wire(store, secrets.token_hex(16), 1, backend, device, seconds, bucket_bytes)
+        return {"port": port, "group": self._wire.key, "backend": backend}
 
     def close_weight_group(self, group: str | None = None) -> None:
         """Close the group with this key (None: any), if it is there."""

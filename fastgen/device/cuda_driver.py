@@ -1,4 +1,5 @@
-"""Functions of the CUDA driver that torch does not offer: virtual memory, and flags that streams write and wait for.
+"""Functions of the CUDA driver that torch does not offer: virtual memory, memory that two processes share, and flags
+that streams write and wait for.
 
 https://docs.nvidia.com/cuda/cuda-driver-api/
 """
@@ -11,6 +12,14 @@ from typing import Any
 
 _ADDRESS, _HANDLE, _SIZE, _FLAGS = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint64
 _POINTER, _STREAM, _INT, _UINT = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
+
+
+class IpcHandle(ctypes.Structure):
+    """CUipcMemHandle, which the driver takes by value."""
+
+    _fields_ = [("bytes", ctypes.c_ubyte * 64)]
+
+
 _FUNCTIONS: dict[str, list[Any]] = {
     "cuMemGetAllocationGranularity": [_POINTER, _POINTER, _INT],
     "cuMemAddressReserve": [_POINTER, _SIZE, _SIZE, _ADDRESS, _FLAGS],
@@ -20,6 +29,11 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cuMemSetAccess": [_ADDRESS, _SIZE, _POINTER, _SIZE],
     "cuMemUnmap": [_ADDRESS, _SIZE],
     "cuMemRelease": [_HANDLE],
+    "cuMemAlloc_v2": [_POINTER, _SIZE],
+    "cuMemFree_v2": [_ADDRESS],
+    "cuIpcGetMemHandle": [_POINTER, _ADDRESS],
+    "cuIpcOpenMemHandle_v2": [_POINTER, IpcHandle, _UINT],
+    "cuIpcCloseMemHandle": [_ADDRESS],
     "cuMemcpyAsync": [_ADDRESS, _ADDRESS, _SIZE, _STREAM],
     # With flags of 0, a write comes after a memory barrier, and a wait ends at the value or a later one, in the order
     # of numbers that wrap around.

@@ -162,6 +162,8 @@ def _rounded(size: int, multiple: int) -> int:
 ON_DEVICE = 1  # CU_MEM_ALLOCATION_TYPE_PINNED and CU_MEM_LOCATION_TYPE_DEVICE
 READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+UNSHARED = 2 << 20  # bytes; the driver may put smaller allocations together, which the other process would see
 
 
 class _Location(ctypes.Structure):
@@ -253,6 +255,41 @@ class VirtualMemory:
     def _call(self, name: str, *arguments: Any) -> None:
         with current(self._device):
             cuda_driver.call(name, *arguments)
+
+
+def gpu_id(device: torch.device) -> str | None:
+    """Return the UUID of a GPU; None for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+class IpcMemory:
+    """Memory of a GPU that another process of this machine opens by its `handle` (CUDA IPC). bytes: uint8, `size` or
+    more.
+
+    handle: of the other process's memory; None makes new memory, which the driver allocates: what torch's allocator has
+    may have no handle (expandable segments). Raises RuntimeError where the driver refuses, as it does where there is
+    too little memory, and between containers.
+    """
+
+    def __init__(self, size: int, device: torch.device, handle: str | None = None) -> None:
+        self._device, self._address, self._is_mine = device, ctypes.c_uint64(), handle is None
+        address, found, size = ctypes.byref(self._address), cuda_driver.IpcHandle(), _rounded(size, UNSHARED)
+        with current(device):
+            if handle is None:
+                release_memory(str(device))
+                cuda_driver.call("cuMemAlloc_v2", address, size)
+                cuda_driver.call("cuIpcGetMemHandle", ctypes.byref(found), self._address)
+            else:
+                found = cuda_driver.IpcHandle.from_buffer_copy(bytes.fromhex(handle))
+                cuda_driver.call("cuIpcOpenMemHandle_v2", address, found, PEER_ACCESS)
+        self.handle = bytes(found).hex()
+        self.bytes = torch.as_tensor(_Mapped(self._address.value, size, None), device=device)
+
+    def close(self) -> None:
+        """Give the memory back, which is not used any more; the process that has made it comes last."""
+        with current(self._device):
+            torch.cuda.synchronize(self._device)
+            cuda_driver.call("cuMemFree_v2" if self._is_mine else "cuIpcCloseMemHandle", self._address)
 
 
 class MemoryRetry:

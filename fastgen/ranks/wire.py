@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from fastgen.device.memory import IpcMemory
 from fastgen.parallel.errors import DepartedError
 from fastgen.parallel.group import Group
 
@@ -43,38 +44,46 @@ def is_sender() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def connect(address: tuple[str, int], key: str, device: torch.device | None, seconds: float, bucket_bytes: int) -> Wire:
-    """Return a sender's end. address: of the store. device: a GPU, for NCCL; None: gloo."""
+def connect(
+    address: tuple[str, int], key: str, backend: str, device: torch.device, seconds: float, bucket_bytes: int
+) -> Wire:
+    """Return a sender's end. address: of the store."""
     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=seconds))  # type: ignore[attr-defined]
-    return Wire(store, key, 0, device or torch.device("cpu"), seconds, bucket_bytes)
+    return Wire(store, key, 0, backend, device, seconds, bucket_bytes)
 
 
 class Wire:
     """One end of a connection for weights. Rank 0 sends them, and rank 1 receives them.
 
-    store, key: the ends meet under this key. device: of the bytes; a CPU takes gloo, a GPU takes NCCL. seconds: the
-    longest time without progress. bucket_bytes: of the tensors in a bucket, the same at both ends; a larger tensor is a
-    bucket of its own. broken: True where the two ends may be at different places; then a new connection is
-    needed.
+    store, key: the ends meet under this key. backend: "gloo" or "nccl", of a process group; "ipc" for two processes on
+    one GPU, where the receiver copies from memory of the sender. device: of the tensors. seconds: the longest time
+    without progress. bucket_bytes: of the tensors in a bucket, the same at both ends; a larger tensor is a bucket of
+    its own. broken: True where the two ends may be at different places; then a new connection is needed.
 
     check, an argument of the methods, is called while this end waits; it raises where the other end has failed.
     Raises DepartedError where the other end does not answer.
     """
 
     def __init__(
-        self, store: Store, key: str, rank: int, device: torch.device, seconds: float, bucket_bytes: int
+        self, store: Store, key: str, rank: int, backend: str, device: torch.device, seconds: float, bucket_bytes: int
     ) -> None:
-        self.key, self.broken = key, False
-        self._store, self._rank, self._device = PrefixStore(f"{key}/", store), rank, device
+        self.key, self.backend, self.broken = key, backend, False
+        self._store, self._rank = PrefixStore(f"{key}/", store), rank
+        self._device = torch.device("cpu") if backend == "gloo" else device
         self._seconds, self._bucket_bytes = seconds, bucket_bytes
         self._group: Group | None = None
+        self._memory: IpcMemory | None = None
+        self._meetings = 0
 
     def close(self) -> None:
-        """Leave the process group. Where the other end waits, it raises an error: at once with gloo, with NCCL when its
-        time is over."""
+        """Leave the process group. Where the other end waits, it raises an error: at once with gloo, else when its time
+        is over."""
         self.broken = True
         if self._group is not None:
             self._group.leave()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
     def send(self, named: Iterable[tuple[str, Tensor]], header: Header, check: Callable[[], None]) -> None:
         """Send an update when the other end receives it. A DTensor is gathered when its turn comes."""
@@ -120,12 +129,43 @@ class Wire:
             yield memory[:size], views
 
     def _join(self) -> None:
-        if self._group is None:
+        if self.backend == "ipc":
+            self._memory = self._memory or self._share()
+        elif self._group is None:
             limit = timedelta(seconds=2 * self._seconds)  # beyond that of `_wait`, whose error is clear
             with _departing():
                 self._group = Group.join(self._store, self.key, self._rank, 2, self._device, False, limit)
 
+    def _share(self) -> IpcMemory:
+        """Return memory for one bucket: the sender's own, or the same, opened by the receiver."""
+        try:
+            handle = None if self._rank == 0 else self._store.get("memory").decode()
+            memory = IpcMemory(self._bucket_bytes, self._device, handle)
+            if self._rank == 0:
+                self._store.set("memory", memory.handle)
+        except RuntimeError as error:
+            raise DepartedError(f"the two can not share memory of the GPU: {error}; give backend='gloo'") from None
+        return memory
+
+    def _meet(self, check: Callable[[], None]) -> None:
+        """Wait until both ends have come here, and what they have launched has ended."""
+        torch.cuda.synchronize(self._device)
+        self._meetings += 1
+        with _departing():
+            self._store.add(f"rank {self._rank}", 1)
+        self._wait(lambda: self._store.add(f"rank {1 - self._rank}", 0) >= self._meetings, check)
+
     def _broadcast(self, data: Tensor, check: Callable[[], None]) -> None:
+        if self._memory is not None:
+            for part in torch.split(data, len(self._memory.bytes)):  # a tensor may be larger
+                shared = self._memory.bytes[: len(part)]
+                if self._rank == 0:
+                    shared.copy_(part)
+                self._meet(check)
+                if self._rank == 1:
+                    part.copy_(shared)
+                self._meet(check)
+            return
         assert self._group is not None
         with _departing():
             work = dist.broadcast(data, group=self._group.process_group, group_src=0, async_op=True)

@@ -35,6 +35,7 @@ import bench_sleep
 import bench_speculate
 import bench_start
 import bench_turns
+import bench_wire
 from bench_engine import ceilings, machine, measure_workload, merge, ready_generator, report_path
 from bench_limits import MODELS, PLAIN, WORKLOADS
 
@@ -68,12 +69,13 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "speculate": (bench_speculate.bench_speculate, "speculation over recorded answers"),
     "sleep": (bench_sleep.bench_sleep, "update_weights, sleep and wake"),
     "adapter": (bench_sleep.bench_adapter, "update_adapter"),
+    "wire": (bench_wire.bench_wire, "update_weights of a server, by another process"),
     "scaling": (bench_parallel.bench_scaling, "headline and chat1 on 1, 2 and 4 GPUs"),
     "telling": (bench_parallel.bench_telling, "messages to the ranks, of --tensor-parallel"),
 }
 """What can be measured in place of the workloads: a flag each."""
 
-ONE_PROCESS = ("load", "busy", "scaling", "speculate")  # kinds without --tensor-parallel
+ONE_PROCESS = ("load", "busy", "scaling", "speculate", "wire")  # kinds without --tensor-parallel
 
 
 def workload_names(text: str) -> list[str]:

@@ -316,6 +316,12 @@ def test_sleep_runs_small(tmp_path: Path) -> None:
             assert 0 <= low <= found[name]["median"] <= high
 
 
+@pytest.mark.long
+def test_updates_of_a_server_run_small(tmp_path: Path) -> None:
+    report = smoke(tmp_path, "--wire")["mistral7-cpu-wire.json"]
+    assert report["gloo"]["update"]["median"] > 0
+
+
 def test_adapter_runs_small(tmp_path: Path) -> None:
     report = smoke(tmp_path, "--adapter")["mistral7-cpu-adapter.json"]
     for place in ("host", "device"):

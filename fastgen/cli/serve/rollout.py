@@ -36,10 +36,12 @@ class GenerateRequest(ModelRequest):
 
 
 class GroupRequest(ModelRequest):
-    """A request to /init_weight_group. timeout: seconds without progress after which an update fails. bucket_bytes: of
-    tensors that are sent together. replace: end the group that there is."""
+    """A request to /init_weight_group. backend: None: by `gpu`, the UUID of the sender's GPU. timeout: seconds without
+    progress after which an update fails. bucket_bytes: of tensors that are sent together. replace: end the group that
+    there is."""
 
-    backend: Literal["gloo", "nccl"]
+    backend: Literal["gloo", "nccl"] | None = None
+    gpu: str | None = None
     timeout: FiniteFloat = Field(gt=0)
     bucket_bytes: int = Field(gt=0)
     replace: bool = False
@@ -137,7 +139,7 @@ class Rollout:
         return _CallResponse(self._service, partial(engine.call, "weight_state"))
 
     async def _init_group(self, engine: AsyncGenerator, wanted: GroupRequest) -> Any:
-        arguments = wanted.backend, wanted.timeout, wanted.bucket_bytes, wanted.replace
+        arguments = wanted.backend, wanted.gpu, wanted.timeout, wanted.bucket_bytes, wanted.replace
         return await engine.call("init_weight_group", self._service.options.host, *arguments)
 
     async def _update(self, engine: AsyncGenerator, wanted: UpdateRequest) -> dict[str, int]:
