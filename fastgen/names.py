@@ -36,7 +36,6 @@ GENERATOR = {
     "disable_log_stats": "leave it out; Generator.stats has the counts",
     "download_dir": "set HF_HOME in the environment",
     "pipeline_parallel_size": "use tensor_parallel",
-    "kv_cache_dtype": "leave it out; the KV cache has the dtype of the weights",
     "enable_lora": "use adapter, or Generator.update_adapter",
     "speculative_config": "use speculate",
 }

@@ -43,6 +43,7 @@ LOCAL = (
     "model",
     "adapter",
     "quantization",
+    "kv_cache_dtype",
     "speculate",
     "dtype",
     "device",

@@ -21,9 +21,9 @@ class EngineConfig:
     """The configuration of an engine. The fields with an option's name have its value, or the one chosen for it.
 
     Memory and pages are those of each rank. num_pages is 0 until a GPU's memory is measured (`with_pages`). host_pages:
-    pages of the host tier. kernels: the kind that runs, "gluon" (beside Triton's), "triton" or "torch". context_given:
-    the user gave max_model_len; else it is what the model and the pool allow. adapter: the folder of the one that the
-    start merges. speculate: with max_rows and row_cost; None: no speculation.
+    pages of the host tier. kv_cache_dtype: "fp8", or dtype. kernels: the kind that runs, "gluon" (beside Triton's),
+    "triton" or "torch". context_given: the user gave max_model_len; else it is what the model and the pool allow.
+    adapter: the folder of the one that the start merges. speculate: with max_rows and row_cost; None: no speculation.
     """
 
     device: str
@@ -42,6 +42,7 @@ class EngineConfig:
     deterministic: bool
     kernels: str
     context_given: bool
+    kv_cache_dtype: str
     adapter: str | Path | None = None
     speculate: Speculation | None = None
 
@@ -63,8 +64,11 @@ class EngineConfig:
         context = options.max_model_len
         if context is not None and context > model.max_position:
             raise ValueError(f"max_model_len is {context}, above the model's {model.max_position} positions; lower it")
-        max_seqs, max_step_tokens = _step_size(model, options, dtype, memory)
-        page_bytes = token_bytes(model, dtype) * options.page_size * options.tensor_parallel  # on all ranks
+        kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+        if options.attention == "flash" and kv_dtype == "fp8":
+            raise ValueError("attention is 'flash', whose kernels do not read fp8; leave it or kv_cache_dtype out")
+        max_seqs, max_step_tokens = _step_size(model, options, dtype, kv_dtype, memory)
+        page_bytes = token_bytes(model, kv_dtype) * options.page_size * options.tensor_parallel  # on all ranks
         config = cls(
             device=options.device,
             dtype=dtype,
@@ -82,6 +86,7 @@ class EngineConfig:
             deterministic=_deterministic(model, options, dtype, gpu, kernels),
             kernels="triton" if kernels == "gluon" and dtype == "float32" else kernels,
             context_given=context is not None,
+            kv_cache_dtype=kv_dtype,
             adapter=options.adapter,
             speculate=_speculation(options, max_step_tokens, gpu, kernels),
         )
@@ -107,14 +112,15 @@ class EngineConfig:
         """The values that a user looks for after a start, in words."""
         ranks = f" and {self.tensor_parallel - 1} more" if self.tensor_parallel > 1 else ""
         mode = ", deterministic" if self.deterministic else ""
+        kv = " in fp8" if self.kv_cache_dtype == "fp8" else ""
         return (
             f"{self.device}{ranks}, {self.dtype}, context of {self.max_model_len} tokens, KV cache of "
-            f"{self.num_pages * self.page_size} tokens, kernels: {self.kernels}, attention: {self.attention}{mode}"
+            f"{self.num_pages * self.page_size} tokens{kv}, kernels: {self.kernels}, attention: {self.attention}{mode}"
         )
 
     def page_bytes(self, model: ModelConfig) -> int:
         """Return the bytes of a page on one rank: keys and values of all layers."""
-        return token_bytes(model, self.dtype) * self.page_size
+        return token_bytes(model, self.kv_cache_dtype) * self.page_size
 
     def useful_pages(self) -> int:
         """Return the pages that all lanes can fill, and one more."""
@@ -174,12 +180,15 @@ def _aligned(model: ModelConfig) -> bool:
     return not any(size % 8 for size in input_sizes(model))
 
 
-def token_bytes(model: ModelConfig, dtype: str) -> int:
-    """Return the bytes of one token's KV on one rank."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_size * DTYPE_BYTES[dtype]
+def token_bytes(model: ModelConfig, kv_dtype: str) -> int:
+    """Return the bytes of one token's KV on one rank. kv_dtype: "fp8", with a scale of a byte a head, or a dtype."""
+    head = model.head_size + 1 if kv_dtype == "fp8" else model.head_size * DTYPE_BYTES[kv_dtype]
+    return 2 * model.num_layers * model.num_kv_heads * head
 
 
-def _step_size(model: ModelConfig, options: GeneratorOptions, dtype: str, memory: int) -> tuple[int, int]:
+def _step_size(
+    model: ModelConfig, options: GeneratorOptions, dtype: str, kv_dtype: str, memory: int
+) -> tuple[int, int]:
     """Return the lanes and the token budget, as given or as they suit the memory in bytes.
 
     On a GPU: as many lanes as sequences of 256 tokens find room beside the weights, since more lanes per step use its
@@ -193,7 +202,7 @@ def _step_size(model: ModelConfig, options: GeneratorOptions, dtype: str, memory
         lanes = 256
         if memory:
             room = 0.9 * memory - model.num_parameters * (1 if model.quantization else DTYPE_BYTES[dtype])
-            fit = int(room / (256 * token_bytes(model, dtype) + LANE_BYTES * model.vocab_size))
+            fit = int(room / (256 * token_bytes(model, kv_dtype) + LANE_BYTES * model.vocab_size))
             lanes = min(1 << max(fit, 1).bit_length() - 1, 1024)
         max_seqs = max(min(lanes, max_step_tokens or budget), 1)
     if max_step_tokens is None:

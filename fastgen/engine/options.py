@@ -45,6 +45,10 @@ class GeneratorOptions:
         None, "fp8: linear layers but the head in E4M3, quantized as they are loaded, with a scale a row, and their "
         "inputs with a scale a token; a checkpoint in fp8 needs no option", choices=("fp8",), unset="the checkpoint's",
     )  # fmt: skip
+    kv_cache_dtype: str = option(
+        "auto", "numbers of the KV cache; auto is the model's dtype, fp8 is E4M3 with a scale a token and KV head: "
+        "twice as many tokens in the same memory", choices=("auto", "fp8"),
+    )  # fmt: skip
     device: str | None = option(
         None, "cpu, cuda or cuda:1, for example", unset="a GPU if torch can use one, else the CPU"
     )

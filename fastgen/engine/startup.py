@@ -141,6 +141,8 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
     config = EngineConfig.make(model_config.split(group.size), replace(options, device=device), memory, kernels)
     if model_config.quantization and torch.device(device).type == "cuda":
         _check_fp8(model_config.split(group.size), config.dtype, kernels)
+    if config.kv_cache_dtype == "fp8" and kernels != "torch" and Chip.of(torch.device(device)).capability < (8, 9):
+        raise ValueError("kv_cache_dtype='fp8' needs an Ada or Hopper GPU or a newer one; leave it out")
     if slower := slower_than_possible(torch.device(device)):
         log.warning("%s: %s", device, slower)
     return build_runner(model_config, config, folder, options.load, group)
@@ -206,7 +208,8 @@ def _build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, 
 def _make_runner(model: Transformer, config: EngineConfig) -> Runner:
     c = model.config
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    pool = KVPool(c.num_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size, dtype, device)
+    sizes = c.num_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size
+    pool = KVPool(*sizes, dtype, device, fp8=config.kv_cache_dtype == "fp8")
     rows = max(config.max_seqs, config.speculate.max_rows) if config.speculate else config.max_seqs
     attention = make_attention(
         config.attention, pool, c.num_heads, c.windows, rows, config.max_step_tokens, config.max_model_len,

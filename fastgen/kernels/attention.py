@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.kernels import hopper_decode, hopper_prefill
+from fastgen.kernels import hopper_decode, hopper_prefill, pages
 from fastgen.kernels.launch import HOPPER, Chip, Kernel, jit, power_of_two, tl
+from fastgen.kernels.pages import dequantized
 from fastgen.kernels.softmax import (
     combine,
     combine_partials,
@@ -123,10 +124,11 @@ SWAPPED_REGISTERS = 168  # a thread, for three programs a processor
 
 def configure(
     phase: str, group: int, head_size: int, dtype: torch.dtype, chip: Chip, deterministic: bool = False,
-    page_size: int = 16,
+    page_size: int = 16, fp8: bool = False,
 ) -> AttentionConfig:  # fmt: skip
-    """Return the configuration for `group` query heads a KV head (G). Raises ValueError if none fits the chip."""
-    if phase == PREFILL and hopper_prefill.runs(chip, dtype, group, head_size, page_size):
+    """Return the configuration for `group` query heads a KV head (G), with keys and values of `dtype` or in fp8. Raises
+    ValueError if none fits the chip."""
+    if phase == PREFILL and not fp8 and hopper_prefill.runs(chip, dtype, group, head_size, page_size):
         rows, keys = hopper_prefill.tokens_of(group) * group, hopper_prefill.keys_of(deterministic)
         shape = rows, keys, hopper_prefill.WARPS, 0, hopper_prefill.REGISTERS, 1, True, 32, 4
         return AttentionConfig(*shape, invariant=deterministic, specialized=True)
@@ -338,19 +340,23 @@ def _blocks(
 ):  # fmt: skip
     """Extend the softmax by the keys [begin, end). Keys from `limit` on do not exist: the pool may hold anything in
     their place, so they are not loaded."""
+    FP8: tl.constexpr = keys_ptr.dtype.element_ty == tl.float8e4nv
+    STEP: tl.constexpr = P * (D + 1) if FP8 else P * D  # from one head's page to the next one's
     number = tl.arange(0, KEYS)
     dim = tl.arange(0, DIMS)[None, :]
     next_page = tl.load(table_ptr + tl.minimum(begin, limit - 1) // P)
     for start in range(begin, end, KEYS):
         key = start + number
         if P % KEYS == 0:  # the block lies in one page, whose number loaded an iteration ago
-            base = (((first_page + next_page).to(tl.int64) * K + head) * P + start % P) * D
+            base = ((first_page + next_page).to(tl.int64) * K + head) * STEP + start % P * D
             next_page = tl.load(table_ptr + tl.minimum(start + KEYS, limit - 1) // P)
             at = number[:, None] * D + dim
+            behind = P * D - start % P * (D - 1) + number
         else:
             page = (first_page + tl.load(table_ptr + key // P, mask=key < limit, other=0)).to(tl.int64)
             base = tl.zeros([], tl.int64)
-            at = ((page * K + head) * P + key % P)[:, None] * D + dim
+            at = ((page * K + head) * STEP + key % P * D)[:, None] + dim
+            behind = (page * K + head) * STEP + P * D + key % P
         if MASKED:
             here = (key < limit)[:, None] & (dim < D)
             k = tl.load(keys_ptr + base + at, mask=here, other=0.0)
@@ -361,6 +367,9 @@ def _blocks(
         else:
             k = tl.load(keys_ptr + base + at, mask=dim < D, other=0.0)
             v = tl.load(values_ptr + base + at, mask=dim < D, other=0.0)
+        if FP8:
+            k = dequantized(k, tl.load(keys_ptr + base + behind, mask=key < limit, other=0.0)[:, None], q.dtype)
+            v = dequantized(v, tl.load(values_ptr + base + behind, mask=key < limit, other=0.0)[:, None], q.dtype)
         if INVARIANT:
             seen = None
             if MASKED:
@@ -458,12 +467,14 @@ def _launch(
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _), config = q.shape, keys.shape, tiles.config
     group, dims = num_heads // num_kv, power_of_two(head_size)
     assert q.shape == out.shape
-    assert q.dtype == out.dtype == keys.dtype == values.dtype
+    assert q.dtype == out.dtype
+    assert keys.dtype == values.dtype
+    assert keys.dtype in (q.dtype, pages.FP8)
     assert q.is_contiguous()
     assert out.is_contiguous()
     assert keys.shape == values.shape
-    assert keys.is_contiguous()
-    assert values.is_contiguous()
+    pages.check(keys)
+    pages.check(values)
     assert keys.shape[4] == head_size
     assert num_heads == group * num_kv
     assert group <= config.rows
@@ -476,7 +487,8 @@ def _launch(
     chip = Chip.of(q.device)
     pdl, scale = chip.dependent_launch, head_size**-0.5 * math.log2(math.e)
     memory = partial_results.parts, partial_results.lse, partial_results.totals, partial_results.arrivals
-    if config.swap and tiles.kind == PLAIN and hopper_decode.streams(chip, q.dtype, group, head_size, page_size):
+    shape = group, head_size, page_size, keys.element_size()
+    if config.swap and tiles.kind == PLAIN and hopper_decode.streams(chip, q.dtype, *shape):
         assert config.keys == hopper_decode.KEYS
         hopper_decode.launch(
             q, out, keys, values, page_table, tiles.list, tiles.most, tiles.split, tiles.alone, memory, layer, window,
@@ -509,9 +521,9 @@ def _twin(
 ) -> None:  # fmt: skip
     """Write the causal attention of the work tiles' query tokens, rows of q [T, H, D], to the same rows of out.
 
-    keys, values: [layers, pages, K, P, D], in the dtype of q, of which `layer` is read. page_table: int32 [lanes,
-    slots]. A query at position p sees the positions (p - window, p], or all up to p if window is 0. Sums are float32. A
-    list serves each layer once. SHARED lists only store partial results.
+    keys, values: [layers, pages, K, P, D], in the dtype of q or in fp8, of which `layer` is read. page_table: int32
+    [lanes, slots]. A query at position p sees the positions (p - window, p], or all up to p if window is 0. Sums are
+    float32. A list serves each layer once. SHARED lists only store partial results.
     """
     listed = tiles.list.cpu()
     work_tiles = listed[HEADER : HEADER + int(listed[0]) * FIELDS].view(-1, FIELDS).tolist()
@@ -548,9 +560,12 @@ def _exact(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend with q [t, H, D] at positions `query` [t] to positions `key` of the work tile's lane, in float32. Returns
     the result [t, H, D], and the log2 of the softmax's sum [t, H], -1e30 for a row that sees no key."""
-    group, page_size = q.shape[1] // keys.shape[2], keys.shape[3]
-    pages = page_table[tile[LANE], key // page_size].long()
-    k, v = (pool[layer][pages, :, key % page_size].float() for pool in (keys, values))  # [keys, K, D]
+    num_kv, page_size = keys.shape[2:4]
+    group = q.shape[1] // num_kv
+    page = page_table[tile[LANE], key // page_size].long()
+    head = page[:, None] * num_kv + torch.arange(num_kv, device=q.device)
+    rows = (head * page_size + (key % page_size)[:, None]).flatten()
+    k, v = (pages.read(pool[layer], rows, 1).view(len(key), num_kv, -1) for pool in (keys, values))
     scores = torch.einsum("tkgd,nkd->kgtn", q.float().unflatten(1, (-1, group)), k) * q.shape[2] ** -0.5
     ahead = query[:, None] - key
     scores = scores.masked_fill((ahead < 0) | (ahead >= window) if window else ahead < 0, -1e30)

@@ -9,9 +9,13 @@ head each: 16000 keys have 250 splits, which one program would take longer to lo
 In a step of decodes alone, only the positions of the step's own tokens hold new keys, and the lists and page tables
 were written before the step's embedding. The first blocks therefore load before the kernel ahead has ended (see
 fastgen.kernels.hopper_products).
+
+Keys and values in fp8 (fastgen.kernels.pages) become 2-byte numbers in the registers of the warps that multiply.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +23,7 @@ from torch import Tensor
 from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, nvidia
 from fastgen.kernels.hopper_products import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described, runs_on
 from fastgen.kernels.launch import Chip, power_of_two, tl
+from fastgen.kernels.pages import FP8, dequantized, scales_of
 from fastgen.kernels.softmax import combine, combine_splits_in_order
 from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, read_tile, schedule
 
@@ -37,33 +42,43 @@ def rows_of(group: int) -> int:
 
 
 def stages_of(group: int, dims: int, item_size: int, chip: Chip) -> int:
-    """Return the number of blocks that are loading or in use at once."""
-    room = (chip.shared_memory + 1024) // PROGRAMS - 2048 - (KEYS + 2 * dims) * rows_of(group) * item_size
-    return min(room // (2 * KEYS * dims * item_size), MOST_STAGES)
+    """Return the number of blocks that are loading or in use at once. item_size: bytes of a number of the pool."""
+    room = (chip.shared_memory + 1024) // PROGRAMS - 2048 - (KEYS + 2 * dims) * rows_of(group) * 2
+    return min(room // (2 * KEYS * (dims + 2 * (item_size == 1)) * item_size), MOST_STAGES)
 
 
-def streams(chip: Chip, dtype: torch.dtype, group: int, head_size: int, page_size: int) -> bool:
-    """Return whether this kernel takes decodes of this shape."""
-    dims = power_of_two(head_size)
-    loads = page_size % KEYS == 0 and head_size * dtype.itemsize % 16 == 0  # as TMA wants
+def streams(
+    chip: Chip, dtype: torch.dtype, group: int, head_size: int, page_size: int, item_size: int | None = None
+) -> bool:
+    """Return whether this kernel takes decodes of this shape. dtype: of queries; item_size: of the pool's numbers, by
+    default theirs."""
+    dims, item_size = power_of_two(head_size), item_size or dtype.itemsize
+    loads = page_size % KEYS == 0 and head_size * item_size % 16 == 0  # as TMA wants
     fits = loads and 64 <= dims <= 128 and group <= MOST_GROUP
-    return fits and runs_on(chip, dtype) and stages_of(group, dims, dtype.itemsize, chip) > 1
+    return fits and runs_on(chip, dtype) and stages_of(group, dims, item_size, chip) > 1
 
 
 @gluon_jit("layer", "num_pages", "table_width", "split", "alone")
 def _decode_kernel(
-    q_desc, keys_desc, values_desc, out_ptr, table_ptr, list_ptr, parts_ptr, peaks_ptr, totals_ptr,
-    layer, num_pages, table_width, split, alone,
+    q_desc, keys_desc, values_desc, key_bits_desc, value_bits_desc, out_ptr, table_ptr, list_ptr, parts_ptr, peaks_ptr,
+    totals_ptr, layer, num_pages, table_width, split, alone,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, SOME: gl.constexpr, DIMS: gl.constexpr, STAGES: gl.constexpr,
     SIDE: gl.constexpr, COMBINED: gl.constexpr, HEADER: gl.constexpr, FIELDS: gl.constexpr,
     SPLITS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute all tasks, scheduled statically. H, K, D, P, ROWS, DIMS: see fastgen.kernels.attention."""
+    """Compute all tasks, scheduled statically. H, K, D, P, ROWS, DIMS: see fastgen.kernels.attention. The descriptors
+    of bits are of the scales of keys and values in fp8, else None."""
     dtype: gl.constexpr = keys_desc.dtype
     ks = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, DIMS], keys_desc.layout)
     vs = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, DIMS], values_desc.layout)
-    qs = gl.allocate_shared_memory(dtype, [2, ROWS, DIMS], q_desc.layout)
+    bits = (None, None)
+    if key_bits_desc is not None:  # with gaps, since TMA wants multiples of 128 bytes
+        bits = (
+            gl.allocate_shared_memory(dtype, [2 * STAGES, 1, KEYS], key_bits_desc.layout),
+            gl.allocate_shared_memory(dtype, [2 * STAGES, 1, KEYS], value_bits_desc.layout),
+        )
+    qs = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, DIMS], q_desc.layout)
     layout: gl.constexpr = nvidia.mbarrier.MBarrierLayout()
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
@@ -79,7 +94,8 @@ def _decode_kernel(
     tasks = tl.load(list_ptr) * K
     task, programs, _ = schedule(gl.program_id(0), gl.num_programs(0), tasks, 0)
     tiles_ptr = list_ptr + HEADER
-    blocks = (ks, vs, ready, free)
+    blocks = (ks, vs, bits, ready, free)
+    pools = (keys_desc, values_desc, key_bits_desc, value_bits_desc)
     arrivals_ptr = list_ptr + 1 + layer  # a counter in the list, which no tile scheduler uses here
     results = (out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr)
     gl.warp_specialize(
@@ -89,7 +105,7 @@ def _decode_kernel(
                 SOME, SIDE, COMBINED, FIELDS, SPLITS,
             )),
             (_load_blocks, (
-                keys_desc, values_desc, blocks, tiles_ptr, table_ptr, table_width, layer * num_pages, task, tasks,
+                pools, blocks, tiles_ptr, table_ptr, table_width, layer * num_pages, task, tasks,
                 programs, K, P, SOME, FIELDS,
             )),
         ],
@@ -100,15 +116,17 @@ def _decode_kernel(
 
 @gluon_jit()
 def _load_blocks(
-    keys_desc, values_desc, blocks, tiles_ptr, table_ptr, table_width, first_page, task, tasks, programs,
+    pools, blocks, tiles_ptr, table_ptr, table_width, first_page, task, tasks, programs,
     K: gl.constexpr, P: gl.constexpr, SOME: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
     """Load the blocks of all tasks, each when a stage is free. The keys of a sequence's last block lie at the end of
     the stage, behind the keys before them in the page, or zeros if the page begins there."""
-    ks, vs, ready, free = blocks
+    ks, vs, bits, ready, free = blocks
+    keys_desc, values_desc, key_bits_desc, value_bits_desc = pools
     STAGES: gl.constexpr = ks.shape[0]
     KEYS: gl.constexpr = ks.shape[2]
-    BYTES: gl.constexpr = 4 * KEYS * ks.shape[3]
+    FP8: gl.constexpr = key_bits_desc is not None
+    BYTES: gl.constexpr = 2 * KEYS * (ks.shape[3] + 1) if FP8 else 4 * KEYS * ks.shape[3]
     stage = 0
     phase = 1
     while task < tasks:
@@ -124,6 +142,9 @@ def _load_blocks(
             nvidia.mbarrier.expect(ready.index(stage), BYTES)
             load_tile(keys_desc, at, ready.index(stage), ks.index(stage))
             load_tile(values_desc, at, ready.index(stage), vs.index(stage))
+            if FP8:
+                load_tile(key_bits_desc, at[:2], ready.index(stage), bits[0].index(2 * stage))
+                load_tile(value_bits_desc, at[:2], ready.index(stage), bits[1].index(2 * stage))
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
             phase = gl.where(stage == 0, phase ^ 1, phase)
         task += programs
@@ -155,28 +176,25 @@ def _attend(
 ):  # fmt: skip
     """Compute the blocks as they arrive, and then combine splits. A tile's keys are the rows of its products: acc is
     [DIMS, ROWS]."""
-    ks, vs, ready, free = blocks
-    dtype: gl.constexpr = ks.dtype
+    ks, vs, bits, ready, free = blocks
+    dtype: gl.constexpr = qs.dtype
+    FP8: gl.constexpr = ks.dtype != dtype
     STAGES: gl.constexpr = ks.shape[0]
     KEYS: gl.constexpr = ks.shape[2]
     DIMS: gl.constexpr = ks.shape[3]
     ROWS: gl.constexpr = qs.shape[1]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     ws = gl.allocate_shared_memory(dtype, [ROWS, KEYS], gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], dtype))
-    w = ws.permute((1, 0))
     number = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, mma)), 1)
-    ones = gl.full([SIDE, KEYS], 1.0, dtype, gl.DotOperandLayout(0, mma, 2))
-    if (task < tasks) | (
-        gl.program_id(0) == 0
-    ):  # program 0 waits in any case, so that this kernel never ends before the one ahead
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    ones = gl.full([SIDE, KEYS], 1.0, dtype, left)
+    column = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, left)), 0)
+    # Program 0 waits in any case, so that this kernel never ends before the one ahead.
+    if (task < tasks) | (gl.program_id(0) == 0):
         tl.extra.cuda.gdc_wait()
     _load_query(q_desc, qs, asked, 0, tiles_ptr, task, tasks, H, K, FIELDS)
-    stage = 0
-    phase = 0
-    slot = 0
-    q_phase = 0
-    combine_from = tasks
-    combine_until = 0
+    stage, phase, slot, q_phase = 0, 0, 0, 0
+    combine_from, combine_until = tasks, 0
     while task < tasks:
         first, _tokens, _lane, position, begin, end, part, split = read_tile(tiles_ptr + task // K * FIELDS)
         _load_query(q_desc, qs, asked, slot ^ 1, tiles_ptr, task + programs, tasks, H, K, FIELDS)
@@ -184,21 +202,30 @@ def _attend(
         peak = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(0, mma))
         total = gl.zeros([SIDE, ROWS], gl.float32, mma)
         nvidia.mbarrier.wait(asked.index(slot), q_phase)
-        q = qs.index(slot).permute((1, 0))
         for start in range(begin, end, KEYS):
             k = ks.index(stage).reshape([KEYS, DIMS])
-            v = vs.index(stage).reshape([KEYS, DIMS])
+            v = vs.index(stage).reshape([KEYS, DIMS]).permute((1, 0))
             nvidia.mbarrier.wait(ready.index(stage), phase)
-            scores = nvidia.warpgroup_mma(k, q, gl.zeros([KEYS, ROWS], gl.float32, mma))
+            if FP8:
+                k = dequantized(k.load(left), bits[0].index(2 * stage).permute((1, 0)).load(left), dtype)
+            q = qs.index(slot).permute((1, 0))
+            scores = nvidia.warpgroup_mma(k, q, gl.zeros([KEYS, ROWS], gl.float32, mma), is_async=True)
+            if FP8:
+                v = dequantized(v.load(left), bits[1].index(2 * stage).load(left), dtype)
+            scores = nvidia.warpgroup_mma_wait(0, deps=[scores])
             behind = _behind(start, end, KEYS, SOME)
-            weights, next_peak = _weights(scores, start - behind + number, start, end, position, WINDOW, SCALE)
+            weights, next_peak = _weigh(scores, start - behind + number, start, end, position, WINDOW, SCALE)
             ws.store(gl.permute(weights.to(dtype), (1, 0)))
-            if end - start + behind < KEYS:
-                clear_rows(v, end - start + behind)
+            written = end - start + behind
+            if written < KEYS:
+                if FP8:
+                    v = gl.where(column < written, v, gl.zeros_like(v))
+                else:
+                    clear_rows(vs.index(stage).reshape([KEYS, DIMS]), written)
             nvidia.fence_async_shared()
+            w = ws.permute((1, 0))
             next_total = nvidia.warpgroup_mma(ones, w, gl.zeros([SIDE, ROWS], gl.float32, mma), is_async=True)
-            next_acc = gl.zeros([DIMS, ROWS], gl.float32, mma)
-            next_acc = nvidia.warpgroup_mma(v.permute((1, 0)), w, next_acc, is_async=True)
+            next_acc = nvidia.warpgroup_mma(v, w, gl.zeros([DIMS, ROWS], gl.float32, mma), is_async=True)
             next_total, next_acc = nvidia.warpgroup_mma_wait(0, deps=[next_total, next_acc])
             nvidia.mbarrier.arrive(free.index(stage))
             acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, True)
@@ -206,18 +233,15 @@ def _attend(
             phase = gl.where(stage == 0, phase ^ 1, phase)
         _store(acc, peak, gl.max(total, 0), results, first, part, split, task % K, H, K, D, SPLITS)
         if (split // SPLITS > 1) & (split % SPLITS < H // K):
-            combine_from = gl.minimum(combine_from, task)
-            combine_until = task + 1
-        q_phase = q_phase ^ slot
-        slot = slot ^ 1
-        task += programs
+            combine_from, combine_until = gl.minimum(combine_from, task), task + 1
+        q_phase, slot, task = q_phase ^ slot, slot ^ 1, task + programs
     if (splitting != 0) & (gl.program_id(0) < programs):
         _combine(results, tiles_ptr, combine_from, combine_until, programs, H, K, D, DIMS, COMBINED, FIELDS, SPLITS)
 
 
 @gluon_jit()
-def _weights(scores, key, start, end, position, WINDOW: gl.constexpr, SCALE: gl.constexpr):
-    """Return the weights [KEYS, ROWS] of a block's keys [KEYS, 1] of [start, end), and their peak [ROWS]."""
+def _weigh(scores, key, start, end, position, WINDOW: gl.constexpr, SCALE: gl.constexpr):
+    """Return the weights of keys [KEYS, 1], of which [start, end) are seen, and the peak they are relative to."""
     seen = (key >= start) & (key < end)
     if WINDOW > 0:
         seen = seen & (key > position - WINDOW)
@@ -293,6 +317,15 @@ def _combine_head(
     )  # fmt: skip
 
 
+def described_pools(keys: Tensor, values: Tensor, block: list[int]) -> list[Any]:
+    """Return the descriptors of keys and values [layers, pages, K, P, D] in tiles `block` of a head's page, and of
+    their scales: None if they are not in fp8."""
+    pools = [described(x.flatten(0, 2), block) for x in (keys, values)]
+    if keys.dtype != FP8:
+        return [*pools, None, None]
+    return pools + [described(scales_of(x).view(FP8).flatten(0, 2), block[:2]) for x in (keys, values)]
+
+
 def launch(
     q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: Tensor, most: int, split: bool,
     alone: bool, memory: tuple[Tensor, ...], layer: int, window: int, scale: float,
@@ -304,9 +337,9 @@ def launch(
     """
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
     chip, group, dims = Chip.of(q.device), num_heads // num_kv, power_of_two(head_size)
-    rows, stages = rows_of(group), stages_of(group, dims, q.element_size(), chip)
+    rows, stages = rows_of(group), stages_of(group, dims, keys.element_size(), chip)
     assert keys.numel() // (page_size * head_size) < 2**31
-    pools = (described(x.view(-1, page_size, head_size), [1, KEYS, dims]) for x in (keys, values))
+    pools = described_pools(keys, values, [1, KEYS, dims])
     _decode_kernel[(min(most * num_kv, chip.processors * PROGRAMS),)](
         described(q.view(-1, head_size), [rows, dims]), *pools, out, page_table, tiles, *memory[:3],
         layer, num_pages, page_table.stride(0), int(split), int(alone), num_heads, num_kv, head_size, page_size,

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen.kernels import pages
 from fastgen.kernels.launch import Chip, Kernel, jit, power_of_two, tl
+from fastgen.kernels.pages import quantized_heads
 
 HEADS = 16  # a program
 
@@ -63,8 +65,8 @@ class SlotMapping:
     def check(self, tokens: int, keys: Tensor, values: Tensor) -> None:
         """Assert that the mapping is of `tokens` tokens, for a layer's keys and values [pages, K, P, D]."""
         assert keys.shape == values.shape
-        assert keys.is_contiguous()
-        assert values.is_contiguous()
+        pages.check(keys)
+        pages.check(values)
         assert keys.shape[1:3] == (self.num_kv, self.page_size)
         assert self.positions.shape == self.slots.shape == (tokens,)
         assert self.positions.dtype == self.slots.dtype == torch.int64
@@ -86,7 +88,7 @@ def turn(
     H, K: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Rotate the pairs (a, b) at places `at` of the halves of heads (H of queries, K of keys, then K of values), and
-    store those that are `here`. found: the result of `look_up`."""
+    store those that are `here`. found: the result of `look_up`. For pages in fp8, a and b are halves of whole heads."""
     cos, sin, slot = found
     turned = head < H + K
     first = tl.where(turned, a * cos - b * sin, a).to(q_ptr.dtype.element_ty)
@@ -95,11 +97,19 @@ def turn(
     tl.store(to_q, first, mask=here & (head < H))
     tl.store(to_q + HALF, second, mask=here & (head < H))
     kept = here & (slot >= 0)
-    cell = slot // P * K * P + slot % P
-    to_k = keys_ptr + (cell + (head - H) * P) * 2 * HALF + at
+    FP8: tl.constexpr = keys_ptr.dtype.element_ty == tl.float8e4nv
+    STEP: tl.constexpr = P * (2 * HALF + 1) if FP8 else P * 2 * HALF  # from one head's page to the next one's
+    to_k = keys_ptr + (slot // P * K + head - H) * STEP
+    to_v = values_ptr + (slot // P * K + head - H - K) * STEP
+    if FP8:
+        first, second, bits = quantized_heads(first, second)
+        behind = P * 2 * HALF + slot % P
+        tl.store(to_k + behind, bits, mask=(slot >= 0) & turned & (head >= H))
+        tl.store(to_v + behind, bits, mask=(slot >= 0) & (head >= H + K) & (head < H + 2 * K))
+    to_k += slot % P * 2 * HALF + at
     tl.store(to_k, first, mask=kept & turned & (head >= H))
     tl.store(to_k + HALF, second, mask=kept & turned & (head >= H))
-    to_v = values_ptr + (cell + (head - H - K) * P) * 2 * HALF + at
+    to_v += slot % P * 2 * HALF + at
     tl.store(to_v, first, mask=kept & (head >= H + K))
     tl.store(to_v + HALF, second, mask=kept & (head >= H + K))
 
@@ -159,7 +169,7 @@ def _launch(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, nor
 
 def _twin(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, norm: HeadNorm | None = None) -> Tensor:
     """Return the rotated queries [T, H, D] of qkv [T, (H + 2 K) D], and write the rotated keys and the values of the
-    real tokens to keys and values [pages, K, P, D], all in one dtype.
+    real tokens to keys and values [pages, K, P, D], all in one dtype, or these in fp8.
 
     Dimension i rotates with i + D / 2, as in Hugging Face checkpoints (https://arxiv.org/abs/2104.09864), in float32.
     """
@@ -170,9 +180,9 @@ def _twin(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, norm:
     if norm is not None:
         normed_q = normed(qk[:, :num_q], norm.q, norm.eps)
         qk = torch.cat([normed_q, normed(qk[:, num_q:], norm.k, norm.eps)], dim=1)
-    turned, cells = rotate(qk, *mapping.turns), (mapping.rows,)
-    keys.view(-1, head_size).index_put_(cells, turned[: mapping.real, num_q:])
-    values.view(-1, head_size).index_put_(cells, heads[: mapping.real, -num_kv:])
+    turned = rotate(qk, *mapping.turns)
+    pages.put(keys, mapping.rows, turned[: mapping.real, num_q:])
+    pages.put(values, mapping.rows, heads[: mapping.real, -num_kv:])
     return turned[:, :num_q]
 
 

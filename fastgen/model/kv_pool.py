@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastgen.device.memory import memory_on
+from fastgen.kernels import pages
 from fastgen.kernels.state import copy_pages
 
 
@@ -15,6 +16,9 @@ class KVPool:
     `whole` holds both, [2, layers, pages, K x P x D]. K: KV heads; P: tokens a page; D: head size. A page's heads come
     before its tokens, so that a head's page is one contiguous block of P x D. Page `spare`, number num_pages, is extra:
     no sequence holds it, and padding is written there.
+
+    dtype: of the numbers that attention multiplies. fp8: they are stored in E4M3; `whole` is then uint8, with the
+    scales (fastgen.kernels.pages).
     """
 
     def __init__(
@@ -26,18 +30,24 @@ class KVPool:
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        fp8: bool = False,
     ) -> None:
         self.page_size = page_size
+        self.dtype, self.fp8 = dtype, fp8
         self.spare = num_pages
-        shape = (2, num_layers, num_pages + 1, num_kv_heads, page_size, head_size)
+        shape = (2, num_layers, num_pages + 1, num_kv_heads)
         self.memory = memory_on(device)
-        both = self.memory.zeros(shape, dtype)
+        if fp8:
+            memory = self.memory.zeros((*shape, pages.head_bytes(page_size, head_size)), torch.uint8)
+            both = pages.numbers_of(memory, page_size, head_size)
+        else:
+            memory = both = self.memory.zeros((*shape, page_size, head_size), dtype)
         self.keys, self.values = both.unbind(0)
-        self.whole = both.flatten(3)
+        self.whole = memory.flatten(3)
 
-    def wipe(self, pages: Tensor) -> None:
+    def wipe(self, fresh: Tensor) -> None:
         """Zero the values of fresh pages, int64 [n]: a masked key has weight 0, but 0 times a NaN left there is NaN."""
-        self.values.index_fill_(1, pages, 0)
+        self.whole[1].index_fill_(1, fresh, 0)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy pages `sources` to pages `targets`, int64 [n] each; no page is in both."""

@@ -472,7 +472,7 @@ class Transformer:
         layer, mapping, keys, values = self.layers[number], part.mapping, pool.keys[number], pool.values[number]
         with span("qkv"):
             x, norm, delta = part.residual.input(layer.input_norm)
-            if layer.head_norm is None and _fuses(x, layer.qkv):
+            if layer.head_norm is None and not pool.fp8 and _fuses(x, layer.qkv):
                 return apply(layer.qkv, x, Fused(rope=RopeWrite(mapping, keys, values)), norm, delta)
             qkv = apply(layer.qkv, x, PLAIN, norm, delta)
             turned: Tensor = rope_write(qkv, mapping, keys, values, layer.head_norm)
@@ -487,7 +487,7 @@ class Transformer:
         """Return each kind of linear layer, in fp8 and not where layers differ, with the operations fused with it for
         one token at `mapping`."""
         stream = self.norm.weight.new_zeros(1, self.config.hidden_size)
-        rope = None if self.layers[0].head_norm else RopeWrite(mapping, pool.keys[0], pool.values[0])
+        rope = None if self.layers[0].head_norm or pool.fp8 else RopeWrite(mapping, pool.keys[0], pool.values[0])
         adds = Fused(add=stream)
         fused = {"qkv": Fused(rope=rope), "o": adds, "gate_up": Fused(swiglu=True), "down": adds}
         several = [(name, getattr(layer, name)) for layer in self.layers for name in fused]

@@ -256,6 +256,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return options of Generator: those of the command line, and defaults for the rest."""
     names = (
         "max_seqs", "max_step_tokens", "attention", "page_size", "memory_fraction", "max_model_len", "quantization",
+        "kv_cache_dtype",
     )  # fmt: skip
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     device, dtype = ("cpu", "float32") if arguments.smoke else ("cuda", "bfloat16")
@@ -292,11 +293,11 @@ def slug(gpu: str) -> str:
 
 
 def report_path(arguments: argparse.Namespace, gpu: str, part: str = "") -> Path:
-    """Return MODEL-GPU-tpN-fp8-PART-nocache-nondeterministic.json; each part is there only where it applies."""
+    """Return MODEL-GPU-tpN-fp8-kv-fp8-PART-nocache-nondeterministic.json; each part is there only where it applies."""
     several = f"tp{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
     without = {"nocache": arguments.no_prefix_cache, "nondeterministic": arguments.no_deterministic}
-    numbers = arguments.quantization or ""
-    parts = (arguments.model, slug(gpu), several, numbers, part, *(name for name, so in without.items() if so))
+    numbers = arguments.quantization or "", "kv-fp8" if arguments.kv_cache_dtype == "fp8" else ""
+    parts = (arguments.model, slug(gpu), several, *numbers, part, *(name for name, so in without.items() if so))
     folder: Path = arguments.out or RESULTS
     return folder / f"{'-'.join(filter(None, parts))}.json"
 
@@ -307,8 +308,7 @@ def warm_up(generator: Generator, smoke: bool) -> None:
 
 
 def pool_gb(generator: Generator) -> float:
-    config, costs = generator.config, Costs.of(generator.model_config)
-    return config.num_pages * config.page_size * costs.kv / 1e9
+    return generator.config.num_pages * generator.config.page_bytes(generator.model_config) / 1e9
 
 
 def merge(path: Path, report: dict[str, Any]) -> None:
@@ -352,7 +352,7 @@ def measure_workload(
     workload = WORKLOADS[name].small() if arguments.smoke else WORKLOADS[name]
     vllm = VLLM.get((arguments.model, gpus), {}).get(name)
     figures_of = measure_shared if name in SHARED and gpus == 1 else measure
-    costs = Costs.of(generator.model_config)
+    costs = Costs.of(generator.model_config, generator.config.kv_cache_dtype)
     found = compare(figures_of(generator, workload), costs, rates, workload, vllm, gpus)
     found |= {"engine": asdict(generator.config), "pool_gb": pool_gb(generator)}
     if not arguments.smoke and gpus == 1:  # with several, other processes have the memory

@@ -156,12 +156,12 @@ class Costs:
         return 2 * self.layers / (FP8_RATE if self.fp8 else 1)
 
     @classmethod
-    def of(cls, model: ModelConfig) -> Costs:
+    def of(cls, model: ModelConfig, kv_dtype: str = "bfloat16") -> Costs:
         return cls(
             layers=model.num_layers * sum(out * size_in for out, size_in in product_shapes(model)),
             head=model.vocab_size * model.hidden_size,
             attention=4 * model.num_layers * model.num_heads * model.head_size,
-            kv=2 * model.num_layers * model.num_kv_heads * model.head_size * DTYPE_BYTES,
+            kv=2 * model.num_layers * model.num_kv_heads * model.head_size * (1 if kv_dtype == "fp8" else DTYPE_BYTES),
             fp8=model.quantization is not None,
         )
 

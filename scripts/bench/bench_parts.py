@@ -192,7 +192,7 @@ def bench_perf(arguments: argparse.Namespace) -> None:
     """Measure tok/s over 16 to 2048 generated tokens for 512 prompts of 1024; scripts/bench/plot.py draws it."""
     smoke, points = arguments.smoke, []
     with bench_engine.ready_generator(arguments) as (generator, _):
-        costs = Costs.of(generator.model_config)
+        costs = Costs.of(generator.model_config, generator.config.kv_cache_dtype)
         for generated in PERF_LENGTHS[:3] if smoke else PERF_LENGTHS:
             workload = Workload(4, 24, generated) if smoke else Workload(512, 1024, generated)
             found = bench_engine.measure(generator, workload, repeats=1)

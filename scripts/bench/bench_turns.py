@@ -256,7 +256,8 @@ def conversations(arguments: argparse.Namespace) -> tuple[Turns, float]:
     """Return the conversations of the command line, and the 10^9 bytes of a host tier that holds all of them."""
     turns = SMALL if arguments.smoke else Turns(page_size=arguments.page_size or Turns.page_size)
     model = parse_config(settings(arguments.model, arguments.smoke))
-    return turns, turns.host_gb(model, bench_engine.engine_options(arguments)["dtype"])
+    options = bench_engine.engine_options(arguments)
+    return turns, turns.host_gb(model, "fp8" if options["kv_cache_dtype"] == "fp8" else options["dtype"])
 
 
 def line(name: str, found: dict[str, Any]) -> str:

@@ -30,6 +30,10 @@ from fastgen import Generator, RequestOutput, SamplingParams
 RESULTS = Path(__file__).parent.parent / "results"
 LIMIT = 1e-4  # of float32
 FAR = 0.1
+FP8: dict[str, dict[str, Any]] = {
+    "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
+    "kv-fp8": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+}
 QUESTIONS = [
     "hello", "who are you?", "what can you do?", "tell me a joke", "what is 12 + 30?", "what is 47 * 86?",
     "spell banana", "reverse banana", "sort 5, 2, 9, 1", "capital of France?", "what day comes after friday?",
@@ -88,9 +92,9 @@ class Trainer:
 
 
 def compare(
-    gen: Generator, trainer: Trainer, outputs: list[RequestOutput], params: SamplingParams, name: str
+    gen: Generator, trainer: Trainer, outputs: list[RequestOutput], params: SamplingParams, numbers: str, name: str
 ) -> Iterator[Agreement]:
-    """Compare one kind of sampling, called `name`."""
+    """Compare one kind of sampling, called `name`. numbers: the policy's, as `measure` takes them."""
     names = ("untruncated_logprobs", "logprobs", "score")
     trainers, ours = ({key: list[float]() for key in names} for _ in range(2))
     for output in outputs:
@@ -110,27 +114,24 @@ def compare(
             for key, own in zip(names, (completion.untruncated_logprobs, completion.logprobs, score), strict=True):
                 ours[key] += own
     for key in names:
-        numbers = "fp8" if gen.model_config.quantization else gen.config.dtype
         yield Agreement.of((numbers, name, key), trainers[key], ours[key])
 
 
 def measure(model: str | None, dtype: str, device: str, questions: int, n: int, max_tokens: int) -> Iterator[Agreement]:
-    """Make all comparisons in a dtype, or "fp8", of so many questions with n samples each."""
+    """Make all comparisons of so many questions with n samples each. dtype: of both sides, or one of FP8."""
     chats: list[Any] = [[{"role": "user", "content": question}] for question in QUESTIONS[:questions]]
-    quantization = None
-    if dtype == "fp8":
-        dtype, quantization = "bfloat16", "fp8"
-    with Generator(model, dtype=dtype, quantization=quantization, device=device, seed=0) as gen:
-        trainer = Trainer(gen.folder, dtype, device)
+    options = FP8.get(dtype, {"dtype": dtype})
+    with Generator(model, **options, device=device, seed=0) as gen:
+        trainer = Trainer(gen.folder, options["dtype"], device)
         for name, sampling in SAMPLING.items():
             params = replace(sampling, n=n, max_tokens=max_tokens, return_sampling_mask=True, seed=1)
-            yield from compare(gen, trainer, gen.generate(chats, params), params, name)
+            yield from compare(gen, trainer, gen.generate(chats, params), params, dtype, name)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or hub id; the bundled model where there is none")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "fp8"])
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", *FP8])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--name", help="of the file, after rl-agreement-; else the device")
     parser.add_argument("--smoke", action="store_true", help="few tokens, nothing written")

@@ -56,12 +56,13 @@ class Answerer:
 
 
 class Fp8Answerer:
-    """Greedy answers of a saved folder with linear layers in fp8, by fastgen on the CPU."""
+    """Greedy answers of a saved folder by fastgen on the CPU, with linear layers or the KV cache in fp8."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, option: str) -> None:
         from fastgen import Generator
 
-        self.generator = Generator(folder, device="cpu", quantization="fp8")
+        options: dict[str, Any] = {option: "fp8"}
+        self.generator = Generator(folder, device="cpu", **options)
 
     def __call__(self, chats: Sequence[Chat], limits: Sequence[int]) -> list[str]:
         """Return the reply to each chat, of at most that many tokens."""

@@ -172,12 +172,14 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def measure_fp8(args: argparse.Namespace) -> None:
-    """Add to accuracy.json the accuracy of the saved folder with linear layers in fp8, the mean over all skills."""
+    """Add to accuracy.json the saved folder's accuracy, the mean over all skills, with linear layers in fp8, and with
+    the KV cache in fp8."""
     path = args.out / "accuracy.json"
     facts = json.loads(path.read_text())
-    scores = evaluate(Fp8Answerer(args.out), args.prompts, args.seed, args.max_new_tokens)
-    accuracy = sum(score["accuracy"] for score in scores.values()) / len(scores)
-    facts["fp8"] = {"skills": len(scores), "accuracy": round(accuracy, 4), "prompts": args.prompts}
+    for key, option in (("fp8", "quantization"), ("kv_fp8", "kv_cache_dtype")):
+        scores = evaluate(Fp8Answerer(args.out, option), args.prompts, args.seed, args.max_new_tokens)
+        accuracy = sum(score["accuracy"] for score in scores.values()) / len(scores)
+        facts[key] = {"skills": len(scores), "accuracy": round(accuracy, 4), "prompts": args.prompts}
     path.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
 

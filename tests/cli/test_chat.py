@@ -324,7 +324,7 @@ def test_help_and_version_tell_the_truth(capsys):
         chat.main(["--help"])
     out = " ".join(capsys.readouterr().out.split())
     names = set(re.findall(r"--[a-z-]+", out)) - {"--help", "--version"}
-    assert len(names) == 17
+    assert len(names) == 18
     for name in (*names, "MODEL"):
         assert re.search(rf" {name},? [^()]*\(default: ", out.split("positional arguments:")[1]), name
     with pytest.raises(SystemExit, match="0"):

@@ -63,6 +63,7 @@ def test_the_defaults() -> None:
         deterministic=True,
         kernels="torch",
         context_given=False,
+        kv_cache_dtype="float32",
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.kernels import launch
+from fastgen.kernels import launch, pages
 from fastgen.kernels.epilogue import swiglu
 from fastgen.kernels.launch import Chip, Kernel
 from fastgen.kernels.norm import rms_norm, sum_norm
@@ -99,6 +99,48 @@ def test_rope_and_the_way_into_the_pool(
     close(pool[:, :-1], twin_pool[:, :-1])
     for found, expected in ((pool, [0, 3, 4, 11]), (twin_pool, [0, 3, 4, 11, 19])):
         assert (found != before).any(-1).any(2).any(0).flatten().nonzero().flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_rope_into_a_pool_in_fp8(dtype: torch.dtype) -> None:
+    """The same bytes as its twin's, of numbers that E4M3 holds: the interpreter of Triton rounds others differently."""
+    heads, num_kv, head_size, page_size = 5, 2, 48, 4
+    qkv = torch.randint(-15, 16, (6, (heads + 2 * num_kv) * head_size), generator=torch.Generator().manual_seed(0))
+    qkv = qkv.to(DEVICE, dtype) * 2.0 ** torch.tensor([0, -10, 9, -24, 3, 1], device=DEVICE)[:, None]
+    qkv[4, head_size * (heads + 1) :] = 0
+    angles = torch.zeros(40, head_size // 2, device=DEVICE)
+    slots = torch.tensor([3, 4, 19, 0, 11, -1], device=DEVICE)
+    mapping = SlotMapping(slots.clamp(min=0), slots, angles.cos(), angles.sin(), 5, num_kv, page_size)
+    found = []
+    for run in (rope_write.launch, rope_write.twin):
+        memory = torch.full((2, 6, num_kv, pages.head_bytes(page_size, head_size)), 255, dtype=torch.uint8)
+        memory = memory.to(DEVICE)
+        pool = pages.numbers_of(memory, page_size, head_size)
+        run(qkv.to(dtype), mapping, *pool)
+        found.append(memory)
+        for kept, part in zip(pool, qkv.view(6, -1, head_size)[:5, heads:].chunk(2, 1), strict=True):
+            read = pages.read(kept, mapping.rows.flatten(), 1)
+            assert torch.equal(read.view(5, num_kv, head_size), part.float())
+            assert (pages.scales_of(kept) != 255).sum() == 5 * num_kv
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 1.0, 448.0, 1e30])
+def test_heads_in_fp8(magnitude: float) -> None:
+    """Half of the distance of E4M3's numbers from the head's at most, whatever its largest is."""
+    heads = randn(20, 2, 32) * magnitude
+    heads[0] = 0
+    memory = torch.zeros(10, 2, pages.head_bytes(4, 32), dtype=torch.uint8, device=DEVICE)
+    pool = pages.numbers_of(memory, 4, 32)
+    rows = torch.randperm(80, generator=torch.Generator().manual_seed(0))[:40].to(DEVICE).view(20, 2)
+    pages.put(pool, rows, heads)
+    found = pages.read(pool, rows.flatten(), 1).view(heads.shape)
+    largest = heads.abs().amax(-1, keepdim=True)
+    assert ((found - heads).abs() <= heads.abs() / 16 + largest * 2**-17).all()
+    everything = pages.read(pool, torch.arange(40, device=DEVICE), 2).view(80, 32)
+    assert torch.equal(everything[rows], found)
+    pages.put(pool, rows, found)
+    assert torch.equal(pages.read(pool, rows.flatten(), 1).view(heads.shape), found)
 
 
 def test_advance() -> None:

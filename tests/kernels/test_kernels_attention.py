@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels import attention as kernel
-from fastgen.kernels import work_tiles
+from fastgen.kernels import pages, work_tiles
 from fastgen.kernels.launch import Chip, Kernel, triton
 from fastgen.kernels.work_tiles import BEGIN, END, FIELDS, FIRST, HEADER, PART, POSITION, SPLIT, SPLITS, TOKENS
 from fastgen.model.attention.interface import StepLayout
@@ -84,25 +84,27 @@ def make(
     page_size: int = 64,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    fp8: bool = False,
 ) -> Case:
     rng, count = np.random.default_rng(seed), len(kv_lens)
     random = torch.Generator().manual_seed(seed)
     slots = [-(-length // page_size) for length in kv_lens]
-    pool, clean = (
-        KVPool(2, sum(slots) + 2, KV_HEADS, page_size, head_size, kind, DEVICE) for kind in (dtype, torch.float32)
-    )
-    for pages in (pool.keys, pool.values):
-        pages.fill_(float("nan"))
+    sizes = 2, sum(slots) + 2, KV_HEADS, page_size, head_size
+    pool, clean = KVPool(*sizes, dtype, DEVICE, fp8), KVPool(*sizes, torch.float32, DEVICE)
+    pool.whole.fill_(255 if fp8 else torch.nan)  # 255 is NaN in E4M3, and the exponent of an infinite scale
     table = torch.zeros(count + 2, max(slots), dtype=torch.int32)
     lanes = torch.from_numpy(rng.permutation(count + 2)[:count])
     order = torch.from_numpy(rng.permutation(sum(slots) + 2)[: sum(slots)])
-    for lane, pages, length in zip(lanes.tolist(), torch.split(order, slots), kv_lens, strict=True):
-        table[lane, : len(pages)] = pages
+    for lane, own, length in zip(lanes.tolist(), torch.split(order, slots), kv_lens, strict=True):
+        table[lane, : len(own)] = own
         for position in range(0, length, page_size):
-            page, here = int(pages[position // page_size]), min(page_size, length - position)
+            page, here = int(own[position // page_size]), min(page_size, length - position)
+            rows = torch.arange(page * KV_HEADS, (page + 1) * KV_HEADS)[:, None] * page_size + torch.arange(here)
+            rows = rows.to(DEVICE)
             for dirty, zero in ((pool.keys, clean.keys), (pool.values, clean.values)):
                 numbers = torch.randn(KV_HEADS, here, head_size, generator=random).to(DEVICE, dtype)
-                dirty[1, page, :, :here], zero[1, page, :, :here] = numbers, numbers
+                pages.put(dirty[1], rows, numbers)
+                zero[1, page, :, :here] = pages.read(dirty[1], rows.flatten(), 1).view(numbers.shape)
     decodes = next((number for number, length in enumerate(query_lens) if length > 1), count)
     layout = StepLayout(np.array(query_lens), np.array(kv_lens), decodes, lanes.numpy(), table.to(DEVICE))
     q = torch.randn(sum(query_lens), KV_HEADS * group, head_size, generator=random).to(DEVICE, dtype)
@@ -225,6 +227,23 @@ def test_decodes_and_prefills_agree_with_the_reference(head_size: int, group: in
         assert not paged._partial_results.arrivals.any()
 
 
+@pytest.mark.parametrize(("head_size", "page_size"), [(64, 64), (80, 24)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_keys_in_fp8(head_size: int, page_size: int, deterministic: bool) -> None:
+    case = make([1, 1, 17], [64, 130, 83], head_size, 2, page_size, HALF, fp8=True)
+    paged = case.paged(0, deterministic)
+    plan = paged.plan(case.layout)
+    out, twin = paged.attend(plan, 1, case.q, 0), torch.empty_like(case.q)
+    close(out, case.expected(0))
+    for tiles in plan.work[0]:
+        arguments = case.pool.keys, case.pool.values, plan.page_table, tiles, paged._partial_results, 1, 0
+        kernel.attention.twin(case.q, twin, *arguments)
+    close(twin, case.expected(0))
+    reference = ReferenceAttention(case.pool, case.q.shape[1])
+    case.pool.wipe(torch.arange(case.pool.spare + 1, device=DEVICE)[:0])
+    close(reference.attend(reference.plan(case.layout), 1, case.q, 0)[:1], case.expected(0)[:1])
+
+
 @pytest.mark.parametrize(
     ("head_size", "group", "page_size"), [(80, 4, 48), (256, 2, 16), (32, 20, 64), (64, 4, 1), (64, 2, 24)]
 )
@@ -296,10 +315,10 @@ def test_a_position_is_that_of_its_query() -> None:
         close(paged.attend(plan, 1, case.q[start:].contiguous(), 0), whole[start:])
 
 
-@pytest.mark.parametrize(("window", "dtype"), [(0, HALF), (300, torch.float32)])
-def test_deterministic_a_query_has_one_answer(window: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("window", "dtype", "fp8"), [(0, HALF, False), (300, torch.float32, False), (0, HALF, True)])
+def test_deterministic_a_query_has_one_answer(window: int, dtype: torch.dtype, fp8: bool) -> None:
     """To the bit: in a prefill, a chunk, or a decode, its keys in one item or in one for each block."""
-    case = make([12], [588], dtype=dtype)
+    case = make([12], [588], dtype=dtype, fp8=fp8)
     whole = case.paged(window, deterministic=True)
     kept = whole.attend(whole.plan(case.layout), 1, case.q, window)
     for slots in (0, 1000):  # for partial results; 0: no keys are split

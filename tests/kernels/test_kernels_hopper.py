@@ -32,10 +32,11 @@ from fastgen.kernels.launch import Chip
 
 H200 = Chip((9, 0), 132, 232_448)
 
-def compiled(kernel, types, blocks, constants, aligned, options):
+def compiled(kernel, types, blocks, constants, aligned, options, fp8=False):
     for name, block in blocks.items():
-        layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-        types[name] = f"tensordesc<bf16{block},{layout!r}>"
+        kind = gl.float8e4nv if fp8 and name != "q_desc" else gl.bfloat16
+        layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+        types[name] = f"tensordesc<{kind}{block},{layout!r}>"
     loose = [each.name for each in kernel.params if each.do_not_specialize]  # or it would compile after the start
     types = {name: types.get(name, "i32" if name in aligned + loose else "constexpr") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -79,9 +80,12 @@ for tokens, outputs, inputs, half, heads, what in [
 """
 DECODES = """
 kernel = hopper_decode._decode_kernel
-for group, head_size, window in [(4, 128, 0), (1, 96, 100), (5, 64, 0), (16, 128, 0)]:
+for group, head_size, window, fp8 in [
+    (4, 128, 0, False), (1, 96, 100, False), (5, 64, 0, False), (16, 128, 0, False), (4, 128, 0, True),
+    (1, 96, 100, True),
+]:
     rows, dims = hopper_decode.rows_of(group), 1 << (head_size - 1).bit_length()
-    stages = hopper_decode.stages_of(group, dims, 2, H200)
+    stages = hopper_decode.stages_of(group, dims, 1 if fp8 else 2, H200)
     types = {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")}
     types |= {"out_ptr": "*bf16", "table_ptr": "*i32", "list_ptr": "*i32", "arrivals_ptr": "*i32"}
     constants = {
@@ -91,7 +95,11 @@ for group, head_size, window in [(4, 128, 0), (1, 96, 100), (5, 64, 0), (16, 128
         "REGISTERS": hopper_products.LOADING_REGISTERS,
     }
     blocks = {"q_desc": [rows, dims], "keys_desc": [1, 64, dims], "values_desc": [1, 64, dims]}
-    made = compiled(kernel, types, blocks, constants, [], {"num_warps": hopper_products.WARPS})
+    if fp8:
+        blocks |= {"key_bits_desc": [1, 64], "value_bits_desc": [1, 64]}
+    else:
+        constants |= {"key_bits_desc": None, "value_bits_desc": None}
+    made = compiled(kernel, types, blocks, constants, [], {"num_warps": hopper_products.WARPS}, fp8)
     print(json.dumps({"rows": rows, "stages": stages, **made}))
 """
 PREFILLS = """

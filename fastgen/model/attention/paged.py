@@ -59,18 +59,19 @@ class PagedAttention:
         deterministic: bool = False,
     ) -> None:
         _, _, num_kv, page_size, head_size = pool.keys.shape
-        device, dtype = pool.keys.device, pool.keys.dtype
+        device, dtype = pool.keys.device, pool.dtype
         self.pool = pool
         self.num_kv = num_kv
         self.max_seqs = max_seqs
         self.chip = Chip.of(device)
         self.group = num_heads // num_kv
         self.configs = {
-            phase: kernel.configure(phase, self.group, head_size, dtype, self.chip, deterministic, page_size)
+            phase: kernel.configure(phase, self.group, head_size, dtype, self.chip, deterministic, page_size, pool.fp8)
             for phase in (kernel.DECODE, kernel.FEW, kernel.PREFILL, kernel.GROUP)
         }
         self._deterministic = deterministic
-        streams = hopper_decode.streams(self.chip, dtype, self.group, head_size, page_size)
+        shape = self.group, head_size, page_size, pool.keys.element_size()
+        streams = hopper_decode.streams(self.chip, dtype, *shape)
         self._split_below = hopper_decode.SPLIT_BELOW if deterministic and streams else None
         self._most_splits = -(-context // self.configs[kernel.DECODE].keys)
         self.windows = tuple(sorted(set(windows)))

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgen.device import mkl
+from fastgen.kernels import pages
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.kv_pool import KVPool
 
@@ -150,9 +151,8 @@ class _Copied:
 
     def _blocks(self, pool: Tensor) -> Tensor:
         """Return the block of each pair, float32 [M, KEY_BLOCK, D]."""
-        size, runs = pool.shape[-1], self._tiles.runs.shape[1]
-        copy = pool.view(-1, KEY_BLOCK // runs * size).index_select(0, self._runs)
-        return copy.view(-1, KEY_BLOCK, size).float()
+        copy = pages.read(pool, self._runs, KEY_BLOCK // self._tiles.runs.shape[1])
+        return copy.view(-1, KEY_BLOCK, pool.shape[-1])
 
 
 def _by_block(scores: Tensor) -> Tensor:

@@ -1,0 +1,98 @@
+"""Pages of keys and values in fp8: numbers in E4M3, with a scale a token and KV head.
+
+A scale is a power of two: the least with which the head's largest magnitude is at most 448. A number times its scale is
+then exact in bfloat16, so that a kernel may multiply where it likes, and the bits of a result stay the same. Behind the
+P x D numbers of each head's page lie the exponents of its P scales, 127 more, a byte each.
+
+P tokens a page, D head size, K KV heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.kernels.launch import jit, tl
+
+FP8 = torch.float8_e4m3fn
+
+
+def head_bytes(page_size: int, head_size: int) -> int:
+    """Return the bytes of a head's page with its scales."""
+    return page_size * (head_size + 1)
+
+
+def numbers_of(memory: Tensor, page_size: int, head_size: int) -> Tensor:
+    """Return the numbers, [..., P, D], a view of memory: uint8 [..., head_bytes]."""
+    numbers: Tensor = memory[..., : page_size * head_size].view(FP8).unflatten(-1, (page_size, head_size))
+    return numbers
+
+
+def scales_of(pages: Tensor) -> Tensor:
+    """Return the exponents behind the numbers [..., P, D] of `numbers_of`: uint8 [..., P], a view."""
+    *outer, page_size, head_size = pages.shape
+    first = pages.storage_offset() + page_size * head_size
+    return pages.view(torch.uint8).as_strided((*outer, page_size), (*pages.stride()[:-2], 1), first)
+
+
+def check(pages: Tensor) -> None:
+    """Assert that pages [..., pages, K, P, D] lie as in a KVPool."""
+    if pages.dtype != FP8:
+        assert pages.is_contiguous()
+        return
+    *_, num_kv, page_size, head_size = pages.shape
+    head = head_bytes(page_size, head_size)
+    assert pages.stride()[-4:] == (num_kv * head, head, head_size, 1)
+
+
+def put(pages: Tensor, rows: Tensor, heads: Tensor) -> None:
+    """Write heads [n, K, D] to pages [pages, K, P, D]: to the rows, int64 [n, K], of pages.view(-1, D)."""
+    page_size, head_size = pages.shape[2:]
+    if pages.dtype != FP8:
+        pages.view(-1, head_size).index_put_((rows,), heads)
+        return
+    heads = heads.float()
+    largest = heads.abs().amax(-1, keepdim=True)
+    exponents = ((largest.view(torch.int32) + 0x1FFFFF >> 23) - 8).clamp_(min=1)  # 448 is 1.75 times 2**8
+    numbers = (heads * _power_of(254 - exponents)).to(FP8)
+    place = rows // page_size, rows % page_size
+    pages.flatten(0, 1).view(torch.uint8).index_put_(place, numbers.view(torch.uint8))
+    scales_of(pages).flatten(0, 1).index_put_(place, exponents[..., 0].to(torch.uint8))
+
+
+def read(pages: Tensor, runs: Tensor, size: int) -> Tensor:
+    """Return runs, int64 [n], of pages.view(-1, size, D), in float32 [n, size, D]; size divides P."""
+    page_size, head_size = pages.shape[2:]
+    if pages.dtype != FP8:
+        return pages.view(-1, size * head_size).index_select(0, runs).view(-1, size, head_size).float()
+    place = runs // (page_size // size), runs % (page_size // size)
+    numbers = pages.flatten(0, 1).view(torch.uint8).unflatten(1, (-1, size))[place]
+    exponents = scales_of(pages).flatten(0, 1).unflatten(1, (-1, size))[place]
+    found: Tensor = numbers.view(FP8).float() * _power_of(exponents.int())[..., None]
+    return found
+
+
+def _power_of(exponents: Tensor) -> Tensor:
+    """Return the scales of exponents, int32."""
+    return (exponents << 23).view(torch.float32)
+
+
+@jit()
+def quantized_heads(first, second):
+    """Return the halves of heads, [HEADS, HALF] each, in E4M3, and the exponents of their scales [HEADS, 1]; in bytes
+    that are stored as E4M3."""
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))[:, None]
+    exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, 1)
+    power = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    bits = exponent.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return (first * power).to(tl.float8e4nv), (second * power).to(tl.float8e4nv), bits
+
+
+@jit()
+def dequantized(numbers, bits, DTYPE: tl.constexpr):
+    """Return numbers times the scales of exponents, both in E4M3 as loaded, in DTYPE. Gluon calls this as well."""
+    exponent = bits.to(tl.uint8, bitcast=True).to(tl.int32)
+    power = (exponent << 23).to(tl.float32, bitcast=True).to(DTYPE)
+    return numbers.to(tl.float32).to(DTYPE) * power  # the direct way is one slow instruction a number
