@@ -87,11 +87,11 @@ for group, head_size, window, fp8 in [
     rows, dims = hopper_decode.rows_of(group), 1 << (head_size - 1).bit_length()
     stages = hopper_decode.stages_of(group, dims, 1 if fp8 else 2, H200)
     types = {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")}
-    types |= {"out_ptr": "*bf16", "table_ptr": "*i32", "list_ptr": "*i32", "arrivals_ptr": "*i32"}
+    types |= {"out_ptr": "*bf16", "table_ptr": "*i32", "list_ptr": "*i32"}
     constants = {
         "H": 8 * group, "K": 8, "D": head_size, "P": 64, "WINDOW": window, "SCALE": 0.1, "ROWS": rows, "KEYS": 64,
-        "SOME": 16, "DIMS": dims, "STAGES": stages, "SIDE": 64, "COMBINE_ROWS": 1 << (group - 1).bit_length(),
-        "COMBINE_SPLITS": 8, "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS, "SPLITS": work_tiles.SPLITS,
+        "SOME": 16, "DIMS": dims, "STAGES": stages, "SIDE": 64, "COMBINED": hopper_decode.COMBINED,
+        "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS, "SPLITS": work_tiles.SPLITS,
         "REGISTERS": hopper_products.LOADING_REGISTERS,
     }
     blocks = {"q_desc": [rows, dims], "keys_desc": [1, 64, dims], "values_desc": [1, 64, dims]}
