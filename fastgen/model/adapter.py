@@ -195,7 +195,7 @@ class _Adapted(Shard):
         a, b = factors[:, : self.shape[1]], factors[:, self.shape[1] :].t()
         a, b = (self.of(a), b) if self.dim else (a, self.of(b))
         rows = max(_AT_ONCE // a.shape[1], 1)
-        for view, base, left in zip(self.view.split(rows), self.base.split(rows), b.split(rows), strict=True):
+        for view, base, left in zip(*(torch.split(x, rows) for x in (self.view, self.base, b)), strict=True):
             merged = base.to(view.device, non_blocking=True).float()
             view.copy_(torch.addmm(merged, left, a))  # in bfloat16, cuBLAS would round the product before it adds
 
