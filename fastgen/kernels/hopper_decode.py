@@ -30,7 +30,7 @@ from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, read_tile, schedu
 KEYS = 64  # of a block, as in attention.INVARIANT_HOPPER
 SOME = 16  # keys that an instruction sums; a multiple of these loads of a sequence's last block
 MOST_GROUP = 32  # query heads of a KV head; with more, a thread's numbers do not fit its registers
-PROGRAMS = 2  # a processor, for which REGISTERS suffice
+PROGRAMS = 2  # a processor, for which REGISTERS and `stages_of` leave room: more would wait for each other for ever
 SPLIT_BELOW = 0.4  # tasks a processor; with more, decodes are not split
 MOST_STAGES = 8
 COMBINED = 8, 32  # splits whose partial results a program loads at once: if there are few, and if there are many
@@ -282,7 +282,8 @@ def _combine(
     """Combine partial results for some of the query heads, when all programs have stored theirs.
 
     The program of one of a query tile's first splits takes one head, or several if the splits are fewer, so that many
-    programs load partial results. task, until: the range of these of its tasks.
+    programs load partial results. task, until: the range of these of its tasks. All programs are on the chip at once
+    (PROGRAMS), so that none waits for a program that has not begun.
     """
     G: gl.constexpr = H // K
     arrivals_ptr = results[4]
