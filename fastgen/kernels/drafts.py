@@ -29,6 +29,7 @@ from fastgen.kernels.state import DecodeInput
 LONGEST_MATCH = 16
 NEAR, NEAR_BONUS, GOOD = 6, 2, 5
 BLOCK = 1024  # places of a text that a program compares at a time
+ROWS = 64  # of a speculative step, up to which all steps take the same variant of a kernel
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,12 @@ def _spread_launch(
     assert lanes.dtype == last.dtype == step.lanes.dtype == torch.int64
     assert kv_lens.dtype == table.dtype == torch.int32
     assert count <= size
+    block = max(power_of_two(size), ROWS)
     _spread_kernel[(count + 1,)](
         lanes, drafts.most, drafts.counts, drafts.tokens, drafts.rows, last, kv_lens, table,
         step.lanes, step.token_ids, step.positions, step.slots, step.kv_lens,
         len(kv_lens) - 1, table.stride(0), most_drafts, count, size,
-        power_of_two(count), power_of_two(most_drafts + 2), power_of_two(size), page, num_warps=4,
+        block, power_of_two(most_drafts + 2), block, page, num_warps=4,
     )  # fmt: skip
 
 
