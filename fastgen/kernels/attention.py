@@ -469,7 +469,7 @@ def _launch(
     assert q.shape == out.shape
     assert q.dtype == out.dtype
     assert keys.dtype == values.dtype
-    assert keys.dtype in (q.dtype, pages.FP8)
+    assert keys.dtype in (q.dtype, pages.E4M3)
     assert q.is_contiguous()
     assert out.is_contiguous()
     assert keys.shape == values.shape

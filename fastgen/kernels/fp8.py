@@ -18,10 +18,10 @@ from torch import Tensor
 from fastgen.kernels import batch_invariant, hopper_fp8, hopper_products
 from fastgen.kernels.batch_invariant import Fused, config, finished
 from fastgen.kernels.launch import Chip, Kernel, jit, power_of_two, tl
+from fastgen.kernels.pages import E4M3 as E4M3
 from fastgen.kernels.rope import rope_write
 
 BLOCK = 128  # rows and inputs of a block with one scale
-E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 LEAST_SCALE = 1 / (LARGEST * 512)  # that of a row of zeros, too
 ALIGN = 16  # divides the inputs of a weight, so that its rows begin at multiples of 16 bytes

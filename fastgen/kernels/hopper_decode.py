@@ -23,7 +23,7 @@ from torch import Tensor
 from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, nvidia
 from fastgen.kernels.hopper_products import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described, runs_on
 from fastgen.kernels.launch import Chip, power_of_two, tl
-from fastgen.kernels.pages import FP8, dequantized, scales_of
+from fastgen.kernels.pages import E4M3, dequantized, scales_of
 from fastgen.kernels.softmax import combine, combine_splits_in_order
 from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, read_tile, schedule
 
@@ -309,6 +309,7 @@ def _combine(
 def _combine_head(
     results, first, part, splits, head, H: gl.constexpr, D: gl.constexpr, DIMS: gl.constexpr, AT_ONCE: gl.constexpr
 ):
+    """Combine the partial results of one query head, and write its result."""
     out_ptr, parts_ptr, peaks_ptr, totals_ptr, _arrivals_ptr = results
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
     combine_splits_in_order(
@@ -322,9 +323,9 @@ def described_pools(keys: Tensor, values: Tensor, block: list[int]) -> list[Any]
     """Return the descriptors of keys and values [layers, pages, K, P, D] in tiles `block` of a head's page, and of
     their scales: None if they are not in fp8."""
     pools = [described(x.flatten(0, 2), block) for x in (keys, values)]
-    if keys.dtype != FP8:
+    if keys.dtype != E4M3:
         return [*pools, None, None]
-    return pools + [described(scales_of(x).view(FP8).flatten(0, 2), block[:2]) for x in (keys, values)]
+    return pools + [described(scales_of(x).view(E4M3).flatten(0, 2), block[:2]) for x in (keys, values)]
 
 
 def launch(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastgen.kernels.launch import jit, tl
 
-FP8 = torch.float8_e4m3fn
+E4M3 = torch.float8_e4m3fn
 
 
 def head_bytes(page_size: int, head_size: int) -> int:
@@ -24,7 +24,7 @@ def head_bytes(page_size: int, head_size: int) -> int:
 
 def numbers_of(memory: Tensor, page_size: int, head_size: int) -> Tensor:
     """Return the numbers, [..., P, D], a view of memory: uint8 [..., head_bytes]."""
-    numbers: Tensor = memory[..., : page_size * head_size].view(FP8).unflatten(-1, (page_size, head_size))
+    numbers: Tensor = memory[..., : page_size * head_size].view(E4M3).unflatten(-1, (page_size, head_size))
     return numbers
 
 
@@ -37,7 +37,7 @@ def scales_of(pages: Tensor) -> Tensor:
 
 def check(pages: Tensor) -> None:
     """Assert that pages [..., pages, K, P, D] lie as in a KVPool."""
-    if pages.dtype != FP8:
+    if pages.dtype != E4M3:
         assert pages.is_contiguous()
         return
     *_, num_kv, page_size, head_size = pages.shape
@@ -48,13 +48,13 @@ def check(pages: Tensor) -> None:
 def put(pages: Tensor, rows: Tensor, heads: Tensor) -> None:
     """Write heads [n, K, D] to pages [pages, K, P, D]: to the rows, int64 [n, K], of pages.view(-1, D)."""
     page_size, head_size = pages.shape[2:]
-    if pages.dtype != FP8:
+    if pages.dtype != E4M3:
         pages.view(-1, head_size).index_put_((rows,), heads)
         return
     heads = heads.float()
     largest = heads.abs().amax(-1, keepdim=True)
     exponents = ((largest.view(torch.int32) + 0x1FFFFF >> 23) - 8).clamp_(min=1)  # 448 is 1.75 times 2**8
-    numbers = (heads * _power_of(254 - exponents)).to(FP8)
+    numbers = (heads * _power_of(254 - exponents)).to(E4M3)
     place = rows // page_size, rows % page_size
     pages.flatten(0, 1).view(torch.uint8).index_put_(place, numbers.view(torch.uint8))
     scales_of(pages).flatten(0, 1).index_put_(place, exponents[..., 0].to(torch.uint8))
@@ -63,12 +63,12 @@ def put(pages: Tensor, rows: Tensor, heads: Tensor) -> None:
 def read(pages: Tensor, runs: Tensor, size: int) -> Tensor:
     """Return runs, int64 [n], of pages.view(-1, size, D), in float32 [n, size, D]; size divides P."""
     page_size, head_size = pages.shape[2:]
-    if pages.dtype != FP8:
+    if pages.dtype != E4M3:
         return pages.view(-1, size * head_size).index_select(0, runs).view(-1, size, head_size).float()
     place = runs // (page_size // size), runs % (page_size // size)
     numbers = pages.flatten(0, 1).view(torch.uint8).unflatten(1, (-1, size))[place]
     exponents = scales_of(pages).flatten(0, 1).unflatten(1, (-1, size))[place]
-    found: Tensor = numbers.view(FP8).float() * _power_of(exponents.int())[..., None]
+    found: Tensor = numbers.view(E4M3).float() * _power_of(exponents.int())[..., None]
     return found
 
 

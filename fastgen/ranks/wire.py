@@ -53,7 +53,7 @@ def connect(
 
 
 class Wire:
-    """One end of a connection for weights. Rank 0 sends them, and rank 1 receives them.
+    """An end of a connection for weights, of which rank 0 sends and rank 1 receives.
 
     store, key: the ends meet under this key. backend: "gloo" or "nccl", of a process group; "ipc" for two processes on
     one GPU, where the receiver copies from memory of the sender. device: of the tensors. seconds: the longest time
