@@ -19,7 +19,7 @@ from typing import Any
 from fastgen.device.memory import MemoryRetry, release_memory
 from fastgen.device.profiling import Tracer, span
 from fastgen.engine.inputs import InputProcessor, pair_scores, prompt_list
-from fastgen.engine.interrupts import ABANDONED, OneCaller
+from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.options import GeneratorOptions, takes_fields_of
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats, error_output, with_progress
 from fastgen.engine.scheduler import NOT_FINITE, Scheduler
@@ -28,11 +28,9 @@ from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.model.transformer import checkpoint_shards
 from fastgen.model.weights import DROPPED, TAGS, TORN, Tensors, Update, WeightState, check_in_flight, check_tags
-from fastgen.names import explains_attributes, explains_calls
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner
 from fastgen.request import (
-    FOREIGN,
     Completion,
     Event,
     Message,
@@ -54,8 +52,6 @@ READ_STEPS = 4  # new prompts of at most so many steps' token budgets are read b
 LOG_SECONDS = 10.0  # seconds of steps between two lines in the log
 
 
-@explains_attributes
-@explains_calls(FOREIGN)
 class Generator:
     """A model that generates text, for many requests at a time.
 
@@ -104,7 +100,7 @@ class Generator:
         self._scheduler = Scheduler(self.config)
         self.history = self._scheduler.history
         self._in_flight: Any = None  # the last launched step, until it is collected
-        self._interrupt = OneCaller("Generator", functools.partial(Generator._abandon, me, ABANDONED))
+        self._interrupt = OneCaller("Generator")
         self._stepping = False
         self._retry = MemoryRetry(self.config.device, possible=not isinstance(self._runner, Leader))
         self._late_aborts: list[str | int] = []  # requests that were aborted from within a step
@@ -467,8 +463,10 @@ class Generator:
             return
         with self._interrupt:
             runner, self._runner, self._team = self._runner, None, None  # other ranks may be gone
-            self._abandon("the Generator was closed")
-            self._in_flight = None
+            for active in self._active.values():
+                active.finish("the Generator was closed")
+            self._active, self._owners, self._events, self._in_flight = {}, {}, [], None
+            self._scheduler.stats.aborted = self._scheduler.stats.requests - self._scheduler.stats.finished
             runner.close()
             del runner
             release_memory(self.config.device)
@@ -548,16 +546,6 @@ class Generator:
                     sample.begin_text(self.tokenizer)
                 if sample.text is not None or sequence.status is Status.FINISHED:
                     self._update_output(sequence)
-
-    def _abandon(self, reason: str) -> None:
-        """Abort all requests, with no regard to the state that they are in."""
-        for active in self._active.values():
-            active.finish(reason)
-        self._active, self._owners = {}, {}
-        self._events, self._late_aborts, self._stepping = [], [], False
-        self._scheduler.stats.aborted = self._scheduler.stats.requests - self._scheduler.stats.finished
-        if self._runner is not None:
-            self._reset()
 
     def _update_output(self, sequence: Sequence) -> None:
         """Update the text and the events of a sequence, and close its request if all its samples have finished."""

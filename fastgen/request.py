@@ -14,7 +14,7 @@ from enum import Enum
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastgen.names import CALLS, PARAMETERS, explains_attributes, explains_names
+from fastgen.names import explains_names
 from fastgen.option import Option, option, options_of
 
 if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
@@ -194,10 +194,9 @@ def _check_items(name: str, values: Any, vocab_size: int) -> None:
 
 
 # A class decorator would hide the arguments from type checkers.
-SamplingParams.__init__ = explains_names("SamplingParams", PARAMETERS)(SamplingParams.__init__)  # type: ignore[method-assign]
-
-FOREIGN = {**dict.fromkeys((*PARAMETERS, *SAMPLING_OPTIONS), "give it in params"), **CALLS}
-"""What to give instead of arguments that the calls of a Generator do not have."""
+SamplingParams.__init__ = explains_names(  # type: ignore[method-assign]
+    SamplingParams.__init__, "SamplingParams", SAMPLING_OPTIONS
+)
 
 Params = SamplingParams | Mapping[str, Any] | None
 """The parameters of a request: SamplingParams; a dict of those that differ from the model's, or None for these."""
@@ -230,9 +229,6 @@ class Request:
     params: Params = None
     id: str | int | None = None
     resume: Completion | None = None
-
-
-Request.__init__ = explains_names("Request", FOREIGN)(Request.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -554,7 +550,6 @@ class Timings:
     finished: float
 
 
-@explains_attributes
 @dataclass(slots=True)
 class RequestOutput:
     """A finished request.

@@ -391,14 +391,6 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
         Generator(max_seq=4)  # type: ignore[call-arg]
 
 
-def test_attributes_of_vllm_are_errors_that_say_ours(gen: Generator) -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'get_tokenizer'; use tokenizer"):
-        gen.get_tokenizer()  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="'RequestOutput' object has no attribute 'outputs'; use completions"):
-        RequestOutput("r", [1], []).outputs  # type: ignore[attr-defined]  # noqa: B018
-    assert not hasattr(gen, "nothing")
-
-
 def test_names_of_others_are_errors_that_say_ours(gen: Generator) -> None:
     for name, ours in (("gpu_memory_utilization", "use memory_fraction"), ("max_num_seqs", "use max_seqs")):
         with pytest.raises(TypeError, match=f"Generator has no option '{name}'; {ours}"):
@@ -413,31 +405,14 @@ def test_names_of_others_are_errors_that_say_ours(gen: Generator) -> None:
     ):
         with pytest.raises(TypeError, match=f"SamplingParams has no option '{name}'; {ours}"):
             SamplingParams(**{name: 1})  # type: ignore[arg-type]
-    for name, ours in (("sampling_params", "use params"), ("use_tqdm", "use progress"), ("n", "give it in params")):
-        for call in (gen.generate, gen.chat):
-            with pytest.raises(TypeError, match=f"{call.__name__} has no option '{name}'; {ours}"):
-                call("hello", **{name: 1})  # type: ignore[operator]
-    with pytest.raises(TypeError, match="generate has no option 'input_ids'; give the ids as prompts"):
-        gen.generate(attention_mask=[1], input_ids=[5])  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="sleep has no option 'level'; use keep_weights"):
-        gen.sleep(level=1)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="tags has 1; there are 'weights' and 'kv_cache'"):
         gen.sleep(1)  # type: ignore[arg-type]
-    with pytest.raises(AttributeError, match="use wake"):
-        gen.wake_up()  # type: ignore[attr-defined]
-    with pytest.raises(TypeError, match="add has no option 'request_id'; leave it out"):
-        gen.add([5], request_id="a")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="Request has no option 'sampling_params'; use params"):
-        Request("hello", sampling_params=SHORT)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="stream takes Requests, not str; give Request"):
         next(gen.stream(["hello"]))  # type: ignore[list-item]
 
 
 def test_no_name_of_others_is_one_of_ours() -> None:
-    assert not names.GENERATOR.keys() & OPTIONS.keys()
-    assert not names.PARAMETERS.keys() & SamplingParams.__dataclass_fields__.keys()
-    assert not names.CALLS.keys() & (inspect.signature(Generator.generate).parameters.keys())
-    assert not names.CALLS.keys() & (inspect.signature(Generator.chat).parameters.keys())
+    assert not names.OTHER_NAMES.keys() & (OPTIONS.keys() | SamplingParams.__dataclass_fields__.keys())
 
 
 def test_there_is_one_of_the_params_or_one_a_prompt(gen: Generator) -> None:

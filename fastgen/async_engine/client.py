@@ -37,10 +37,9 @@ from fastgen.async_engine.loop import (
     run_in_thread,
 )
 from fastgen.engine.outputs import Stats
-from fastgen.names import explains_attributes, explains_calls
 from fastgen.ranks import processes
 from fastgen.ranks.channel import HEAD, Failed, Start, frame
-from fastgen.request import FOREIGN, SHARED, Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
+from fastgen.request import SHARED, Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
 from fastgen.text.grammar import params_grammar, structure_name
 
 log = logging.getLogger(__name__)
@@ -131,8 +130,6 @@ class EventStream:
         self._news.set()
 
 
-@explains_attributes
-@explains_calls(FOREIGN)
 class AsyncGenerator:
     """A Generator for asyncio programs, in a process of its own or in a thread of this one. Use it from one event loop.
 

@@ -12,28 +12,16 @@ from typing import TypeVar
 T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], None]
 
-IMPATIENT = 3
-"""The SIGINT of this number within one block is raised at once, since the call may hang."""
-
-ABANDONED = "Ctrl-C ended a call at an unknown point of it, which aborted all requests in the engine"
-
 
 class DeferredInterrupt:
     """Context manager that defers Ctrl-C: `check`, or the end of the outermost block, raises KeyboardInterrupt.
 
     It replaces the handler of SIGINT within the block. It does nothing outside of the main thread, since Python handles
     signals in the main thread alone, and nothing if the handler is not Python's default: a program with a handler of
-    its own decides itself. Blocks may be nested, also those of several objects.
-
-    abandon: called at the end of a block in which a SIGINT was raised at once, and which may have left any state.
+    its own decides itself. Blocks may be nested, also those of several objects. Ctrl-\\ ends a call that hangs.
     """
 
-    raised = 0  # SIGINTs that objects have raised at once
-    abandoning = False
-
-    def __init__(self, abandon: Callable[[], None] | None = None) -> None:
-        self._abandon = abandon
-        self._raised = 0  # at the start of the outermost block
+    def __init__(self) -> None:
         self._handler = self._note  # one object, for comparisons with `is`
         self._installed = False
         self._depth = 0  # of nested blocks
@@ -42,8 +30,6 @@ class DeferredInterrupt:
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
             self._depth += 1
-            if self._depth == 1:
-                self._raised = DeferredInterrupt.raised
             if self._depth == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 self._replace(signal.default_int_handler, self._handler)
 
@@ -53,28 +39,11 @@ class DeferredInterrupt:
         self._depth -= 1
         if self._depth:
             return
-        hurried = self._abandon is not None and DeferredInterrupt.raised > self._raised
-        try:
-            if hurried:
-                self._give_up()
-        finally:
-            if self._installed:
-                self._replace(self._handler, signal.default_int_handler)
-            count, self._count = self._count, 0
-        if not isinstance(error, KeyboardInterrupt):
-            if count or hurried:
-                raise KeyboardInterrupt(*[ABANDONED] * hurried)
-        elif hurried:
-            error.add_note(ABANDONED)
-
-    def _give_up(self) -> None:
-        """Call `abandon`, in which no SIGINT is raised at once."""
-        assert self._abandon is not None
-        DeferredInterrupt.abandoning = True
-        try:
-            self._abandon()
-        finally:
-            DeferredInterrupt.abandoning = False
+        if self._installed:
+            self._replace(self._handler, signal.default_int_handler)
+        count, self._count = self._count, 0
+        if count and not isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a SIGINT was deferred."""
@@ -111,18 +80,14 @@ class DeferredInterrupt:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
-        here = frame is not None and frame.f_code.co_filename == __file__  # `_depth` is counted in one piece
-        if self._count >= IMPATIENT and not here and not DeferredInterrupt.abandoning:
-            DeferredInterrupt.raised += 1
-            signal.default_int_handler(number, frame)
 
 
 class OneCaller(DeferredInterrupt):
     """DeferredInterrupt whose blocks one thread of one process may be in at a time. Entering raises RuntimeError while
     another thread is in one, and in a fork of the process, where the threads that compute are missing."""
 
-    def __init__(self, what: str, abandon: Callable[[], None]) -> None:
-        super().__init__(abandon)
+    def __init__(self, what: str) -> None:
+        super().__init__()
         self._what = what
         self._lock = threading.RLock()
         self._process = os.getpid()

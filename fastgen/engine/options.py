@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from fastgen.model.config import BUNDLED_NAME
-from fastgen.names import GENERATOR, unknown_name
+from fastgen.names import unknown_name
 from fastgen.option import option, options_of
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -141,7 +141,7 @@ def takes_fields_of(
         @wraps(init)
         def take(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
             for name in kwargs.keys() - OPTIONS.keys():
-                raise unknown_name(type(self).__name__, name, OPTIONS, GENERATOR)
+                raise unknown_name(type(self).__name__, name, OPTIONS)
             init(self, cls(*args, **kwargs))
 
         shown = inspect.signature(cls).parameters.values()

@@ -604,8 +604,6 @@ def test_a_generator_that_fails_to_start_reports_its_reason() -> None:
         engine = AsyncGenerator("broken", name="mine")
         with pytest.raises(RuntimeError, match="the engine of mine is not ready; await start"):
             engine.submit([[1]], SamplingParams())
-        with pytest.raises(AttributeError, match="no attribute 'score'; use call"):
-            engine.score([[1]])  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="broken is broken; mend it"):
             await engine.start()
         assert engine.dead is not None
