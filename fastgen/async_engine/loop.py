@@ -7,6 +7,7 @@ this module imports neither torch nor numpy.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import marshal
 import os
@@ -356,6 +357,8 @@ def main() -> None:
         if start.log_level <= logging.WARNING:  # the default shows what a first start waits for
             logging.getLogger("fastgen.kernels.ahead").setLevel(min(start.log_level, logging.INFO))
         gen = make_generator(start.arguments)
+        gc.collect()
+        gc.freeze()  # else a collection of all that torch has imported would hold up some step for 80 ms
         EngineLoop(gen, incoming, partial(channel.send, wait=False), channel.flush).run()
     except BaseException as error:
         with suppress(OSError):  # the other process may be gone

@@ -6,6 +6,7 @@ Several processes share a load where one client's Python falls behind the server
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import multiprocessing
 import random
@@ -150,6 +151,7 @@ async def _ask_all(load: Load, answered: Callable[[], None]) -> list[Answer]:
 
 def _serve(end: Connection) -> None:
     """Run a client's process: for each load that arrives, send None for each answer, then all of them."""
+    gc.freeze()  # else a collection of all that was imported would delay some arrivals
     end.send(None)
     while (load := end.recv()) is not None:
         end.send(asyncio.run(_ask_all(load, lambda: end.send(None))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 import time
@@ -134,6 +135,8 @@ class Service:
                 for model in self.models.values():
                     await model.start()
                     group.create_task(model.keep(self.options.restart and not self.options.rollout))
+                gc.collect()
+                gc.freeze()  # else a collection of all that was imported would hold up some tokens for 30 ms
                 self.loaded.set()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
