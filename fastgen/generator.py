@@ -562,7 +562,7 @@ class Generator:
         if active.queue is None:
             sample.emit(self._events, active)
         elif sample.text is None:
-            sequence.watched = False  # it was watched for the time of its first token alone
+            sequence.every_token = False  # only the time of its first token was wanted
         if sequence.status is Status.FINISHED:
             del self._owners[sequence]
             if not any(other.sequence in self._owners for other in active.samples):

@@ -260,8 +260,8 @@ class Drawn:
         """Return the lists that are not None, by name."""
         return {name: values for name in _DRAWN if (values := getattr(self, name)) is not None}
 
-    def rows(self) -> Iterable[tuple[Any, ...]]:
-        """Return the values of each token, in an order that `append` takes."""
+    def per_token(self) -> Iterable[tuple[Any, ...]]:
+        """Return the values of each token, as `append` takes them."""
         lists = self.logprobs, self.untruncated_logprobs, self.raw_logprobs
         if self.top_logprobs is None and self.sampling_mask is None:
             return zip(*lists, strict=True)
@@ -269,7 +269,7 @@ class Drawn:
         return zip(*lists, *asked, strict=False)
 
     def append(self, row: tuple[Any, ...]) -> None:
-        """Append one of the `rows` of others, which must have the lists that this has."""
+        """Append one item of another's `per_token`, which must have the lists that this has."""
         self.logprobs.append(row[0])
         self.untruncated_logprobs.append(row[1])
         self.raw_logprobs.append(row[2])
@@ -279,7 +279,7 @@ class Drawn:
             self.sampling_mask.append(row[4])
 
     def extend(self, other: Drawn) -> None:
-        """Append all values of others, which must have the lists that this has."""
+        """Append all values of another, which must have the lists that this has."""
         for name, values in self.lists().items():
             values += getattr(other, name)
 
@@ -330,7 +330,7 @@ class Sequence:
     reserved: int = 0
     tip: Any = None
     preemptions: int = 0
-    watched: bool = True  # `Scheduler.update` returns it at each new token, and not only at its end
+    every_token: bool = True  # `Scheduler.update` returns it after each new token, and not only at its end
     started: float | None = None  # time.monotonic() when it first took a lane
     cached_tokens: int = 0  # prompt tokens that needed no computation when it first took a lane
     # Of speculation: the first of the drafted tokens as of the last result; the results since there were any; and the
@@ -392,21 +392,24 @@ class LaneStart:
 
     lane: int
     params: SamplingParams
-    seed: int
-    index: int
-    prompt_len: int
-    stop_ids: frozenset[int]
-    token_ids: tuple[int, ...]  # prompt and output so far if penalties count them, else empty
+    seed: int = 0
+    index: int = 0
+    prompt_len: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    token_ids: tuple[int, ...] = ()  # prompt and output so far if penalties count them, else empty
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """The logprobs wanted of a prefill chunk: row `row + i` predicts the prompt token `targets[i]` (int32 [n])."""
+class ScoreRequest:
+    """The prompt logprobs wanted of a prefill chunk: its row `row + i` predicts the token `targets[i]` (int32 [n]).
+
+    top: the number of alternatives. temperature: divides the logits.
+    """
 
     row: int
     targets: np.ndarray
-    top: int
-    temperature: float
+    top: int = 0
+    temperature: float = 1.0
 
 
 @dataclass(slots=True)
@@ -421,7 +424,7 @@ class Prefill:
     start: int
     tokens: np.ndarray
     sample: bool
-    score: Score | None = None
+    score: ScoreRequest | None = None
     forks: tuple[int, ...] = ()
 
 
@@ -430,8 +433,8 @@ class Batch:
     """A step, and the changes of the lanes since the step before. Plain data, so that every rank can replay it.
 
     decodes: lanes that continue with the token they sampled last; the step computes them first. prefills: chunks, which
-    follow. starts: new lanes. pages: page-table updates (lane, index of the first page, pages). masked: a lane that
-    samples has a TokenMask, so that the sampler waits for the tokens of the step before.
+    follow. starts: new lanes. page_updates: entries of page tables (lane, index of the first page, pages). masked: a
+    lane that samples has a TokenMask, so that the sampler waits for the tokens of the step before.
 
     fresh: newly allocated pages, whose contents are undefined. saves: (page, host page), copied to the host tier before
     the step computes; loads: (host page, page), from it, after the saves. copies: (page, page), partly filled pages for
@@ -443,11 +446,11 @@ class Batch:
     that the step draws are appended to the texts, and the next ones are drafted.
     """
 
-    decodes: tuple[int, ...]
-    prefills: tuple[Prefill, ...]
-    starts: tuple[LaneStart, ...]
-    pages: tuple[tuple[int, int, tuple[int, ...]], ...]
-    masked: bool
+    decodes: tuple[int, ...] = ()
+    prefills: tuple[Prefill, ...] = ()
+    starts: tuple[LaneStart, ...] = ()
+    page_updates: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    masked: bool = False
     fresh: tuple[int, ...] = ()
     saves: tuple[tuple[int, int], ...] = ()
     loads: tuple[tuple[int, int], ...] = ()

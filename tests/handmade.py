@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from fastgen.engine.runner import Runner
 from fastgen.engine.startup import build_runner
 from fastgen.model.config import read_config
 from fastgen.parallel.group import Group
-from fastgen.request import Batch, LaneStart, Prefill, SamplingParams, Score, StepResult
+from fastgen.request import Batch, LaneStart, Prefill, SamplingParams, ScoreRequest, StepResult
 
 PAGE = 16
-EMPTY = Batch((), (), (), (), masked=False)
 PARAMS = [  # of lanes 0, 1 and 2
     SamplingParams(temperature=0.9, top_k=40, logprobs=3),
     SamplingParams(temperature=1.2, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={7: 2.0}),
@@ -67,7 +65,7 @@ def siblings(
     forked: bool,
     steps: int = 20,
     params: Sequence[SamplingParams] = PARAMS,
-    score: Score | None = None,
+    score: ScoreRequest | None = None,
     masks: Mapping[int, np.ndarray] | None = None,
 ) -> tuple[list[Said], StepResult]:
     """What lanes 0, 1 and 2 say to a prompt, a dict a step, and the result of the step that prefills.
@@ -87,11 +85,10 @@ def siblings(
     starts += [start(lane, params[0], ids, len(ids)) for lane, ids in others.items()]
     run(
         runner,
-        replace(
-            EMPTY,
+        Batch(
             prefills=(Prefill(3, 0, tuple(others[3]), sample=True),),
             starts=tuple(starts[3:4]),
-            pages=tuple(chain.from_iterable(table(lane, pages) for lane, pages in everyone)),
+            page_updates=tuple(chain.from_iterable(table(lane, pages) for lane, pages in everyone)),
             fresh=tuple(sorted({page for _, pages in everyone for page in pages})),
         ),
     )
@@ -99,11 +96,11 @@ def siblings(
     rest = () if forked else tuple(Prefill(lane, 0, tuple(prompt), sample=True) for lane in (1, 2))
     chunks = (Prefill(4, 0, (5, 6, 7, 8), sample=False), first, *rest, Prefill(5, 0, (11,), sample=True))
     copies = tuple((held[0][shared], held[lane][shared]) for lane in (1, 2)) if forked and partial else ()
-    batch = replace(
-        EMPTY, decodes=(3,), prefills=chunks, starts=(*starts[:3], starts[4]), masked=masks is not None, copies=copies
+    batch = Batch(
+        decodes=(3,), prefills=chunks, starts=(*starts[:3], starts[4]), masked=masks is not None, copies=copies
     )
     said, prefilled = run(runner, batch, masks)
-    following = [run(runner, replace(EMPTY, decodes=(0, 1, 2, 3, 5)))[0] for _ in range(steps)]
+    following = [run(runner, Batch(decodes=(0, 1, 2, 3, 5)))[0] for _ in range(steps)]
     return [said, *following], prefilled
 
 
@@ -115,21 +112,20 @@ def continued(runner: Runner, prompt: Sequence[int], steps: int, moved: bool) ->
     params, full = PARAMS[1], (len(prompt) - 1) // PAGE
     pages = list(range(-(-(len(prompt) + steps) // PAGE)))
     first = (Prefill(0, 0, tuple(prompt), sample=False),)
-    run(runner, replace(EMPTY, prefills=first, pages=table(0, pages), fresh=tuple(pages)))
+    run(runner, Batch(prefills=first, page_updates=table(0, pages), fresh=tuple(pages)))
     rest, loads = [50 + page for page in pages[full:]], ()
     if moved:
         saves = tuple((page, 2 * page + 1) for page in pages[:full])
         over = Prefill(2, 0, tuple(reversed(prompt)), sample=False)
-        run(runner, replace(EMPTY, prefills=(over,), pages=table(2, pages), fresh=tuple(pages), saves=saves))
+        run(runner, Batch(prefills=(over,), page_updates=table(2, pages), fresh=tuple(pages), saves=saves))
         loads = tuple((slot, 30 - page) for page, slot in saves)
     places = [page for _, page in loads] or pages[:full]
-    batch = replace(
-        EMPTY,
+    batch = Batch(
         prefills=(Prefill(1, full * PAGE, tuple(prompt[full * PAGE :]), sample=True),),
         starts=(start(1, params, prompt, len(prompt), seed=3),),
-        pages=table(1, [*places, *rest]),
+        page_updates=table(1, [*places, *rest]),
         fresh=tuple(rest),
         loads=loads,
     )
     said = [run(runner, batch)[0]]
-    return said + [run(runner, replace(EMPTY, decodes=(1,)))[0] for _ in range(steps - 1)]
+    return said + [run(runner, Batch(decodes=(1,)))[0] for _ in range(steps - 1)]

@@ -221,7 +221,7 @@ class HashRunner:
         for start in batch.starts:
             self.started[start.lane], self.counted[start.lane] = start, list(start.token_ids)
             self.texts.pop(start.lane, None)
-        for lane, first, pages in batch.pages:
+        for lane, first, pages in batch.page_updates:
             self.table[lane][first : first + len(pages)] = pages
         if not batch.drafts:
             self.texts.clear()

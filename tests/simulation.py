@@ -173,7 +173,7 @@ class Simulation:
         self.drain()
         if self.open:
             return
-        self.runner.forget()
+        self.runner.clear_lanes()
         self.scheduler.drop_prefixes()
         self._check()
         self.seen["sleeps"] += 1
@@ -225,7 +225,7 @@ class Simulation:
         assert len(batch.rows) in (0, len(batch.decodes))
         assert all(on[lane].computed <= on[lane].limit for lane in batch.decodes)
         assert batch.masked == any(on[lane].mask is not None for lane in batch.sampling)
-        for lane, first, pages in batch.pages:
+        for lane, first, pages in batch.page_updates:
             assert on[lane].pages[first : first + len(pages)] == list(pages), "a page of somebody else"
         if self.batches and batch.decodes == self.batches[-1].decodes:
             assert batch.decodes is self.batches[-1].decodes, "the same lanes in another object"

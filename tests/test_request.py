@@ -211,7 +211,7 @@ def test_the_lanes_that_draw_are_the_decodes_then_the_prompts_that_end() -> None
         Prefill(lane=0, start=3, tokens=(5, 6), sample=False),
         Prefill(lane=1, start=7, tokens=(8,), sample=True),
     )
-    batch = Batch(decodes=(3, 2), prefills=prefills, starts=(), pages=(), masked=False)
+    batch = Batch(decodes=(3, 2), prefills=prefills)
     assert batch.sampling == (3, 2, 4, 1)
 
 

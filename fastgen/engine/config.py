@@ -122,6 +122,11 @@ class EngineConfig:
         """Return the bytes of a page on one rank: keys and values of all layers."""
         return token_bytes(model, self.kv_cache_dtype) * self.page_size
 
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a step of decodes, with drafted tokens."""
+        return max(self.max_seqs, self.speculate.max_rows if self.speculate else 0)
+
     def useful_pages(self) -> int:
         """Return the pages that all lanes can fill, and one more."""
         return self.max_seqs * -(-self.max_model_len // self.page_size) + 1
@@ -144,7 +149,7 @@ def _deterministic(model: ModelConfig, options: GeneratorOptions, dtype: str, gp
         if not _aligned(model):
             raise ValueError(
                 "deterministic=True needs layers whose inputs are multiples of 8 on a GPU, and this model's are "
-                f"{', '.join(map(str, input_sizes(model)))}; leave it out"
+                f"{', '.join(map(str, model.input_sizes))}; leave it out"
             )
     return options.deterministic
 
@@ -171,13 +176,8 @@ def _is_fast(model: ModelConfig, options: GeneratorOptions, dtype: str, kernels:
     return kernels == "gluon" and dtype != "float32" and options.attention in ("auto", "paged") and shapes
 
 
-def input_sizes(model: ModelConfig) -> tuple[int, int, int]:
-    """Return the numbers of inputs of a layer's linear layers."""
-    return model.hidden_size, model.num_heads * model.head_size, model.intermediate_size
-
-
 def _aligned(model: ModelConfig) -> bool:
-    return not any(size % 8 for size in input_sizes(model))
+    return not any(size % 8 for size in model.input_sizes)
 
 
 def token_bytes(model: ModelConfig, kv_dtype: str) -> int:

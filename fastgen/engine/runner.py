@@ -42,7 +42,7 @@ def speculative_sizes(config: EngineConfig) -> list[int]:
     return batch_sizes(min(config.speculate.most_lanes, config.max_seqs)) if config.speculate else []
 
 
-class _Scores(NamedTuple):
+class _PendingScores(NamedTuple):
     """The logprobs of the prompt tokens of a lane at positions start, start + 1, ..., in a copy to the host."""
 
     lane: int
@@ -71,7 +71,7 @@ class Launched:
     lanes: Tensor  # int64 [R], the lanes that draw
     positions: Tensor  # int32 [R], of the tokens to draw
     logits: Tensor | None  # float32 [R, V], until the tokens are drawn
-    scored: list[_Scores] = field(default_factory=list)
+    scored: list[_PendingScores] = field(default_factory=list)
     sampled: SampleOutput | None = None
     followed: Tensor | None = None  # int32 [3, S], see kernels.drafts.follow
     expired: Tensor | None = None  # see Group
@@ -85,9 +85,9 @@ class Runner:
     sampling state.
 
     The last lane is for padding: rows that a CUDA graph has beyond those of a step run there, on a page of its own. A
-    step of decodes alone replays a graph, which takes tokens, positions and pages from the lanes, so that the host
-    sends only what changed. Any other step, and every step on the CPU, is uploaded as a whole and launched kernel by
-    kernel; if it has few tokens, all but its attention runs in CUDA graphs too (PrefillGraphs).
+    step of decodes alone and a speculative step replay a graph, which takes tokens, positions and pages from the lanes,
+    so that the host sends only what changed. Any other step is uploaded as a whole and launched kernel by kernel; if it
+    has few tokens, all but its attention runs in CUDA graphs too (PrefillGraphs). The CPU has no graphs.
     """
 
     def __init__(
@@ -121,27 +121,28 @@ class Runner:
         self.prefill_graphs: PrefillGraphs | None = None
         self.graphs: dict[bool, Graphs[int]] = {}  # of decodes, by whether shared keys are read once
         self.speculative_graphs: Graphs[int] | None = None
-        self._step = DecodeInput.empty(most, self.device)  # their input and their logits, at fixed addresses
-        rows = max(most, config.speculate.max_rows) if config.speculate else most
-        self._logits = torch.empty(rows if samples else 0, vocab, device=self.device)
+        self._decode_input = DecodeInput.empty(most, self.device)  # their input and their logits, at fixed addresses
+        self._logits = torch.empty(config.most_rows if samples else 0, vocab, device=self.device)
         self.drafts = None if config.speculate is None else self._make_drafts(config.speculate)
-        self._decodes: tuple[int, ...] = ()  # the lanes in `_step`
+        self._decodes: tuple[int, ...] = ()  # the lanes in `_decode_input`
         self._decode_lanes = np.zeros(0, dtype=np.int64)
         self._free_cores = FreeCores()
 
     def _make_drafts(self, options: Speculation) -> Drafts:
         """Allocate what speculative steps need."""
         padding = self.config.max_seqs
-        self._rows = DecodeInput.empty(options.max_rows, self.device)
+        self._draft_input = DecodeInput.empty(options.max_rows, self.device)
         if self.group.rank == 0:  # rows of padding are drawn, too
-            self.state.start([LaneStart(padding, SamplingParams(), 0, 0, 0, frozenset(), ())])
+            self.state.start([LaneStart(padding, SamplingParams())])
         length = HISTORY + min(self.config.max_model_len, LONGEST)
         return Drafts.empty(len(self.kv_lens), length, options.max_draft, self.device)
 
     @torch.inference_mode()
     def capture(self, sizes: list[int] | None = None, prefills: list[int] | None = None) -> None:
-        """Capture CUDA graphs of decode steps of `sizes` lanes, and PrefillGraphs of `prefills` tokens (None: of all
-        sizes). With `sizes`, of the speculative steps only the largest."""
+        """Capture the CUDA graphs of decode steps, speculative steps and PrefillGraphs.
+
+        sizes: lanes of decode steps; None: all. With `sizes`, the largest speculative step alone is captured. prefills:
+        tokens of the PrefillGraphs; None: all."""
         speculative = speculative_sizes(self.config)[-1 if sizes else 0 :]
         sizes = sizes or batch_sizes(self.config.max_seqs)
         prefills = prefill_sizes(self.config.max_step_tokens) if prefills is None else prefills
@@ -168,7 +169,7 @@ class Runner:
     @torch.inference_mode()
     def decode_all(self, sizes: list[int]) -> None:
         """Run decode steps of these sizes on padding, as they will be captured."""
-        self._step.lanes.fill_(self.config.max_seqs)  # the padding lane
+        self._decode_input.lanes.fill_(self.config.max_seqs)  # the padding lane
         for size in sizes:
             self.decode(size)
         for size in shared_sizes(sizes) if self.share_prefixes else ():
@@ -177,7 +178,7 @@ class Runner:
             self.speculate(size)
         self._decodes = ()
 
-    def forget(self) -> None:
+    def clear_lanes(self) -> None:
         """Empty all lanes."""
         self.kv_lens.zero_()
         self._kv_lens[:] = 0
@@ -268,15 +269,15 @@ class Runner:
         self.synchronize()
 
     def decode(self, size: int, shared: bool = False) -> None:
-        """Compute the logits of the first `size` lanes of `_step`, with all tensors at fixed addresses: the body of a
-        decode graph. shared: read keys that rows share once."""
-        step = self._step.first(size)
+        """Compute the logits of the first `size` lanes of `_decode_input`, with all tensors at fixed addresses, as the
+        body of a decode graph. shared: read keys that rows share once."""
+        step = self._decode_input.first(size)
         advance(self.state.last_token, self.kv_lens, self.page_table, step, self.pool.page_size)
         self._decode_rows(step, shared, alone=True)
 
     def speculate(self, size: int) -> None:
-        """Do what `decode` does for the rows of a speculative step of `size` lanes, in `_rows`: the body of its graph.
-        To attention, each row is a decode."""
+        """Do what `decode` does for the rows of a speculative step of `size` lanes, in `_draft_input`: the body of its
+        graph. To attention, each row is a decode."""
         assert self.config.speculate is not None
         self._decode_rows(self._spread(size, self.config.speculate.rows(size)))
 
@@ -289,9 +290,9 @@ class Runner:
         self.model.logits(x, self._logits[:count])
 
     def _spread(self, size: int, count: int) -> DecodeInput:
-        """Return `count` rows, of last and drafted tokens of the first `size` lanes of `_step`, and of padding."""
+        """Return `count` rows: last and drafted tokens of the first `size` lanes of `_decode_input`, and padding."""
         assert self.drafts is not None
-        rows, lanes, page_size = self._rows.first(count), self._step.lanes[:size], self.pool.page_size
+        rows, lanes, page_size = self._draft_input.first(count), self._decode_input.lanes[:size], self.pool.page_size
         spread(lanes, self.drafts, self.state.last_token, self.kv_lens, self.page_table, rows, page_size)
         return rows
 
@@ -313,7 +314,7 @@ class Runner:
         """Launch the forward pass, and the sampler unless the batch is masked. Does not wait for the device."""
         timed = bool(self.config.max_step_ms and batch.prefills)
         start = time.perf_counter()
-        with self._working():
+        with self._step_context():
             began = self._record(timed) if timed and self.device.type == "cuda" else None
             arrivals = self._move_pages(batch)
             self._apply_changes(batch)
@@ -337,10 +338,10 @@ class Runner:
     @torch.inference_mode()
     def sample(self, launched: Launched, masks: np.ndarray | None) -> None:
         """Draw the tokens of a launched step whose batch is masked. masks: int32 [R, ceil(V / 32)], on rank 0."""
-        with self._working():
+        with self._step_context():
             self._sample(launched, masks)
 
-    def _working(self) -> AbstractContextManager[object]:
+    def _step_context(self) -> AbstractContextManager[object]:
         """Return the context of a step: on the CPU as many threads as cores are free."""
         return self._free_cores.step() if self.device.type == "cpu" else current(self.device)
 
@@ -357,7 +358,7 @@ class Runner:
             plan = SamplePlan.together(self._plans.take(launched.batch.sampling, 1))
             mask = None if masks is None else upload(masks, self.device)
             if mask is not None and launched.batch.rows:
-                of_row = launched.lanes[:, None] == self._step.lanes[: len(mask)]
+                of_row = launched.lanes[:, None] == self._decode_input.lanes[: len(mask)]
                 mask = mask[of_row.int().argmax(1)]  # of padding: any
             drawn = draw(launched.logits, self.state, launched.lanes, launched.positions, plan, mask)
             self.group.broadcast(drawn.packed[0])
@@ -379,7 +380,7 @@ class Runner:
         """Keep the draws of a step that drafts, int32 [R], and draft the next tokens."""
         if not launched.batch.drafts:
             return
-        lanes = self._step.lanes[: len(launched.batch.rows)] if launched.batch.rows else launched.lanes
+        lanes = self._decode_input.lanes[: len(launched.batch.rows)] if launched.batch.rows else launched.lanes
         followed = follow(lanes, self.drafts, self.state.last_token, self.kv_lens, tokens, launched.positions)
         launched.followed = self._to_host(followed)
 
@@ -424,8 +425,8 @@ class Runner:
             for start in batch.starts:
                 self._params[start.lane] = start.params
                 self._plans[:, start.lane] = SamplePlan.of(start.params)
-        if batch.pages:
-            rows = [(lane, at, page) for lane, first, pages in batch.pages for at, page in enumerate(pages, first)]
+        if batch.page_updates:
+            rows = [(lane, at, page) for lane, first, new in batch.page_updates for at, page in enumerate(new, first)]
             updates = np.array(rows, dtype=np.int64).T.copy()
             self._tables[updates[0], updates[1]] = updates[2]
             lanes, columns, pages = upload(updates, self.device)
@@ -468,7 +469,7 @@ class Runner:
         self._kv_lens[self._decode_lanes] += 1
         graphs.run(size)
         logits = self._logits[:count] if self.group.rank == 0 else None
-        return Launched(batch, self._step.lanes[:count], self._step.kv_lens[:count], logits)
+        return Launched(batch, self._decode_input.lanes[:count], self._decode_input.kv_lens[:count], logits)
 
     def _set_decodes(self, decodes: tuple[int, ...]) -> None:
         """Send the lanes that decode, if they changed."""
@@ -476,7 +477,7 @@ class Runner:
             self._decode_lanes = np.array(decodes, dtype=np.int64)
             lanes = np.full(self.config.max_seqs, self.config.max_seqs, dtype=np.int64)  # padding for any size
             lanes[: len(decodes)] = self._decode_lanes
-            self._step.lanes.copy_(upload(lanes, self.device))
+            self._decode_input.lanes.copy_(upload(lanes, self.device))
         self._decodes = decodes
 
     def _speculate(self, batch: Batch) -> Launched:
@@ -485,12 +486,12 @@ class Runner:
         assert self.drafts is not None
         count, graphs = len(batch.decodes), self.speculative_graphs
         self._set_decodes(batch.decodes)
-        self.drafts.most[self._step.lanes[:count]] = upload(np.array(batch.rows, dtype=np.int32), self.device)
+        self.drafts.most[self._decode_input.lanes[:count]] = upload(np.array(batch.rows, dtype=np.int32), self.device)
         if graphs is None and self.device.type == "cpu":
             return self._speculate_eagerly(batch)
         size = smallest_size(graphs.keys, count) if graphs else count
-        (graphs.run if graphs else self.speculate)(size)
-        rows = self._rows.first(self.config.speculate.rows(size))
+        (graphs.run if graphs else self.speculate)(size)  # without graphs: before their capture
+        rows = self._draft_input.first(self.config.speculate.rows(size))
         logits = self._logits[: len(rows.lanes)] if self.group.rank == 0 else None
         return Launched(batch, rows.lanes, rows.kv_lens, logits)
 
@@ -549,7 +550,7 @@ class Runner:
         slots: np.ndarray = pages * page_size + positions % page_size
         return slots
 
-    def _launch_scores(self, batch: Batch, x: Tensor) -> list[_Scores]:
+    def _launch_scores(self, batch: Batch, x: Tensor) -> list[_PendingScores]:
         """Compute the prompt logprobs that prefill chunks ask for. x: [T, hidden size], behind the last layer."""
         found = []
         first = len(batch.decodes)
@@ -568,7 +569,7 @@ class Runner:
                     logprobs, _ = scoring.score(logits, targets[part], temperatures[part])
                     top = scoring.alternatives(logits, wanted.top) if wanted.top else (None, None)
                     sent = (self._to_host(x) for x in (logprobs, *top))
-                    found.append(_Scores(chunk.lane, chunk.start + wanted.row + 1 + at, *sent))  # type: ignore[arg-type]
+                    found.append(_PendingScores(chunk.lane, chunk.start + wanted.row + 1 + at, *sent))  # type: ignore[arg-type]
             first += len(chunk.tokens)
         return found
 

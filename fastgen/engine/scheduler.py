@@ -22,7 +22,7 @@ from fastgen.engine.outputs import Stats
 from fastgen.engine.pages import PageAllocator
 from fastgen.engine.speculation import History, Speculator, kept_lanes
 from fastgen.engine.step_times import StepTimes, StepWork
-from fastgen.request import Batch, LaneStart, Prefill, Score, Scored, Sequence, Status, StepResult
+from fastgen.request import Batch, LaneStart, Prefill, Scored, ScoreRequest, Sequence, Status, StepResult
 
 NOT_FINITE = "the logits are not finite"
 RETRY_STEPS = 8  # from a rejected admission until the next attempt, if no sequence leaves meanwhile
@@ -142,9 +142,12 @@ class Scheduler:
         drawing = [lane for chunk in prefills if chunk.sample for lane in (chunk.lane, *chunk.forks)]
         masked = not (self._masked.isdisjoint(decodes) and self._masked.isdisjoint(drawing))
         changes = self.pages.take_changes()
-        starts, updates = tuple(self._starts), tuple(self._page_updates)
         drafting = self._take_drafting(decodes, rows, len(decodes) + len(drawing)) if self._speculator else {}
-        batch = Batch(decodes, tuple(prefills), starts, updates, masked, *changes, rows, **drafting)
+        batch = Batch(
+            decodes=decodes, prefills=tuple(prefills), starts=tuple(self._starts),
+            page_updates=tuple(self._page_updates), masked=masked, fresh=changes.fresh, saves=changes.saves,
+            loads=changes.loads, copies=changes.copies, rows=rows, **drafting,
+        )  # fmt: skip
         self._starts.clear()
         self._page_updates.clear()
         self.stats.pages_saved += len(changes.saves)
@@ -376,7 +379,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------------- update
 
     def update(self, batch: Batch, result: StepResult) -> list[Sequence]:
-        """Append the tokens that a step drew; return the sequences that finished, and watched ones that changed."""
+        """Append the tokens that a step drew; return the sequences that finished, or changed with `every_token` set."""
         self.in_flight -= 1
         if result.seconds:
             self.times.learn(batch, result.seconds)
@@ -387,7 +390,7 @@ class Scheduler:
         if batch.drafts:
             self._learn(batch, result)
         sampling = kept_lanes(batch, result) if batch.rows else batch.sampling
-        for lane, token, row in zip(sampling, result.tokens, result.rows(), strict=True):
+        for lane, token, row in zip(sampling, result.tokens, result.per_token(), strict=True):
             sequence = lanes[lane]
             assert sequence is not None, "a lane is empty"
             sequence.pending -= 1
@@ -406,9 +409,9 @@ class Scheduler:
             token_ids.append(token)  # last: `_requeue` drops values without a token, should an exception come between
             if token in sequence.stop_ids or len(token_ids) == sequence.max_len:
                 self._end_at(sequence, token)
-                if sequence.watched or sequence.status is not alive:
+                if sequence.every_token or sequence.status is not alive:
                     changed.append(sequence)
-            elif sequence.watched:
+            elif sequence.every_token:
                 changed.append(sequence)
         self.stats.generated_tokens += len(result.tokens) - dropped
         for chunk in batch.prefills:
@@ -529,7 +532,7 @@ def cacheable(sequence: Sequence) -> int:
     return max(0, min(known, known if sequence.score_start is None else sequence.score_start) - 1)
 
 
-def chunk_score(sequence: Sequence, start: int, end: int) -> Score | None:
+def chunk_score(sequence: Sequence, start: int, end: int) -> ScoreRequest | None:
     """Return the prompt logprobs to take from the chunk of positions start .. end - 1, whose rows predict the tokens
     one position later."""
     if sequence.score_start is None:
@@ -538,7 +541,7 @@ def chunk_score(sequence: Sequence, start: int, end: int) -> Score | None:
     targets = np.array(sequence.token_ids[first + 1 : min(end, sequence.prompt_len - 1) + 1], dtype=np.int32)
     if not len(targets):
         return None
-    return Score(first - start, targets, sequence.params.prompt_logprobs or 0, sequence.score_temperature)
+    return ScoreRequest(first - start, targets, sequence.params.prompt_logprobs or 0, sequence.score_temperature)
 
 
 def keep_scores(sequence: Sequence, scored: Scored) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.disk import naming_full_disk
-from fastgen.engine.config import EngineConfig, input_sizes
+from fastgen.engine.config import EngineConfig
 from fastgen.engine.cuda_graphs import batch_sizes, prefill_sizes, shared_sizes
 from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.runner import SCORE_ROWS, Runner, speculative_sizes
@@ -42,7 +42,7 @@ from fastgen.model.loader import fill_random
 from fastgen.model.loader import load as load_checkpoint
 from fastgen.model.transformer import Transformer, checkpoint_shards
 from fastgen.parallel.group import Group
-from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams, Score
+from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams, ScoreRequest
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
 
 def _check_fp8(model: ModelConfig, dtype: str, kernels: str) -> None:
     """Raise ValueError if a GPU can not run a model in fp8. model: as a rank holds it."""
-    sizes = input_sizes(model)
+    sizes = model.input_sizes
     if kernels != "gluon" or dtype == "float32" or any(size % fp8.ALIGN for size in sizes):
         raise ValueError(
             "linear layers in fp8 need a Hopper GPU (H100, H200), bfloat16 or float16, a known Triton (3.6 to 3.9, as "
@@ -210,9 +210,8 @@ def _make_runner(model: Transformer, config: EngineConfig) -> Runner:
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     sizes = c.num_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size
     pool = KVPool(*sizes, dtype, device, fp8=config.kv_cache_dtype == "fp8")
-    rows = max(config.max_seqs, config.speculate.max_rows) if config.speculate else config.max_seqs
     attention = make_attention(
-        config.attention, pool, c.num_heads, c.windows, rows, config.max_step_tokens, config.max_model_len,
+        config.attention, pool, c.num_heads, c.windows, config.most_rows, config.max_step_tokens, config.max_model_len,
         config.deterministic,
     )  # fmt: skip
     host = HostTier(pool, config.host_pages) if config.host_pages else None
@@ -287,11 +286,11 @@ def _launch_all(runner: Runner) -> None:
         return
     for size in (size for size in batch_invariant.SIZES if size <= batch_invariant.MOST):
         count = min(size, config.max_step_tokens, config.max_model_len - 1)
-        start = LaneStart(0, SamplingParams(), 0, 0, count, frozenset(), ())
+        start = LaneStart(0, SamplingParams(), prompt_len=count)
         zeros = np.zeros(count, dtype=np.int32)
-        scored = Prefill(0, 0, zeros, True, Score(0, zeros, 0, 1.0))  # so that the head is run too
-        runner.collect(runner.launch(Batch((), (scored,), (start,), (), masked=False)))
-    runner.forget()
+        scored = Prefill(0, 0, zeros, True, ScoreRequest(0, zeros))  # so that the head is run too
+        runner.collect(runner.launch(Batch(prefills=(scored,), starts=(start,))))
+    runner.clear_lanes()
 
 
 @torch.inference_mode()
@@ -325,7 +324,7 @@ def _run_largest_steps(runner: Runner) -> None:
     for params in (everything, demanding, plain):
         for batch in _largest_batches(runner.config, params):
             runner.collect(runner.launch(batch))
-    runner.forget()
+    runner.clear_lanes()
 
 
 def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[Batch]:
@@ -341,28 +340,23 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
         lengths[lane], left = 1 + more, left - more
     scored = min(lengths[0] - 1, SCORE_ROWS) if params.logprobs else 0
     starts = tuple(LaneStart(lane, params, 0, 0, lengths[lane], frozenset((0,)), (0,)) for lane in range(lanes))
+    score = ScoreRequest(0, np.zeros(scored, dtype=np.int32), params.logprobs or 0) if scored else None
     prefills = tuple(
-        Prefill(
-            lane,
-            0,
-            np.zeros(lengths[lane], dtype=np.int32),
-            True,
-            Score(0, np.zeros(scored, dtype=np.int32), params.logprobs or 0, 1.0) if lane == 0 and scored else None,
-        )
+        Prefill(lane, 0, np.zeros(lengths[lane], dtype=np.int32), True, None if lane else score)
         for lane in range(lanes)
     )
     spare = config.num_pages
     saves, loads = (((spare, 0),), ((0, spare),)) if config.host_pages else ((), ())
-    yield Batch((), prefills, starts, (), masked=False, fresh=(spare,), saves=saves, loads=loads)
-    yield Batch(tuple(range(lanes)), (), (), (), masked=False, copies=((0, spare),))
+    yield Batch(prefills=prefills, starts=starts, fresh=(spare,), saves=saves, loads=loads)
+    yield Batch(decodes=tuple(range(lanes)), copies=((0, spare),))
     if config.speculate:
         lanes = speculative_sizes(config)[-1]
         rows = (config.speculate.max_draft + 1,) * lanes
         token = np.zeros(1, dtype=np.int32)
         texts = tuple((lane, 0, token) for lane in range(lanes))
         first = tuple(Prefill(lane, 0, token, True) for lane in range(lanes))
-        yield Batch((), first, (), (), masked=False, texts=texts, drafts=True)
-        yield Batch(tuple(range(lanes)), (), (), (), masked=False, rows=rows, drafts=True)
+        yield Batch(prefills=first, texts=texts, drafts=True)
+        yield Batch(decodes=tuple(range(lanes)), rows=rows, drafts=True)
 
 
 @contextmanager

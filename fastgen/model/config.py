@@ -125,6 +125,11 @@ class ModelConfig:
         layer = attention + 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * layer + self.vocab_size * self.hidden_size * (1 if self.tied else 2)
 
+    @property
+    def input_sizes(self) -> tuple[int, int, int]:
+        """The numbers of inputs of a layer's linear layers."""
+        return self.hidden_size, self.num_heads * self.head_size, self.intermediate_size
+
     def split(self, ranks: int) -> ModelConfig:
         """Return the config of one of `ranks` tensor-parallel ranks: with its heads and its share of the MLP.
 

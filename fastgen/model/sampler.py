@@ -150,7 +150,7 @@ class LaneState:
             raise ValueError(f"the vocabulary has {vocab_size} tokens; the sampler takes at most {MAX_VOCAB}")
         self.vocab_size = vocab_size
         self.last_token = torch.zeros(max_seqs, dtype=torch.int64, device=device)
-        self.table = torch.zeros(max_seqs, 14, dtype=torch.int64, device=device)
+        self.table = torch.zeros(max_seqs, len(_Rows._fields), dtype=torch.int64, device=device)
         width = min(MAX_BIASES, 2 * vocab_size)
         self.token_ids = torch.zeros(max_seqs, width, dtype=torch.int64, device=device)
         self.addends = torch.zeros(max_seqs, width, dtype=torch.float32, device=device)

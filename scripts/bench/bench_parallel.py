@@ -19,8 +19,8 @@ COUNTS = (1, 2, 4)
 SCALED = ("headline", "chat1")
 STEP_SECONDS = 0.005  # between two messages, so that code and caches are as cold as between two steps
 STEPS = {
-    "decode of 512 lanes": Batch(tuple(range(512)), (), (), (), masked=False),
-    "prefill of 8192 tokens": Batch((), (Prefill(0, 0, np.zeros(8192, dtype=np.int32), True),), (), (), masked=False),
+    "decode of 512 lanes": Batch(decodes=tuple(range(512))),
+    "prefill of 8192 tokens": Batch(prefills=(Prefill(0, 0, np.zeros(8192, dtype=np.int32), True),)),
 }
 
 

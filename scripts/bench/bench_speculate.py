@@ -170,7 +170,7 @@ def step_times(generator: Generator) -> list[dict[str, float]]:
     sizes = [lanes for lanes in (1, 2, 4, 8, 16, 32, 64) if lanes <= options.most_lanes]
     for lanes, length in itertools.product(sizes, (512, 2048)):
         begin = torch.arange(lanes, device=runner.device)
-        runner._step.lanes.fill_(generator.config.max_seqs)[:lanes] = begin
+        runner._decode_input.lanes.fill_(generator.config.max_seqs)[:lanes] = begin
         drafts.most[:lanes] = options.max_draft + 1
         drafts.counts[:lanes] = options.max_draft
         pages = begin[:, None] * columns + torch.arange(columns, device=runner.device)
@@ -184,7 +184,7 @@ def step_times(generator: Generator) -> list[dict[str, float]]:
         found.append({"lanes": lanes, "tokens": length, "rows": rows, **times, "cost_of_row": cost})
         print(", ".join(f"{key} {value:.4g}" for key, value in found[-1].items()), flush=True)
     runner.synchronize()
-    runner.forget()
+    runner.clear_lanes()
     return found
 
 

@@ -66,7 +66,7 @@ def test_decoding_from_the_lanes_gives_the_same_bits(
         assert [output.completions for output in gen.generate(PROMPTS, params)] == expected
         assert ran
         check_idle(gen)
-        gen._runner.forget()
+        gen._runner.clear_lanes()
 
 
 @pytest.mark.parametrize("lanes", [1, 3, 5])
@@ -111,7 +111,7 @@ def test_padding_lanes_write_to_the_spare_page_alone(llama: Path, monkeypatch: p
         runner = gen._runner
         runner.pool.keys.fill_(7)
         with torch.inference_mode():
-            runner._step.lanes.fill_(ROW_TILE)
+            runner._decode_input.lanes.fill_(ROW_TILE)
             runner.decode(ROW_TILE)
         assert bool((runner.pool.keys[:, :-1] == 7).all())
         assert bool((runner.pool.keys[:, -1] != 7).any())
@@ -136,7 +136,7 @@ def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, mon
         shares[0] = True
         gen.generate([random_ids(9)], SamplingParams(max_tokens=1, ignore_eos=True))  # no decodes: looked into anew
         seen = []
-        monkeypatch.setattr(shared, "_step", lambda size: seen.append(runner._step.lanes[:size].tolist()))
+        monkeypatch.setattr(shared, "_step", lambda size: seen.append(runner._decode_input.lanes[:size].tolist()))
         gen.generate([random_ids(20)] * 5, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
     assert plain.ran[-2:] == [5, 5]
     assert shared.ran[-2:] == [8, 8]

@@ -7,14 +7,13 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from called_graphs import Called, capturable
 from conftest import Checkpoint, check_idle, random_ids
-from handmade import EMPTY, make_runner, run, start, table
+from handmade import make_runner, run, start, table
 from hash_model import hopeful, num_tokens
 from test_schedules import answers
 from test_sharing import REQUESTS, each_apart, host_gb
@@ -105,7 +104,7 @@ def test_padding_writes_to_the_spare_page_alone(llama: Path, monkeypatch: pytest
     runner.pool.whole.fill_(7)
     first = Prefill(0, 0, tuple(random_ids(5)), sample=True)
     begun = (start(0, SamplingParams(temperature=0), (), 5),)
-    run(runner, replace(EMPTY, prefills=(first,), starts=begun, pages=table(0, [4])))
+    run(runner, Batch(prefills=(first,), starts=begun, page_updates=table(0, [4])))
     assert ran == [(16, layer) for layer in range(LAYERS)]
     for pool in (runner.pool.keys, runner.pool.values):
         untouched = pool == 7
@@ -129,7 +128,7 @@ def test_what_is_padding_has_no_slot(llama: Path, monkeypatch: pytest.MonkeyPatc
         begun = (start(0, SamplingParams(temperature=0), (), length),)
         monkeypatch.setattr(runner.model, "slot_mapping", noted)
         seen.clear()
-        run(runner, replace(EMPTY, prefills=(first,), starts=begun, pages=table(0, [4])))
+        run(runner, Batch(prefills=(first,), starts=begun, page_updates=table(0, [4])))
         own, *pieces = seen
         assert own.real == length
         assert len(pieces) == LAYERS
@@ -143,12 +142,12 @@ def test_a_layer_that_is_loaded_is_waited_for_before_its_piece(llama: Path, monk
     ran = in_pieces(runner, monkeypatch)
     prompt, order = random_ids(40), []
     pages = (*table(0, [0, 1, 2]), *table(1, [5, 6, 2]))
-    run(runner, replace(EMPTY, prefills=(Prefill(0, 0, tuple(prompt), sample=False),), pages=pages))
-    run(runner, replace(EMPTY, prefills=(Prefill(0, 0, (5,), sample=False),), saves=((0, 3), (1, 4))))
+    run(runner, Batch(prefills=(Prefill(0, 0, tuple(prompt), sample=False),), page_updates=pages))
+    run(runner, Batch(prefills=(Prefill(0, 0, (5,), sample=False),), saves=((0, 3), (1, 4))))
     ran.clear()
     monkeypatch.setattr(StepPart, "wait", lambda self, layer: order.append((layer, len(ran))))
     last = Prefill(1, 32, tuple(prompt[32:]), sample=False)
-    run(runner, replace(EMPTY, prefills=(last,), loads=((3, 5), (4, 6))))
+    run(runner, Batch(prefills=(last,), loads=((3, 5), (4, 6))))
     assert order == [(layer, layer) for layer in range(LAYERS)]
     assert len(ran) == LAYERS
 
@@ -166,7 +165,7 @@ def test_steps_too_small_for_pieces_have_none(llama: Path, monkeypatch: pytest.M
     runner.capture([8])
     assert runner.prefill_graphs is None
     first = Prefill(0, 0, (5, 6, 7), sample=True)
-    said, _ = run(runner, replace(EMPTY, prefills=(first,), starts=(start(0, SamplingParams(), (), 3),)))
+    said, _ = run(runner, Batch(prefills=(first,), starts=(start(0, SamplingParams(), (), 3),)))
     assert 0 in said
 
 

@@ -22,7 +22,7 @@ from fastgen import Generator, SamplingParams
 from fastgen.engine.runner import SCORE_ROWS
 from fastgen.model.transformer import ROW_TILE
 from fastgen.parallel.group import Group
-from fastgen.request import Batch, Prefill, Score
+from fastgen.request import Batch, Prefill, ScoreRequest
 
 pytestmark = pytest.mark.timeout(60)  # a loop that waits for what never comes is what goes wrong here
 PROMPTS = [random_ids(length) for length in (1, 2, 40, 90)]
@@ -205,7 +205,7 @@ def test_a_prompt_alone_can_be_scored(gen: Generator) -> None:
 def test_a_fork_says_what_a_lane_that_prefilled_says(family: Path, length: int) -> None:
     runner, prompt = make_runner(family), random_ids(length)
     expected, _ = siblings(runner, prompt, forked=False)
-    runner.forget()
+    runner.clear_lanes()
     found, _ = siblings(runner, prompt, forked=True)
     assert found == expected
     assert len({tuple(said[lane][0] for said in found) for lane in range(3)}) == 3, "each has its own seed"
@@ -216,7 +216,7 @@ def test_forks_go_on_in_graphs(llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
     expected, _ = siblings(runner, prompt, forked=False)
     capturable(monkeypatch)
     runner.capture([ROW_TILE])
-    runner.forget()
+    runner.clear_lanes()
     assert siblings(runner, prompt, forked=True)[0] == expected
     graphs = runner.graphs[False]
     assert isinstance(graphs, Called)
@@ -225,7 +225,7 @@ def test_forks_go_on_in_graphs(llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_forks_and_scores_of_a_prompt_go_together(llama: Path) -> None:
     runner, prompt = make_runner(llama), random_ids(37)
-    score = Score(3, tuple(prompt[4:]), 2, 1.0)
+    score = ScoreRequest(3, tuple(prompt[4:]), 2, 1.0)
     expected, alone = siblings(runner, prompt, forked=False, steps=3, score=score)
     found, together = siblings(runner, prompt, forked=True, steps=3, score=score)
     assert found == expected
@@ -264,7 +264,7 @@ def test_of_a_step_in_two_parts_the_first_alone_has_the_decodes_that_share(
     lanes = [Prefill(lane, 0, tuple(random_ids(20 + lane)), sample=True) for lane in range(4)]
     starts = tuple(start(lane, SamplingParams(temperature=0), (), 20 + lane) for lane in range(4))
     pages = tuple(entry for lane in range(4) for entry in table(lane, [4 + 3 * lane, 5 + 3 * lane]))
-    runner.collect(runner.launch(Batch((), tuple(lanes[:2]), starts, pages, False)))
+    runner.collect(runner.launch(Batch(prefills=tuple(lanes[:2]), starts=starts, page_updates=pages)))
     runner.group = Group(
         cast(Any, SimpleNamespace(rank=lambda: 0, size=lambda: 2))
     )  # a model's alone, but steps are cut
@@ -275,7 +275,7 @@ def test_of_a_step_in_two_parts_the_first_alone_has_the_decodes_that_share(
     monkeypatch.setattr(
         runner.attention, "plan", lambda layout: seen.append((layout.lanes.tolist(), layout.shared)) or plan(layout)
     )
-    runner.collect(runner.launch(Batch((0, 1), tuple(lanes[2:]), (), (), False)))
+    runner.collect(runner.launch(Batch(decodes=(0, 1), prefills=tuple(lanes[2:]))))
     parts, ends = seen[:2], seen[2:]
     assert parts == [([0, 1, 2, 3], True), ([3], False)]
     assert ends == [([0, 1, 2], True), ([3], False)]
@@ -286,7 +286,9 @@ def test_only_fresh_pages_are_wiped(llama: Path) -> None:
     runner.pool.values.fill_(math.nan)
     runner.pool.values[:, 9] = 7.0
     first = Prefill(0, 0, (5, 6, 7), sample=True)
-    batch = Batch((), (first,), (start(0, SamplingParams(), (), 3),), (*table(0, [4]), *table(1, [9])), False, (4,))
+    updates = *table(0, [4]), *table(1, [9])
+    begun = (start(0, SamplingParams(), (), 3),)
+    batch = Batch(prefills=(first,), starts=begun, page_updates=updates, fresh=(4,))
     said, _ = run_batch(runner, batch)
     assert said[0][0] >= 0
     assert runner.pool.values[:, 4].isfinite().all()

@@ -43,7 +43,7 @@ def linear(contexts: list[int], chunks: list[tuple[int, int]]) -> float:
 def step(decodes: int, *chunks: tuple[int, int]) -> Batch:
     """Return a step with chunks of these starts and lengths."""
     prefills = [Prefill(0, start, np.zeros(count, dtype=np.int32), False) for start, count in chunks]
-    return Batch(tuple(range(decodes)), tuple(prefills), (), (), masked=False)
+    return Batch(decodes=tuple(range(decodes)), prefills=tuple(prefills))
 
 
 def taught(limit: float, delays: float = 0.0) -> StepTimes:

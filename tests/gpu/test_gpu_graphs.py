@@ -69,7 +69,7 @@ def check_size(runner: Runner, size: int, real: int) -> None:
     """`real` lanes in a step of `size`: replayed, then launched from the same state."""
     lanes = torch.full((size,), runner.config.max_seqs, dtype=torch.int64)
     lanes[:real] = torch.randperm(LANES, generator=torch.Generator().manual_seed(size))[:real]
-    runner._step.lanes[:size] = lanes.cuda()
+    runner._decode_input.lanes[:size] = lanes.cuda()
     before = [tensor.clone() for tensor in held(runner)]
     results: list[list[Tensor]] = []
     for run in (runner.graphs[False].run, runner.decode):

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from handmade import EMPTY, PARAMS, continued, make_runner, run, siblings, start, table
+from handmade import PARAMS, continued, make_runner, run, siblings, start, table
 from torch import Tensor
 
 from fastgen.engine.runner import Launched, Runner
@@ -81,7 +81,7 @@ def traffic(draw: random.Random, filled: list[int], before: Batch) -> Batch:
     count = draw.randint(0, 3)
     copies = tuple(zip(cold[-count:] if count else (), cold[at : at + count], strict=True))
     prefills = (Prefill(4, 0, (5, 6, 7), sample=False),) if loads else ()
-    return replace(EMPTY, decodes=(0, 1, 2), prefills=prefills, saves=saves, loads=loads, copies=copies)
+    return Batch(decodes=(0, 1, 2), prefills=prefills, saves=saves, loads=loads, copies=copies)
 
 
 @pytest.mark.parametrize("staging", [64, 5, 1])
@@ -95,8 +95,8 @@ def test_random_traffic_beside_steps_in_flight(dtype: str, staging: int) -> None
         chunks = tuple(Prefill(lane, 0, (9, 8, 7), sample=True) for lane in range(3))
         pages = [entry for lane in range(3) for entry in table(lane, range(6 * lane, 6 * lane + 6))]
         starts = tuple(start(lane, GREEDY, (), 3) for lane in range(3))
-        run(runner, replace(EMPTY, prefills=chunks, starts=starts, pages=(*pages, *table(4, [18]))))
-        seen, batch = dict.fromkeys(("saves", "loads", "copies"), 0), EMPTY
+        run(runner, Batch(prefills=chunks, starts=starts, page_updates=(*pages, *table(4, [18]))))
+        seen, batch = dict.fromkeys(("saves", "loads", "copies"), 0), Batch()
         for _ in range(80):
             batch = traffic(draw, list(expected.host), before=batch)
             hold_up(runner, draw)

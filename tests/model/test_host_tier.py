@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import random_ids
-from handmade import EMPTY, continued, make_runner, run, table
+from handmade import continued, make_runner, run, table
 from torch import Tensor
 
 from fastgen.device import pinned
@@ -19,7 +18,7 @@ from fastgen.kernels.state import copy_pages
 from fastgen.model import host_tier
 from fastgen.model.host_tier import GROUPS, HostTier
 from fastgen.model.kv_pool import KVPool
-from fastgen.request import Prefill
+from fastgen.request import Batch, Prefill
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
@@ -179,7 +178,7 @@ def test_a_page_may_be_saved_given_out_and_loaded_elsewhere_in_one_step(llama: P
     chunk = Prefill(0, 0, (5, 6), sample=False)
     run(
         runner,
-        replace(EMPTY, prefills=(chunk,), pages=table(0, [30]), fresh=(30, 4), saves=((4, 1),), loads=((1, 9),),
+        Batch(prefills=(chunk,), page_updates=table(0, [30]), fresh=(30, 4), saves=((4, 1),), loads=((1, 9),),
                 copies=((5, 6), (5, 7))),
     )  # fmt: skip
     assert torch.equal(whole[:, :, 9], before[:, :, 4])
@@ -194,4 +193,4 @@ def test_loads_come_with_a_prefill(llama: Path) -> None:
     runner = make_runner(llama)
     runner.host = HostTier(runner.pool, 2)
     with pytest.raises(AssertionError, match="can not wait"):
-        runner.launch(replace(EMPTY, decodes=(0,), loads=((0, 0),)))
+        runner.launch(Batch(decodes=(0,), loads=((0, 0),)))

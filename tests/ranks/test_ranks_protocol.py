@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(60)
 
 def batch(step: int, masked: bool = False) -> Batch:
     params = SamplingParams(mask=lambda: None)  # type: ignore[arg-type]  # does not pickle
-    return Batch((step,), (), (LaneStart(0, params, 0, 0, 1, frozenset(), ()),), (), masked)
+    return Batch(decodes=(step,), starts=(LaneStart(0, params, 0, 0, 1, frozenset(), ()),), masked=masked)
 
 
 class FakeRunner:
@@ -325,7 +325,7 @@ def test_a_rank_that_is_gone_before_the_build_ends_the_start() -> None:
 def test_a_launch_costs_the_leader_little() -> None:
     program = Program(size=2)
     program.runners[0].launch = lambda batch: None  # type: ignore[method-assign]
-    wide, times = Batch(tuple(range(512)), (), (), (), False), []
+    wide, times = Batch(decodes=tuple(range(512))), []
     for _ in range(100):
         start = time.thread_time()
         program.leader.launch(wide)
