@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -147,7 +147,7 @@ class Runner:
         sizes = sizes or batch_sizes(self.config.max_seqs)
         prefills = prefill_sizes(self.config.max_step_tokens) if prefills is None else prefills
         with current(self.device):
-            self.decode_all(sizes)  # compiles all kernels; those that do not compile clear attention.shares
+            self.decode_once(sizes)  # compiles all kernels; those that do not compile clear attention.shares
             self.share_prefixes = self.share_prefixes and self.attention.shares
             if self.attention.capturable:
                 plain = Graphs(sizes, self.device)
@@ -167,15 +167,16 @@ class Runner:
                     self.group.register_graphs(self.prefill_graphs.graphs)
 
     @torch.inference_mode()
-    def decode_all(self, sizes: list[int]) -> None:
-        """Run decode steps of these sizes on padding, as they will be captured."""
+    def decode_once(self, sizes: list[int]) -> None:
+        """Run decode steps of these sizes on padding, as they will be captured, through one layer of each kind."""
+        layers = self.model.distinct
         self._decode_input.lanes.fill_(self.config.max_seqs)  # the padding lane
         for size in sizes:
-            self.decode(size)
+            self.decode(size, layers=layers)
         for size in shared_sizes(sizes) if self.share_prefixes else ():
-            self.decode(size, shared=True)
+            self.decode(size, shared=True, layers=layers)
         for size in speculative_sizes(self.config):
-            self.speculate(size)
+            self.speculate(size, layers)
         self._decodes = ()
 
     def clear_lanes(self) -> None:
@@ -268,25 +269,27 @@ class Runner:
         """Wait for the device, so that memory can be released."""
         self.synchronize()
 
-    def decode(self, size: int, shared: bool = False) -> None:
+    def decode(self, size: int, shared: bool = False, layers: Sequence[int] | None = None) -> None:
         """Compute the logits of the first `size` lanes of `_decode_input`, with all tensors at fixed addresses, as the
-        body of a decode graph. shared: read keys that rows share once."""
+        body of a decode graph. shared: read keys that rows share once. layers: see Transformer.forward."""
         step = self._decode_input.first(size)
         advance(self.state.last_token, self.kv_lens, self.page_table, step, self.pool.page_size)
-        self._decode_rows(step, shared, alone=True)
+        self._decode_rows(step, layers, shared, alone=True)
 
-    def speculate(self, size: int) -> None:
+    def speculate(self, size: int, layers: Sequence[int] | None = None) -> None:
         """Do what `decode` does for the rows of a speculative step of `size` lanes, in `_draft_input`: the body of its
         graph. To attention, each row is a decode."""
         assert self.config.speculate is not None
-        self._decode_rows(self._spread(size, self.config.speculate.rows(size)))
+        self._decode_rows(self._spread(size, self.config.speculate.rows(size)), layers)
 
-    def _decode_rows(self, rows: DecodeInput, shared: bool = False, alone: bool = False) -> None:
+    def _decode_rows(
+        self, rows: DecodeInput, layers: Sequence[int] | None, shared: bool = False, alone: bool = False
+    ) -> None:
         """Compute the logits of rows that attend as decodes. shared, alone: see Attention.plan_decode."""
         count = len(rows.lanes)
         plan = self.attention.plan_decode(rows.lanes, rows.kv_lens, self.page_table, shared, alone)
         mapping = self.model.slot_mapping(self.pool, rows.positions, rows.slots, count)
-        x = self.model.forward([StepPart(rows.token_ids, mapping, plan)], self.pool, self.attention)
+        x = self.model.forward([StepPart(rows.token_ids, mapping, plan)], self.pool, self.attention, layers)
         self.model.logits(x, self._logits[:count])
 
     def _spread(self, size: int, count: int) -> DecodeInput:

@@ -279,7 +279,7 @@ def _launch_all(runner: Runner) -> None:
     config, model = runner.config, runner.model
     _run_largest_steps(runner)
     if runner.attention.capturable:
-        runner.decode_all(batch_sizes(config.max_seqs))
+        runner.decode_once(batch_sizes(config.max_seqs))
     deterministic = model.lm_head.batch_invariant
     _launch_products(model, runner.pool, [*batch_invariant.SIZES, config.max_step_tokens] if deterministic else [])
     if deterministic:
@@ -314,15 +314,18 @@ def _launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None
 
 
 def _run_largest_steps(runner: Runner) -> None:
-    """Run the largest possible steps on made-up tokens, with all options of sampling, with some, and with none."""
+    """Run the largest possible steps on made-up tokens, with all options of sampling and with none, and small prefills
+    with some."""
     plain = SamplingParams()
     everything = SamplingParams(
         temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, min_tokens=1,
         logit_bias={0: 1.0}, logprobs=min(MAX_LOGPROBS, runner.model.config.vocab_size), return_sampling_mask=True,
     )  # fmt: skip
     demanding = SamplingParams(temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1)
-    for params in (everything, demanding, plain):
-        for batch in _largest_batches(runner.config, params):
+    config = runner.config
+    small = replace(config, max_step_tokens=config.max_seqs)
+    for params, size in ((everything, config), (demanding, small), (plain, config)):
+        for batch in _largest_batches(size, params):
             runner.collect(runner.launch(batch))
     runner.clear_lanes()
 

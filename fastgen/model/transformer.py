@@ -378,7 +378,18 @@ class Transformer:
             found += layer.qkv, layer.o, layer.gate_up, layer.down
         return found
 
-    def forward(self, parts: Sequence[StepPart], pool: KVPool, attention: Attention) -> Tensor:
+    @property
+    def distinct(self) -> list[int]:
+        """The number of one layer of each kind: where all rows are wanted, the others launch the same kernels."""
+        kinds = {}
+        for number, layer in enumerate(self.layers):
+            linears = layer.qkv, layer.o, layer.gate_up, layer.down
+            kinds[layer.window, *(linear.scales is None for linear in linears)] = number
+        return sorted(kinds.values())
+
+    def forward(
+        self, parts: Sequence[StepPart], pool: KVPool, attention: Attention, layers: Sequence[int] | None = None
+    ) -> Tensor:
         """Return the residual stream after the last layer: [T, hidden], or with `ends` [R, hidden].
 
         Writes the step's keys and values into the pool. In the last layer, rows that are not in `ends` need only their
@@ -386,9 +397,10 @@ class Transformer:
 
         parts: one, or the two halves of a step, the later tokens last. Halves take turns in each layer, so that the
         sums over the ranks of one half overlap with the computation of the other. Both have `ends`, or neither.
+        layers: the numbers of the layers to run (None: all).
         """
         self.embed(parts)
-        for number in range(len(self.layers)):
+        for number in range(len(self.layers)) if layers is None else layers:
             for part in parts:
                 part.wait(number)
                 q = self.project_qkv(part, number, pool)

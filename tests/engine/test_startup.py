@@ -257,6 +257,12 @@ def test_products_of_layers_in_fp8_and_not_are_launched_at_the_start(llama: Path
     downs = [linear.scales is None for linear, _ in found if linear.weight.shape == model.layers[0].down.weight.shape]
     assert sorted(downs) == [False, True]
     assert len(found) == 6
+    assert model.distinct == [0, config.num_layers - 1]
+
+
+def test_decodes_at_the_start_run_one_layer_of_each_kind(llama: Path) -> None:
+    config = replace(read_config(llama), num_layers=5, windows=(0, 8, 8, 0, 8))
+    assert Transformer(config, torch.bfloat16, torch.device("meta"), context=64).distinct == [3, 4]
 
 
 def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:
