@@ -285,7 +285,7 @@ class Generator:
         the next call then returns its events."""
         with self._interrupt:
             new = self._step()
-            self._events += new
+            self._events += new  # where a Ctrl-C at the end of this block leaves them for the next call
         return self.take_events()
 
     @on_all_ranks

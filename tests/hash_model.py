@@ -376,7 +376,7 @@ def make_config(**changed: Any) -> EngineConfig:
 class InexactEstimate(LengthEstimate):
     """An estimate that predicts sequences which only max_len ends like all others, so that pages may run out."""
 
-    def of(self, sequence: Sequence) -> int:
+    def predict(self, sequence: Sequence) -> int:
         return round(self.average)
 
 

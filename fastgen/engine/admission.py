@@ -24,7 +24,7 @@ class LengthEstimate:
     average: float = 1024.0  # tokens
     weight: float = 1 / 16  # of one output in the average
 
-    def of(self, sequence: Sequence) -> int:
+    def predict(self, sequence: Sequence) -> int:
         """Return the predicted output length of a sequence in tokens, which max_len may cut."""
         return sequence.max_len if sequence.ends_at_length else round(self.average)
 
@@ -62,7 +62,7 @@ class PageReservations:
         """Return the pages to reserve for a sequence: as predicted, and at least one more than it needs now."""
         count = self.pages.count
         now = max(count(len(sequence.token_ids)), len(sequence.pages))
-        predicted = max(count(sequence.prompt_len + self.estimate.of(sequence)), now + 1)
+        predicted = max(count(sequence.prompt_len + self.estimate.predict(sequence)), now + 1)
         return min(predicted, max(now, count(sequence.max_len - 1)))  # the last token needs no KV
 
     def reserve(self, sequence: Sequence, num_pages: int) -> None:

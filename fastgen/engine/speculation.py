@@ -105,7 +105,7 @@ class History:
             dropped, outputs = self._outputs.popitem(last=False)
             self.tokens -= len(dropped) // 4 + sum(map(len, outputs))
 
-    def of(self, prompt: list[int]) -> np.ndarray:
+    def outputs_of(self, prompt: list[int]) -> np.ndarray:
         """Return the outputs of a prompt, the oldest first, each behind the end of the prompt and before a -1: int32
         [n], the last HISTORY of them."""
         lead, end = np.array(prompt[-LEAD:], dtype=np.int32), np.array([-1], dtype=np.int32)
@@ -148,7 +148,7 @@ class Speculator:
         """Put the texts of sequences that speculate into the next batch. All their tokens must be known."""
         for sequence in sequences:
             if speculates(sequence):
-                earlier = self.history.of(sequence.token_ids[: sequence.prompt_len])
+                earlier = self.history.outputs_of(sequence.token_ids[: sequence.prompt_len])
                 tokens = np.concatenate([earlier, np.array(sequence.token_ids, dtype=np.int32)])
                 self._texts.append((sequence.lane, len(earlier), tokens))
                 self._lanes.add(sequence.lane)

@@ -193,7 +193,7 @@ class _Adapted(Shard):
             return
         factors = factors.to(self.view.device)
         a, b = factors[:, : self.shape[1]], factors[:, self.shape[1] :].t()
-        a, b = (self.of(a), b) if self.dim else (a, self.of(b))
+        a, b = (self.slice(a), b) if self.dim else (a, self.slice(b))
         rows = max(_AT_ONCE // a.shape[1], 1)
         for view, base, left in zip(*(torch.split(x, rows) for x in (self.view, self.base, b)), strict=True):
             merged = base.to(view.device, non_blocking=True).float()

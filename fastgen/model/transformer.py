@@ -51,6 +51,8 @@ O = "self_attn.o_proj"  # noqa: E741
 GATE_UP, DOWN = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
 """Hugging Face's names of their modules in a layer."""
 
+UNFUSED = Fused()
+
 
 @dataclass(eq=False)
 class Linear:
@@ -67,7 +69,42 @@ class Linear:
     packed: Tensor | None = None
     scales: Tensor | None = None
 
+    def apply(
+        self, x: Tensor, fused: Fused = UNFUSED, norm: RMSNorm | None = None, delta: Tensor | None = None
+    ) -> Tensor:
+        """Return the layer of x [T, in], fused with the operations around it.
+
+        delta: [T, in], added to x in place first. norm: the RMSNorm of x. fused: at most one of add, swiglu and rope;
+        rope only where `fuses` is true. A batch-invariant layer, and few rows of another layer, go through fastgen's
+        own kernel; many rows go through BLAS.
+        """
+        if self.scales is not None:
+            values, scales = fp8.quantize(x) if norm is None else rms_norm_fp8(x, norm.weight, norm.eps, delta)
+            weight = fp8.Quantized(self.weight, self.scales)
+            fused = fused._replace(out_dtype=fused.out_dtype or x.dtype)
+            product = fp8.product.launch if self.batch_invariant else fp8.product
+            y: Tensor = product(values, scales, weight, self.bias, fused)
+            return y
+        if norm is not None:
+            x = rms_norm(x, norm.weight, norm.eps, delta)
+        if self.fuses(x):
+            # The torch twin of the kernel would have other bits, so a batch-invariant layer has no fallback.
+            multiply = batch_invariant.product.launch if self.batch_invariant else batch_invariant.product
+            out: Tensor = multiply(x, self.weight, self.bias, fused)
+            return out
+        assert fused.rope is None
+        if fused.add is not None:
+            return self.add_to(fused.add, x)
+        y = self(x, fused.out_dtype)
+        return epilogue.swiglu(y) if fused.swiglu else y
+
+    def fuses(self, x: Tensor) -> bool:
+        """Return whether fastgen's own kernel multiplies x [T, in] and fuses the operations around the product."""
+        ours = batch_invariant.product.runs_on(x.device)
+        return self.batch_invariant or (ours and batch_invariant.pays(len(x), x.shape[1], x.dtype, Chip.of(x.device)))
+
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """Return the layer of x [T, in] by BLAS."""
         if out_dtype not in (None, x.dtype):
             assert self.bias is None
             if x.device.type == "cpu":
@@ -110,41 +147,6 @@ class Linear:
             self.packed = None
 
 
-PLAIN = Fused()
-
-
-def apply(
-    linear: Linear, x: Tensor, fused: Fused = PLAIN, norm: RMSNorm | None = None, delta: Tensor | None = None
-) -> Tensor:
-    """Return a linear layer of x [T, in], fused with the operations around it.
-
-    delta: [T, in], added to x in place first. norm: the RMSNorm of x. fused: at most one of add, swiglu and rope; rope
-    only where `_fuses` is true. A batch-invariant layer, and few rows of another layer, go through fastgen's own
-    kernel; many rows go through BLAS.
-    """
-    if linear.scales is not None:
-        values, scales = fp8.quantize(x) if norm is None else rms_norm_fp8(x, norm.weight, norm.eps, delta)
-        weight = fp8.Quantized(linear.weight, linear.scales)
-        fused = fused._replace(out_dtype=fused.out_dtype or x.dtype)
-        product = fp8.product.launch if linear.batch_invariant else fp8.product
-        y: Tensor = product(values, scales, weight, linear.bias, fused)
-        return y
-    if norm is not None:
-        x = rms_norm(x, norm.weight, norm.eps, delta)
-    if _fuses(x, linear):
-        # The torch twin of the kernel would have other bits, so a batch-invariant layer has no fallback.
-        multiply = batch_invariant.product.launch if linear.batch_invariant else batch_invariant.product
-        out: Tensor = multiply(x, linear.weight, linear.bias, fused)
-        return out
-    assert fused.rope is None
-    if fused.add is not None:
-        return linear.add_to(fused.add, x)
-    y = linear(x, fused.out_dtype)
-    if fused.swiglu:
-        y = epilogue.swiglu(y)
-    return y
-
-
 @dataclass(frozen=True)
 class Layer:
     """The weights of a layer: qkv holds the rows of q, k and v, gate_up the rows of gate and up."""
@@ -185,12 +187,6 @@ class StepPart:
         """Make work launched from now on wait until the loaded pages of a layer are in the pool."""
         if number in self.arrivals:
             self.arrivals[number].wait()
-
-
-def _fuses(x: Tensor, linear: Linear) -> bool:
-    """Return whether fastgen's own kernel multiplies x [T, in] and fuses the operations around the product."""
-    ours = batch_invariant.product.runs_on(x.device)
-    return linear.batch_invariant or (ours and batch_invariant.pays(len(x), x.shape[1], x.dtype, Chip.of(x.device)))
 
 
 class Transformer:
@@ -239,7 +235,9 @@ class Transformer:
     def _linear(self, size_in: int, size_out: int, bias: bool) -> Linear:
         return Linear(self._new(size_out, size_in), self._new(size_out) if bias else None, self._batch_invariant)
 
-    def _product(self, number: int, names: Sequence[str], size_in: int, parts: Sequence[int], bias: bool) -> Linear:
+    def _layer_linear(
+        self, number: int, names: Sequence[str], size_in: int, parts: Sequence[int], bias: bool
+    ) -> Linear:
         """Return a linear layer of layer `number`, in fp8 if the model is.
 
         names: of its modules in Hugging Face's model. parts: the rows of each.
@@ -270,12 +268,12 @@ class Transformer:
         q_size, kv_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
         return Layer(
             input_norm=self._norm(c.hidden_size),
-            qkv=self._product(number, QKV, c.hidden_size, (q_size, kv_size, kv_size), c.qkv_bias),
+            qkv=self._layer_linear(number, QKV, c.hidden_size, (q_size, kv_size, kv_size), c.qkv_bias),
             head_norm=HeadNorm(self._new(c.head_size), self._new(c.head_size), c.norm_eps) if c.qk_norm else None,
-            o=self._product(number, (O,), q_size, (c.hidden_size,), c.o_bias and first),
+            o=self._layer_linear(number, (O,), q_size, (c.hidden_size,), c.o_bias and first),
             post_norm=self._norm(c.hidden_size),
-            gate_up=self._product(number, GATE_UP, c.hidden_size, (c.intermediate_size,) * 2, c.mlp_bias),
-            down=self._product(number, (DOWN,), c.intermediate_size, (c.hidden_size,), c.mlp_bias and first),
+            gate_up=self._layer_linear(number, GATE_UP, c.hidden_size, (c.intermediate_size,) * 2, c.mlp_bias),
+            down=self._layer_linear(number, (DOWN,), c.intermediate_size, (c.hidden_size,), c.mlp_bias and first),
             window=c.windows[number],
         )
 
@@ -463,7 +461,7 @@ class Transformer:
         layer, behind = self.layers[number], self.layers[number + 1 : number + 2]
         with span("mlp"):
             x, norm, delta = part.residual.input(layer.post_norm)
-            hidden = apply(layer.gate_up, x, Fused(swiglu=True), norm, delta)
+            hidden = layer.gate_up.apply(x, Fused(swiglu=True), norm, delta)
             self._add(part, layer.down, hidden, behind[0].input_norm if behind else None)
 
     def _add(self, part: StepPart, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:
@@ -472,9 +470,9 @@ class Transformer:
         following: the norm that comes next, None after the last layer.
         """
         if self.group.size == 1:
-            apply(linear, x, Fused(add=part.residual.whole()))
+            linear.apply(x, Fused(add=part.residual.whole()))
         else:
-            part.residual.add(apply(linear, x), following)
+            part.residual.add(linear.apply(x), following)
 
     def project_qkv(self, part: StepPart, number: int, pool: KVPool) -> Tensor:
         """Return a layer's queries [T, H, D], and write its keys and values into the pool.
@@ -484,9 +482,9 @@ class Transformer:
         layer, mapping, keys, values = self.layers[number], part.mapping, pool.keys[number], pool.values[number]
         with span("qkv"):
             x, norm, delta = part.residual.input(layer.input_norm)
-            if layer.head_norm is None and not pool.fp8 and _fuses(x, layer.qkv):
-                return apply(layer.qkv, x, Fused(rope=RopeWrite(mapping, keys, values)), norm, delta)
-            qkv = apply(layer.qkv, x, PLAIN, norm, delta)
+            if layer.head_norm is None and not pool.fp8 and layer.qkv.fuses(x):
+                return layer.qkv.apply(x, Fused(rope=RopeWrite(mapping, keys, values)), norm, delta)
+            qkv = layer.qkv.apply(x, UNFUSED, norm, delta)
             turned: Tensor = rope_write(qkv, mapping, keys, values, layer.head_norm)
             return turned
 
@@ -509,7 +507,7 @@ class Transformer:
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Return logits, float32 [R, V], of rows x [R, hidden] of `forward`, in `out` if given; None on ranks above
         0."""
-        own = apply(self.lm_head, self._padded(x), Fused(out_dtype=torch.float32), self.norm)[: len(x)]
+        own = self.lm_head.apply(self._padded(x), Fused(out_dtype=torch.float32), self.norm)[: len(x)]
         return self.group.gather(own, out)
 
     def _padded(self, x: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class Shard:
     def is_whole(self) -> bool:
         return self.view.shape == self.shape or not self.shape
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def slice(self, tensor: Tensor) -> Tensor:
         """Return the slice of a whole tensor [*shape], as a view of it."""
         return tensor if self.is_whole else tensor.narrow(self.dim, self.start, self.view.shape[self.dim])
 
@@ -92,7 +92,7 @@ class Shard:
 
     def write(self, tensor: Tensor) -> None:
         """Copy the slice of a whole tensor into the view, in place, converting dtype and device."""
-        part, device = self.of(tensor), self.view.device
+        part, device = self.slice(tensor), self.view.device
         if part.is_cuda and part.device != device:
             part = part.to(device)  # another GPU can not write to memory that fastgen.device.memory has mapped
         if self.scales is None:

@@ -85,14 +85,14 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        prompting: bool = True,
+        add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
-        continuing: bool = False,
+        continue_final_message: bool = False,
     ) -> str:
         """Return the text of a conversation in the chat template, with the special tokens that the template adds.
 
-        prompting: end with the beginning of an assistant's message. variables: of the template, such as tools.
-        continuing: end within the last message, behind its text; not together with `prompting`. Raises ValueError.
+        add_generation_prompt: end with the beginning of an assistant's message. variables: of the template, such as
+        tools. continue_final_message: end within the last message, behind its text. Raises ValueError.
         """
         variables = variables or {}
         self.check_template(variables)
@@ -101,8 +101,8 @@ class Tokenizer:
             text = self.hf.apply_chat_template(
                 plain,
                 tokenize=False,
-                add_generation_prompt=prompting,
-                continue_final_message=continuing,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 **variables,
             )
         except Exception as error:  # jinja2's own errors and the templates' raise_exception
@@ -233,12 +233,12 @@ def chat_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"chat_template_kwargs must be a dict, not {type(variables).__name__}")
     for name in ("continue_final_message", "add_generation_prompt"):
         Option(name, bool).check(given.get(name))
-    continuing = given.get("continue_final_message", False)
-    prompting = given.get("add_generation_prompt", not continuing)
-    if prompting and continuing:
+    continued = given.get("continue_final_message", False)
+    begins = given.get("add_generation_prompt", not continued)
+    if begins and continued:
         raise ValueError("add_generation_prompt begins another message, so it can not go with continue_final_message")
     variables = {"tools": list(tools) or None, **variables}
-    return {"prompting": prompting, "variables": variables, "continuing": continuing}
+    return {"add_generation_prompt": begins, "variables": variables, "continue_final_message": continued}
 
 
 def _read_ids(prompt: Any) -> list[int]:

@@ -130,7 +130,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("self._copies.append((source[-1], page))", "self._copies.append((source[0], page))"),
     ],
     ("engine/admission.py", SCHEDULES): [
-        ("self.estimate.of(sequence)), now + 1)", "self.estimate.of(sequence)), now)"),
+        ("self.estimate.predict(sequence)), now + 1)", "self.estimate.predict(sequence)), now)"),
         ("count(sequence.max_len - 1)))", "count(sequence.max_len)))"),
         ("if len(sequence.pages) >= sequence.reserved:", "if len(sequence.pages) > sequence.reserved:"),
         ("self.weight * (tokens - self.average)", "self.weight * tokens"),

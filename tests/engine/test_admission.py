@@ -85,10 +85,10 @@ def test_answers_that_outgrow_the_expectation_are_preempted_and_end_well() -> No
 
 def test_the_expectation_is_the_average_of_what_has_finished() -> None:
     estimate, sequence = LengthEstimate(), stopping(make_config(), at=3)
-    assert estimate.of(sequence) == 1024
+    assert estimate.predict(sequence) == 1024
     for _ in range(200):
         estimate.learn(700)
-    assert estimate.of(sequence) == pytest.approx(700, rel=0.01)
+    assert estimate.predict(sequence) == pytest.approx(700, rel=0.01)
 
 
 def test_only_whole_answers_are_learnt_from() -> None:

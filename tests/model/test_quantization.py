@@ -254,7 +254,7 @@ def check_parts(model: Transformer, weights: dict[str, Tensor], tolerance: float
     """Compare a rank's weights in fp8 with its parts of the whole; tolerance: a share of the largest number."""
     for name, shard in model.targets().items():
         if shard.scales is not None:
-            found, wanted = fp8.Quantized(shard.view, shard.scales).dequantized(), shard.of(weights[name])
+            found, wanted = fp8.Quantized(shard.view, shard.scales).dequantized(), shard.slice(weights[name])
             assert (found - wanted).abs().max() <= tolerance * wanted.abs().max(), name
 
 

@@ -167,15 +167,15 @@ def test_a_shard_is_a_slice_of_rows_or_of_columns() -> None:
     tensor = torch.arange(60).view(6, 10)
     for start, size in [(0, 6), (0, 2), (2, 3), (5, 1), (4, 0), (6, 0)]:
         rows = Shard(torch.empty(size, 10), (6, 10), 0, start)
-        assert torch.equal(rows.of(tensor), tensor[start : start + size])
+        assert torch.equal(rows.slice(tensor), tensor[start : start + size])
         columns = Shard(torch.empty(10, size), (10, 6), 1, start)
-        assert torch.equal(columns.of(tensor.t()), tensor.t()[:, start : start + size])
+        assert torch.equal(columns.slice(tensor.t()), tensor.t()[:, start : start + size])
         assert rows.is_whole == columns.is_whole == (size == 6)
     for shape in [(), (3,), (0, 4), (2, 3, 4)]:
         whole = Shard.whole(torch.empty(shape))
         assert whole.is_whole
         assert whole.shape == shape
-        assert whole.of(torch.zeros(shape)).shape == shape
+        assert whole.slice(torch.zeros(shape)).shape == shape
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ def test_a_chat_template_has_variables_of_its_own_alone(tokenizer: Tokenizer) ->
     messages = [{"role": "user", "content": "hello"}]
     ids = tokenizer.encode_chat(messages)
     assert tokenizer.encode_chat(messages, variables={"mood": "glad", "tools": []}) == ids, "it does not look at them"
-    short = tokenizer.encode_chat(messages, prompting=False)
+    short = tokenizer.encode_chat(messages, add_generation_prompt=False)
     assert short == ids[: len(short)] != ids
     for name in ("tokenize", "chat_template", "add_generation_prompt", "conversation", "return_tensors"):
         with pytest.raises(ValueError, match=f"{name} is not a variable"):

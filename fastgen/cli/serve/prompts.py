@@ -131,9 +131,11 @@ def encode_chat(
     variables = {"tools": calling.template_tools, **(request.chat_template_kwargs or {})}
     try:
         messages = calling.template_messages(request.messages or ())
-        continuing = bool(request.continue_final_message)
-        prompting = request.add_generation_prompt is not False and not continuing
-        return tokenizer.encode_chat(messages, most, prompting=prompting, variables=variables, continuing=continuing)
+        continued = bool(request.continue_final_message)
+        begins = request.add_generation_prompt is not False and not continued
+        return tokenizer.encode_chat(
+            messages, most, variables=variables, add_generation_prompt=begins, continue_final_message=continued
+        )
     except ValueError as error:
         if request.chat_template_kwargs:
             plain = request.model_copy(update={"chat_template_kwargs": None})
