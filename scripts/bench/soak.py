@@ -3,6 +3,7 @@
     python scripts/bench/soak.py                                           # 2,000 requests at 200 connections
     python scripts/bench/soak.py --minutes 30 --requests 400 --connections 40 --name soak
     python scripts/bench/soak.py --serve Qwen/Qwen3-8B --max-seqs 64
+    python scripts/bench/soak.py --minutes 10 --requests 60 --connections 4 --pause 1.5 --serve mistral7 --kv-cache-gb 6
 
 A round sends chats and completions, streamed or not. A third of its clients leave midway, and a tenth of its requests
 are malformed. The first round warms the server up; with --minutes, rounds follow until then, else there is one more.
@@ -10,7 +11,8 @@ Behind each round, when the server is idle, its memory, threads, file descriptor
 their change from the first round to the last, and its `mb_percent` leaves the KV pool of a CPU out. In the end, clients
 that read nothing run beside others, and a SIGTERM comes under load. The exit status is 1 where an answer is wrong, lost
 or late, or something is held. Writes scripts/results/serve-NAME.json. --serve comes last: what follows its model are
-flags of fgserve. --note is kept in the file, such as what else the machine does.
+flags of fgserve. A model of bench.py (mistral7, ...) has random weights and the bundled model's tokenizer. --pause lets
+each connection rest between two requests. --note is kept in the file, such as what else the machine does.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import asyncio
 import json
 import random
 import re
+import shutil
 import socket
 import sys
 import time
@@ -31,10 +34,12 @@ from typing import Any
 import httpx
 import numpy as np
 from bench_cpu import processor
+from bench_limits import MODELS
 from serve_load import quantiles
 from serve_process import BUNDLED, Server, model_folder
 
 RESULTS = Path(__file__).parent.parent / "results"
+TINY = Path(__file__).parents[2] / "fastgen" / "tiny"
 SECONDS = 120.0  # a request that takes longer counts as hung
 SETTLE_SECONDS = 30.0
 WRITTEN = 8  # rounds in the JSON
@@ -134,10 +139,11 @@ async def read_stream(reply: httpx.Response, answer: Answer, chunks: int | None 
 
 
 class Flood:
-    """Clients of a server. alone: the answer that each of `requests` gets alone."""
+    """Clients of a server. pause: mean seconds that a connection rests before a request. alone: the answer that each of
+    `requests` gets alone."""
 
-    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
-        self.url, self.client = url, client
+    def __init__(self, url: str, client: httpx.AsyncClient, pause: float = 0.0) -> None:
+        self.url, self.client, self.pause = url, client, pause
         self.requests = wanted_requests()
         self.alone: list[Answer] = []
 
@@ -157,6 +163,7 @@ class Flood:
 
         async def work() -> None:
             for kind, number, own in jobs:
+                await asyncio.sleep(own.uniform(0, 2 * self.pause))
                 try:
                     async with asyncio.timeout(SECONDS):
                         found.ends[await getattr(self, f"_{kind}")(number, own, found)] += 1
@@ -340,7 +347,7 @@ def new_client() -> httpx.AsyncClient:
 async def soak(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run all; return the report."""
     async with new_client() as client:
-        flood = Flood(server.url, client)
+        flood = Flood(server.url, client, arguments.pause)
         await flood.ask_alone()
         rounds, end = list[dict[str, Any]](), time.monotonic() + 60 * arguments.minutes
         while len(rounds) < 2 or time.monotonic() < end:
@@ -361,6 +368,7 @@ async def soak(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
         "note": arguments.note,
         "requests_a_round": arguments.requests,
         "connections": arguments.connections,
+        "pause": arguments.pause,
         "minutes": arguments.minutes,
         "drift": drift(rounds[0], rounds[-1]),
         "slow_readers": slow,
@@ -412,6 +420,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000, help="of a round (default 2000)")
     parser.add_argument("--connections", type=int, default=200, help="requests in flight (default 200)")
+    parser.add_argument("--pause", type=float, default=0.0, help="mean seconds between a connection's requests")
     parser.add_argument("--slow", type=int, default=16, help="clients that read nothing (default 16)")
     parser.add_argument("--minutes", type=float, default=0.0, help="of rounds, at least two (default 0)")
     parser.add_argument("--name", default="flood", help="of the file, serve-NAME.json (default: flood)")
@@ -421,11 +430,24 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def write_tokenizer(folder: Path, size: int) -> None:
+    """Write the bundled model's tokenizer and chat template, with made-up words up to a vocabulary of `size`."""
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / name, folder)
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words |= {f" w{number}": number for number in range(len(words), size)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     name, *more = arguments.serve
-    with model_folder(name) as (model, flags), Server(model, [*flags, *more]) as server:
-        report = asyncio.run(soak(server, arguments))
+    with model_folder(name) as (model, flags):
+        if name in MODELS:
+            write_tokenizer(Path(str(model)), MODELS[name]["vocab_size"])
+        with Server(model, [*flags, *more]) as server:
+            report = asyncio.run(soak(server, arguments))
     ends = sum((Counter(each["ends"]) for each in report["rounds"]), Counter[str]())
     written = report | {"number_of_rounds": len(report["rounds"]), "ends": ends, "rounds": thinned(report["rounds"])}
     (arguments.out / f"serve-{arguments.name}.json").write_text(json.dumps(written, indent=2) + "\n")
