@@ -113,17 +113,18 @@ def test_the_norm_in_fp8() -> None:
         assert same(found, expected) > 0.97
 
 
+@pytest.mark.parametrize("rows", [5, 70, 300])
 @pytest.mark.parametrize("blocks", [False, True])
-def test_the_product_is_that_of_the_dequantized_numbers(blocks: bool) -> None:
+def test_the_product_is_that_of_the_dequantized_numbers(blocks: bool, rows: int) -> None:
     outputs, inputs = (512, 384) if blocks else (300, 208)
-    weight, x = fp8.quantize_weight(random(outputs, inputs, seed=1), blocks), random(5, inputs)
+    weight, x = fp8.quantize_weight(random(outputs, inputs, seed=1), blocks), random(rows, inputs)
     values, scales = fp8.quantize(x)
     tolerance = {"rtol": 1e-4, "atol": 1e-3} if DEVICE.type == "cpu" else {"rtol": 0.02, "atol": 0.3}  # 14 bits
     expected = (values.float() * scales[:, None]) @ weight.dequantized().t()
     gate, up = expected.chunk(2, dim=1)
     for fused, wanted in (
         (Fused(out_dtype=torch.float32), expected),
-        (Fused(add=torch.ones(5, outputs, device=DEVICE)), expected + 1),
+        (Fused(add=torch.ones(rows, outputs, device=DEVICE)), expected + 1),
         (Fused(swiglu=True, out_dtype=torch.float32), torch.nn.functional.silu(gate) * up),
     ):
         torch.testing.assert_close(fp8.product(values, scales, weight, None, fused), wanted, **tolerance)

@@ -257,8 +257,8 @@ def expected(x: Tensor, p: SamplingParams) -> set[int]:
     """What is to be kept of logits [V], by sorting them, given the kernels' own weights."""
     size = 1 << (len(x) - 1).bit_length()
     parts = Parts.of(torch.nn.functional.pad(x, (0, size - len(x)), value=-math.inf), p.temperature)
-    mass = parts.mass.tolist()
-    order = np.lexsort((np.arange(len(x)), -x.cpu().double().numpy())).tolist()[: p.top_k or len(x)]
+    mass, x = parts.mass.tolist(), x.cpu()
+    order = np.lexsort((np.arange(len(x)), -x.double().numpy())).tolist()[: p.top_k or len(x)]
     total, held, kept = sum(mass[token] for token in order), 0, set()
     for token in order:
         if p.top_p < 1 and held >= float(total) * p.top_p:
@@ -266,9 +266,9 @@ def expected(x: Tensor, p: SamplingParams) -> set[int]:
         held += mass[token]
         kept.add(token)
     temperature = torch.tensor(p.temperature)
-    least = x.max().cpu() + torch.tensor(p.min_p).log() * temperature
+    least = x.max() + torch.tensor(p.min_p).log() * temperature
     if p.top_k or p.top_p < 1:
-        least = torch.maximum(least, x.max().cpu() - sampler.REACH * temperature)
+        least = torch.maximum(least, x.max() - sampler.REACH * temperature)
     return {token for token in kept if x[token] >= least}
 
 

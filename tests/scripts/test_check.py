@@ -31,12 +31,14 @@ def test_the_scripts_find_what_they_should(script: str, options: tuple[str, ...]
 SANITIZER = """#!/bin/sh
 while [ "$1" != "$PYTHON" ]; do shift; done
 "$@"
-echo "========= $REPORT"
+printf '%s\\n' "========= $REPORT"
 """
+CLEAN = "ERROR SUMMARY: 0 errors"
+READ = "Invalid __global__ read of size 4 bytes\n=========     at _spread_kernel+0x1f0 in drafts.py:80\n"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("report", ["ERROR SUMMARY: 0 errors", "ERROR SUMMARY: 3 errors"])
+@pytest.mark.parametrize("report", [CLEAN, READ + "========= ERROR SUMMARY: 1 error"])
 def test_the_reports_of_a_sanitizer_are_counted(report: str, tmp_path: Path) -> None:
     tool, found = tmp_path / "compute-sanitizer", tmp_path / "found.json"
     tool.write_text(SANITIZER)
@@ -46,5 +48,8 @@ def test_the_reports_of_a_sanitizer_are_counted(report: str, tmp_path: Path) -> 
     command = [sys.executable, CHECK / "sanitize.py", "memcheck", "--parts", "drafts", "--json", found]
     status = subprocess.run(command, env=os.environ | environment).returncode
     part = json.loads(found.read_text())["memcheck"]["drafts"]
-    assert (part["passed"], part["failed"], part["report"]) == (15, 0, report.removeprefix("ERROR SUMMARY: "))
-    assert status == ("3" in report)
+    assert (part["tests"], part["passed"], part["failed"]) == (16, 16, 0)
+    assert part["summaries"] == [report.partition("SUMMARY: ")[2]]
+    wrong = "Invalid __global__ read of size 4 bytes at _spread_kernel in drafts.py:80"
+    assert part["reported"] == ([] if report == CLEAN else [wrong])
+    assert status == (report != CLEAN)
