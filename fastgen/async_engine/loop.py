@@ -183,6 +183,7 @@ class EngineLoop:
         self._calling = -1  # the number of the call that runs
         self._paused = False
         self._stats_sent = 0.0
+        self._trimmed = False  # since the last work
         self._ended = False
 
     def run(self) -> None:
@@ -218,12 +219,24 @@ class EngineLoop:
         wait: float | None = 0
         if self.idle:
             self._flush()
-            wait = STATS_SECONDS if self._compiling else None  # stats during a compilation show that this process lives
+            # Stats during a compilation show that this process lives.
+            wait = STATS_SECONDS if self._compiling or not self._trimmed else None
         self._handle_messages(wait)
+        self._trim(waited=wait != 0)
         deadline = time.monotonic() + INTAKE_SECONDS
         while self._arrived and time.monotonic() < deadline:
             self._add(self._arrived.pop(next(iter(self._arrived))))
         self._report(self._gen.take_events() if self._waits else self._gen.step())
+
+    def _trim(self, waited: bool) -> None:
+        """Give free memory back to the system, once after each burst of work."""
+        if not self.idle:
+            self._trimmed = False
+        elif waited and not self._trimmed:
+            from fastgen.device.memory import trim_heap
+
+            trim_heap()
+            self._trimmed = True
 
     def pause(self) -> None:
         """Run no step until `resume`. Requests stay as they are, and new ones wait."""

@@ -314,6 +314,7 @@ async def settled(client: httpx.AsyncClient, url: str) -> dict[str, float]:
         held = {name: counts[name] for name in ("running", "waiting", "pages_used")}
         held["open"] = counts["requests_total"] - counts["finished_total"] - counts["aborted_total"]
         if not any(held.values()) or time.monotonic() > deadline:
+            await asyncio.sleep(1)  # then the engine has given memory back
             return held
         await asyncio.sleep(0.1)
 

@@ -10,8 +10,11 @@ from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any
 
+import pytest
+
 from fastgen.async_engine.client import joined
 from fastgen.async_engine.loop import INTAKE_SECONDS, Abort, EngineLoop, StepEnded, Submit
+from fastgen.device import memory
 from fastgen.engine.outputs import Stats
 from fastgen.request import Event, SamplingParams
 
@@ -68,6 +71,24 @@ def test_arrivals_delay_a_step_for_a_limited_time_and_aborts_do_not() -> None:
     most = int(INTAKE_SECONDS / 0.004) + 1
     assert all(then - at - 1 <= most for at, then in pairwise(steps))
     assert steps[0] <= most + 1
+
+
+def test_an_engine_without_work_gives_memory_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    gen, trims = FakeGenerator(), list[int]()
+    incoming: SimpleQueue[Any] = SimpleQueue()
+    loop = EngineLoop(gen, incoming, lambda message: None)  # type: ignore[arg-type]
+    monkeypatch.setattr(memory, "trim_heap", lambda: trims.append(len(gen.calls)))
+    for number in range(2):
+        incoming.put(Submit(number, [1], SamplingParams()))
+        loop.turn()
+        while not loop.idle:
+            loop.turn()
+        assert len(trims) == number
+        loop.turn()
+        assert len(trims) == number + 1
+        incoming.put(Abort(range(9, 10)))  # without one, this turn would not end
+        loop.turn()
+        assert len(trims) == number + 1
 
 
 def test_events_survive_serialization() -> None:
