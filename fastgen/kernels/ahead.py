@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fastgen.kernels.launch import KNOWN, Notes, current, launcher, noting
+from fastgen.kernels.launch import KNOWN, Notes, current, launcher, noting, triton
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +44,13 @@ def _compile_noted(steps: Callable[[], None], device: torch.device, show: bool) 
     """Compile the kernels that `steps` would launch; return whether all of them compile."""
     notes = Notes()
     noting.set(notes)
-    steps()
-    start = time.perf_counter()
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_THREADS)) as threads:
         try:
+            # A digest of Triton's library of 400 MB, which Triton keeps; else each thread would compute it first.
+            digest = threads.submit(triton.runtime.cache.triton_key)
+            steps()
+            start = time.perf_counter()
+            digest.result()
             futures = [threads.submit(_load, compile_kernel, device) for compile_kernel in notes.kernels]
             _wait(futures, show)
         finally:  # after an error do not wait for the other kernels
