@@ -77,7 +77,7 @@ class AdapterUpdate(Update):
         try:
             update = cls(load_file(weights), json.loads(config.read_text(encoding="utf-8")), shards)
             update.check()
-        except (ValueError, TypeError, SafetensorError) as error:
+        except (ValueError, TypeError, RecursionError, SafetensorError) as error:
             raise ValueError(f"adapter {folder}: {error}") from error
         return update
 

@@ -195,7 +195,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
             if Path(file).name != file:
                 raise ValueError(f"{file!r} is no name of a file in this folder")
             files.setdefault(folder / file, set()).add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is not an index of safetensors files: {error!r}; fetch it again") from error
     return dict(files)
 

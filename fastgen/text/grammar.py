@@ -119,7 +119,7 @@ def _read_schema(schema: Any) -> Mapping[str, Any]:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"json_schema is not JSON: {error}") from None
     if not isinstance(schema, Mapping):
         raise TypeError(f"json_schema must be a JSON schema (a dict) or a class of pydantic, not {schema!r}")

@@ -83,6 +83,17 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ('"self_attn.k_proj", "self_attn.v_proj")', '"self_attn.v_proj", "self_attn.k_proj")'),
         ("self.group.rank * (whole // size) // self.group.size * size", "self.group.rank * size % whole"),
     ],
+    ("model/attention/reference.py", "tests/model/test_attention_reference.py"): [
+        ("kv_head, of_group = np.divmod(np.arange(self._heads), group)",
+         "of_group, kv_head = np.divmod(np.arange(self._heads), heads)"),
+        ("hidden.logical_or_(ahead >= window)", "hidden.logical_or_(ahead > window)"),
+    ],
+    ("kernels/drafts.py", "tests/kernels/test_kernels_drafts.py tests/test_speculation.py"): [
+        ("kept = tl.min(tl.where(wrong, number, BLOCK_W)) + 1", "kept = tl.min(tl.where(wrong, number, BLOCK_W)) + 2"),
+    ],
+    ("async_engine/loop.py", "tests/async_engine/test_async_loop.py tests/async_engine/test_async_client.py"): [
+        ("                self._gen.abort(message.numbers)", "                pass"),
+    ],
     ("model/host_tier.py", "tests/model/test_host_tier.py"): [
         ("order, pages[start : start + len(part)])", "order, pages[: len(part)])"),
     ],
@@ -91,6 +102,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("self.versions[-1][0] != version:", "self.versions[-1][0] == version:"),
     ],
     ("engine/scheduler.py", SCHEDULES): [
+        ("sequence.computed -= rows - kept", "sequence.computed -= rows - kept + 1"),
         ("sequence.pending += sample\n", "sequence.pending += 1\n"),
         ("self.config.page_size, sequence.max_len - 1)", "self.config.page_size, sequence.max_len)"),
         ("self.waiting.move_to_end(sequence, last=False)", "self.waiting.move_to_end(sequence)"),

@@ -224,6 +224,10 @@ def break_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"metadata": {}}')
 
 
+def break_index_by_depth(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[" * 100_000)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -253,6 +257,7 @@ def break_index(folder: Path) -> None:
         (break_moved_tensor, rf"{SHARDS[0]} lacks the tensor 'model\.layers\.0\.self_attn\.k_proj\.weight'"),
         (break_index_elsewhere, r"model\.safetensors\.index\.json is not an index .* no name of a file in this folder"),
         (break_index, r"model\.safetensors\.index\.json is not an index"),
+        (break_index_by_depth, r"model\.safetensors\.index\.json is not an index .* recursion"),
     ],
 )
 def test_a_damaged_folder_is_named(damage: Any, message: str, tmp_path: Path) -> None:

@@ -311,6 +311,7 @@ def test_answers_have_the_structure_that_parameters_ask_for(
     [
         ({"json_schema": 5}, TypeError, "json_schema must be a JSON schema"),
         ({"json_schema": "{"}, ValueError, "json_schema is not JSON"),
+        ({"json_schema": "[" * 100_000}, ValueError, "json_schema is not JSON: maximum recursion depth"),
         ({"json_schema": {"type": "x"}}, ValueError, "json_schema: Invalid type: x"),
         ({"regex": 5}, TypeError, "regex must be a string"),
         ({"regex": "(a"}, ValueError, 'regex: invalid regex "(a"'),

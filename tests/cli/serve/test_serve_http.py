@@ -169,6 +169,15 @@ def test_a_client_that_goes_has_a_status_of_its_own(server: Server) -> None:
         assert re.search(rf"POST /completions 499 \S+ id=gone-{stream:d} ", server.said)
 
 
+@pytest.mark.parametrize(
+    "path", ["/../../etc/passwd", "/..%2f..%2fetc/passwd", "/docs/../../etc/passwd", "//etc/passwd"]
+)
+def test_a_path_leads_to_no_file(server: Server, path: str) -> None:
+    head = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: bearer secret\r\nConnection: close\r\n\r\n"
+    with server.send(head.encode()) as connection:
+        assert connection.recv(65536).startswith(b"HTTP/1.1 404 ")
+
+
 def test_a_path_can_not_forge_a_line(server: Server) -> None:
     assert server.get("/a%0Afgserve:%20b", headers=KEY).status_code == 404
     server.await_said("GET /a%0Afgserve%3A%20b 404", 5)

@@ -527,6 +527,8 @@ def test_errors_have_a_status_a_code_and_a_field(asker: Asker, endpoint: str) ->
         ({"n": 1000}, 400, "n", "invalid_value"),
         ({"extra_body": {"min_tokens": 9}, "max_tokens": 5}, 400, "min_tokens", "invalid_value"),
         ({"model": "other"}, 404, "model", "model_not_found"),
+        ({"extra_body": {"guided_json": '{"items":' * 3000}}, 400, "structured_outputs", "invalid_value"),
+        ({"extra_body": {"guided_regex": "(" * 3000 + ")" * 3000}}, 400, "structured_outputs", "invalid_value"),
     ]
     for fields, status, param, code in wrong:
         error = asker.error(**to(prompt), **fields)
