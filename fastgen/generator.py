@@ -100,7 +100,7 @@ class Generator:
         self._scheduler = Scheduler(self.config)
         self.history = self._scheduler.history
         self._in_flight: Any = None  # the last launched step, until it is collected
-        self._interrupt = OneCaller("Generator")
+        self._interrupt = OneCaller()
         self._stepping = False
         self._retry = MemoryRetry(self.config.device, possible=not isinstance(self._runner, Leader))
         self._late_aborts: list[str | int] = []  # requests that were aborted from within a step

@@ -86,9 +86,8 @@ class OneCaller(DeferredInterrupt):
     """DeferredInterrupt whose blocks one thread of one process may be in at a time. Entering raises RuntimeError while
     another thread is in one, and in a fork of the process, where the threads that compute are missing."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._what = what
         self._lock = threading.RLock()
         self._process = os.getpid()
 
@@ -114,11 +113,11 @@ class OneCaller(DeferredInterrupt):
     def _take(self) -> None:
         if self.forked:
             raise RuntimeError(
-                f"this {self._what} was made by process {self._process}, and a fork of it can not use it; make one in "
+                f"this Generator was made by process {self._process}, and a fork of it can not use it; make one in "
                 "this process (in multiprocessing, with the start method 'spawn')"
             )
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
-                f"another thread is using this {self._what}; call it from one thread at a time, with a lock of yours, "
+                "another thread is using this Generator; call it from one thread at a time, with a lock of yours, "
                 "or use an AsyncGenerator"
             )

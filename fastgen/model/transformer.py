@@ -46,12 +46,14 @@ PACKED_ROW_TILE = 4
 PACKING_THREADS = 8
 """The most threads that pack a weight. Products of few rows take as many threads at most."""
 
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-O = "self_attn.o_proj"  # noqa: E741
-GATE_UP, DOWN = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
-"""Hugging Face's names of their modules in a layer."""
-
 UNFUSED = Fused()
+
+Sizes = tuple[int, int]
+"""The size of a dimension on this rank, and on all ranks."""
+
+Modules = tuple[dict[str, Sizes], Sizes, bool]
+"""The modules of Hugging Face's model of which a linear layer consists, one below the other: the rows of each by its
+name, their columns, and True if they have biases. The ranks split rows or columns."""
 
 
 @dataclass(eq=False)
@@ -160,6 +162,10 @@ class Layer:
     down: Linear
     window: int
 
+    @property
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        return self.qkv, self.o, self.gate_up, self.down
+
 
 @dataclass(eq=False)
 class StepPart:
@@ -235,25 +241,21 @@ class Transformer:
     def _linear(self, size_in: int, size_out: int, bias: bool) -> Linear:
         return Linear(self._new(size_out, size_in), self._new(size_out) if bias else None, self._batch_invariant)
 
-    def _layer_linear(
-        self, number: int, names: Sequence[str], size_in: int, parts: Sequence[int], bias: bool
-    ) -> Linear:
-        """Return a linear layer of layer `number`, in fp8 if the model is.
-
-        names: of its modules in Hugging Face's model. parts: the rows of each.
-        """
-        size_out, form = sum(parts), self._quantization
-        covered = [form is not None and form.covers(f"model.layers.{number}.{name}") for name in names]
+    def _layer_linear(self, rows: dict[str, Sizes], columns: Sizes, bias: bool) -> Linear:
+        """Return a linear layer of a layer, in fp8 if the model is. The arguments are its Modules."""
+        (size_in, all_in), form, sizes = columns, self._quantization, [own for own, _ in rows.values()]
+        size_out, bias = sum(sizes), bias and (size_in == all_in or self.group.rank == 0)  # added once
+        covered = [form is not None and form.covers(name) for name in rows]
         if form is None or not any(covered):
             return self._linear(size_in, size_out, bias)
         if not all(covered):
             raise ValueError(
-                f"quantization_config leaves some of {', '.join(names)} in layer {number} unquantized and not all of "
-                "them, which is not supported"
+                f"quantization_config leaves some of {', '.join(rows)} unquantized and not all of them, which is not "
+                "supported"
             )
-        if form.blocks and any(size % fp8.BLOCK for size in (size_in, *parts)):
+        if form.blocks and any(size % fp8.BLOCK for size in (size_in, *sizes)):
             raise ValueError(
-                f"{', '.join(names)} of {size_in} inputs and {', '.join(map(str, parts))} outputs, on each rank, are "
+                f"{', '.join(rows)} of {size_in} inputs and {', '.join(map(str, sizes))} outputs, on each rank, are "
                 f"not whole blocks of {fp8.BLOCK} x {fp8.BLOCK}; run the model on fewer ranks"
             )
         shape = (size_out // fp8.BLOCK, size_in // fp8.BLOCK) if form.blocks else (size_out,)
@@ -263,18 +265,29 @@ class Transformer:
     def _tied(self) -> Linear:
         return Linear(self.embedding, None, self._batch_invariant)
 
+    def _modules(self, number: int) -> dict[str, Modules]:
+        """Return the Modules of the linear layers of layer `number`, by their names in Layer."""
+        c, whole = self.config, self._whole
+        attention, mlp = f"model.layers.{number}.self_attn.", f"model.layers.{number}.mlp."
+        heads = c.num_heads * c.head_size, whole.num_heads * c.head_size
+        kv_heads = c.num_kv_heads * c.head_size, whole.num_kv_heads * c.head_size
+        hidden, inner = (c.hidden_size, c.hidden_size), (c.intermediate_size, whole.intermediate_size)
+        qkv = {attention + "q_proj": heads, attention + "k_proj": kv_heads, attention + "v_proj": kv_heads}
+        return {
+            "qkv": (qkv, hidden, c.qkv_bias),
+            "o": ({attention + "o_proj": hidden}, heads, c.o_bias),
+            "gate_up": ({mlp + "gate_proj": inner, mlp + "up_proj": inner}, hidden, c.mlp_bias),
+            "down": ({mlp + "down_proj": hidden}, inner, c.mlp_bias),
+        }
+
     def _layer(self, number: int) -> Layer:
-        c, first = self.config, self.group.rank == 0  # only the first rank adds biases of o and down
-        q_size, kv_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
+        c = self.config
         return Layer(
             input_norm=self._norm(c.hidden_size),
-            qkv=self._layer_linear(number, QKV, c.hidden_size, (q_size, kv_size, kv_size), c.qkv_bias),
             head_norm=HeadNorm(self._new(c.head_size), self._new(c.head_size), c.norm_eps) if c.qk_norm else None,
-            o=self._layer_linear(number, (O,), q_size, (c.hidden_size,), c.o_bias and first),
             post_norm=self._norm(c.hidden_size),
-            gate_up=self._layer_linear(number, GATE_UP, c.hidden_size, (c.intermediate_size,) * 2, c.mlp_bias),
-            down=self._layer_linear(number, (DOWN,), c.intermediate_size, (c.hidden_size,), c.mlp_bias and first),
             window=c.windows[number],
+            **{name: self._layer_linear(*modules) for name, modules in self._modules(number).items()},
         )
 
     def targets(self, stored: bool = False) -> dict[str, Shard]:
@@ -289,19 +302,12 @@ class Transformer:
         found["model.embed_tokens.weight"] = self._shard(self.embedding, whole.vocab_size)
         if not c.tied:
             found["lm_head.weight"] = self._shard(self.lm_head.weight, whole.vocab_size)
-        # By tensor: the rows or columns of this rank, and of all ranks.
-        heads = c.num_heads * c.head_size, whole.num_heads * c.head_size
-        kv_heads = c.num_kv_heads * c.head_size, whole.num_kv_heads * c.head_size
-        inner = c.intermediate_size, whole.intermediate_size
         for number, layer in enumerate(self.layers):
             at = f"model.layers.{number}."
             found[at + "input_layernorm.weight"] = Shard.whole(layer.input_norm.weight)
             found[at + "post_attention_layernorm.weight"] = Shard.whole(layer.post_norm.weight)
-            qkv = dict(zip(QKV, (heads, kv_heads, kv_heads), strict=True))
-            found |= self._by_rows(layer.qkv, at, qkv, stored)
-            found |= self._by_columns(layer.o, at + O, heads[1], c.o_bias, stored)
-            found |= self._by_rows(layer.gate_up, at, dict.fromkeys(GATE_UP, inner), stored)
-            found |= self._by_columns(layer.down, at + DOWN, inner[1], c.mlp_bias, stored)
+            for name, modules in self._modules(number).items():
+                found |= self._shards(getattr(layer, name), *modules, stored)
             if layer.head_norm:
                 found[at + "self_attn.q_norm.weight"] = Shard.whole(layer.head_norm.q)
                 found[at + "self_attn.k_norm.weight"] = Shard.whole(layer.head_norm.k)
@@ -314,31 +320,24 @@ class Transformer:
         start = self.group.rank * (whole // size) // self.group.size * size
         return Shard(view, (*view.shape[:dim], whole, *view.shape[dim + 1 :]), dim, start)
 
-    def _by_rows(
-        self, linear: Linear, prefix: str, parts: dict[str, tuple[int, int]], stored: bool
+    def _shards(
+        self, linear: Linear, rows: dict[str, Sizes], columns: Sizes, bias: bool, stored: bool
     ) -> dict[str, Shard]:
-        """Return the shards of which a fused linear layer consists, by name. parts: the rows of each, of this rank and
-        of all ranks."""
+        """Return the shards of which a linear layer consists, by name. rows, columns, bias: its Modules."""
         found, first = dict[str, Shard](), 0
-        for name, (own, whole) in parts.items():
-            rows, scales = slice(first, first + own), linear.scales
+        dim = int(columns[0] < columns[1])  # the one that the ranks split
+        for name, (own, whole) in rows.items():
+            here, scales = slice(first, first + own), linear.scales
             if scales is not None:
                 step = len(linear.weight) // len(scales)  # rows with one scale
                 scales = scales[first // step : (first + own) // step]
-            found |= self._quantizable(prefix + name, self._shard(linear.weight[rows], whole), scales, stored)
+            weight = self._shard(linear.weight[here], columns[1] if dim else whole, dim)
+            found |= self._quantizable(name, weight, scales, stored)
             if linear.bias is not None:
-                found[f"{prefix}{name}.bias"] = self._shard(linear.bias[rows], whole)
+                found[f"{name}.bias"] = self._shard(linear.bias[here], whole)
+            elif bias:  # of another rank; not in the dtype of the weight, which may be fp8
+                found[f"{name}.bias"] = Shard(self.norm.weight.new_empty(0), (whole,))
             first += own
-        return found
-
-    def _by_columns(self, linear: Linear, name: str, whole: int, bias: bool, stored: bool) -> dict[str, Shard]:
-        """Return the shards of a linear layer whose `whole` columns are split. The first rank has all of a bias, others
-        none."""
-        found = self._quantizable(name, self._shard(linear.weight, whole, 1), linear.scales, stored)
-        if bias:
-            # Not in the dtype of the weight, which may be fp8.
-            view = self.norm.weight.new_empty(0) if linear.bias is None else linear.bias
-            found[name + ".bias"] = Shard(view, linear.weight.shape[:1])
         return found
 
     def _quantizable(self, name: str, weight: Shard, scales: Tensor | None, stored: bool) -> dict[str, Shard]:
@@ -371,18 +370,14 @@ class Transformer:
             linear.unpack()
 
     def _linears(self) -> list[Linear]:
-        found = [self.lm_head]
-        for layer in self.layers:
-            found += layer.qkv, layer.o, layer.gate_up, layer.down
-        return found
+        return [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
 
     @property
     def distinct(self) -> list[int]:
         """The number of one layer of each kind: where all rows are wanted, the others launch the same kernels."""
         kinds = {}
         for number, layer in enumerate(self.layers):
-            linears = layer.qkv, layer.o, layer.gate_up, layer.down
-            kinds[layer.window, *(linear.scales is None for linear in linears)] = number
+            kinds[layer.window, *(linear.scales is None for linear in layer.linears)] = number
         return sorted(kinds.values())
 
     def forward(
