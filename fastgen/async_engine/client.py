@@ -25,17 +25,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
-from fastgen.async_engine.loop import (
-    Abort,
-    Call,
-    CallBegun,
-    EngineInfo,
-    Refused,
-    Returned,
-    StepEnded,
-    Submit,
-    run_in_thread,
-)
+from fastgen.async_engine.loop import Abort, Answer, Call, EngineInfo, StepEnded, Submit, run_in_thread
 from fastgen.engine.outputs import Stats
 from fastgen.ranks import processes
 from fastgen.ranks.channel import HEAD, Failed, Start, frame
@@ -161,9 +151,9 @@ class AsyncGenerator:
         self._next_number = 0
         self._streams: dict[str | int, EventStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._progress = 0.0  # time.monotonic() of the last step, or of the request that ended an idle time
+        self._progress = 0.0  # time.monotonic() of the last step or call, or of the request that ended an idle time
         self._peer: _Process | _Thread | None = None
-        self._wanted = self._loaded = self._closing = self._paused = self._in_call = False
+        self._wanted = self._loaded = self._closing = self._paused = False
         self._failure: Exception | None = None
 
     # ------------------------------------------------------------------------------------ life
@@ -200,7 +190,7 @@ class AsyncGenerator:
         return self.dead
 
     async def _start(self) -> None:
-        self._loaded = self._closing = self._paused = self._in_call = False
+        self._loaded = self._closing = self._paused = False
         self._failure = self.dead = None
         self.stats = Stats()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -239,7 +229,7 @@ class AsyncGenerator:
     def stalled(self) -> float:
         """Seconds since the last step or call, or since the first request after an idle time; 0 while the engine is
         idle, paused, or in a call such as an update of the weights."""
-        steps = self._streams and not self._paused and not self._in_call
+        steps = self._streams and not self._paused and not self._calls
         return max(time.monotonic() - self._progress, 0.0) if steps else 0.0
 
     # ------------------------------------------------------------------------------------ requests
@@ -286,6 +276,7 @@ class AsyncGenerator:
             raise
         finally:
             del self._calls[number]
+            self._progress = time.monotonic()
 
     async def pause(self) -> None:
         """Run no step until `resume`. Requests stay as they are, and new ones wait."""
@@ -294,7 +285,7 @@ class AsyncGenerator:
 
     async def resume(self) -> None:
         """Run steps again."""
-        self._progress, self._paused = time.monotonic(), False
+        self._paused = False
         await self.call("resume")
 
     def submit(self, prompts: Sequence[Prompt], params: Params, *, every_step: bool = True) -> EventStream:
@@ -341,11 +332,6 @@ class AsyncGenerator:
         self._next_number = numbers.stop
         return numbers
 
-    def _waiting(self, number: int) -> asyncio.Future[Any] | None:
-        """Return the future result of a call; None if the call was cancelled."""
-        result = self._calls.get(number)
-        return None if result is None or result.done() else result
-
     def _abort(self, numbers: range) -> None:
         if self._peer is not None and self.dead is None:
             self._peer.send(Abort(numbers))
@@ -366,12 +352,7 @@ class AsyncGenerator:
         self._die(how)
 
     def _receive(self, message: object) -> None:
-        if self._in_call:
-            self._progress = time.monotonic()
-        self._in_call = isinstance(message, CallBegun)
         match message:
-            case CallBegun():
-                pass
             case StepEnded():
                 self._progress = max(self._progress, message.time)
                 if message.stats is not None:
@@ -379,14 +360,16 @@ class AsyncGenerator:
                 for event in message.events:
                     if stream := self._streams.get(event.id):  # else it was aborted
                         stream._put(event)
-            case Refused():
+            case Answer():
+                result = self._calls.get(message.number)
                 if stream := self._streams.get(message.number):
                     self._abort(stream.numbers)
                     stream._end(message.error)
-                elif result := self._waiting(message.number):
+                elif result is None or result.done():
+                    pass  # the call was cancelled
+                elif message.error is not None:
                     result.set_exception(message.error)
-            case Returned():
-                if result := self._waiting(message.number):
+                else:
                     result.set_result(message.result)
             case EngineInfo():
                 self.info, self._loaded = message, True

@@ -51,7 +51,7 @@ _row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 class _Numbered:
     """A message about one request or call. A process that can not read it, since it has no class or function of the
-    same name for instance, gets a Refused in its place."""
+    same name for instance, gets an Answer in its place."""
 
     __slots__: tuple[str, ...] = ()
     number: int
@@ -66,7 +66,7 @@ def _read(kind: Callable[..., _Numbered], number: int, data: bytes) -> _Numbered
         return kind(*pickle.loads(data))  # noqa: S301 (from our own process)
     except Exception as error:
         reason = f"the other process can not read this ({error}); its classes and functions must be in a module"
-        return Refused(number, ValueError(f"{reason}, or give own_process=False to the AsyncGenerator"))
+        return Answer(number, error=ValueError(f"{reason}, or give own_process=False to the AsyncGenerator"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +100,6 @@ class Call(_Numbered):
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegun:
-    """From the engine: a call begins. The next message comes at its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Returned(_Numbered):
-    """From the engine: the result of a call."""
-
-    number: int
-    result: Any
-
-
-@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """From the engine when its Generator is ready: the facts that a server needs.
 
@@ -128,12 +115,13 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused(_Numbered):
-    """The refusal of a request, or the failure of a call. The engine sends a Refused that it gets back (see
-    _Numbered)."""
+class Answer(_Numbered):
+    """From the engine: the result of a call, or the error of a call or a request. The engine sends an Answer that it
+    gets back (see _Numbered)."""
 
     number: int
-    error: Exception
+    result: Any = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +261,7 @@ class EngineLoop:
                 self._gen.abort(message.numbers)
             case Call():
                 self._call(message)
-            case Refused():
+            case Answer():
                 self._send(message)
             case None:
                 self._ended = True
@@ -282,12 +270,10 @@ class EngineLoop:
 
     def _call(self, call: Call) -> None:
         self._calling = call.number
-        self._send(CallBegun())
         try:
-            result = self._method(call.method)(*call.args, **call.kwargs)
-            self._send(Returned(call.number, result))
+            self._send(Answer(call.number, self._method(call.method)(*call.args, **call.kwargs)))
         except Exception as error:  # of this call, or of pickling its result
-            self._send(Refused(call.number, portable(error)))
+            self._refuse(call.number, error)
 
     def _method(self, name: str) -> Callable[..., Any]:
         """Return the method that a call names."""
@@ -311,7 +297,7 @@ class EngineLoop:
     def _take_compiled(self, submit: Submit, compiled: Future[GrammarMask]) -> None:
         if error := compiled.exception():  # any error fails this request alone
             error = named_error(submit.structure, error) if isinstance(error, ValueError) else error
-            self._send(Refused(submit.number, portable(error)))
+            self._refuse(submit.number, error)
         else:
             params = replace(submit.params, grammar=None, mask=compiled.result())
             self._arrived[submit.number] = replace(submit, params=params)
@@ -320,7 +306,10 @@ class EngineLoop:
         try:
             self._gen.add(submit.prompt, submit.params, submit.number)
         except Exception as error:  # a RuntimeError while the weights are asleep
-            self._send(Refused(submit.number, portable(error)))
+            self._refuse(submit.number, error)
+
+    def _refuse(self, number: int, error: BaseException) -> None:
+        self._send(Answer(number, error=portable(error)))
 
     def _report(self, events: list[Event]) -> None:
         now = time.monotonic()
