@@ -128,9 +128,8 @@ def _configure(options: ServerOptions, app: Starlette) -> uvicorn.Config:
     try:
         config.load()
     except OSError as error:  # ssl's does not name the file
-        key = f"ssl_keyfile {options.ssl_keyfile or options.ssl_certfile}"
         raise ValueError(
-            f"no certificate in ssl_certfile {options.ssl_certfile}, or no key of it in {key}: {error}"
+            f"no certificate and key in ssl_certfile {options.ssl_certfile} and ssl_keyfile {options.ssl_keyfile}: {error}"
         ) from None
     return config
 

@@ -193,18 +193,6 @@ def make_parser() -> Parser:
     return parser
 
 
-class _Loader(yaml.SafeLoader):
-    """A loader of YAML for which a repeated key is an error; PyYAML takes the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -214,7 +202,7 @@ def _read_text(path: Path) -> str:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.load(_read_text(path), _Loader)  # noqa: S506 (a SafeLoader)
+        data = yaml.safe_load(_read_text(path))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if data is None:

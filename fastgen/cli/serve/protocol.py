@@ -35,7 +35,9 @@ INT32 = 2**31 - 1
 
 UNSUPPORTED = "is not supported; leave it out"
 _OLD_CALLS = "is the old form of tool calls, which is not supported; use tools, tool_choice and tool_calls"
+_OLD_STRUCTURE = "is an older name, which is not supported; use structured_outputs with json, regex, choice or grammar"
 HINTS = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _OLD_STRUCTURE),
     "functions": _OLD_CALLS,
     "function_call": _OLD_CALLS,
     "suffix": "is not supported; write the tokens of your model for a text before and after a gap into the prompt",
@@ -405,7 +407,7 @@ class ChatRequest(GenerationFields):
         if self.tool_choice == "required" and not names:
             raise wrong("tool_choice", "is 'required', and there are no tools")
         if self.structured_outputs is not None and self.response_format is not None:
-            raise wrong("response_format", "is given together with structured_outputs or guided_*; give one of them")
+            raise wrong("response_format", "is given together with structured_outputs; give one of them")
         check_continued(self)
         return self
 
@@ -534,24 +536,10 @@ def read_request(kind: type[RequestT], body: bytes, strict: bool = False) -> Req
 
 def check_request(kind: type[RequestT], data: Any, strict: bool = False) -> RequestT:
     """Check the value of a body. strict: refuse fields without effect. Raises ApiError, which names the wrong field."""
-    data = _with_one_structure(data)
     try:
         return kind.model_validate(data, context={"strict": strict})
     except ValidationError as error:
         raise _api_error(error, data) from None
-
-
-def _with_one_structure(data: Any) -> Any:
-    """Return a body in which `structured_outputs` stands for one of the older fields of vLLM. Raises ApiError."""
-    names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
-    given = [name for name in names if isinstance(data, dict) and data.get(name) is not None]
-    if len(given) > 1:
-        message = f"{given[1]} is given together with {given[0]}; give one of them"
-        raise ApiError(400, message, given[1], "invalid_value")
-    if not given or given[0] == "structured_outputs":
-        return data
-    others = {name: value for name, value in data.items() if name not in names}
-    return {**others, "structured_outputs": {given[0].removeprefix("guided_"): data[given[0]]}}
 
 
 def _api_error(error: ValidationError, data: Any) -> ApiError:

@@ -360,19 +360,21 @@ def test_formats_of_answers(asker: Asker, gen: Generator) -> None:
 
 
 STRUCTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "json": ({"guided_json": Sum.model_json_schema()}, {"json_schema": Sum}),
-    "text of json": ({"guided_json": json.dumps(Sum.model_json_schema())}, {"json_schema": Sum}),
-    "regex": ({"guided_regex": "[a-c]{3}|/x"}, {"regex": "[a-c]{3}|/x"}),
-    "choice": ({"guided_choice": ["yes", 'no "é"']}, {"choice": ["yes", 'no "é"']}),
-    "grammar": ({"guided_grammar": 'start: "a" b\nb: "c" | "d"'}, {"grammar": 'start: "a" b\nb: "c" | "d"'}),
-    "new json": ({"structured_outputs": {"json": Sum.model_json_schema()}}, {"json_schema": Sum}),
+    "json": ({"structured_outputs": {"json": Sum.model_json_schema()}}, {"json_schema": Sum}),
+    "text of json": ({"structured_outputs": {"json": json.dumps(Sum.model_json_schema())}}, {"json_schema": Sum}),
+    "regex": ({"structured_outputs": {"regex": "[a-c]{3}|/x"}}, {"regex": "[a-c]{3}|/x"}),
+    "choice": ({"structured_outputs": {"choice": ["yes", 'no "é"']}}, {"choice": ["yes", 'no "é"']}),
+    "grammar": (
+        {"structured_outputs": {"grammar": 'start: "a" b\nb: "c" | "d"'}},
+        {"grammar": 'start: "a" b\nb: "c" | "d"'},
+    ),
     "any object": ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
 }  # by case: fields of vLLM, and the parameters of the Generator that they stand for
 
 
 def test_structures_in_the_manner_of_vllm(asker: Asker, gen: Generator) -> None:
     params: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 2, "n": 2, "logit_bias": brief(gen)}
-    cases = [*(("chat", case) for case in STRUCTURES), ("text", "choice"), ("text", "new json")]
+    cases = [*(("chat", case) for case in STRUCTURES), ("text", "choice"), ("text", "json")]
     requests = []
     for endpoint, case in cases:
         fields = sent(params)
@@ -387,11 +389,11 @@ def test_structures_in_the_manner_of_vllm(asker: Asker, gen: Generator) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"guided_json": "{"}, "not JSON"),
-        ({"guided_json": {"type": "objekt"}}, "objekt"),
-        ({"guided_regex": "(a"}, "unclosed group"),
-        ({"guided_regex": "a\\"}, "backslash"),
-        ({"guided_grammar": "begin: x"}, "start"),
+        ({"structured_outputs": {"json": "{"}}, "not JSON"),
+        ({"structured_outputs": {"json": {"type": "objekt"}}}, "objekt"),
+        ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
+        ({"structured_outputs": {"regex": "a\\"}}, "backslash"),
+        ({"structured_outputs": {"grammar": "begin: x"}}, "start"),
     ],
 )
 def test_a_wrong_structure_is_named(asker: Asker, fields: dict[str, Any], said: str) -> None:

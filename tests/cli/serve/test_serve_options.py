@@ -115,8 +115,6 @@ def test_models_on_other_gpus_or_with_a_share_of_their_own_are_left_alone(tmp_pa
         ([], "models: [{model: a, port: 3}]", {}, "models[0]: there is no option 'port'"),
         ([], "- a", {}, "must be a mapping"),
         ([], "a: [", {}, "is not YAML"),
-        ([], "port: 1\nport: 2", {}, "port is given twice"),
-        ([], "models: [{model: a, model: b}]", {}, "model is given twice"),
         ([], "api_key:", {}, "the file: api_key is empty; give it a value, or leave it out"),
         ([], None, {"FASTGEN_API_KEY": ""}, "FASTGEN_API_KEY is empty; give it a value, or leave it out"),
         (["--replicas=2", "--max-replicas=1"], None, {}, "max_replicas is 1; it must be at least replicas, 2"),
