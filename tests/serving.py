@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 ROOT = Path(__file__).parents[1]
-FGSERVE = ("-m", "fastgen.cli.serve.main", "--page-size", "16", "--num-pages", "300")
-STUB = (str(Path(__file__).parent / "serve_stub.py"),)
+FGSERVE = ("-m", "fastgen.cli.serve.main", "--page-size", "16", "--num-pages", "300", "--port=0")
+STUB = (str(Path(__file__).parent / "serve_stub.py"), "--port=0")
 
 
 class Server:
@@ -33,9 +33,8 @@ class Server:
     def __init__(
         self, program: Sequence[str], *arguments: str, listening: str = r"listening at (\S+)", seconds: float = 30
     ) -> None:
-        environment = {**os.environ, "FASTGEN_PORT": "0"}
         command = [sys.executable, *program, *arguments]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         self.said = ""
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)

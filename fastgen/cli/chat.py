@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from fastgen.cli.chat_backends import Backend, LocalBackend, RefusedError, Reply, ServerBackend
 from fastgen.cli.command import loading_model, one_line, run_tool
-from fastgen.cli.options import MODEL, SAMPLING, Parser, add_flag, flag, given, variable
+from fastgen.cli.options import API_KEY, MODEL, SAMPLING, Parser, add_flag, flag, given
 from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.request import SamplingParams
@@ -350,7 +350,7 @@ def _load_and_run(args: argparse.Namespace) -> int:
 
 
 def _connect_and_run(args: argparse.Namespace) -> int:
-    key = args.api_key or os.environ.get(variable("api_key")) or None
+    key = args.api_key or os.environ.get(API_KEY) or None
     return run(ServerBackend(args.url, key, args.name, given(args, (*SAMPLED, "seed"))), args.system)
 
 
@@ -377,7 +377,7 @@ def _parser() -> Parser:
     for name in ("seed", *LOCAL[1:]):
         add_flag(parser, MODEL[name])
     option("--url", help="OpenAI-style server that has the model, such as fgserve (default: a model loaded here)")
-    option("--api-key", metavar="KEY", help="key for the server (default: FASTGEN_API_KEY of the environment)")
+    option("--api-key", metavar="KEY", help=f"key for the server (default: {API_KEY} of the environment)")
     option("--model", dest="name", metavar="NAME", help="name of the model on the server (default: its only model)")
     verbose_help = "log what happens, show tracebacks, and the engine's statistics at the end (default: no)"
     option("-v", "--verbose", action="store_true", help=verbose_help)

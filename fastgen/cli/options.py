@@ -1,4 +1,4 @@
-"""Options of the command-line tools: flags, environment variables and keys of a file, read from text."""
+"""Options of the command-line tools: flags and keys of a file, read from text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastgen.names import OTHER_NAMES, nearest
 from fastgen.option import Option
 from fastgen.request import SAMPLING_OPTIONS
 
-PREFIX = "FASTGEN_"
+API_KEY = "FASTGEN_API_KEY"  # environment variable with the key of a server
 
 Value = str | int | float | bool
 
@@ -53,10 +53,6 @@ class Parser(argparse.ArgumentParser):
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def variable(name: str) -> str:
-    return PREFIX + name.upper()
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -128,9 +128,8 @@ def _configure(options: ServerOptions, app: Starlette) -> uvicorn.Config:
     try:
         config.load()
     except OSError as error:  # ssl's does not name the file
-        raise ValueError(
-            f"no certificate and key in ssl_certfile {options.ssl_certfile} and ssl_keyfile {options.ssl_keyfile}: {error}"
-        ) from None
+        files = f"ssl_certfile {options.ssl_certfile} and ssl_keyfile {options.ssl_keyfile}"
+        raise ValueError(f"no certificate and key in {files}: {error}") from None
     return config
 
 

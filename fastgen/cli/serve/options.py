@@ -1,4 +1,4 @@
-"""The options of fgserve. A flag overrides an environment variable, which overrides the YAML file."""
+"""The options of fgserve: flags, which override the keys of a YAML file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from typing import Any
 import yaml
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
-from fastgen.cli.command import note
-from fastgen.cli.options import MODEL, PREFIX, Parser, Value, add_flag, read_yaml, variable
+from fastgen.cli.options import API_KEY, MODEL, Parser, Value, add_flag, read_yaml
 from fastgen.model.config import BUNDLED_NAME
-from fastgen.names import nearest
 from fastgen.option import Option, option, options_of
 
 LOCAL = ("127.0.0.1", "::1", "localhost")  # addresses that only this machine reaches
@@ -126,21 +124,14 @@ TABLE = SERVER | SERVED
 
 def read_options(argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> Options:
     """Return the options of a command line. Wrong ones end the program with a message, as argparse does."""
-    environment = os.environ if environment is None else environment
     parser = make_parser()
     args = parser.parse_args(argv)
+    given = {name: value for name, value in vars(args).items() if name in TABLE and value is not None}
     try:
-        path = args.config or environment.get(variable("config"))
-        file = _read_file(Path(path)) if path else {}
-        given = {name: value for name, value in vars(args).items() if name in TABLE and value is not None}
-        options = make_options(file, environment, args.model, given)
+        file = _read_file(Path(args.config)) if args.config else {}
+        return make_options(file, os.environ if environment is None else environment, args.model, given)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    known = [variable(name) for name in ("config", "models", *TABLE)]
-    for name in (name for name in environment if name.startswith(PREFIX) and name not in known):
-        near = nearest(name, known)
-        note("fgserve", f"WARNING: {name} is no option, and is ignored" + (f"; use {near}" if near else ""))
-    return options
 
 
 def make_options(
@@ -149,16 +140,14 @@ def make_options(
     models: Sequence[str] = (),
     given: Mapping[str, Value] | None = None,
 ) -> Options:
-    """Return the options of a file that has been read, of variables, and of flags (`given` and `models`).
+    """Return the options of a file that has been read, of the variable API_KEY, and of flags (`given` and `models`).
 
     Raises ValueError, and OSError for a file of a chat template that can not be read.
     """
     file = dict(file)
-    entries = _entries(models, environment, file.pop("models", None) or [])
-    variables = {variable(name): each for name, each in TABLE.items()}
-    empty = variable("api_key")  # an empty variable is as none, except this one: a server must not be open by mistake
-    texts = {name: text for name, text in environment.items() if name in variables and (text or name == empty)}
-    given = {**_read(texts, variables), **(given or {})}
+    entries = _entries(models, file.pop("models", None) or [])
+    key = {name: value for name, value in environment.items() if name == API_KEY}
+    given = {**_read(key, {API_KEY: SERVER["api_key"]}), **(given or {})}
     settings = {**_read(file, TABLE, "the file: "), **given}
     server = ServerOptions(**{name: settings[name] for name in SERVER if name in settings})  # type: ignore[arg-type]
     known = {"model": Option("model", str), "name": NAME, **SERVED}
@@ -179,17 +168,16 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="fgserve",
         description="Serve models over HTTP, in the manner of OpenAI's and Anthropic's APIs.",
-        epilog="Each option is a flag, an environment variable and a key of the YAML file. A flag overrides the "
-        "variable, which overrides the file. In the file, an entry of `models` may be a mapping of `model`, `name` "
-        "(for clients) and options of models, which then hold for that one.",
+        epilog="Each option is a flag and a key of the YAML file, which flags override. In the file, an entry of "
+        "`models` may be a mapping of `model`, `name` (for clients) and options of models, which then hold for that "
+        f"one. The environment variable {API_KEY} has the key, too.",
     )
-    models_help = f"hub ids or folders [{variable('models')}, separated by spaces; models: {BUNDLED_NAME}]"
-    parser.add_argument("model", nargs="*", metavar="MODEL", help=models_help)
-    parser.add_argument("--config", metavar="FILE", help=f"a YAML file [{variable('config')}]")
+    parser.add_argument("model", nargs="*", metavar="MODEL", help=f"hub ids or folders [models: {BUNDLED_NAME}]")
+    parser.add_argument("--config", metavar="FILE", help="a YAML file")
     for title, options in (("server", SERVER), ("models", SERVED)):
         group = parser.add_argument_group(title)
         for each in options.values():
-            add_flag(group, each, f"{each.help} [{variable(each.name)}, {each.name}: {each.default_text}]")
+            add_flag(group, each, f"{each.help} [{each.name}: {each.default_text}]")
     return parser
 
 
@@ -226,13 +214,13 @@ def _read(data: Mapping[str, Any], known: Mapping[str, Option], where: str = "")
     return found
 
 
-def _entries(given: Sequence[str], environment: Mapping[str, str], listed: Any) -> list[dict[str, Any]]:
+def _entries(given: Sequence[str], listed: Any) -> list[dict[str, Any]]:
     """Return the models to serve, in the file's form. listed: `models` of the file."""
     if not isinstance(listed, list):
         raise ValueError("the file: models must be a list")
     if not all(isinstance(entry, str | dict) for entry in listed):
         raise ValueError("the file: models must hold names, or mappings with a model each")
-    named = list(given) or environment.get(variable("models"), "").split() or listed
+    named = list(given) or listed
     return [{"model": entry} if isinstance(entry, str) else dict(entry) for entry in named] or [{}]
 
 

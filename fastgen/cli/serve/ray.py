@@ -100,7 +100,7 @@ def application(options: Options, tries: int = 20) -> Application:
 
 def build(args: dict[str, Any]) -> Application:
     """Return the replicas for the `import_path` of `serve deploy`. args: the content of a YAML file of fgserve;
-    environment variables have precedence. Raises ValueError."""
+    FASTGEN_API_KEY has precedence. Raises ValueError."""
     return application(make_options(args, os.environ))
 
 

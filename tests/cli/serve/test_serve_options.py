@@ -1,4 +1,4 @@
-"""The options of fgserve: flags, environment variables and the file, and their precedence."""
+"""The options of fgserve: flags, the file and the variable of the key, and their precedence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastgen.cli.options import flag, variable
+from fastgen.cli.options import flag
 from fastgen.cli.options import read as read_text
 from fastgen.cli.serve.options import TABLE, Options, ServerOptions, make_parser, read_options
 
@@ -26,34 +26,39 @@ def test_the_defaults() -> None:
     assert [(model.name, model.model, model.generator) for model in options.models] == [("fastgen-tiny", None, {})]
 
 
-def test_the_help_shows_all_three() -> None:
+def test_the_help_shows_both() -> None:
     help = "".join(make_parser().format_help().split())
     for name in TABLE:
-        for shown in (flag(name), variable(name), name):
+        for shown in (flag(name), name):
             assert shown in help
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_flags_go_before_variables_before_the_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_go_before_the_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for text in "abc":
         Path(text).write_text(text)  # chat_template is the text of a file
     option = TABLE[name]
-    texts: dict[Any, tuple[str, ...]] = {int: ("3", "4", "5"), float: ("0.25", "0.5", "0.75")}
-    texts |= {bool: ("false", "true", "false")}
-    words = ("http://a", "http://b", "http://c") if name == "allow_origin" else ("a", "b", "c")
-    first, second, third = [*option.choices * 3][:3] or texts.get(option.kind, words)
+    texts: dict[Any, tuple[str, ...]] = {int: ("3", "4"), float: ("0.25", "0.5")}
+    texts |= {bool: ("true", "false")}
+    words = ("http://a", "http://b") if name == "allow_origin" else ("a", "b")
+    first, second = [*option.choices * 2][:2] or texts.get(option.kind, words)
 
     def value(options: Options) -> Any:
         (model,) = options.models
         given = {**vars(options.server), **model.generator, "chat_template": model.chat_template}
         return model.name if name == "served_model_name" else given[name]
 
-    file, environment = f"{name}: {first}", {variable(name): second}
-    flags = (flag(name), third) if option.kind is not bool else (flag(name).replace("--", "--no-"),)
+    file = f"{name}: {first}"
+    flags = (flag(name), second) if option.kind is not bool else (flag(name).replace("--", "--no-"),)
     assert value(read(file=file, folder=tmp_path)) == read_text(option, first)
-    assert value(read(file=file, folder=tmp_path, **environment)) == read_text(option, second)
-    assert value(read(*flags, file=file, folder=tmp_path, **environment)) == read_text(option, third)
+    assert value(read(*flags, file=file, folder=tmp_path)) == read_text(option, second)
+
+
+def test_the_variable_of_the_key_is_between_the_flag_and_the_file(tmp_path: Path) -> None:
+    variable = {"file": "api_key: a", "folder": tmp_path, "FASTGEN_API_KEY": "b"}
+    assert read(**variable).server.api_key == "b"  # type: ignore[arg-type]
+    assert read("--api-key=c", **variable).server.api_key == "c"  # type: ignore[arg-type]
 
 
 def test_models_of_the_file_have_their_own_settings(tmp_path: Path) -> None:
@@ -66,7 +71,6 @@ def test_models_of_the_file_have_their_own_settings(tmp_path: Path) -> None:
     flagged = read("--dtype", "float32", file=file, folder=tmp_path).models
     assert [model.generator["dtype"] for model in flagged] == ["float32"] * 2
     assert [model.name for model in read("e", file=file, folder=tmp_path).models] == ["e"]
-    assert [model.name for model in read(FASTGEN_MODELS="x y").models] == ["x", "y"]
 
 
 def test_a_model_of_the_file_has_its_own_chat_template(tmp_path: Path) -> None:
@@ -104,8 +108,8 @@ def test_models_on_other_gpus_or_with_a_share_of_their_own_are_left_alone(tmp_pa
         (["--port", "70000"], None, {}, "argument --port: is 70000; it must be at least 0 and at most 65535"),
         (["--api-key", ""], None, {}, "argument --api-key: is empty; give it a value, or leave it out"),
         (["--port", "x"], None, {}, "argument --port: is 'x'; it must be a whole number"),
-        ([], None, {"FASTGEN_MAX_BODY_MB": "nan"}, "FASTGEN_MAX_BODY_MB is nan; it must be above 0"),
-        ([], None, {"FASTGEN_RESTART": "maybe"}, "FASTGEN_RESTART is 'maybe'; it must be true or false"),
+        (["--max-body-mb=nan"], None, {}, "argument --max-body-mb: is nan; it must be above 0"),
+        ([], "restart: maybe", {}, "the file: restart is 'maybe'; it must be true or false"),
         (["--dtype", "int8"], None, {}, "argument --dtype: is 'int8'; it must be one of 'auto', 'float32'"),
         ([], "prot: 3", {}, "the file: there is no option 'prot'"),
         ([], "api_key: 123", {}, "the file: api_key is 123; it must be a string, so put it in quotes"),
@@ -138,12 +142,6 @@ def test_what_is_wrong_is_told(
         read(*argv, file=file, folder=tmp_path, **environment)
     assert ended.value.code == 2
     assert said in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_variable_that_is_no_option_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    read(FASTGEN_MAX_SEQ="3", FASTGEN_MODELS="a", FASTGEN_CONFIG="", OTHER="4")
-    said = capsys.readouterr().err
-    assert said == "fgserve: WARNING: FASTGEN_MAX_SEQ is no option, and is ignored; use FASTGEN_MAX_SEQS\n"
 
 
 def test_a_file_in_another_encoding_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
