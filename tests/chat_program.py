@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import fastgen
 from fastgen.cli import chat, command
-from fastgen.request import Completion, Event, RequestOutput, SamplingParams
+from fastgen.request import Event, SamplingParams
 
 
 class FakeGenerator:
     """A Generator whose answer has the roles and contents of all messages, a word per step. Some messages are special:
 
     "count": 1 2 3 ... without an end; "escape": control characters; "break": the engine fails. The context holds
-    200 characters. Like the real one, it holds a little text back.
+    200 characters.
     """
 
     max_model_len = 200
@@ -70,13 +70,10 @@ class FakeGenerator:
     def _event(self, text: str, finish_reason: str | None) -> Event:
         return Event(len(self.prompts), 0, [1], text, finish_reason)
 
-    def abort(self, ids: Sequence[int]) -> list[RequestOutput]:
+    def abort(self, ids: Sequence[int]) -> None:
         assert list(ids) == [len(self.prompts)]
         if not self.said:
             del self.prompts[-1]  # it never began
-        self.said += ["held"] if self.said else []
-        completion = Completion(0, [1] * len(self.said), "".join(self.said), "abort")
-        return [RequestOutput(ids[0], [], [completion])]
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ import termios
 import time
 import tty
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
-from fastgen.cli.chat_backends import Backend, LocalBackend, RefusedError, Reply, ServerBackend
+from fastgen.cli.chat_backends import Backend, LocalBackend, RefusedError, Reply, ServerBackend, ServerError
 from fastgen.cli.command import loading_model, one_line, run_tool
 from fastgen.cli.options import API_KEY, MODEL, SAMPLING, Parser, add_flag, flag, given
 from fastgen.engine.interrupts import DeferredInterrupt
@@ -246,20 +246,23 @@ class Chat:
         """
         if not message:
             return
-        interrupt, stopped = DeferredInterrupt(), False
+        interrupt, reply, stopped, started = DeferredInterrupt(), Reply(), False, time.perf_counter()
         try:
-            with interrupt:
-                started = time.perf_counter()
-                reply = self.backend.answer(self.messages(message), self.console.say, interrupt)
-                stopped = reply.finish_reason == "abort"
-                if reply.text:
-                    self.rounds.append((message, reply.text))
-                self.report(reply, time.perf_counter() - started)
+            with interrupt, closing(self.backend.stream(self.messages(message), reply)) as pieces:
+                for piece in interrupt.reading(pieces):
+                    reply.text += piece
+                    self.console.say(piece)
         except RefusedError as error:
             wrong = one_line(error).rstrip(".")
             self.refuse(wrong + ("; /r N goes back before round N, /r to the start" if self.rounds else ""))
+            return
+        except ServerError as error:
+            reply.error = str(error)
         except KeyboardInterrupt:
             stopped = True
+        if reply.text:
+            self.rounds.append((message, reply.text))
+        self.report(reply, time.perf_counter() - started)
         if stopped and not self.console.interactive:
             raise KeyboardInterrupt
 

@@ -2,21 +2,20 @@
 
 Both backends have max_tokens, the limit of an answer (None: none), max_model_len, the tokens of the context (None:
 unknown), and two methods. `check` raises ValueError or OSError if no message can be answered, as far as the given
-messages show it. `answer` answers the last message, passes each new piece of text to `say`, and raises RefusedError; it
-is called with Ctrl-C deferred by `interrupt`, and a Ctrl-C ends the answer with the finish_reason "abort".
+messages show it. `stream` yields the pieces of the answer to the last message, and writes its other facts to a Reply;
+closing it ends the answer. It raises RefusedError or ServerError.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.command import needed
-from fastgen.engine.interrupts import DeferredInterrupt
-from fastgen.request import Event, Message, SamplingParams
+from fastgen.request import Message, SamplingParams
 
 if TYPE_CHECKING:
     import httpx
@@ -45,8 +44,11 @@ class Reply:
     error: str | None = None
 
 
+Pieces = Generator[str, None, None]
+
+
 class LocalBackend:
-    """A Generator in this process. Ctrl-C stops an answer when the engine has finished its step."""
+    """A Generator in this process."""
 
     def __init__(self, gen: fastgen.Generator, params: SamplingParams) -> None:
         self.max_tokens: int | None = params.max_tokens
@@ -56,38 +58,19 @@ class LocalBackend:
     def check(self, messages: Sequence[Message]) -> None:
         self._gen.abort([self._gen.add(messages, self._params)])
 
-    def answer(self, messages: Sequence[Message], say: Callable[[str], None], interrupt: DeferredInterrupt) -> Reply:
+    def stream(self, messages: Sequence[Message], reply: Reply) -> Pieces:
         try:
             id = self._gen.add(messages, self._params)
         except ValueError as error:
             raise RefusedError(str(error).split(";")[0]) from error  # advice for programmers follows
-        reply = Reply()
         try:
             while reply.finish_reason is None:
-                interrupt.check()
-                _take_events(self._gen.step(), reply, say)
-        except KeyboardInterrupt:
-            self._stop(id, reply, say)
-        return reply
-
-    def _stop(self, id: str | int, reply: Reply, say: Callable[[str], None]) -> None:
-        """Abort the answer, and show its text that no event has told yet."""
-        outputs = self._gen.abort([id])
-        if outputs:
-            completion = outputs[0].completions[0]
-            say(completion.text[len(reply.text) :])
-            reply.text, reply.num_tokens = completion.text, len(completion.token_ids)
-        else:  # the answer has ended in the step that was in flight
-            _take_events(self._gen.step(), reply, say)
-        reply.finish_reason = "abort"
-
-
-def _take_events(events: Iterable[Event], reply: Reply, say: Callable[[str], None]) -> None:
-    for event in events:
-        reply.text += event.text
-        reply.num_tokens += len(event.token_ids)
-        reply.finish_reason, reply.error = event.finish_reason, event.error
-        say(event.text)
+                for event in self._gen.step():
+                    reply.num_tokens += len(event.token_ids)
+                    reply.finish_reason, reply.error = event.finish_reason, event.error
+                    yield event.text
+        finally:
+            self._gen.abort([id])  # which an answer that has ended does not notice
 
 
 class ServerBackend:
@@ -131,22 +114,23 @@ class ServerBackend:
                 raise ValueError(f"the server has several models; choose one by --model: {', '.join(served)}")
             (self._model,) = served
 
-    def answer(self, messages: Sequence[Message], say: Callable[[str], None], interrupt: DeferredInterrupt) -> Reply:
-        reply = Reply()
-        try:
-            with closing(self._chunks(messages)) as chunks:  # closing the connection ends the request
-                for chunk in interrupt.reading(chunks):
-                    if text := _take_chunk(chunk, reply):
-                        say(text)
-            if reply.finish_reason is None:
-                raise ServerError("the server has ended the answer early")
-        except KeyboardInterrupt:
-            reply.finish_reason = reply.finish_reason or "abort"
-        except ServerError as error:
-            reply.finish_reason, reply.error = "error", str(error)
-        return reply
+    def stream(self, messages: Sequence[Message], reply: Reply) -> Pieces:
+        for chunk in self._chunks(messages):
+            if chunk.get("error"):
+                raise ServerError(_message(chunk))
+            text = ""
+            for choice in chunk.get("choices") or ():
+                text += (choice.get("delta") or {}).get("content") or ""
+                reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+            if usage := chunk.get("usage"):
+                reply.num_tokens = usage["completion_tokens"]
+            elif text:
+                reply.num_tokens += 1  # an estimate, until the server gives the number
+            yield text
+        if reply.finish_reason is None:
+            raise ServerError("the server has ended the answer early")
 
-    def _chunks(self, messages: Sequence[Message]) -> Generator[dict[str, Any], None, None]:
+    def _chunks(self, messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
         """Yield the chunks of an answer. Raises RefusedError or ServerError."""
         body = {"model": self._model, "messages": messages, **self._fields}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -181,22 +165,6 @@ class ServerBackend:
 
 
 Backend = LocalBackend | ServerBackend
-
-
-def _take_chunk(chunk: dict[str, Any], reply: Reply) -> str:
-    """Add a chunk to the reply, and return its text. Raises ServerError if the chunk is an error."""
-    if chunk.get("error"):
-        raise ServerError(_message(chunk))
-    text = ""
-    for choice in chunk.get("choices") or ():
-        text += (choice.get("delta") or {}).get("content") or ""
-        reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
-    reply.text += text
-    if usage := chunk.get("usage"):
-        reply.num_tokens = usage["completion_tokens"]
-    elif text:
-        reply.num_tokens += 1  # an estimate, until the server gives the number
-    return text
 
 
 def _events(pieces: Iterator[bytes]) -> Iterator[bytes]:

@@ -21,8 +21,7 @@ from serving import FGSERVE, Server
 from terminal import BANNER, STATS, ask, at_prompt, leave, said, spawn
 
 from fastgen.cli import chat
-from fastgen.cli.chat_backends import RefusedError, ServerBackend, ServerError
-from fastgen.engine.interrupts import DeferredInterrupt
+from fastgen.cli.chat_backends import RefusedError, Reply, ServerBackend, ServerError
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -259,15 +258,13 @@ def test_without_httpx_it_says_what_to_install(
 
 
 def test_an_error_of_the_terminal_is_none_of_the_server(fake: Fake) -> None:
-    def say(text: str) -> None:
-        raise BrokenPipeError
-
     fake.answer = stream("text")
-    with pytest.raises(BrokenPipeError):
-        ServerBackend(fake.url + "/v1/", None, "some-model", {}).answer(HELLO, say, DeferredInterrupt())
+    with pytest.raises(BrokenPipeError):  # noqa: PT012
+        for _ in ServerBackend(fake.url + "/v1/", None, "some-model", {}).stream(HELLO, Reply()):
+            raise BrokenPipeError
     fake.answer = reply(422, ERROR)
     with pytest.raises(RefusedError, match="the engine died"):
-        ServerBackend(fake.url, None, "some-model", {}).answer(HELLO, print, DeferredInterrupt())
+        next(ServerBackend(fake.url, None, "some-model", {}).stream(HELLO, Reply()))
     fake.models = (429, b"")
     with pytest.raises(ValueError, match="the server says 429: ''"):
         ServerBackend(fake.url, None, None, {}).check(HELLO)
@@ -277,12 +274,11 @@ def test_an_error_of_the_terminal_is_none_of_the_server(fake: Fake) -> None:
 
 def test_one_ctrl_c_is_enough_while_nothing_has_come(fake: Fake) -> None:
     fake.answer = fake.wait_until_left
-    said: list[str] = []
-    interrupt = DeferredInterrupt()
-    with interrupt:
-        press = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        press.start()
-        answer = ServerBackend(fake.url, None, "some-model", {}).answer(HELLO, said.append, interrupt)
-        press.join()
-    assert (answer.text, answer.finish_reason, answer.error, said) == ("", "abort", None, [])
+    conversation = chat.Chat(ServerBackend(fake.url, None, "some-model", {}), chat.Console())
+    press = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    press.start()
+    with pytest.raises(KeyboardInterrupt):
+        conversation.ask("hello")
+    press.join()
+    assert conversation.rounds == []
     assert fake.closed.wait(5)
