@@ -196,21 +196,16 @@ class Chat:
 
     def loop(self) -> None:
         """Obey line after line, until /q or the end of input."""
-        interrupts = 0
         while True:
             try:
-                line = self.console.read(f"{len(self.rounds) + 1}> ")
-                interrupts = 0
-                if not self.obey(line):
+                if not self.obey(self.console.read(f"{len(self.rounds) + 1}> ")):
                     return
             except EOFError:
                 return
             except KeyboardInterrupt:
                 if not self.console.interactive:
                     raise
-                interrupts += 1
-                if interrupts > 1:
-                    self.console.note("(/q or Ctrl-D quits)")
+                self.console.note("(/q or Ctrl-D quits)")
 
     def obey(self, line: str) -> bool:
         """Obey a command, or answer a message. Return False to quit."""
@@ -331,14 +326,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    try:
-        return _load_and_run(args) if args.url is None else _connect_and_run(args)
-    except KeyboardInterrupt:
-        _write(sys.stderr, "\n")
-        return 130
-
-
-def _load_and_run(args: argparse.Namespace) -> int:
+    if args.url is not None:
+        key = args.api_key or os.environ.get(API_KEY) or None
+        return run(ServerBackend(args.url, key, args.name, given(args, (*SAMPLED, "seed"))), args.system)
     with loading_model():
         from fastgen import Generator  # importing torch takes seconds
 
@@ -350,11 +340,6 @@ def _load_and_run(args: argparse.Namespace) -> int:
         if args.verbose:
             print(gen.stats, file=sys.stderr)
     return status
-
-
-def _connect_and_run(args: argparse.Namespace) -> int:
-    key = args.api_key or os.environ.get(API_KEY) or None
-    return run(ServerBackend(args.url, key, args.name, given(args, (*SAMPLED, "seed"))), args.system)
 
 
 def _check_place(args: argparse.Namespace) -> None:

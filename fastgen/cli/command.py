@@ -41,8 +41,8 @@ class UsageError(ValueError):
 
 
 def run_tool(name: str, verbose: bool, run: Callable[[], int]) -> int:
-    """Run a tool and return its exit status. An exception is one line on stderr and the status 1, a UsageError 2. Where
-    the reader of stdout has gone, as `head` does, the status is that of a SIGPIPE."""
+    """Run a tool and return its exit status. An exception is one line on stderr and the status 1, a UsageError 2, and
+    Ctrl-C 130. Where the reader of stdout has gone, as `head` does, the status is that of a SIGPIPE."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("fastgen").setLevel(logging.INFO if verbose else logging.WARNING)
     try:
@@ -50,6 +50,9 @@ def run_tool(name: str, verbose: bool, run: Callable[[], int]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
         return 141
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # behind the terminal's ^C
+        return 130
     except Exception as error:
         if verbose:
             logging.getLogger(__name__).exception("traceback:")

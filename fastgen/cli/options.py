@@ -61,13 +61,8 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
 
 
 def read(option: Option, text: str) -> Value:
-    """Return the value of an option's text. Raises ValueError with a message to stand behind the option's name."""
-    if option.kind is bool:
-        if text.lower() in ("1", "true", "yes", "on"):
-            return True
-        if text.lower() in ("0", "false", "no", "off"):
-            return False
-        raise ValueError(f"is {text!r}; it must be true or false")
+    """Return the value of an option's text, of a kind other than bool. Raises ValueError with a message to stand behind
+    the option's name."""
     if not text:
         raise ValueError("is empty; give it a value, or leave it out")
     kind = option.kind if option.kind in (int, float) else str
@@ -84,7 +79,11 @@ def read_yaml(option: Option, value: Any) -> Value:
     """Return the value of an option in a YAML file. Raises ValueError like `read`."""
     if option.kind is str and not isinstance(value, str):
         raise ValueError(f"is {value!r}; it must be a string, so put it in quotes")
-    if value is False and option.kind is not bool:
+    if option.kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"is {value!r}; it must be true or false")
+        return value
+    if value is False:
         value = "off"  # which YAML reads as False
     if not isinstance(value, str | int | float):
         raise ValueError(f"is {value!r}; it must be a single value")

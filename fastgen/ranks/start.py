@@ -232,17 +232,19 @@ def _public_address() -> str:
 
 
 def _accept(server: socket.socket, missing: dict[bytes, int]) -> Peers:
-    """Wait for the ranks that are missing, by key. A connection without a key is closed."""
+    """Wait for the ranks that are missing, by key. A connection that does not begin with a key is closed."""
     peers, deadline = Peers(), time.monotonic() + CONNECT_SECONDS
     try:
         while missing:
             server.settimeout(max(deadline - time.monotonic(), 0.01))
-            other = server.accept()[0]
-            rank = missing.pop(_read_key(other), None)
-            if rank is None:
-                other.close()
+            other, key = server.accept()[0], b""
+            other.settimeout(KEY_SECONDS)
+            with suppress(OSError):
+                key = other.recv(KEY_BYTES)
+            if key in missing:
+                peers.add(missing.pop(key), other)
             else:
-                peers.add(rank, other)
+                other.close()
     except BaseException as error:
         peers.close()
         if isinstance(error, TimeoutError):
@@ -250,16 +252,6 @@ def _accept(server: socket.socket, missing: dict[bytes, int]) -> Peers:
             raise RuntimeError(f"ranks {late} have not connected in {CONNECT_SECONDS:g} s") from error
         raise
     return peers
-
-
-def _read_key(other: socket.socket) -> bytes:
-    """Return the key that a connection sends; a part of it where the rest does not come in time."""
-    other.settimeout(KEY_SECONDS)
-    key = b""
-    with suppress(OSError):
-        while len(key) < KEY_BYTES and (more := other.recv(KEY_BYTES - len(key))):
-            key += more
-    return key
 
 
 if __name__ == "__main__":

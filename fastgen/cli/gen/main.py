@@ -261,15 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-
-    def interruptible() -> int:
-        try:
-            return run(args)
-        except KeyboardInterrupt:
-            note("fggen", "stopped; the same command goes on")
-            return 130
-
-    return run_tool("fggen", args.verbose, interruptible)
+    return run_tool("fggen", args.verbose, lambda: run(args))
 
 
 def make_parser() -> Parser:

@@ -162,7 +162,12 @@ class Lines:
             next(records, None)  # the names
         for number, raw in enumerate(records, 1):
             try:
-                index, failed = self._state(self._parse(raw))
+                if self._csv:
+                    cells = next(csv.reader(io.StringIO(raw.decode(), newline="")))
+                    record = dict(zip(self._columns, cells, strict=True))
+                else:
+                    record = json.loads(raw)
+                index, failed = self._state(record)
             except (ValueError, KeyError, TypeError, AttributeError):
                 wrong = f"record {number} of {self.path} is not of this job; remove it to do its row again"
                 raise ValueError(wrong) from None
@@ -178,13 +183,6 @@ class Lines:
                     yield record
                     record = b""
             self._torn = bool(record)
-
-    def _parse(self, raw: bytes) -> Record:
-        if self._csv:
-            cells = next(csv.reader(io.StringIO(raw.decode(), newline="")))
-            return dict(zip(self._columns, cells, strict=True))
-        record: Record = json.loads(raw)
-        return record
 
     def write(self, record: Record) -> None:
         self._append(to_cells(map(record.get, self._columns)) if self._csv else to_line(record))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import math
 import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import h11
 import uvicorn
@@ -26,7 +24,6 @@ from fastgen.cli.serve.service import Service, import_tokenizers
 
 UNREAD_SECONDS = 120  # a connection ends if the client has read nothing for so long
 MAX_HEAD = 65536  # bytes of a request's first line and headers
-SHORTAGE_SECONDS = 60  # between two lines about connections that can not be accepted
 KEEP_ALIVE_SECONDS = 120  # longer than clients keep an idle connection, so that they close it
 
 
@@ -69,22 +66,6 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Shortage:
-    """Handler of the event loop's errors. That no connection can be accepted is a line every SHORTAGE_SECONDS at most;
-    asyncio would log a traceback for each attempt, thousands a second."""
-
-    def __init__(self) -> None:
-        self._quiet_until = 0.0
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
-            loop.default_exception_handler(context)
-        elif loop.time() >= self._quiet_until:
-            self._quiet_until = loop.time() + SHORTAGE_SECONDS
-            note("fgserve", f"WARNING: no more connections: {error.strerror}; raise the hard limit (ulimit -Hn)")
-
-
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -99,12 +80,6 @@ def listen(host: str, port: int) -> socket.socket:
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; elsewhere a client that reads nothing stays connected
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
     return listener
-
-
-def _allow_connections() -> None:
-    """Raise the soft limit of open files, often 1024, to the hard one: each connection is a file."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _configure(options: ServerOptions, app: Starlette) -> uvicorn.Config:
@@ -139,7 +114,8 @@ async def serve(options: Options) -> None:
     service = Service(options)
     config = _configure(server_options, make_app(service))
     listener = listen(server_options.host, server_options.port)
-    _allow_connections()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection is a file, and the soft limit often 1024
     server, stopping, loop = _Server(config), asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
@@ -149,14 +125,12 @@ async def serve(options: Options) -> None:
             note("fgserve", f"finishing {running} requests; a second Ctrl-C ends them at once")
         stopping.set()
 
-    loop.set_exception_handler(_Shortage())
     loop.run_in_executor(None, import_tokenizers)  # while the first engine loads
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     note("fgserve", f"listening at {server_options.url(listener.getsockname()[1])}")
     serving = asyncio.create_task(server.serve([listener]))
     keeping = asyncio.create_task(service.run())
-    loaded = asyncio.create_task(_report_loaded(service))
     stopped = asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait((serving, keeping, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -166,17 +140,10 @@ async def serve(options: Options) -> None:
         if keeping.done():
             await keeping
     finally:
-        for task in (keeping, loaded, stopped):
+        for task in (keeping, stopped):
             task.cancel()
-        await asyncio.wait((keeping, loaded, stopped))
+        await asyncio.wait((keeping, stopped))
         await service.close()
-
-
-async def _report_loaded(service: Service) -> None:
-    await service.loaded.wait()
-    for model in service.models.values():
-        note("fgserve", f"{model.name}: {model.engine.info.summary}")
-    note("fgserve", f"ready: {', '.join(service.models)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

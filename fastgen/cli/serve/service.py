@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from fastgen.async_engine.client import AsyncGenerator
+from fastgen.cli.command import note
 from fastgen.cli.serve.options import ModelOptions, Options
 from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import ApiError
@@ -134,10 +135,12 @@ class Service:
             async with asyncio.TaskGroup() as group:
                 for model in self.models.values():
                     await model.start()
+                    note("fgserve", f"{model.name}: {model.engine.info.summary}")
                     group.create_task(model.keep(self.options.restart and not self.options.rollout))
                 gc.collect()
                 gc.freeze()  # else a collection of all that was imported would hold up some tokens for 30 ms
                 self.loaded.set()
+                note("fgserve", f"ready: {', '.join(self.models)}")
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 

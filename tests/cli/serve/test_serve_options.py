@@ -49,10 +49,13 @@ def test_flags_go_before_the_file(name: str, tmp_path: Path, monkeypatch: pytest
         given = {**vars(options.server), **model.generator, "chat_template": model.chat_template}
         return model.name if name == "served_model_name" else given[name]
 
+    def parsed(text: str) -> Any:
+        return text == "true" if option.kind is bool else read_text(option, text)
+
     file = f"{name}: {first}"
     flags = (flag(name), second) if option.kind is not bool else (flag(name).replace("--", "--no-"),)
-    assert value(read(file=file, folder=tmp_path)) == read_text(option, first)
-    assert value(read(*flags, file=file, folder=tmp_path)) == read_text(option, second)
+    assert value(read(file=file, folder=tmp_path)) == parsed(first)
+    assert value(read(*flags, file=file, folder=tmp_path)) == parsed(second)
 
 
 def test_the_variable_of_the_key_is_between_the_flag_and_the_file(tmp_path: Path) -> None:
