@@ -153,7 +153,7 @@ class AsyncGenerator:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._progress = 0.0  # time.monotonic() of the last step or call, or of the request that ended an idle time
         self._peer: _Process | _Thread | None = None
-        self._wanted = self._loaded = self._closing = self._paused = False
+        self._loaded = self._closing = self._paused = False
         self._failure: Exception | None = None
 
     # ------------------------------------------------------------------------------------ life
@@ -162,56 +162,34 @@ class AsyncGenerator:
         """Start the engine and wait until its model is loaded.
 
         Raises what the Generator raises (ValueError or TypeError for wrong arguments), and EngineError where its
-        process dies.
+        process dies, or `close` is called meanwhile.
         """
         if self._peer is not None:
-            raise RuntimeError(f"the engine of {self.name} has been started; use restart")
-        self._wanted = True
-        await self._start()
-
-    async def restart(self, **changes: Any) -> None:
-        """End the engine, if it runs, and start another one; running requests fail. changes: new values of options.
-        Raises what `start` raises, and EngineError where `close` is called meanwhile."""
-        self._wanted = True
-        await self._end()
-        self._options.update(changes)
-        await self._start()
+            raise RuntimeError(f"the engine of {self.name} has been started; make a new AsyncGenerator")
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._peer = await _Process.start(self._options) if self._own_process else _Thread(self._options)
+        self._listener = asyncio.create_task(self._listen(self._peer))
+        try:
+            if self._closing:
+                raise EngineError(f"the engine of {self.name} was closed")
+            await self._ready
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """End the engine and wait for its end; running requests fail. A process has a few seconds to end; a thread ends
         after the step that runs, or when its model is loaded. Further calls have no effect."""
-        self._wanted = False
-        await self._end()
+        self._closing = True
+        if self._peer is not None:
+            await self._peer.end()
+            await asyncio.wait([self._listener])
 
     async def died(self) -> str:
         """Wait until the engine has ended; return `dead`."""
         await asyncio.wait([self._listener])
         assert self.dead is not None
         return self.dead
-
-    async def _start(self) -> None:
-        self._loaded = self._closing = self._paused = False
-        self._failure = self.dead = None
-        self.stats = Stats()
-        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._peer = await _Process.start(self._options) if self._own_process else _Thread(self._options)
-        self._listener = asyncio.create_task(self._listen(self._peer))
-        try:
-            if not self._wanted:  # `close` was called during a restart
-                raise EngineError(f"the engine of {self.name} was closed")
-            await self._ready
-        except BaseException:
-            await self._end()
-            raise
-
-    async def _end(self) -> None:
-        if (peer := self._peer) is None:
-            return
-        self._closing, listener = True, self._listener
-        await peer.end()
-        await asyncio.wait([listener])
-        if self._peer is peer:  # else another task has ended it, and perhaps started the next one
-            self._peer = None
 
     async def __aenter__(self) -> AsyncGenerator:
         await self.start()

@@ -523,39 +523,31 @@ async def die(engine: AsyncGenerator, how: str, kill: Callable[[], Any]) -> None
 
 
 @pytest.mark.usefixtures("stubs")
-def test_a_stall_is_detected_and_a_dead_engine_can_be_restarted() -> None:
+def test_a_stall_and_a_death_are_detected() -> None:
     async def main() -> None:
         async with AsyncGenerator() as engine:
             await stall(engine)
             await die(engine, "was killed by SIGKILL", lambda: os.kill(pid(engine), signal.SIGKILL))
-            restart = asyncio.create_task(engine.restart(max_seqs=9))
-            while engine.dead is not None:
-                await asyncio.sleep(0)
-            with pytest.raises(RuntimeError, match="not ready"):
-                engine.submit([[5]], LONG)
-            await restart
-            assert (await collect(engine.submit([[5]], SamplingParams(max_tokens=3))))[0].error is None
+            with pytest.raises(RuntimeError, match="has been started; make a new AsyncGenerator"):
+                await engine.start()
+        async with AsyncGenerator() as engine:
             await die(engine, "failed with RuntimeError: bad luck", lambda: engine.submit([[serve_stub.BAD]], LONG))
 
     asyncio.run(main())
 
 
 @pytest.mark.usefixtures("stubs")
-def test_a_close_ends_a_restart() -> None:
+def test_a_close_ends_a_start() -> None:
     async def main() -> None:
-        for steps in (1, 2, 5):  # of the event loop after the end of the first engine, or during it
+        for steps in (1, 2, 5):  # of the event loop
             engine = AsyncGenerator()
-            await engine.start()
-            first, restart = engine._peer, asyncio.create_task(engine.restart())
-            while steps > 1 and engine._peer is first:
-                await asyncio.sleep(0)
+            start = asyncio.create_task(engine.start())
             for _ in range(steps):
                 await asyncio.sleep(0)
             await engine.close()
             with pytest.raises(EngineError, match="was closed"):
-                await restart
+                await start
             assert not engine.ready
-            assert engine._peer is None
 
     before = children(os.getpid())
     asyncio.run(main())
@@ -608,7 +600,7 @@ def test_a_generator_that_fails_to_start_reports_its_reason() -> None:
             await engine.start()
         assert engine.dead is not None
         assert engine.dead.startswith("the engine of mine ")
-        assert engine._peer is None
+        assert not engine.ready
 
     asyncio.run(main())
 
@@ -640,7 +632,7 @@ def test_a_start_that_is_cancelled_leaves_no_process() -> None:
         engine = AsyncGenerator()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.start(), 0.2)
-        assert engine._peer is None
+        assert not engine.ready
         assert engine.dead == "the engine of the bundled model was closed"
 
     children = Path(f"/proc/self/task/{os.getpid()}/children")
@@ -663,7 +655,7 @@ def test_a_thread_ends_with_its_generator(monkeypatch: pytest.MonkeyPatch) -> No
             await gen.close()
             with pytest.raises(EngineError, match="was closed"):
                 await anext(stream)
-            await gen.restart()
+        async with AsyncGenerator(own_process=False, **OPTIONS) as gen:
             monkeypatch.setattr(Generator, "step", fail)
             with pytest.raises(EngineError, match="the engine of the bundled model failed with RuntimeError: bad luck"):
                 await gen.generate(ids(4))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 from base64 import b64encode
+from collections.abc import Callable
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-PAGE = Path(__file__).with_name("page.html")
+PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5.35.0/"
 
 DOCS = f"""<!doctype html>
@@ -27,30 +28,15 @@ DOCS = f"""<!doctype html>
 """
 
 
-def chat_page(request: Request) -> HTMLResponse:
-    """Return the chat page. Its browser runs its own script and style alone, and refuses scripts that would write
-    HTML."""
-    text = PAGE.read_text(encoding="utf-8")
-    policy = {
-        "script-src": _hash_of("script", text),
-        "style-src": _hash_of("style", text),
-        "require-trusted-types-for": "'script'",
-        "trusted-types": "'none'",
-    }
-    return _response(text, policy)
+def _hash_of(tag: str, text: str) -> str:
+    """Return the source expression of the only inline element of this kind."""
+    (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    return f"'sha256-{b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def docs_page(request: Request) -> HTMLResponse:
-    """Return the page of all routes and fields, whose script and style are those of one release of Swagger UI."""
-    policy = {
-        "script-src": f"{SWAGGER} {_hash_of('script', DOCS)}",
-        "style-src": f"{SWAGGER} 'unsafe-inline'",
-    }
-    return _response(DOCS, policy)
-
-
-def _response(text: str, policy: dict[str, str]) -> HTMLResponse:
-    """Return a page that connects to this server alone. policy: what else its browser allows and refuses."""
+def _page(text: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse]:
+    """Return the handler of a page that connects to this server alone. policy: what else its browser allows and
+    refuses."""
     policy = {
         "default-src": "'none'",
         "connect-src": "'self'",
@@ -66,10 +52,21 @@ def _response(text: str, policy: dict[str, str]) -> HTMLResponse:
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-    return HTMLResponse(text, headers=headers)
+    return lambda request: HTMLResponse(text, headers=headers)
 
 
-def _hash_of(tag: str, text: str) -> str:
-    """Return the source expression of the only inline element of this kind."""
-    (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    return f"'sha256-{b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+# The browser runs the own script and style of the chat page alone, and refuses scripts that would write HTML.
+chat_page = _page(
+    PAGE,
+    {
+        "script-src": _hash_of("script", PAGE),
+        "style-src": _hash_of("style", PAGE),
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    },
+)
+# The script and style of the page of all routes and fields are those of one release of Swagger UI.
+docs_page = _page(
+    DOCS,
+    {"script-src": f"{SWAGGER} {_hash_of('script', DOCS)}", "style-src": f"{SWAGGER} 'unsafe-inline'"},
+)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -72,11 +73,14 @@ class ServedModel:
     facts: ModelFacts
 
     def __init__(self, options: ModelOptions, queue: AdmissionQueue, grammar_timeout: float) -> None:
-        self.name, self.queue, self._options = options.name, queue, options
-        self.engine = AsyncGenerator(
-            options.model, name=options.name, grammar_timeout=grammar_timeout, **options.generator
-        )
+        self.name, self.queue, self._options, self._grammar_timeout = options.name, queue, options, grammar_timeout
+        self.engine = self._make_engine()
         self.trouble: str | None = None
+
+    def _make_engine(self, **changes: Any) -> AsyncGenerator:
+        """Return an engine that is to be started. changes: other arguments of its Generator."""
+        arguments = {**self._options.generator, **changes}
+        return AsyncGenerator(self._options.model, name=self.name, grammar_timeout=self._grammar_timeout, **arguments)
 
     async def start(self) -> None:
         """Start the engine and read the tokenizer. Raises what AsyncGenerator.start raises."""
@@ -108,8 +112,10 @@ class ServedModel:
         last death."""
         self.trouble = await self.engine.died()
         if restart:
-            log.error("%s; it is started again", self.trouble)
-            await self.engine.restart(**self._options.again)
+            log.error("%s; another one is started", self.trouble)
+            await self.engine.close()
+            self.engine = self._make_engine(**self._options.again)
+            await self.engine.start()
             self.trouble = None
             self.trouble = await self.engine.died()
         raise RuntimeError(self.trouble)
@@ -124,7 +130,7 @@ class Service:
         limits = (self.options.max_queued_requests, self.options.max_queued_tokens)
         seconds = self.options.grammar_timeout
         self.models = {model.name: ServedModel(model, AdmissionQueue(*limits), seconds) for model in options.models}
-        self.metrics = Metrics({name: model.engine for name, model in self.models.items()})
+        self.metrics = Metrics(self.models)
         self.loaded = asyncio.Event()
         self.expired = False
         self.deadlines: set[asyncio.Timeout] = set()
@@ -232,8 +238,8 @@ class Metrics(Collector):
     """All metrics of a server, in the format of Prometheus: counts of the engines, by the names of their models, and
     latencies of requests. The counts start at 0 again when an engine is restarted."""
 
-    def __init__(self, engines: Mapping[str, AsyncGenerator]) -> None:
-        self._engines = engines
+    def __init__(self, models: Mapping[str, ServedModel]) -> None:
+        self._models = models
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.queue = self._histogram("queue", "from a request's arrival to its first step", SECONDS)
@@ -249,8 +255,8 @@ class Metrics(Collector):
         for kind, counts in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, help in counts.items():
                 family = kind(f"fastgen_{name}", help, labels=["model"])
-                for model, engine in self._engines.items():
-                    family.add_metric([model], getattr(engine.stats, name))
+                for model in self._models.values():
+                    family.add_metric([model.name], getattr(model.engine.stats, name))
                 yield family
 
     def text(self) -> bytes:
