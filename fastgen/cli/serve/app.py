@@ -51,7 +51,7 @@ LARGE = 65536  # bytes; larger bodies are parsed in a thread
 DISCARDED = 8  # multiple of the size limit that is read of a larger body, so that its client reads the response
 
 Handler = Callable[[Request], Awaitable[Response] | Response]
-Answerer = Callable[[Any], Awaitable[Response]]  # of the checked body of a post
+Answerer = Callable[[Any, Request], Awaitable[Response]]  # of the checked body of a post
 
 
 def make_app(service: Service) -> Starlette:
@@ -226,15 +226,17 @@ class _Routes:
         return posts + [Route(prefix + path, handler, methods=["GET"]) for path, handler in self._gets.items()]
 
     async def _post(self, kind: type[Strict], answer: Answerer, request: Request) -> Response:
-        return await answer(await self._read(kind, request))
+        return await answer(await self._read(kind, request), request)
 
-    async def _generate(self, wanted: GenerationRequest) -> Response:
+    async def _generate(self, wanted: GenerationRequest, request: Request) -> Response:
         return GenerationResponse(self._service, wanted)
 
-    async def _translate(self, reply: Callable[..., BlockReply], wanted: ResponseRequest | MessageRequest) -> Response:
+    async def _translate(
+        self, reply: Callable[..., BlockReply], wanted: ResponseRequest | MessageRequest, request: Request
+    ) -> Response:
         return GenerationResponse(self._service, await asyncio.to_thread(wanted.chat), partial(reply, wanted))
 
-    async def _compute(self, function: Callable[..., Any], wanted: Any) -> Response:
+    async def _compute(self, function: Callable[..., Any], wanted: Any, request: Request) -> Response:
         return json_response(await asyncio.to_thread(function, wanted, self._service.choose(wanted.model).facts))
 
     async def tokenizer_info(self, request: Request) -> Response:

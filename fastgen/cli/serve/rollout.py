@@ -10,7 +10,6 @@ from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from fastgen.async_engine.client import AsyncGenerator, EngineError
 from fastgen.cli.serve.answers import limited
@@ -86,29 +85,6 @@ Call = Callable[[AsyncGenerator, Any], Awaitable[Any]]
 """Answers a checked request by calls of its model's engine."""
 
 
-class _CallResponse(Response):
-    """The response with the result of a call. A client that disconnects ends the call, as far as it can be ended.
-    timed: the call may take no longer than other requests."""
-
-    def __init__(self, service: Service, call: Callable[[], Awaitable[Any]], timed: bool = False) -> None:
-        super().__init__()
-        self._service, self._call, self._timed = service, call, timed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with limited(self._service, receive, self._timed):
-                result = await self._call()
-        except EngineError as error:
-            raise ApiError(500, str(error), code="engine_error") from None
-        except (ValueError, TypeError, RuntimeError, OSError) as error:
-            message = "\n".join([str(error), *getattr(error, "__notes__", ())])
-            if isinstance(error, ValueError | TypeError):
-                raise ApiError(400, message, code="invalid_value") from None
-            raise ApiError(409, message, code="conflict") from None
-        body = to_json({} if result is None else result, inf_nan_mode="constants")  # as Python's json reads them
-        await Response(body, media_type="application/json")(scope, receive, send)
-
-
 class Rollout:
     """The routes. posts: the kind of body of each, and its function."""
 
@@ -130,13 +106,26 @@ class Rollout:
         }
         self.posts = {path: (kind, partial(self._answer, call)) for path, (kind, call) in calls.items()}
 
-    async def _answer(self, call: Call, wanted: Any) -> Response:
-        call = partial(call, self._service.choose(wanted.model).engine, wanted)
-        return _CallResponse(self._service, call, timed=isinstance(wanted, GenerateRequest))
-
     async def weight_version(self, request: Request) -> Response:
-        engine = self._service.choose(request.query_params.get("model")).engine
-        return _CallResponse(self._service, partial(engine.call, "weight_state"))
+        wanted = ModelRequest(model=request.query_params.get("model"))
+        return await self._answer(lambda engine, _: engine.call("weight_state"), wanted, request)
+
+    async def _answer(self, call: Call, wanted: Any, request: Request) -> Response:
+        """Return the response with the result of a call. A client that disconnects ends the call, as far as it can be
+        ended. Only /generate may take no longer than other requests."""
+        engine = self._service.choose(wanted.model).engine
+        try:
+            async with limited(self._service, request.receive, timed=isinstance(wanted, GenerateRequest)):
+                result = await call(engine, wanted)
+        except EngineError as error:
+            raise ApiError(500, str(error), code="engine_error") from None
+        except (ValueError, TypeError, RuntimeError, OSError) as error:
+            message = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            if isinstance(error, ValueError | TypeError):
+                raise ApiError(400, message, code="invalid_value") from None
+            raise ApiError(409, message, code="conflict") from None
+        body = to_json({} if result is None else result, inf_nan_mode="constants")  # as Python's json reads them
+        return Response(body, media_type="application/json")
 
     async def _init_group(self, engine: AsyncGenerator, wanted: GroupRequest) -> Any:
         arguments = wanted.backend, wanted.gpu, wanted.timeout, wanted.bucket_bytes, wanted.replace
