@@ -233,7 +233,7 @@ class Request:
 
 @dataclass(slots=True, kw_only=True)
 class Drawn:
-    """The values that were drawn with each of some tokens: lists with one entry for each token.
+    """The logprobs of sampled tokens, and their sampling mask: lists with one entry for each token.
 
     logprobs: natural logarithms, float32, of the distribution that was sampled from (0.0 at temperature 0).
     untruncated_logprobs: the same without top_k, top_p and min_p, over all of the vocabulary that penalties, biases and

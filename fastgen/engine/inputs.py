@@ -58,7 +58,7 @@ class InputProcessor:
     def _compiler(self) -> Compiler:
         return Compiler(self.tokenizer, self.model.vocab_size, self.model.eos_ids)
 
-    def prepare(self, params: SamplingParams) -> TokenMask | None:
+    def mask_of(self, params: SamplingParams) -> TokenMask | None:
         """Check parameters, and return their mask, which samples copy. Raises ValueError or TypeError."""
         self.check_params(params)
         grammar = params_grammar(params)
@@ -91,7 +91,7 @@ class InputProcessor:
             check_needs(prompt, self.tokenizer)
         if params is None or isinstance(params, SamplingParams | Mapping):
             shared = params_of(params, self.defaults)
-            self.prepare(shared)
+            self.mask_of(shared)  # checks them before anything runs
             return [(prompt, shared) for prompt in many]
         if not isinstance(params, Iterable) or isinstance(params, str):
             raise TypeError(f"params must be SamplingParams, a dict or a list of them, not {type(params).__name__}")
@@ -127,7 +127,7 @@ class InputProcessor:
         that can not be resumed.
         """
         params, resume = params_of(request.params, self.defaults), request.resume
-        mask = self.prepare(params)
+        mask = self.mask_of(params)
         ids, text = encode_prompt(request.prompt, self.tokenizer)
         self._check_prompt(ids, params)
         if score is None and params.prompt_logprobs is not None:

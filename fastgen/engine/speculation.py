@@ -140,6 +140,7 @@ class Speculator:
         self._texts: list[tuple[int, int, np.ndarray]] = []  # to send, see Batch
 
     def leave(self, lane: int) -> None:
+        """Forget a lane whose sequence leaves it."""
         self._lanes.discard(lane)
         self.moved.discard(lane)
         self._texts = [text for text in self._texts if text[0] != lane]

@@ -73,6 +73,7 @@ class StepSequences:
         return StepSequences(self.lanes[drawing], ones, self.kv_lens[drawing], ones, self.forks[:0])
 
     def layout(self, page_table: Tensor, decodes: int, shared: bool) -> StepLayout:
+        """Return the layout for attention. The arguments are its fields."""
         return StepLayout(self.query_lens, self.kv_lens, decodes, self.lanes, page_table, shared)
 
     @property

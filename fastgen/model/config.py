@@ -303,7 +303,7 @@ def _eos_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, .
     ids = generation.get("eos_token_id")
     ids = config.get("eos_token_id") if ids is None else ids
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not all(_is_int(token) for token in ids):
+    if not all(type(token) is int for token in ids):  # a bool is no id
         raise _unsupported("eos_token_id", ids, "an id or a list of ids is")
     return tuple(ids)
 
@@ -321,14 +321,10 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _integer(config: dict[str, Any], field: str, default: int | None = None, low: int = 1) -> int:
     """Return an integer field. An absent or null field gives the default; without a default it is a ValueError."""
     value = default if config.get(field) is None else config[field]
-    if value is None or not _is_int(value) or not low <= value <= _MOST:
+    if type(value) is not int or not low <= value <= _MOST:
         raise ValueError(f"{field}={value!r} is missing or not an integer from {low} to {_MOST}")
     return value
 
@@ -338,7 +334,7 @@ def _number(
 ) -> float:
     """Return a number field, an int or a float as it is written; otherwise as `_integer`."""
     value = default if config.get(field) is None else config[field]
-    if value is None or isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+    if value is None or type(value) not in (int, float) or not low <= value <= high:
         raise ValueError(f"{field}={value!r} is missing or not a number from {low:g} to {high:g}")
     return value
 

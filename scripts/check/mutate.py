@@ -80,7 +80,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if name in self._seen:", "if False:"),
     ],
     ("model/transformer.py", "tests/model/test_transformer.py"): [
-        ('"self_attn.k_proj", "self_attn.v_proj")', '"self_attn.v_proj", "self_attn.k_proj")'),
+        ('"k_proj": kv_heads, attention + "v_proj"', '"v_proj": kv_heads, attention + "k_proj"'),
         ("self.group.rank * (whole // size) // self.group.size * size", "self.group.rank * size % whole"),
     ],
     ("model/attention/reference.py", "tests/model/test_attention_reference.py"): [

@@ -161,6 +161,8 @@ def _by_block(scores: Tensor) -> Tensor:
 
 
 class ReferenceAttention:
+    """Attention in torch and MKL (see Attention). num_heads: H."""
+
     capturable = False
     needs_clean_pages = True
     shares = False
