@@ -23,6 +23,7 @@ def python(code: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     return done.stdout
 
 
@@ -57,8 +58,10 @@ assert Generator.__module__ == "fastgen.generator"
 needless = {"transformers", "prompt_toolkit", "flash_attn", "ray"} & set(sys.modules)
 assert torch.version.cuda or "triton" not in sys.modules
 assert not needless, needless
-Generator(device="cpu")
+gen = Generator(device="cpu")
 assert "torch._dynamo" not in sys.modules, "a tokenizer needs none of torch's compiler"
+gen.add("a")
+gen.step()  # the program ends in the middle of a request, without a close
 """
     best = 10.0
     for _ in range(3):  # the machine may be busy
