@@ -173,7 +173,7 @@ class Simulation:
         self.drain()
         if self.open:
             return
-        self.runner.clear_lanes()
+        self.runner.forget()
         self.scheduler.drop_prefixes()
         self._check()
         self.seen["sleeps"] += 1
