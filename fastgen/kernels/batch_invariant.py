@@ -206,13 +206,15 @@ class Fused(NamedTuple):
 
     add: [T, N] in x's dtype, to which the result is added in place. swiglu: weight and bias hold the rows of gate and
     then of up, and the result is silu(gate) * up [T, N / 2]. rope: the weight holds the rows of q, k and v, and the
-    result is rope_write's, q [T, H, D]. out_dtype: the dtype of the result, if not x's.
+    result is rope_write's, q [T, H, D]. out_dtype: the dtype of the result, if not x's. out: where the result is
+    written; only without add, swiglu and rope.
     """
 
     add: Tensor | None = None
     swiglu: bool = False
     rope: RopeWrite | None = None
     out_dtype: torch.dtype | None = None
+    out: Tensor | None = None
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
@@ -261,7 +263,9 @@ def launch_as(
         width = half if fused.swiglu else width
         weight = weight.view(-1, 2, half, inputs)
         block = [heads, 2, chosen.rows // 2 // heads, chosen.depth]
-    out = x.new_empty(tokens, width, dtype=fused.out_dtype) if fused.add is None else fused.add
+    out = fused.out if fused.add is None else fused.add
+    if out is None:
+        out = x.new_empty(tokens, width, dtype=fused.out_dtype)
     assert out.shape == (tokens, width)
     assert out.is_contiguous()
     tiles = -(-len(weight) // heads) * -(-half // block[2]) if half else -(-outputs // chosen.rows)
@@ -302,6 +306,8 @@ def finished(y: Tensor, fused: Fused) -> Tensor:
         return turned
     if fused.swiglu:
         y = swiglu.twin(y)
+    if fused.out is not None:
+        return fused.out.copy_(y)
     return y.to(fused.out_dtype or y.dtype) if fused.add is None else fused.add.add_(y)
 
 

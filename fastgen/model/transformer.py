@@ -98,6 +98,8 @@ class Linear:
         if fused.add is not None:
             return self.add_to(fused.add, x)
         y = self(x, fused.out_dtype)
+        if fused.out is not None:
+            return fused.out.copy_(y)
         return epilogue.swiglu(y) if fused.swiglu else y
 
     def fuses(self, x: Tensor) -> bool:
@@ -502,8 +504,11 @@ class Transformer:
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Return logits, float32 [R, V], of rows x [R, hidden] of `forward`, in `out` if given; None on ranks above
         0."""
-        own = self.lm_head.apply(self._padded(x), Fused(out_dtype=torch.float32), self.norm)[: len(x)]
-        return self.group.gather(own, out)
+        padded = self._padded(x)
+        whole = self.group.size == 1 and len(padded) == len(x)  # nothing is left to gather, or to leave out
+        fused = Fused(out_dtype=torch.float32, out=out if whole else None)
+        own = self.lm_head.apply(padded, fused, self.norm)
+        return own if whole else self.group.gather(own[: len(x)], out)
 
     def _padded(self, x: Tensor) -> Tensor:
         """Return x [T, hidden] with rows of zeros added, up to a multiple of `row_tile`."""

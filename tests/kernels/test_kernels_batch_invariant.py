@@ -45,7 +45,7 @@ def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return change(value) if isinstance(value, Tensor) else value
 
 
-@pytest.mark.parametrize("parts", ["", "bias", "add", "bias swiglu", "logits"])
+@pytest.mark.parametrize("parts", ["", "bias", "add", "bias swiglu", "logits", "logits out"])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 192, 200), (17, 130, 64), (70, 96, 136)])
 def test_against_the_twin(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, parts: str) -> None:
@@ -55,6 +55,7 @@ def test_against_the_twin(tokens: int, outputs: int, inputs: int, dtype: torch.d
         add=randn(tokens, outputs, seed=4, dtype=dtype) if "add" in parts else None,
         swiglu="swiglu" in parts,
         out_dtype=torch.float32 if "logits" in parts else None,
+        out=torch.full((tokens, outputs), torch.nan, device=DEVICE) if "out" in parts else None,
     )
     given = x, weight, bias, fused
     exact = product.twin(*changed((x, weight, bias, fused._replace(out_dtype=None)), Tensor.double))
@@ -62,6 +63,7 @@ def test_against_the_twin(tokens: int, outputs: int, inputs: int, dtype: torch.d
     found = product.launch(*given)
     assert (found.dtype, found.shape) == (twin.dtype, twin.shape)
     assert fused.add is None or found is fused.add, "written in place"
+    assert fused.out is None or found is fused.out
     assert error(found, exact) <= 1.1 * error(twin, exact) + 4 * torch.finfo(torch.float32).eps
 
 
