@@ -24,6 +24,7 @@ from fastgen.kernels.rope import rope_write
 BLOCK = 128  # rows and inputs of a block with one scale
 LARGEST = 448.0
 LEAST_SCALE = 1 / (LARGEST * 512)  # that of a row of zeros, too
+FEW = 64  # rows up to which more warps quantize one
 ALIGN = 16  # divides the inputs of a weight, so that its rows begin at multiples of 16 bytes
 
 
@@ -72,9 +73,8 @@ def _quantize_launch(x: Tensor) -> tuple[Tensor, Tensor]:
     assert x.is_contiguous()
     values, scales = torch.empty_like(x, dtype=E4M3), x.new_empty(rows, dtype=torch.float32)
     block, pdl = power_of_two(size), Chip.of(x.device).dependent_launch
-    _quantize_kernel[(rows,)](
-        x, values, scales, size, block, pdl, num_warps=min(max(block // 1024, 1), 8), launch_pdl=pdl
-    )
+    warps = min(max(block // 1024, 1), 8) if rows > FEW else 16
+    _quantize_kernel[(rows,)](x, values, scales, size, block, pdl, num_warps=warps, launch_pdl=pdl)
     return values, scales
 
 

@@ -77,7 +77,7 @@ def _product_kernel(
         [
             (_multiply, (ring, results, out_desc, pointers, T, N, tiles, K, HALF, ADD, BLOCKS, GROUP, 0)),
             (_multiply, (ring, results, out_desc, pointers, T, N, tiles, K, HALF, ADD, BLOCKS, GROUP, 1)),
-            (_load_tiles, (x_desc, weight_desc, ring, T, N, tiles, K, HALF, GROUP)),
+            (_load_tiles, (x_desc, weight_desc, ring, out_ptr, T, N, tiles, K, HALF, ADD, GROUP)),
         ],
         [4, 1],
         [REGISTERS, LOADING_REGISTERS],
@@ -85,8 +85,12 @@ def _product_kernel(
 
 
 @gluon_jit()
-def _load_tiles(x_desc, weight_desc, ring, T, N, tiles, K: gl.constexpr, HALF: gl.constexpr, GROUP: gl.constexpr):
-    """Load the steps of all tiles of the program, each when both groups of warps have left a stage."""
+def _load_tiles(
+    x_desc, weight_desc, ring, out_ptr, T, N, tiles,
+    K: gl.constexpr, HALF: gl.constexpr, ADD: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Load the steps of all tiles of the program, each when both groups of warps have left a stage. What a tile is
+    added to is on its way to the L2 cache meanwhile."""
     xs, weights, ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
     TOKENS: gl.constexpr = xs.shape[1]
@@ -98,6 +102,8 @@ def _load_tiles(x_desc, weight_desc, ring, T, N, tiles, K: gl.constexpr, HALF: g
     phase = 1  # of `free`: a new barrier counts as complete before
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first_token, row, other = _place(tile, T, N, HALF, TOKENS, ROWS, GROUP)
+        if ADD:
+            _prefetch(out_ptr, first_token, row, T, N, TOKENS, 2 * ROWS)
         for at in range(0, K, DEPTH):
             nvidia.mbarrier.wait(free.index(stage), phase)
             nvidia.mbarrier.expect(ready.index(stage), (TOKENS + 2 * ROWS) * DEPTH)
@@ -106,6 +112,17 @@ def _load_tiles(x_desc, weight_desc, ring, T, N, tiles, K: gl.constexpr, HALF: g
             load_tile(weight_desc, [other, at], ready.index(stage), weights.index(2 * stage + 1))
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
             phase = gl.where(stage == 0, phase ^ 1, phase)
+
+
+@gluon_jit()
+def _prefetch(out_ptr, token, row, T, N, TOKENS: gl.constexpr, ROWS: gl.constexpr):
+    """Begin to read a tile of `out` into the L2 cache, 128 bytes at a time."""
+    LINE: gl.constexpr = 1024 // out_ptr.dtype.element_ty.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, 1], [1, 0])
+    tokens = gl.minimum(token + gl.arange(0, TOKENS, gl.SliceLayout(1, layout)), T - 1)
+    rows = gl.minimum(row + gl.arange(0, ROWS // LINE, gl.SliceLayout(0, layout)) * LINE, N - 1)
+    at = out_ptr + (gl.expand_dims(tokens, 1).to(gl.int64) * N + gl.expand_dims(rows, 0))
+    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(gl.uint64)], gl.int32, False, 1)
 
 
 @gluon_jit()
@@ -124,6 +141,8 @@ def _multiply(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 32])
     part = gl.zeros([SIDE, ROWS], gl.float32, layout)
     tl.extra.cuda.gdc_wait()
+    if PART == 1:
+        _fall_behind(tiles)
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -154,15 +173,26 @@ def _multiply(
         rows_a = row + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
         rows_b = other + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
         read_a = read_rows(gl.expand_dims(token, 1), rows_a, bias_ptr, out_ptr, T, N, ADD)
-        read_b = read_rows(gl.expand_dims(token, 1), rows_b, bias_ptr, out_ptr, T, N, ADD)
         a = added(_scaled(a, pointers, token, rows_a, T, N, BLOCKS), read_a, bias_ptr, ADD)
+        if HALF == 0:  # before what b is added to takes registers
+            _store(a, results.index(PART), out_desc, first_token, row)
+        read_b = read_rows(gl.expand_dims(token, 1), rows_b, bias_ptr, out_ptr, T, N, ADD)
         b = added(_scaled(b, pointers, token, rows_b, T, N, BLOCKS), read_b, bias_ptr, ADD)
         if HALF > 0:
             _store(gated(a, b), results.index(PART), out_desc, first_token, row)
         else:
-            _store(a, results.index(PART), out_desc, first_token, row)
             _store(b, results.index(PART), out_desc, first_token, other)
     nvidia.tma.store_wait(0)
+
+
+@gluon_jit()
+def _fall_behind(tiles):
+    """Wait for 2500 cycles if the program has several tiles: while a group stores, the other one then multiplies."""
+    if tiles >= 2 * gl.num_programs(0):
+        gl.inline_asm_elementwise(
+            "{.reg .b32 a, b; .reg .pred p; mov.u32 a, %clock; L: mov.u32 b, %clock; sub.u32 b, b, a; "
+            "setp.lt.u32 p, b, 2500; @p bra L; mov.u32 $0, 0;}", "=r", [], gl.int32, False, 1,
+        )  # fmt: skip
 
 
 @gluon_jit()

@@ -35,6 +35,7 @@ depth of fp8 tiles, here and below, is twice as large."""
 NARROW = {8: 256, 16: 256, 32: 128, 64: 128}
 """Padded tokens -> depth, for weights with at most one tile of SIDE rows a processor."""
 
+LONG = 8192  # inputs from which on fp8 tiles for 32 tokens are as deep as those for 16
 BETWEEN, HALVED = 128, 256  # depth for other weights, and for tiles with half of SIDE's rows
 TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
 """Tokens and rows of a tile to choose from beyond WIDE. All of a tile of x is loaded for each tile of the weight."""
@@ -98,7 +99,8 @@ def cut(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) -> t
     wide = outputs >= rows * chip.processors
     if not wide:
         tiles, half_bytes = -(-outputs // SIDE), SIDE // 2 * inputs * item_size
-        rows, depth = SIDE, NARROW[padded] if tiles <= chip.processors else BETWEEN
+        long = item_size == 1 and inputs >= LONG
+        rows, depth = SIDE, NARROW[max(padded // 2, 8) if long else padded] if tiles <= chip.processors else BETWEEN
         early = item_size == 2 and half_bytes <= SPARE * chip.shared_memory
         if HALVES and padded < 64 and (4 * tiles <= chip.processors or (early and 2 * tiles <= chip.processors)):
             rows, depth = SIDE // 2, HALVED

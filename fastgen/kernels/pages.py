@@ -24,8 +24,8 @@ def head_bytes(page_size: int, head_size: int) -> int:
 
 def numbers_of(memory: Tensor, page_size: int, head_size: int) -> Tensor:
     """Return the numbers, [..., P, D], a view of memory: uint8 [..., head_bytes]."""
-    numbers: Tensor = memory[..., : page_size * head_size].view(E4M3).unflatten(-1, (page_size, head_size))
-    return numbers
+    shape, strides = (*memory.shape[:-1], page_size, head_size), (*memory.stride()[:-1], head_size, 1)
+    return memory.view(E4M3).as_strided(shape, strides)  # unflatten gives another stride where there is one head
 
 
 def scales_of(pages: Tensor) -> Tensor:

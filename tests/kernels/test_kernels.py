@@ -138,6 +138,7 @@ def test_heads_in_fp8(magnitude: float) -> None:
     largest = heads.abs().amax(-1, keepdim=True)
     assert ((found - heads).abs() <= heads.abs() / 16 + largest * 2**-17).all()
     everything = pages.read(pool, torch.arange(40, device=DEVICE), 2).view(80, 32)
+    pages.check(pages.numbers_of(memory[:, :1].contiguous(), 4, 32))
     assert torch.equal(everything[rows], found)
     pages.put(pool, rows, found)
     assert torch.equal(pages.read(pool, rows.flatten(), 1).view(heads.shape), found)
