@@ -15,8 +15,7 @@ import tty
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from fastgen.cli.chat_backends import Backend, LocalBackend, RefusedError, Reply, ServerBackend, ServerError
 from fastgen.cli.command import loading_model, one_line, run_tool
@@ -74,9 +73,8 @@ class Console:
         self.interactive = sys.stdin.isatty()
         self.screen: TextIO = sys.stdout if self.interactive and sys.stdout.isatty() else sys.stderr
         self._lines: PromptSession[str] | None = None
-        self._blocks: PromptSession[str] | None = None
         if self.interactive and self.screen.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
-            self._lines, self._blocks = _editors(self.screen)
+            self._lines = _editor(self.screen)
 
     def read(self, prompt: str) -> str:
         """Return the next line. Raises EOFError at the end of input (Ctrl-D), KeyboardInterrupt for Ctrl-C."""
@@ -97,8 +95,6 @@ class Console:
 
     def read_block(self) -> str:
         """Return the lines up to a single '.' or the end of input (Ctrl-D)."""
-        if self._blocks is not None:
-            return self._blocks.prompt([("fg:default", BLOCK_PROMPT)])
         lines = []
         with suppress(EOFError):
             while (line := self.read(BLOCK_PROMPT)) != ".":
@@ -136,11 +132,10 @@ def _write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def _editors(screen: TextIO) -> tuple[PromptSession[str], PromptSession[str]]:
-    """Return line editors that share a history: one for single lines, one for blocks that a '.' ends."""
+def _editor(screen: TextIO) -> PromptSession[str]:
+    """Return a line editor with a history."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
     from prompt_toolkit.output import create_output
 
     class History(FileHistory):
@@ -155,25 +150,7 @@ def _editors(screen: TextIO) -> tuple[PromptSession[str], PromptSession[str]]:
                 os.makedirs(os.path.dirname(self.filename), mode=0o700, exist_ok=True)
                 super().store_string(string)
 
-    keys = KeyBindings()
-
-    @keys.add("enter")
-    def _(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if buffer.document.current_line == "." and buffer.document.is_cursor_at_the_end:
-            buffer.delete_before_cursor(2)  # the '.' and the newline before it are not part of the message
-            buffer.validate_and_handle()
-        else:
-            buffer.newline(copy_margin=False)
-
-    @keys.add("c-d")
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.validate_and_handle()
-
-    editor: Any = partial(
-        PromptSession, history=History(_history_file()), output=create_output(screen), enable_suspend=True
-    )
-    return editor(), editor(multiline=True, key_bindings=keys, prompt_continuation=[("fg:default", BLOCK_PROMPT)])
+    return PromptSession(history=History(_history_file()), output=create_output(screen), enable_suspend=True)
 
 
 def _history_file() -> str:

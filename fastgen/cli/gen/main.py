@@ -54,7 +54,6 @@ RETRIED = (*PARAMETERS, "max_model_len", "generation_config")  # may change when
 ROWS_ONLY = ("n", "template", "chat", "logprobs", "prefix")  # options that a batch file has no place for
 
 RAY = (
-    Option("ray_address", str, help="cluster to join, instead of starting Ray here", unset="RAY_ADDRESS, if it is set"),
     Option("replicas", int, help="Generators, each an actor of Ray", unset="as many as its GPUs are for, or 1", low=1),
     Option("replica_cpus", float, help="CPUs of a replica; less than 1 shares one", unset="1", low=0),
 )
@@ -294,7 +293,9 @@ def make_parser() -> Parser:
     for each in GENERATOR.values():
         add_flag(group, each)
     group = parser.add_argument_group("Ray")
-    group.add_argument("--ray", action="store_true", help="work in actors of Ray (default: in this process)")
+    group.add_argument(
+        "--ray", action="store_true", help="work in actors of Ray, here or at RAY_ADDRESS (default: in this process)"
+    )
     for each in RAY:
         add_flag(group, each)
     option("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks (default: no)")

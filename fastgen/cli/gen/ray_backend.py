@@ -77,8 +77,6 @@ def work_on_ray(args: argparse.Namespace, make: Make, rows: Iterator[Row], count
 
     make: loads the model, in an actor. Raises ValueError, or the error of an actor.
     """
-    if args.ray_address is not None:
-        os.environ["RAY_ADDRESS"] = args.ray_address
     connect()
     import ray  # when its environment is set
     from ray.exceptions import RayTaskError
