@@ -428,7 +428,7 @@ class Prefill:
     forks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """A step, and the changes of the lanes since the step before. Plain data, so that every rank can replay it.
 
