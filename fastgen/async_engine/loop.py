@@ -6,6 +6,7 @@ this module imports neither torch nor numpy.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import logging
@@ -221,8 +222,6 @@ class EngineLoop:
         if not self.idle:
             self._trimmed = False
         elif waited and not self._trimmed:
-            from fastgen.device.memory import trim_heap
-
             trim_heap()
             self._trimmed = True
 
@@ -323,6 +322,12 @@ class EngineLoop:
 def _make_compiler(gen: Generator) -> Compiler:
     model = gen.model_config
     return Compiler(gen.tokenizer, model.vocab_size, model.eos_ids)
+
+
+def trim_heap() -> None:
+    """Give free memory of the process's heap back to the system; glibc alone keeps holes between used blocks."""
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def make_generator(arguments: dict[str, Any]) -> Generator:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fastgen.device import cuda_driver
-from fastgen.device.mkl import library_function
 from fastgen.device.pinned import Pinned
 from fastgen.kernels.launch import current
 
@@ -32,15 +31,6 @@ HUGE = 4 << 20  # bytes from which on a mapping asks for huge pages, as numpy do
 def device_memory(device: str) -> int:
     """Return the free bytes of a GPU's memory; 0 for the CPU."""
     return torch.cuda.mem_get_info(torch.device(device))[0] if torch.device(device).type == "cuda" else 0
-
-
-_MALLOC_TRIM = library_function(None, "malloc_trim")  # glibc's
-
-
-def trim_heap() -> None:
-    """Give free memory of the process's heap back to the system; glibc alone keeps holes between used blocks."""
-    if _MALLOC_TRIM is not None:
-        _MALLOC_TRIM(0)
 
 
 def release_memory(device: str) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import pickle
+import platform
+import resource
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
+from fastgen.async_engine import loop as loop_module
 from fastgen.async_engine.client import joined
 from fastgen.async_engine.loop import INTAKE_SECONDS, Abort, EngineLoop, StepEnded, Submit
-from fastgen.device import memory
 from fastgen.engine.outputs import Stats
 from fastgen.request import Event, SamplingParams
 
@@ -77,7 +80,7 @@ def test_an_engine_without_work_gives_memory_back_once(monkeypatch: pytest.Monke
     gen, trims = FakeGenerator(), list[int]()
     incoming: SimpleQueue[Any] = SimpleQueue()
     loop = EngineLoop(gen, incoming, lambda message: None)  # type: ignore[arg-type]
-    monkeypatch.setattr(memory, "trim_heap", lambda: trims.append(len(gen.calls)))
+    monkeypatch.setattr(loop_module, "trim_heap", lambda: trims.append(len(gen.calls)))
     for number in range(2):
         incoming.put(Submit(number, [1], SamplingParams()))
         loop.turn()
@@ -89,6 +92,20 @@ def test_an_engine_without_work_gives_memory_back_once(monkeypatch: pytest.Monke
         incoming.put(Abort(range(9, 10)))  # without one, this turn would not end
         loop.turn()
         assert len(trims) == number + 1
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_holes_in_the_heap_are_given_back() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    blocks = [bytearray(b"x" * 100_000) for _ in range(500)]  # below the size of a mapping of its own
+    last = blocks.pop()
+    before = resident()
+    blocks.clear()
+    loop_module.trim_heap()
+    assert before - resident() > 40_000_000
+    assert last[0] == ord("x")
 
 
 def test_events_survive_serialization() -> None:
