@@ -37,7 +37,7 @@ PARTS = {
     ),
     "truncation": ("kernels/test_kernels_sampling.py", "kept or nothing_can or forbidden", 4),
     "shared prefixes": ("kernels/test_kernels_shared.py", "tree or swapped or lists or come_and_go or prefills", 3),
-    "attention": ("kernels/test_kernels_attention.py", "decode_lists or with_the_twin or programs or planned", 2),
+    "attention": ("kernels/test_kernels_attention.py", "decode_lists or with_the_twin or planned", 2),
     "decodes on Hopper": ("gpu/test_gpu_deterministic.py", "decodes_in_gluon and (3-700 or 1-65)", 4),
     "draws": ("kernels/test_kernels_sampling.py", "draws or drawn or padding or edits or company or among_few", 2),
     "scores": ("kernels/test_kernels_sampling.py", "score or alternatives or weights or keys_order or noise", 1),
@@ -45,6 +45,7 @@ PARTS = {
     "products": ("kernels/test_kernels_batch_invariant.py", "twin or rope_behind or any_tile", 2),
     "products on Hopper": ("gpu/test_gpu_deterministic.py", "product_is_right", 1),
     "fp8": ("kernels/test_kernels_fp8.py", "quantize or norm or product_is", 1),
+    "pages": ("model/test_host_tier.py", "copied_between", 1),
     "norm, rope, KV": ("kernels/test_kernels.py", "rms_norm or over_ranks or swiglu or pool or advance", 1),
 }  # fmt: skip
 SUMMARY = r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (.+)"

@@ -119,14 +119,16 @@ def test_the_product_is_that_of_the_dequantized_numbers(blocks: bool, rows: int)
     outputs, inputs = (512, 384) if blocks else (300, 208)
     weight, x = fp8.quantize_weight(random(outputs, inputs, seed=1), blocks), random(rows, inputs)
     values, scales = fp8.quantize(x)
-    tolerance = {"rtol": 1e-4, "atol": 1e-3} if DEVICE.type == "cpu" else {"rtol": 0.02, "atol": 0.3}  # 14 bits
+    dtype = torch.float32 if rows <= 64 else torch.bfloat16  # the kernel of many rows has results of two bytes
+    exact = DEVICE.type == "cpu" and dtype == torch.float32
+    tolerance = {"rtol": 1e-4, "atol": 1e-3} if exact else {"rtol": 0.02, "atol": 0.3}  # 14 bits
     expected = (values.float() * scales[:, None]) @ weight.dequantized().t()
     gate, up = expected.chunk(2, dim=1)
     for fused, wanted in (
-        (Fused(out_dtype=torch.float32), expected),
-        (Fused(add=torch.ones(rows, outputs, device=DEVICE)), expected + 1),
-        (Fused(swiglu=True, out_dtype=torch.float32), torch.nn.functional.silu(gate) * up),
+        (Fused(out_dtype=dtype), expected),
+        (Fused(add=torch.ones(rows, outputs, device=DEVICE, dtype=dtype)), expected + 1),
+        (Fused(swiglu=True, out_dtype=dtype), torch.nn.functional.silu(gate) * up),
     ):
-        torch.testing.assert_close(fp8.product(values, scales, weight, None, fused), wanted, **tolerance)
+        torch.testing.assert_close(fp8.product(values, scales, weight, None, fused), wanted.to(dtype), **tolerance)
     biased = fp8.product(values, scales, weight, torch.ones(outputs, device=DEVICE), Fused(out_dtype=torch.bfloat16))
     torch.testing.assert_close(biased, (expected + 1).bfloat16(), rtol=0.02, atol=0.01)
