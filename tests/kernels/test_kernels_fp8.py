@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_kernels_hopper import check_hand_over
 from torch import Tensor
 
 from fastgen.kernels import fp8
@@ -62,6 +63,7 @@ def test_products_are_compiled_for_hopper() -> None:
     assert {each["kernel"].split(".")[-2] for each in several} == {"hopper_products", "hopper_fp8"}
     assert len(several) == 12
     for made in several:
+        check_hand_over(made["ptx"])
         assert made["shared"] <= 232_448
         assert made["spilled"] <= (24 if made["tokens"] == 300 else 0), "of what epilogues store, not of sums"
         products = set(re.findall(r"wgmma\.mma_async\S+", made["ptx"]))

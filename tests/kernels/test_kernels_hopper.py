@@ -129,7 +129,22 @@ def compiled(script: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-c", BEGIN + script]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    return [json.loads(line) for line in ran.stdout.splitlines()]
+    several = [json.loads(line) for line in ran.stdout.splitlines()]
+    for made in several:
+        check_hand_over(made["ptx"])
+    return several
+
+
+def check_hand_over(ptx: str) -> None:
+    """What the first warps hand to the other groups of warps (a group's task, values that it takes over) lies in shared
+    memory between two barriers of all threads. racecheck does not know these barriers, and reports races."""
+    barrier = r"barrier\.sync\s+1;\s*\n"
+    written = re.findall(rf"st\.shared\S*\s+\[global_smem\+\d+\], [^\n]*\n\s*{barrier}", ptx)
+    assert len(written) == 2, "tasks, and the end"
+    assert len(re.findall(rf"{barrier}(?:[^\n]*\n){{0,2}}?\s*ld\.shared\.b8", ptx)) == 1, "which task"
+    [taken] = re.findall(rf"brx\.idx[^\n]*\n\$L__BB[^\n]*\n((?:[^\n]*\n)*?)\s*{barrier}", ptx)
+    names = [line.split()[0] for line in taken.splitlines() if line.strip()]
+    assert all(re.match(r"setmaxnreg|\.pragma|\.loc|ld\.shared|mov", name) for name in names), names
 
 
 def places(pattern: str, text: str) -> list[int]:
