@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ and then.
 Every dialogue is made up by the training script: seeded generators for {skills} skills, phrased in many ways,
 lower-cased and mistyped as people do. No text, data or weights come from elsewhere; the word lists and replies were
 written for this project. Rows of {buckets} tokens hold conversations of unrelated tasks; the loss is on the replies
-only. {data:.0f} million tokens were generated, and {seen:.0f} million were seen in training ({epochs:.1f} passes).
+only.
 
 **Held out.** A fact such as 12 + 30 is held out in any order and any wording when the hash of its name falls in the
 last {held} of 100 buckets; numbers, words, lists and names are split this way. Where the facts are few (capitals,
@@ -152,11 +152,10 @@ always writes the steps; `multiply_2digit_steps` below is how often they lead to
 
 ## Training
 
-    {command}
+{runs}
 
-{hardware}: {steps_run:,} steps of about {batch:,} tokens in {seconds:.0f} s ({rate:.2f} million tokens/s), after
-{data_seconds:.0f} s for the data; final loss {loss:.4f}. Muon for the matrices, AdamW for the rest. Runs are bounded
-by time, so another run gives other weights of about the same accuracy.
+Muon for the matrices, AdamW for the rest. Runs are bounded by time, so another run gives other weights of about the
+same accuracy.
 
 ## Accuracy
 
@@ -177,6 +176,11 @@ marked:
 {transcript}
 """
 
+_RUN = """    {command}
+
+{hardware}: {data:.0f} million tokens of data, made in {data_seconds:.0f} s; {steps:,} steps of about
+{batch_tokens:,} tokens in {seconds:.0f} s ({rate:.2f} million tokens/s, {passes:.1f} passes); final loss {loss:.4f}."""
+
 _RECALL = "a question about what the user said earlier"
 LABELS = {
     "recall": _RECALL,
@@ -195,6 +199,18 @@ def _transcript(asked: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _runs(training: dict[str, Any]) -> Iterator[str]:
+    """Yield what the card says of each run, the first one first."""
+    if "before" in training:
+        yield from _runs(training["before"])
+    yield _RUN.format(
+        data=training["data_tokens"] / 1e6,
+        rate=training["tokens"] / training["seconds"] / 1e6,
+        passes=training["tokens"] / training["data_tokens"],
+        **training,
+    )
+
+
 def write_card(folder: Path, facts: dict[str, Any]) -> None:
     """Write accuracy.json and README.md; every number of the card is one of `facts`."""
     (folder / "accuracy.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
@@ -205,27 +221,16 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
             "; the split is by wording"
         )
         rows.append(f"| {name} | {about} | {100 * score['accuracy']:.1f} % | {score['prompts']} |")
-    training = facts["training"]
     (folder / "README.md").write_text(
         _CARD.format(
             parameters=facts["parameters"] / 1e6,
             megabytes=facts["weight_bytes"] / 1e6,
             skills=len(SKILLS),
             buckets=", ".join(map(str, BUCKETS)),
-            data=training["data_tokens"] / 1e6,
-            seen=training["tokens"] / 1e6,
-            epochs=training["tokens"] / training["data_tokens"],
             held=100 - TRAINED_BUCKETS,
             mul2=MUL2_TRAINED_BUCKETS,
             steps=100 * MUL2_UNASKED_STEPS,
-            command=training["command"],
-            hardware=training["hardware"],
-            steps_run=training["steps"],
-            batch=training["batch_tokens"],
-            seconds=training["seconds"],
-            rate=training["tokens"] / training["seconds"] / 1e6,
-            data_seconds=training["data_seconds"],
-            loss=training["loss"],
+            runs="\n\n".join(_runs(facts["training"])),
             rows="\n".join(rows),
             long_turns=LONG_TURNS,
             sensible=facts["first_questions"]["sensible"],

@@ -147,7 +147,7 @@ FIRST_QUESTIONS: tuple[Question, ...] = (
     _one("how do i get json output from fastgen?", r"json"),
     _one("is there a web ui for this?", r"fgserve|page"),
     _one("will fastgen work on my laptop without a gpu?", r"\bCPU\b"),
-    _one("does fastgen do quantization?", r"\Ano,|\bnot\b.*quanti[sz]"),
+    _one("does fastgen do quantization?", r"\Ayes,.*fp8"),
     _one("can claude code talk to fastgen?", r"messages|fgserve"),
     _one("what licence is fastgen under?", r"BSD"),
     # Nonsense, thanks, goodbye.

@@ -1,6 +1,8 @@
 """Train the bundled model from scratch and write its folder: tokenizer, weights, accuracy and model card.
 
     python scripts/tiny/train_tiny.py --out fastgen/tiny            # about 8 minutes on one H200
+    python scripts/tiny/train_tiny.py --from fastgen/tiny --minutes 1 --out fastgen/tiny  # go on, after a fact changed
+    python scripts/tiny/train_tiny.py --from fastgen/tiny --minutes 1 --out fastgen/tiny  # goes on, for a new fact
     python scripts/tiny/train_tiny.py --smoke --out /tmp/tiny       # a few steps on the CPU; only checks that it runs
     python scripts/tiny/train_tiny.py --eval-only --out fastgen/tiny
 
@@ -24,13 +26,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from tiny_data import BUCKETS, TARGET, corpus, shard
 from tiny_eval import Answerer, Fp8Answerer, ask_first_questions, evaluate, write_card
 from tiny_model import Muon, TinyLlama, save_folder, save_tokenizer, train_tokenizer
+from tokenizers import Tokenizer
 from torch import Tensor
 
 SHARD_TOKENS = 2_000_000
 MATRIX_LR, EMBEDDING_LR = 0.02, 0.004
+CONTINUED = 0.1  # share of these rates for a model that was trained before
 WARM_UP, DECAY_FROM = 0.02, 0.35  # shares of the run; the rate is constant between and then falls to zero
 
 
@@ -48,6 +53,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options; `--smoke` makes everything tiny."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument(
+        "--from", type=Path, dest="start", metavar="FOLDER", help="go on from a trained folder, at a tenth of the rate"
+    )
     parser.add_argument("--minutes", type=float, default=6.0, help="time for training, without data and evaluation")
     parser.add_argument("--steps", type=int, help="train for so many steps instead of a time")
     parser.add_argument("--data-tokens", type=int, default=400_000_000)
@@ -137,7 +145,7 @@ def train(model: TinyLlama, data: dict[int, Tensor], args: argparse.Namespace) -
             break
         for optimizer, rate in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * learning_rate(share)
+                group["lr"] = rate * learning_rate(share) * (CONTINUED if args.start else 1)
         ids, targets = split_targets(rows)
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
             loss = loss_of(model(ids), targets)
@@ -187,7 +195,10 @@ def make_folder(args: argparse.Namespace) -> None:
     """Write tokenizer, weights, and in accuracy.json how they were trained."""
     args.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    tokenizer = train_tokenizer(corpus(args.seed, args.corpus_turns))
+    if args.start:
+        tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(corpus(args.seed, args.corpus_turns))
     save_tokenizer(tokenizer, args.out)
     print(f"tokenizer: {time.perf_counter() - start:.1f} s", flush=True)
     data = generate(args, tokenizer)
@@ -197,15 +208,19 @@ def make_folder(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device(args.device)
-    model = TinyLlama().to(device)
+    model = TinyLlama()
+    if args.start:
+        model.load_state_dict(load_file(args.start / "model.safetensors"))
+    model.to(device)
     done = train(model, {n: rows.to(device) for n, rows in data.items()}, args)
     save_folder(model, args.out)
     print(f"trained: {done.steps} steps, {done.tokens / 1e6:.0f} M tokens, {done.seconds:.0f} s", flush=True)
-    facts = {
+    facts: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "weight_bytes": (args.out / "model.safetensors").stat().st_size,
         "training": {
-            "command": f"python scripts/tiny/train_tiny.py --out fastgen/tiny --minutes {args.minutes:g}",
+            "command": f"python scripts/tiny/train_tiny.py{' --from fastgen/tiny' if args.start else ''} "
+            f"--out fastgen/tiny --minutes {args.minutes:g}",
             "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
             "torch": torch.__version__,
             "seed": args.seed,
@@ -218,6 +233,8 @@ def make_folder(args: argparse.Namespace) -> None:
             "loss": round(done.loss, 4),
         },
     }
+    if args.start:
+        facts["training"]["before"] = json.loads((args.start / "accuracy.json").read_text())["training"]
     (args.out / "accuracy.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 

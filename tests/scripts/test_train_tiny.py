@@ -12,6 +12,7 @@ import pytest
 import torch
 from filelock import FileLock
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +42,17 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(request: pytest.FixtureRequest, smoke: Path) -> Path:
     """A folder that the script wrote: just now, or the one that ships."""
     return SHIPPED if request.param == "shipped" else smoke
+
+
+def test_training_goes_on_from_a_folder(tmp_path: Path) -> None:
+    """The weights are near those of the folder, and the facts of both runs are kept."""
+    train_tiny.make_folder(train_tiny.parse(["--smoke", "--from", str(SHIPPED), "--out", str(tmp_path)]))
+    before, after = (load_file(folder / "model.safetensors") for folder in (SHIPPED, tmp_path))
+    distances = [float((after[name].float() - before[name].float()).norm() / before[name].norm()) for name in before]
+    assert 0 < max(distances) < 0.1
+    facts = json.loads((tmp_path / "accuracy.json").read_text())["training"]
+    assert facts["before"] == json.loads((SHIPPED / "accuracy.json").read_text())["training"]
+    assert "--from" in facts["command"]
 
 
 def _check_tokenizer(tokenizer: Any) -> None:
