@@ -1,13 +1,12 @@
 """Train the bundled model from scratch and write its folder: tokenizer, weights, accuracy and model card.
 
     python scripts/tiny/train_tiny.py --out fastgen/tiny            # about 8 minutes on one H200
-    python scripts/tiny/train_tiny.py --from fastgen/tiny --minutes 1 --out fastgen/tiny  # go on, after a fact changed
-    python scripts/tiny/train_tiny.py --from fastgen/tiny --minutes 1 --out fastgen/tiny  # goes on, for a new fact
+    python scripts/tiny/train_tiny.py --from fastgen/tiny --minutes 3 --out fastgen/tiny  # go on, after a fact changed
     python scripts/tiny/train_tiny.py --smoke --out /tmp/tiny       # a few steps on the CPU; only checks that it runs
     python scripts/tiny/train_tiny.py --eval-only --out fastgen/tiny
 
 The data is made up by `tiny_data.py`. Training is bounded by time (`--minutes`), and the learning rate follows the
-clock.
+clock. The weights are written every minute, so that a run that is cut off leaves a folder.
 """
 
 import argparse
@@ -35,8 +34,11 @@ from torch import Tensor
 
 SHARD_TOKENS = 2_000_000
 MATRIX_LR, EMBEDDING_LR = 0.02, 0.004
-CONTINUED = 0.1  # share of these rates for a model that was trained before
-WARM_UP, DECAY_FROM = 0.02, 0.35  # shares of the run; the rate is constant between and then falls to zero
+CONTINUED = 0.4  # share of these rates for a model that was trained before
+# The rate rises for so many steps (the first ones compile, so that time does not measure them), is constant to this
+# share of the run, and then falls to zero.
+WARM_UP_STEPS, DECAY_FROM = 200, 0.35
+SAVE_SECONDS = 60
 
 
 @dataclass
@@ -54,7 +56,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
-        "--from", type=Path, dest="start", metavar="FOLDER", help="go on from a trained folder, at a tenth of the rate"
+        "--from", type=Path, dest="start", metavar="FOLDER", help="go on from a trained folder, at a lower rate"
     )
     parser.add_argument("--minutes", type=float, default=6.0, help="time for training, without data and evaluation")
     parser.add_argument("--steps", type=int, help="train for so many steps instead of a time")
@@ -123,13 +125,13 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
 
 
-def learning_rate(progress: float) -> float:
-    """The share of the full rate at a share of the run."""
-    return min(1.0, progress / WARM_UP + 0.01, max(0.0, (1 - progress) / (1 - DECAY_FROM)))
+def learning_rate(steps: int, share: float) -> float:
+    """Return the share of the full rate after that many steps and that share of the run."""
+    return min(1.0, (steps + 1) / WARM_UP_STEPS, max(0.0, (1 - share) / (1 - DECAY_FROM)))
 
 
 def train(model: TinyLlama, data: dict[int, Tensor], args: argparse.Namespace) -> Progress:
-    """Train in place until the time (or the number of steps) is used up."""
+    """Train in place until the time (or the number of steps) is used up; write the weights every minute."""
     muon = Muon((p for _, p in model.matrices()), lr=MATRIX_LR)
     rest = [p for p in model.parameters() if p.dim() == 1] + [model.model.embed_tokens.weight]
     adam = torch.optim.AdamW(rest, lr=EMBEDDING_LR, betas=(0.9, 0.95), weight_decay=0.0)
@@ -138,14 +140,14 @@ def train(model: TinyLlama, data: dict[int, Tensor], args: argparse.Namespace) -
     if not args.no_compile:
         model.compile_layers()
         loss_of = torch.compile(next_token_loss, dynamic=False)
-    done, start, last = Progress(), time.perf_counter(), 0.0
+    done, start, last, saved = Progress(), time.perf_counter(), 0.0, 0.0
     for rows in batches(data, args.batch_tokens, args.seed):
         share = done.steps / args.steps if args.steps else (time.perf_counter() - start) / (60 * args.minutes)
         if share >= 1:
             break
         for optimizer, rate in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * learning_rate(share) * (CONTINUED if args.start else 1)
+                group["lr"] = rate * learning_rate(done.steps, share) * (CONTINUED if args.start else 1)
         ids, targets = split_targets(rows)
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
             loss = loss_of(model(ids), targets)
@@ -160,6 +162,9 @@ def train(model: TinyLlama, data: dict[int, Tensor], args: argparse.Namespace) -
             if not math.isfinite(done.loss):
                 raise FloatingPointError(f"the loss is {done.loss} at step {done.steps}")
             done.seconds = time.perf_counter() - start
+            if done.seconds > saved + SAVE_SECONDS:
+                saved = done.seconds
+                save_folder(model, args.out)
             if done.seconds > last + 10 or done.steps < 4:
                 last, speed = done.seconds, done.tokens / done.seconds / 1e6
                 print(

@@ -1,5 +1,6 @@
 """The training script of the bundled model: a smoke run, its data, and the folder that ships."""
 
+import inspect
 import json
 import os
 import random
@@ -18,11 +19,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "tiny"))
 
+import tiny_about  # noqa: E402
 import tiny_data  # noqa: E402
 import tiny_model  # noqa: E402
 import tiny_questions  # noqa: E402
 import train_tiny  # noqa: E402
 from tiny_task import is_held_out  # noqa: E402
+
+import fastgen  # noqa: E402
+from fastgen.cli import chat  # noqa: E402
+from fastgen.cli.gen import main as gen  # noqa: E402
+from fastgen.cli.serve import options as serve  # noqa: E402
 
 SHIPPED = ROOT / "fastgen" / "tiny"
 
@@ -215,6 +222,24 @@ def test_rows_are_what_the_chat_template_writes(smoke: Path) -> None:
     learned = following[0] != -100
     assert (following[0, :-1][learned[:-1]] == inputs[0, 1:][learned[:-1]]).all()
     assert int(learned.sum()) == sum(i & tiny_data.TARGET != 0 for i in packed)
+
+
+def test_replies_about_fastgen_name_what_exists() -> None:
+    """Options, parameters, methods, flags and files in the replies are those of fastgen today."""
+    answers = [reply for _, replies in tiny_about.ABOUT for reply in replies]
+    text = " ".join([*answers, *(reply for _, reply in tiny_about.FEATURES)])
+    options = {*re.findall(r"Generator\(path, (\w+)=", text), "memory_fraction", "max_model_len"}
+    parameters = {*re.findall(r"SamplingParams\((\w+)=", text)}
+    assert len(options) > 5
+    assert len(parameters) > 2
+    assert options <= {*inspect.signature(fastgen.Generator).parameters}
+    assert parameters <= {*inspect.signature(fastgen.SamplingParams).parameters}
+    assert all(hasattr(fastgen.Generator, name) for name in re.findall(r"\bgen\.(\w+)", text))
+    assert all((ROOT / path).exists() for path in re.findall(r"\b(?:docs|scripts)/[\w./-]*\w", text))
+    parsers = {"fgchat": chat._parser(), "fggen": gen.make_parser(), "fgserve": serve.make_parser()}
+    flags = re.findall(r"(fg\w+) (?:with )?(--[\w-]+)", text)
+    assert len(flags) > 5
+    assert all(flag in parsers[tool].format_help() for tool, flag in flags)
 
 
 @pytest.mark.parametrize("name", tiny_data.SKILLS)
