@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from filelock import FileLock
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +61,18 @@ def test_training_goes_on_from_a_folder(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "accuracy.json").read_text())["training"]
     assert facts["before"] == json.loads((SHIPPED / "accuracy.json").read_text())["training"]
     assert "--from" in facts["command"]
+
+
+def test_mean_of_runs(tmp_path: Path) -> None:
+    """The weights are the mean in the given shares, and the facts are those of the last run."""
+    runs = [tmp_path / name for name in ("first", "last")]
+    for folder, value in zip(runs, (1.0, 2.0), strict=True):
+        shutil.copytree(SHIPPED, folder)
+        weights = load_file(folder / "model.safetensors")
+        save_file({name: torch.full_like(w, value) for name, w in weights.items()}, folder / "model.safetensors")
+    train_tiny.write_mean(train_tiny.parse(["--mean", f"{runs[0]}:0.25", f"{runs[1]}:0.75", "--out", str(tmp_path)]))
+    assert all(bool((w == 1.75).all()) for w in load_file(tmp_path / "model.safetensors").values())
+    assert json.loads((tmp_path / "accuracy.json").read_text())["training"]["shares"] == [0.25, 0.75]
 
 
 def _check_tokenizer(tokenizer: Any) -> None:
