@@ -10,7 +10,8 @@ In a step of decodes alone, only the positions of the step's own tokens hold new
 were written before the step's embedding. The first blocks therefore load before the kernel ahead has ended (see
 fastgen.kernels.hopper_products).
 
-Keys and values in fp8 (fastgen.kernels.pages) become 2-byte numbers in the registers of the warps that multiply.
+Keys in fp8 (fastgen.kernels.pages) become 2-byte numbers in the registers of the warps that multiply, and their scales
+multiply the products. Values become 2-byte numbers in shared memory: in registers a thread would need single bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, nvidia
 from fastgen.kernels.hopper_products import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described, runs_on
 from fastgen.kernels.launch import Chip, power_of_two, tl
-from fastgen.kernels.pages import E4M3, dequantized, scales_of
+from fastgen.kernels.pages import E4M3, dequantized, power_of, scales_of
 from fastgen.kernels.softmax import combine, combine_splits_in_order
 from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, read_tile, schedule
 
@@ -44,6 +45,8 @@ def rows_of(group: int) -> int:
 def stages_of(group: int, dims: int, item_size: int, chip: Chip) -> int:
     """Return the number of blocks that are loading or in use at once. item_size: bytes of a number of the pool."""
     room = (chip.shared_memory + 1024) // PROGRAMS - 2048 - (KEYS + 2 * dims) * rows_of(group) * 2
+    if item_size == 1:
+        room -= 2 * KEYS * dims
     return min(room // (2 * KEYS * (dims + 2 * (item_size == 1)) * item_size), MOST_STAGES)
 
 
@@ -174,8 +177,7 @@ def _attend(
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, SOME: gl.constexpr,
     SIDE: gl.constexpr, COMBINED: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the blocks as they arrive, and then combine splits. A tile's keys are the rows of its products: acc is
-    [DIMS, ROWS]."""
+    """Compute the blocks as they arrive, and then combine splits. Keys are rows of products: acc is [DIMS, ROWS]."""
     ks, vs, bits, ready, free = blocks
     dtype: gl.constexpr = qs.dtype
     FP8: gl.constexpr = ks.dtype != dtype
@@ -188,7 +190,8 @@ def _attend(
     number = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, mma)), 1)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     ones = gl.full([SIDE, KEYS], 1.0, dtype, left)
-    column = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, left)), 0)
+    if FP8:
+        wide = gl.allocate_shared_memory(dtype, [KEYS, DIMS], gl.NVMMASharedLayout.get_default_for([KEYS, DIMS], dtype))
     # Program 0 waits in any case, so that this kernel never ends before the one ahead.
     if (task < tasks) | (gl.program_id(0) == 0):
         tl.extra.cuda.gdc_wait()
@@ -204,28 +207,30 @@ def _attend(
         nvidia.mbarrier.wait(asked.index(slot), q_phase)
         for start in range(begin, end, KEYS):
             k = ks.index(stage).reshape([KEYS, DIMS])
-            v = vs.index(stage).reshape([KEYS, DIMS]).permute((1, 0))
+            v = vs.index(stage).reshape([KEYS, DIMS])
             nvidia.mbarrier.wait(ready.index(stage), phase)
             if FP8:
-                k = dequantized(k.load(left), bits[0].index(2 * stage).permute((1, 0)).load(left), dtype)
+                k = k.load(left).to(gl.float32).to(dtype)
             q = qs.index(slot).permute((1, 0))
             scores = nvidia.warpgroup_mma(k, q, gl.zeros([KEYS, ROWS], gl.float32, mma), is_async=True)
             if FP8:
-                v = dequantized(v.load(left), bits[1].index(2 * stage).load(left), dtype)
+                convert(v, bits[1].index(2 * stage), wide)
+                v = wide
             scores = nvidia.warpgroup_mma_wait(0, deps=[scores])
+            if FP8:
+                scores *= power_of(bits[0].index(2 * stage).permute((1, 0)).load(mma))
             behind = _behind(start, end, KEYS, SOME)
             weights, next_peak = _weigh(scores, start - behind + number, start, end, position, WINDOW, SCALE)
             ws.store(gl.permute(weights.to(dtype), (1, 0)))
             written = end - start + behind
             if written < KEYS:
-                if FP8:
-                    v = gl.where(column < written, v, gl.zeros_like(v))
-                else:
-                    clear_rows(vs.index(stage).reshape([KEYS, DIMS]), written)
+                clear_rows(v, written)
             nvidia.fence_async_shared()
             w = ws.permute((1, 0))
             next_total = nvidia.warpgroup_mma(ones, w, gl.zeros([SIDE, ROWS], gl.float32, mma), is_async=True)
-            next_acc = nvidia.warpgroup_mma(v, w, gl.zeros([DIMS, ROWS], gl.float32, mma), is_async=True)
+            next_acc = nvidia.warpgroup_mma(
+                v.permute((1, 0)), w, gl.zeros([DIMS, ROWS], gl.float32, mma), is_async=True
+            )
             next_total, next_acc = nvidia.warpgroup_mma_wait(0, deps=[next_total, next_acc])
             nvidia.mbarrier.arrive(free.index(stage))
             acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, True)
@@ -237,6 +242,17 @@ def _attend(
         q_phase, slot, task = q_phase ^ slot, slot ^ 1, task + programs
     if (splitting != 0) & (gl.program_id(0) < programs):
         _combine(results, tiles_ptr, combine_from, combine_until, programs, H, K, D, DIMS, COMBINED, FIELDS, SPLITS)
+
+
+@gluon_jit()
+def convert(numbers, bits, to):
+    """Write numbers in fp8 [1, KEYS, DIMS] times their scales [1, KEYS] to shared memory [KEYS, DIMS] of 2-byte
+    numbers, which products may read behind a fence and a barrier."""
+    KEYS: gl.constexpr = to.shape[0]
+    DIMS: gl.constexpr = to.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [gl.num_warps(), 1], [1, 0])
+    found = numbers.reshape([KEYS, DIMS]).load(layout)
+    to.store(dequantized(found, bits.permute((1, 0)).load(layout), to.dtype))
 
 
 @gluon_jit()
