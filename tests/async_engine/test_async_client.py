@@ -317,7 +317,7 @@ class Unknown(StrEnum):
 
 def test_what_another_process_can_not_read_fails_alone(client: Client) -> None:
     async def main() -> None:
-        params = SamplingParams(max_tokens=200, ignore_eos=True, stop=[Unknown.STOP], seed=0)
+        params = SamplingParams(max_tokens=200, ignore_eos=True, stop=[Unknown.STOP], seed=0, temperature=5)
         if client.engine._own_process:
             with pytest.raises(ValueError, match="own_process=False"):
                 await client.engine.generate(ids(4), params)
