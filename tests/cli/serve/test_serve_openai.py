@@ -529,9 +529,10 @@ def test_errors_have_a_status_a_code_and_a_field(asker: Asker, endpoint: str) ->
         ({"n": 1000}, 400, "n", "invalid_value"),
         ({"extra_body": {"min_tokens": 9}, "max_tokens": 5}, 400, "min_tokens", "invalid_value"),
         ({"model": "other"}, 404, "model", "model_not_found"),
-        ({"extra_body": {"guided_json": '{"items":' * 3000}}, 400, "structured_outputs", "invalid_value"),
-        ({"extra_body": {"guided_regex": "(" * 3000 + ")" * 3000}}, 400, "structured_outputs", "invalid_value"),
     ]
+    for key, text in (("json", '{"items":' * 3000), ("regex", "(" * 3000 + ")" * 3000)):
+        structure = {"structured_outputs": {key: text}}
+        wrong.append(({"extra_body": structure}, 400, "structured_outputs", "invalid_value"))
     for fields, status, param, code in wrong:
         error = asker.error(**to(prompt), **fields)
         assert (error.status_code, error.param, error.code) == (status, param, code)
