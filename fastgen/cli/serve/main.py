@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import math
 import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import h11
 import uvicorn
@@ -24,6 +26,7 @@ from fastgen.cli.serve.service import Service, import_tokenizers
 
 UNREAD_SECONDS = 120  # a connection ends if the client has read nothing for so long
 MAX_HEAD = 65536  # bytes of a request's first line and headers
+SHORTAGE_SECONDS = 60  # between two lines about connections that can not be accepted
 KEEP_ALIVE_SECONDS = 120  # longer than clients keep an idle connection, so that they close it
 
 
@@ -64,6 +67,22 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _Shortage:
+    """Handler of the event loop's errors. That no connection can be accepted is a line every SHORTAGE_SECONDS at most;
+    asyncio would log a traceback for each attempt, thousands a second."""
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._quiet_until:
+            self._quiet_until = loop.time() + SHORTAGE_SECONDS
+            note("fgserve", f"WARNING: no more connections: {error.strerror}; raise the hard limit (ulimit -Hn)")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -125,6 +144,7 @@ async def serve(options: Options) -> None:
             note("fgserve", f"finishing {running} requests; a second Ctrl-C ends them at once")
         stopping.set()
 
+    loop.set_exception_handler(_Shortage())
     loop.run_in_executor(None, import_tokenizers)  # while the first engine loads
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -199,6 +200,19 @@ def test_a_large_body_is_no_large_head(server: Server) -> None:
     told = reply(server.send(first + b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"))
     assert told.startswith(b"HTTP/1.1 413 ")
     assert told.endswith(b'{"status":"ok"}')
+
+
+def test_too_many_connections_are_a_line_in_the_log(server: Server) -> None:
+    process = server.process.pid
+    before, held = resource.prlimit(process, resource.RLIMIT_NOFILE), len(os.listdir(f"/proc/{process}/fd"))
+    resource.prlimit(process, resource.RLIMIT_NOFILE, (held + 3, before[1]))
+    many = [server.send(b"") for _ in range(20)]
+    server.await_said("fgserve: WARNING: no more connections: Too many open files; raise the hard limit", 5)
+    for connection in many:
+        connection.close()
+    assert server.get("/health", timeout=10).status_code == 200
+    resource.prlimit(process, resource.RLIMIT_NOFILE, before)
+    assert server.said.count("no more connections") == 1
 
 
 # ------------------------------------------------------------------------------------------------ clients that go
