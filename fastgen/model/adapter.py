@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fastgen.device.memory import Memory
 from fastgen.device.pinned import Pinned
+from fastgen.kernels.merge import merge
 from fastgen.model.loader import load
 from fastgen.model.weights import Shard, Update, write
 
@@ -40,7 +41,6 @@ _PLAIN = {
 }  # fmt: skip
 """Values of other fields. An init must leave the base weights as they are."""
 
-_AT_ONCE = 1 << 22  # numbers of a weight that are merged together, which a GPU's cache holds in float32
 _UNSUPPORTED = "is not supported: only plain LoRA of the linear layers of attention and MLP can be merged"
 
 
@@ -188,16 +188,13 @@ class _Adapted(Shard):
 
     def write(self, factors: Tensor) -> None:
         """Write base + B A. factors: those of the whole weight, as `AdapterUpdate.tensors` yields them."""
-        if not len(factors):
-            self.view.copy_(self.base, non_blocking=True)
-            return
-        factors = factors.to(self.view.device)
-        a, b = factors[:, : self.shape[1]], factors[:, self.shape[1] :].t()
-        a, b = (self.slice(a), b) if self.dim else (a, self.slice(b))
-        rows = max(_AT_ONCE // a.shape[1], 1)
-        for view, base, left in zip(*(torch.split(x, rows) for x in (self.view, self.base, b)), strict=True):
-            merged = base.to(view.device, non_blocking=True).float()
-            view.copy_(torch.addmm(merged, left, a))  # in bfloat16, cuBLAS would round the product before it adds
+        base = self.base
+        if base.device != self.view.device or not len(factors):
+            base = self.view.copy_(base, non_blocking=True)
+        if len(factors):
+            a, b = factors.to(self.view.device).tensor_split([self.shape[1]], dim=1)
+            a, b = (self.slice(a), b) if self.dim else (a, self.slice(b.t()).t())
+            merge(self.view, base, a, b)
 
 
 class Bases:

@@ -49,13 +49,16 @@ def test_graphs_go_on_with_the_new_weights(where: str, dtype: torch.dtype, old: 
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_go_on_with_an_adapter_and_with_the_base(where: str, dtype: torch.dtype, base: str) -> None:
+    """The weights are rounded once: where the base and the product are rounded apart, 30 in 100 differ."""
     state, rounding = adapter(BUNDLED), 0 if dtype == torch.float32 else 2**-7
     with Generator(adapter_base=base, **OPTIONS | {"dtype": str(dtype)[6:]}) as gen:
         views = {name: part.view for name, part in gen._runner.model.targets().items()}
         weights, before = {name: view.clone() for name, view in views.items()}, answers(gen)
         gen.update_adapter({name: tensor.to(where) for name, tensor in state.items()}, CONFIG)
         for name, weight in merged(BUNDLED, state, dtype=dtype).items():
-            assert torch.allclose(views[name].cpu(), weight.to(dtype), rtol=rounding, atol=1e-5)
+            found, expected = views[name].cpu(), weight.to(dtype)
+            assert torch.allclose(found, expected, rtol=rounding, atol=1e-5)
+            assert dtype == torch.float32 or (found != expected).float().mean() < 1e-3
         adapted = answers(gen)
         assert adapted != before
         gen.sleep()

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastgen.kernels import launch, pages
 from fastgen.kernels.epilogue import swiglu
 from fastgen.kernels.launch import Chip, Kernel
+from fastgen.kernels.merge import merge
 from fastgen.kernels.norm import rms_norm, sum_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
 from fastgen.kernels.state import DecodeInput, advance
@@ -61,6 +62,29 @@ def test_the_norm_of_a_sum_over_ranks(ranks: int, rank: int, rows: int, scaled: 
     assert torch.equal(x, twin_x), "in the order of ranks, and rounded once"
     close(out, twin_out)
     assert scaled or torch.equal(out, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("kind", ["launch", "twin"])
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(128, 64, 32), (130, 96, 4), (17, 200, 1), (64, 80, 65)])
+def test_a_merged_adapter_is_rounded_once(rows: int, columns: int, rank: int, kind: str, dtype: torch.dtype) -> None:
+    """Into rows of a fused weight, which the base may be, from slices of the factors."""
+    base, factors = randn(rows, columns, dtype=dtype), randn(rank, 3 * columns + rows + 5, seed=1) / rank**0.5
+    a, b = factors[:, columns : 2 * columns], factors[:, 3 * columns + 5 :]
+    product = b.double().t() @ a.double()
+    fused = torch.zeros(rows + 7, columns, device=DEVICE, dtype=dtype)
+    out = fused[3 : 3 + rows]
+    getattr(merge, kind)(out, base, a, b)
+    expected = base.double() + product
+    if dtype == torch.float32:
+        torch.testing.assert_close(out.double(), expected, rtol=2**-22, atol=2**-18)
+    else:  # next to the middle of two numbers the last bits of float32 decide
+        assert (out != expected.to(dtype)).sum() <= 1 + 1e-3 * out.numel()
+        close(out, expected.to(dtype))
+    assert not fused[:3].any()
+    assert not fused[3 + rows :].any()
+    getattr(merge, kind)(base, base, a, b)
+    assert torch.equal(base, out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
