@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-PACKED_INPUTS, PACKED_OUTPUTS = 352, 192
-"""The most inputs of a packed part of a weight, whose products are added in order, and the least outputs, to which rows
-of zeros are added. MKL sums longer rows (from 450 to 700 inputs on) in pieces whose size depends on the number of rows,
-and with AVX2 it sums narrower products, or those of weights that 16 threads have packed, in other orders."""
+PACKED_INPUTS = 352
+"""The most inputs of a packed part of a weight, whose products are added in order. MKL sums longer rows (from 450 to
+700 inputs on) in pieces whose size depends on the number of rows."""
 
 _ROW_MAJOR, _PLAIN, _TRANSPOSED, _PACKED, _RIGHT = 101, 111, 112, 151, 162  # of CBLAS
 _ROWS = 16  # of the products that a weight is packed for
@@ -63,6 +62,15 @@ BATCHES = _MULTIPLY_BATCH is not None
 # Packed weights
 
 
+def packed_outputs(outputs: int) -> int:
+    """Return the outputs of a packed weight, which has rows of zeros behind its own.
+
+    With AVX2, MKL sums products of fewer than 192 outputs, or of weights that 16 threads have packed, in other orders;
+    and on processors of AMD those of 4 to 8 outputs that are left for the last of 16 or more threads.
+    """
+    return max(-(-outputs // 16) * 16, 192)
+
+
 @cache
 def _parts(outputs: int, inputs: int) -> tuple[tuple[int, int, int], ...]:
     """Return the first input of each packed part of a weight, the number of inputs, and the part's bytes, padded to a
@@ -76,15 +84,13 @@ def _parts(outputs: int, inputs: int) -> tuple[tuple[int, int, int], ...]:
 
 def pack_size(outputs: int, inputs: int) -> int:
     """Return the float32 numbers that a packed weight [outputs, inputs] takes, a multiple of 64 bytes."""
-    return sum(length for _, _, length in _parts(max(outputs, PACKED_OUTPUTS), inputs)) // 4
+    return sum(length for _, _, length in _parts(packed_outputs(outputs), inputs)) // 4
 
 
 def pack(weight: Tensor, memory: Tensor) -> None:
     """Pack a weight [outputs, inputs] into `memory`, float32 [pack_size]."""
     assert _PACK is not None
-    weight = weight.contiguous()
-    if len(weight) < PACKED_OUTPUTS:
-        weight = F.pad(weight, (0, 0, 0, PACKED_OUTPUTS - len(weight)))
+    weight = F.pad(weight, (0, 0, 0, packed_outputs(len(weight)) - len(weight))).contiguous()
     (outputs, inputs), part = weight.shape, memory.data_ptr()
     for first, size, length in _parts(outputs, inputs):
         _PACK(
@@ -97,7 +103,7 @@ def pack(weight: Tensor, memory: Tensor) -> None:
 def multiply_packed(x: Tensor, packed: Tensor, y: Tensor, keep: float) -> Tensor:
     """Set y [T, outputs] to keep * y, plus the product of x [T, inputs] and a packed weight; return y.
 
-    y has at least PACKED_OUTPUTS columns.
+    y has `packed_outputs` columns.
     """
     assert _MULTIPLY is not None
     assert y.is_contiguous()

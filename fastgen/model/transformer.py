@@ -120,7 +120,7 @@ class Linear:
 
     def add_to(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the layer of x [T, in] to y [T, out] in place; return y."""
-        if self.packed is not None and len(self.weight) >= mkl.PACKED_OUTPUTS:
+        if self.packed is not None and len(self.weight) == mkl.packed_outputs(len(self.weight)):
             return mkl.multiply_packed(x, self.packed, y if self.bias is None else y.add_(self.bias), keep=1)
         if self.bias is None and x.device.type != "cpu":
             return y.addmm_(x, self.weight.t())  # cuBLAS adds it in the product
@@ -130,7 +130,7 @@ class Linear:
         """Return the layer of x [T, in] with the packed weight."""
         assert self.packed is not None
         outputs = len(self.weight)
-        y = mkl.multiply_packed(x, self.packed, x.new_empty(len(x), max(outputs, mkl.PACKED_OUTPUTS)), keep=0)
+        y = mkl.multiply_packed(x, self.packed, x.new_empty(len(x), mkl.packed_outputs(outputs)), keep=0)
         y = y if y.shape[1] == outputs else y[:, :outputs].contiguous()
         return y if self.bias is None else y.add_(self.bias)
 

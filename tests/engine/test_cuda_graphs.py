@@ -19,7 +19,7 @@ from fastgen.engine.cuda_graphs import batch_sizes, shared_sizes
 from fastgen.engine.speculation import Speculation
 from fastgen.kernels.state import DecodeInput
 from fastgen.model.attention.reference import ReferenceAttention
-from fastgen.model.transformer import ROW_TILE
+from fastgen.model.transformer import PACKED_ROW_TILE, ROW_TILE
 
 PROMPTS = [random_ids(length) for length in (1, 2, 40, 90, 17)]
 
@@ -83,6 +83,7 @@ def test_speculative_steps_from_graphs_give_the_same_bits(
         runner = gen._runner
         capturable(monkeypatch)
         runner.capture(None, [])
+        runner.graphs[False].sizes = [PACKED_ROW_TILE, 2 * PACKED_ROW_TILE]  # as in `with_graphs`
         assert isinstance(runner.speculative_graphs, Called)
         runner.pool.keys[:, :-1].fill_(7)
         found = gen.generate(prompts, params)

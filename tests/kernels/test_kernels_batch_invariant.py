@@ -112,13 +112,12 @@ def test_rope_is_compiled_as_behind_a_product(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_any_tile_gives_the_same_bits(swap: bool) -> None:
-    """Where the tile's other side is as large: BLAS, which multiplies in the interpreter, may go another way there."""
     x, weight = randn(70, 96, dtype=HALVES[0]), randn(150, 96, seed=1, dtype=HALVES[0])
     expected = launch_as(ProductConfig(32, 64, 32, 4, 2, swap), x, weight, None, Fused())
-    for tokens in (1, 31, 33):
-        assert torch.equal(
-            launch_as(ProductConfig(32, 64, 32, 4, 2, swap), x[:tokens], weight, None, Fused()), expected[:tokens]
-        )
+    for tokens, rows in ((16, 64), (32, 64), (64, 128)):
+        tile = ProductConfig(tokens, rows, 32, 4, 2, swap)
+        for count in (1, 31, 33, 70):
+            assert torch.equal(launch_as(tile, x[:count], weight, None, Fused()), expected[:count])
 
 
 def test_on_the_cpu_the_twin_answers() -> None:

@@ -169,7 +169,7 @@ def test_deterministic_rows_do_not_tell_what_they_share(page_size: int, dtype: t
 
 
 def test_swapped_rows_give_the_same() -> None:
-    """As on Hopper, where a decode's rows are on the right side of its products; but for the order of BLAS's sums."""
+    """As on Hopper, where a decode's rows are on the right side of its products."""
     case = make(TREE, head_size=64, dtype=HALF)
     for window in (0, 100):
         paged = case.paged(window, deterministic=True)
