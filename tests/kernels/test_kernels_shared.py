@@ -150,12 +150,14 @@ def test_other_shapes_agree_with_the_twins(head_size: int, group: int, monkeypat
 )
 def test_deterministic_rows_do_not_tell_what_they_share(page_size: int, dtype: torch.dtype, window: int) -> None:
     """To the bit; where private keys are one item, and where they have one for each block."""
-    case = make([4, [2, [2, 1]], [1, [1, 1]], [1, 1]], head_size=64, page_size=page_size, dtype=dtype)
+    case = make([4, [4, [2, 1, 1]], [1, [1, 1]], [1, 1]], head_size=64, page_size=page_size, dtype=dtype)
     paged = case.paged(window, deterministic=True)
     alone = paged.attend(case.plan(paged, shared=False), 1, case.q, window)
     close(alone, case.expected(window))
     assert case.share(paged)
     assert int(paged._shared.rows.partials.max()) == 1
+    ends = paged._shared.rows.ends[: len(case.lanes)]
+    assert set(ends.tolist()) == {4 * page_size, 8 * page_size}, "some rows share more than the root"
     for slots in (paged.partials, 0):  # 0: of no use for splits
         paged.partials = slots
         plan = case.plan(paged)

@@ -9,7 +9,7 @@ import pytest
 
 from fastgen.kernels.work_tiles import BEGIN, END, FIRST, LANE, SPLIT, TOKENS
 from fastgen.model.attention import shared
-from fastgen.model.attention.shared import Level, roots, saved_keys, shared_ranges, shared_tiles
+from fastgen.model.attention.shared import Level, prefixes, saved_keys, shared_ranges, shared_tiles
 
 PAGE = 16
 
@@ -73,13 +73,36 @@ def test_all_that_is_shared_is_found_once(seed: int) -> None:
     assert saved_keys(levels, PAGE) == PAGE * sum(len(rows) - 1 for rows in holders.values())
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_roots_are_whole_blocks_from_the_first_key_on(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(60))
+def test_prefixes_are_whole_blocks_from_the_first_key_on(seed: int) -> None:
     tables, full = random_tables(seed)
     levels = shared_ranges(tables, np.arange(len(full)), full)
-    wanted = [Range(each.rows, 0, each.last // 4 * 4) for each in ranges_of(levels) if not each.first and each.last > 3]
-    assert ranges_of(roots(levels, PAGE, 4 * PAGE)) == wanted
-    assert ranges_of(roots(levels, PAGE, PAGE)) == ranges_of(levels[:1])
+    ranges = ranges_of(levels)
+    found = ranges_of(prefixes(levels, PAGE, 2 * PAGE, tile_rows=3))
+    rows = [row for each in found for row in each.rows]
+    assert len(set(rows)) == len(rows)
+    for each in found:
+        assert len(each.rows) > 1
+        assert each.first == 0
+        assert each.last > 0
+        assert each.last % 2 == 0
+        assert all(each.last <= len(covered(ranges, row)) for row in each.rows)
+        assert len(np.unique(tables[each.rows, : each.last], axis=0)) == 1
+    for root in ranges_of(levels[:1]):
+        alone = [row for row in root.rows if row not in rows]
+        assert len(alone) <= (1 if root.last > 1 else len(root.rows))
+
+
+def test_rows_leave_the_prefix_of_their_parents_where_that_pays() -> None:
+    """The first three rows go on in a tile of their own; the next two would read 8 pages more to save 2."""
+    columns = [[*range(10), 20 + row] for row in range(3)] + [[*range(8), 30, 31, 40 + row] for row in range(2)]
+    tables = np.array([*columns, [*range(8), 50, 51, 52]], np.int32)
+    levels = shared_ranges(tables, np.arange(6), np.full(6, 11))
+    assert ranges_of(prefixes(levels, PAGE, PAGE, tile_rows=3)) == [Range([3, 4, 5], 0, 8), Range([0, 1, 2], 0, 10)]
+    assert ranges_of(prefixes(levels, PAGE, 4 * PAGE, tile_rows=3)) == [Range([0, 1, 2, 3, 4, 5], 0, 8)]
+    rest = np.arange(4)  # the last of them is left alone, and reads its keys by itself
+    levels = shared_ranges(tables[:4], rest, np.full(4, 11))
+    assert ranges_of(prefixes(levels, PAGE, PAGE, tile_rows=3)) == [Range([0, 1, 2], 0, 10)]
 
 
 def test_nothing_shared() -> None:

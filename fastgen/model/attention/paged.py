@@ -16,7 +16,7 @@ from fastgen.kernels import attention as kernel
 from fastgen.kernels import hopper_decode, work_tiles
 from fastgen.kernels.launch import Chip
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.attention.shared import SharedTiles, roots, saved_keys, shared_ranges, shared_tiles
+from fastgen.model.attention.shared import SharedTiles, prefixes, saved_keys, shared_ranges, shared_tiles
 from fastgen.model.kv_pool import KVPool
 
 INVARIANT_PARTIALS = 8192  # partial results of a deterministic decode step; a step that would need more does not split
@@ -99,14 +99,14 @@ class PagedAttention:
     def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
         levels = shared_ranges(tables, lanes, full)
         page_size, head_size = self.pool.keys.shape[3:]
+        config = self.configs[kernel.GROUP]
+        tile, tasks = config.rows // self.group, max(self.chip.processors * config.programs // self.num_kv, 1)
         if self._deterministic:
-            levels = roots(levels, page_size, self.configs[kernel.GROUP].keys)
+            levels = prefixes(levels, page_size, config.keys, tile)
         key_bytes = 2 * self.num_kv * head_size * self.pool.keys.element_size()
         if not levels or saved_keys(levels, page_size) * key_bytes < SHARING_PAYS:
             self._shared.clear()
             return False
-        config = self.configs[kernel.GROUP]
-        tile, tasks = config.rows // self.group, max(self.chip.processors * config.programs // self.num_kv, 1)
         most = 0 if self._deterministic else self.shared_partials  # 0: no range is split
         found = shared_tiles(levels, lanes, page_size, tile, config.keys, tasks, most)
         idle = self._deterministic and len(found.tiles) < FILLS * tasks  # where it is slower than each row's own splits

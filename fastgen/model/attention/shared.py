@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fastgen.kernels.work_tiles import SPLIT, SPLITS, cut
 
 SHORTEST = 128  # keys of a shared range's split, unless the range has fewer
+OWN_KEY = 0.5  # time of a key that a row reads by itself, in that of a tile's key: siblings find it in L2
 
 Ints = NDArray[np.int64]
 
@@ -70,17 +71,31 @@ def _first_differences(tables: NDArray[np.int32], lanes: Ints, full: Ints, rows:
     return np.minimum(np.where(same.all(1), width, same.argmin(1)), full[rows])
 
 
-def roots(levels: list[Level], page_size: int, block: int) -> list[Level]:
-    """Return the first level alone, with ranges that end at multiples of `block` keys.
+def prefixes(levels: list[Level], page_size: int, block: int, tile_rows: int) -> list[Level]:
+    """Return one level of ranges that begin at key 0 and end at multiples of `block` keys, with a row in at most one.
 
-    A kernel goes through such a range, from position 0 on, in the order in which it would for one row alone.
+    A kernel goes through such a range in the order in which it would for one row alone, and leaves one partial result.
+    A row stays in the range of its parents, unless it takes less time that tiles of its own range's rows, of up to
+    `tile_rows`, read the parents' keys as well.
     """
     if not levels:
         return []
-    root, step = levels[0], block // math.gcd(block, page_size)
-    last = root.last // step * step
-    kept = last > 0
-    found = Level(root.rows[np.repeat(kept, root.count)], root.count[kept], root.first[kept], last[kept])
+    step = block // math.gcd(block, page_size)
+    end = np.zeros(int(levels[0].rows.max()) + 1, np.int64)  # the last column of each row's range
+    number = np.zeros_like(end)  # of each row's range, 0 for none
+    for each in levels:
+        last, tiles = each.last // step * step, -(-each.count // tile_rows)
+        before = end[each.rows[np.cumsum(each.count) - each.count]]
+        pays = tiles * last <= each.count * (before / tile_rows + (last - before) * OWN_KEY)
+        chosen = np.repeat(pays & (last > before), each.count)
+        rows = each.rows[chosen]
+        end[rows] = np.repeat(last, each.count)[chosen]
+        number[rows] = np.repeat(number.max() + 1 + np.arange(len(last)), each.count)[chosen]
+    numbers, count = np.unique(number, return_counts=True)
+    kept = (numbers > 0) & (count > 1)  # a row may be left alone in its parents' range
+    rows = np.argsort(number, kind="stable")[np.repeat(kept, count)]
+    count = count[kept]
+    found = Level(rows, count, np.zeros_like(count), end[rows[np.cumsum(count) - count]])
     return [found] if kept.any() else []
 
 
