@@ -8,8 +8,8 @@ the splits, so that the result does not depend on which program was last.
 Keys that rows of a decode step share have a launch of their own (SHARED), whose tiles hold these rows and which stores
 partial results. The launch for the private keys follows (PRIVATE) and combines these results with its own.
 
-On Hopper, fastgen.kernels.hopper_prefill computes prefills, and in deterministic mode fastgen.kernels.hopper_decode the
-decodes that share nothing.
+On Hopper, fastgen.kernels.hopper_prefill computes prefills, and in deterministic mode fastgen.kernels.hopper_decode
+decodes, but for shared keys.
 
 Shape letters: T tokens in the step, H query heads, K KV heads, D head size, P page size, G = H / K.
 """
@@ -488,11 +488,11 @@ def _launch(
     pdl, scale = chip.dependent_launch, head_size**-0.5 * math.log2(math.e)
     memory = partial_results.parts, partial_results.lse, partial_results.totals, partial_results.arrivals
     shape = group, head_size, page_size, keys.element_size()
-    if config.swap and tiles.kind == PLAIN and hopper_decode.streams(chip, q.dtype, *shape):
+    if config.swap and hopper_decode.streams(chip, q.dtype, *shape):
         assert config.keys == hopper_decode.KEYS
         hopper_decode.launch(
-            q, out, keys, values, page_table, tiles.list, tiles.most, tiles.split, tiles.alone, memory, layer, window,
-            scale,
+            q, out, keys, values, page_table, tiles.list, tiles.most, tiles.split, tiles.alone, tiles.kind == PRIVATE,
+            memory, layer, window, scale,
         )  # fmt: skip
         return
     if config.specialized:

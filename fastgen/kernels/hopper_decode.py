@@ -25,7 +25,7 @@ from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile,
 from fastgen.kernels.hopper_products import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described, runs_on
 from fastgen.kernels.launch import Chip, power_of_two, tl
 from fastgen.kernels.pages import E4M3, dequantized, power_of, scales_of
-from fastgen.kernels.softmax import combine, combine_splits_in_order
+from fastgen.kernels.softmax import combine, combine_splits_in_order, load_partial
 from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, read_tile, schedule
 
 KEYS = 64  # of a block, as in attention.INVARIANT_HOPPER
@@ -68,7 +68,7 @@ def _decode_kernel(
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, SOME: gl.constexpr, DIMS: gl.constexpr, STAGES: gl.constexpr,
     SIDE: gl.constexpr, COMBINED: gl.constexpr, HEADER: gl.constexpr, FIELDS: gl.constexpr,
-    SPLITS: gl.constexpr, REGISTERS: gl.constexpr,
+    SPLITS: gl.constexpr, PRIVATE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute all tasks, scheduled statically. H, K, D, P, ROWS, DIMS: see fastgen.kernels.attention. The descriptors
     of bits are of the scales of keys and values in fp8, else None."""
@@ -105,7 +105,7 @@ def _decode_kernel(
         [
             (_attend, (
                 q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs, split, H, K, D, WINDOW, SCALE,
-                SOME, SIDE, COMBINED, FIELDS, SPLITS,
+                SOME, SIDE, COMBINED, FIELDS, SPLITS, PRIVATE,
             )),
             (_load_blocks, (
                 pools, blocks, tiles_ptr, table_ptr, table_width, layer * num_pages, task, tasks,
@@ -175,7 +175,7 @@ def _load_query(
 def _attend(
     q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs, splitting,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, SOME: gl.constexpr,
-    SIDE: gl.constexpr, COMBINED: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr,
+    SIDE: gl.constexpr, COMBINED: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr,
 ):  # fmt: skip
     """Compute the blocks as they arrive, and then combine splits. Keys are rows of products: acc is [DIMS, ROWS]."""
     ks, vs, bits, ready, free = blocks
@@ -199,11 +199,11 @@ def _attend(
     stage, phase, slot, q_phase = 0, 0, 0, 0
     combine_from, combine_until = tasks, 0
     while task < tasks:
-        first, _tokens, _lane, position, begin, end, part, split = read_tile(tiles_ptr + task // K * FIELDS)
+        first, tokens, _lane, position, begin, end, part, split = read_tile(tiles_ptr + task // K * FIELDS)
         _load_query(q_desc, qs, asked, slot ^ 1, tiles_ptr, task + programs, tasks, H, K, FIELDS)
-        acc = gl.zeros([DIMS, ROWS], gl.float32, mma)
-        peak = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(0, mma))
-        total = gl.zeros([SIDE, ROWS], gl.float32, mma)
+        acc, peak, total = _begin(
+            results, tokens, part, split, task % K, H, K, D, DIMS, ROWS, SIDE, SPLITS, PRIVATE, mma
+        )
         nvidia.mbarrier.wait(asked.index(slot), q_phase)
         for start in range(begin, end, KEYS):
             k = ks.index(stage).reshape([KEYS, DIMS])
@@ -236,12 +236,31 @@ def _attend(
             acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, True)
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
             phase = gl.where(stage == 0, phase ^ 1, phase)
-        _store(acc, peak, gl.max(total, 0), results, first, part, split, task % K, H, K, D, SPLITS)
+        _store(acc, peak, gl.max(total, 0), results, first, part + tokens // SPLITS, split, task % K, H, K, D, SPLITS)
         if (split // SPLITS > 1) & (split % SPLITS < H // K):
             combine_from, combine_until = gl.minimum(combine_from, task), task + 1
         q_phase, slot, task = q_phase ^ slot, slot ^ 1, task + programs
     if (splitting != 0) & (gl.program_id(0) < programs):
         _combine(results, tiles_ptr, combine_from, combine_until, programs, H, K, D, DIMS, COMBINED, FIELDS, SPLITS)
+
+
+@gluon_jit()
+def _begin(
+    results, tokens, part, split, head, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, DIMS: gl.constexpr,
+    ROWS: gl.constexpr, SIDE: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Return the softmax over the keys that a row shares, if it has a partial result which `_combine` does not take,
+    else over no keys: acc [DIMS, ROWS], peak [ROWS] and total [SIDE, ROWS]."""
+    if PRIVATE:
+        _out_ptr, parts_ptr, peaks_ptr, totals_ptr, _arrivals_ptr = results
+        row = gl.arange(0, ROWS, gl.SliceLayout(0, mma))
+        dim = gl.arange(0, DIMS, gl.SliceLayout(1, mma))
+        here = (row < H // K) & (tokens // SPLITS > 0) & (split // SPLITS == 1)
+        slot = part * H + head * (H // K) + row
+        return load_partial(parts_ptr, peaks_ptr, totals_ptr, slot, here, dim, D, True)
+    else:
+        peak = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(0, mma))
+        return gl.zeros([DIMS, ROWS], gl.float32, mma), peak, gl.zeros([SIDE, ROWS], gl.float32, mma)
 
 
 @gluon_jit()
@@ -309,15 +328,16 @@ def _combine(
         while arrived < programs:
             arrived = tl.atomic_add(arrivals_ptr, 0, sem="acquire", scope="gpu")
     while task < until:
-        first, _tokens, _lane, _position, _begin, _end, part, split = read_tile(tiles_ptr + task // K * FIELDS)
+        first, tokens, _lane, _position, _begin, _end, part, split = read_tile(tiles_ptr + task // K * FIELDS)
         splits = split // SPLITS
+        partials = tokens // SPLITS + splits
         if splits > 1:
             for number in range(split % SPLITS, G, splits):
                 head = task % K * G + number
                 if splits > COMBINED[1]:
-                    _combine_head(results, first, part, splits, head, H, D, DIMS, COMBINED[1])
+                    _combine_head(results, first, part, partials, head, H, D, DIMS, COMBINED[1])
                 else:
-                    _combine_head(results, first, part, splits, head, H, D, DIMS, COMBINED[0])
+                    _combine_head(results, first, part, partials, head, H, D, DIMS, COMBINED[0])
         task += programs
 
 
@@ -346,12 +366,13 @@ def described_pools(keys: Tensor, values: Tensor, block: list[int]) -> list[Any]
 
 def launch(
     q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: Tensor, most: int, split: bool,
-    alone: bool, memory: tuple[Tensor, ...], layer: int, window: int, scale: float,
+    alone: bool, private: bool, memory: tuple[Tensor, ...], layer: int, window: int, scale: float,
 ) -> None:  # fmt: skip
     """Attend as fastgen.kernels.attention, which checks the arguments.
 
     tiles: the list, of at most `most` work tiles. split: some may be splits. alone: see
-    fastgen.model.attention.interface.Attention.plan_decode. memory: the tensors of PartialResults.
+    fastgen.model.attention.interface.Attention.plan_decode. private: the list is PRIVATE. memory: the tensors of
+    PartialResults.
     """
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
     chip, group, dims = Chip.of(q.device), num_heads // num_kv, power_of_two(head_size)
@@ -361,6 +382,6 @@ def launch(
     _decode_kernel[(min(most * num_kv, chip.processors * PROGRAMS),)](
         described(q.view(-1, head_size), [rows, dims]), *pools, out, page_table, tiles, *memory[:3],
         layer, num_pages, page_table.stride(0), int(split), int(alone), num_heads, num_kv, head_size, page_size,
-        window, scale, rows, KEYS, SOME, dims, stages, SIDE, COMBINED, HEADER, FIELDS, SPLITS, LOADING_REGISTERS,
-        num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
+        window, scale, rows, KEYS, SOME, dims, stages, SIDE, COMBINED, HEADER, FIELDS, SPLITS, private,
+        LOADING_REGISTERS, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

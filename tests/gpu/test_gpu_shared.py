@@ -87,6 +87,12 @@ def test_in_bfloat16_raw_logprobs_stay_close_as_long_as_the_tokens_are_the_same(
     assert sum(differences) / len(differences) < 0.02
 
 
+def test_in_deterministic_mode_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "FILLS", 0)
+    mode: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True}
+    assert answers(**mode) == answers(shares=False, prefix_cache=False, **mode)
+
+
 def test_a_replayed_step_is_the_launched_one() -> None:
     with Generator(device="cuda", max_model_len=1024, max_seqs=64, seed=0, deterministic=False) as gen:
         for prompt in tree_prompts(gen.model_config.vocab_size):

@@ -92,7 +92,7 @@ for group, head_size, window, fp8 in [
         "H": 8 * group, "K": 8, "D": head_size, "P": 64, "WINDOW": window, "SCALE": 0.1, "ROWS": rows, "KEYS": 64,
         "SOME": 16, "DIMS": dims, "STAGES": stages, "SIDE": 64, "COMBINED": hopper_decode.COMBINED,
         "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS, "SPLITS": work_tiles.SPLITS,
-        "REGISTERS": hopper_products.LOADING_REGISTERS,
+        "PRIVATE": window > 0, "REGISTERS": hopper_products.LOADING_REGISTERS,
     }
     blocks = {"q_desc": [rows, dims], "keys_desc": [1, 64, dims], "values_desc": [1, 64, dims]}
     if fp8:

@@ -146,7 +146,8 @@ def test_other_shapes_agree_with_the_twins(head_size: int, group: int, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("page_size", "dtype", "window"), [(64, torch.float32, 0), (64, HALF, 150), (16, HALF, 0), (48, HALF, 100)]
+    ("page_size", "dtype", "window"),
+    [(64, torch.float32, 0), (64, HALF, 0), (64, HALF, 150), (16, HALF, 0), (48, HALF, 100)],
 )
 def test_deterministic_rows_do_not_tell_what_they_share(page_size: int, dtype: torch.dtype, window: int) -> None:
     """To the bit; where private keys are one item, and where they have one for each block."""

@@ -122,7 +122,7 @@ class PagedAttention:
         """Make the lists on the device, inside the step's graph; the list of shared keys is there already."""
         sequences = len(lanes)
         assert sequences <= self.max_seqs
-        split, most = self._splits(sequences, shared)
+        split, most = self._splits(sequences)
         rows = self._shared.rows if shared else None
         work_tiles.plan_decode(lanes, kv_lens, self._windows, self._lists, split, most, rows)
         few = sequences * self.num_kv <= kernel.FILLED * self.chip.processors
@@ -141,7 +141,7 @@ class PagedAttention:
             plan.work[window].append(tiles)
         return plan
 
-    def _splits(self, sequences: int, shared: bool) -> tuple[int, int]:
+    def _splits(self, sequences: int) -> tuple[int, int]:
         """Return the keys of one split of a decode, and the most splits of a sequence, above which splits get longer.
 
         Deterministic splits do not get longer: they would have other bits.
@@ -149,7 +149,7 @@ class PagedAttention:
         if not self._deterministic:
             return work_tiles.split_of(sequences, self.num_kv, self.chip), work_tiles.splits_of(sequences)
         config = self.configs[kernel.DECODE]
-        tasks = config.programs if shared or self._split_below is None else self._split_below
+        tasks = config.programs if self._split_below is None else self._split_below
         idle = sequences * self.num_kv < self.chip.processors * tasks
         room = sequences * (self._most_splits + 1) <= self.partials and self._most_splits < work_tiles.SPLITS // 2
         if idle and room:
