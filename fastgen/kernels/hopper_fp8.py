@@ -132,7 +132,7 @@ def _multiply(
 ):  # fmt: skip
     """Multiply and store 64 tokens of each tile of the program, the first (PART 0) or the last."""
     xs, weights, ready, free = ring
-    bias_ptr, out_ptr, _x_scales_ptr, scales_ptr = pointers
+    bias_ptr, out_ptr, x_scales_ptr, scales_ptr = pointers
     STAGES: gl.constexpr = xs.shape[0]
     TOKENS: gl.constexpr = xs.shape[1]
     SIDE: gl.constexpr = xs.shape[1] // 2
@@ -147,6 +147,11 @@ def _multiply(
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first_token, row, other = _place(tile, T, N, HALF, TOKENS, ROWS, GROUP)
+        first_token += PART * SIDE
+        token = first_token + gl.arange(0, SIDE, gl.SliceLayout(1, layout))
+        x_scales = gl.load(x_scales_ptr + token, mask=token < T, other=0.0)  # they arrive while the tile is summed
+        scales_a = _row_scales(scales_ptr, row, N, ROWS, BLOCKS)
+        scales_b = _row_scales(scales_ptr, other, N, ROWS, BLOCKS)
         a = gl.zeros([SIDE, ROWS], gl.float32, layout)
         b = gl.zeros([SIDE, ROWS], gl.float32, layout)
         for step in range(0, (K + DEPTH - 1) // DEPTH):
@@ -168,16 +173,14 @@ def _multiply(
             b = gl.fma(part, gl.full_like(part, scale_b), b) if BLOCKS else b + part
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
             phase = gl.where(stage == 0, phase ^ 1, phase)
-        first_token += PART * SIDE
-        token = first_token + gl.arange(0, SIDE, gl.SliceLayout(1, layout))
         rows_a = row + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
         rows_b = other + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
         read_a = read_rows(gl.expand_dims(token, 1), rows_a, bias_ptr, out_ptr, T, N, ADD)
-        a = added(_scaled(a, pointers, token, rows_a, T, N, BLOCKS), read_a, bias_ptr, ADD)
-        if HALF == 0:  # before what b is added to takes registers
-            _store(a, results.index(PART), out_desc, first_token, row)
         read_b = read_rows(gl.expand_dims(token, 1), rows_b, bias_ptr, out_ptr, T, N, ADD)
-        b = added(_scaled(b, pointers, token, rows_b, T, N, BLOCKS), read_b, bias_ptr, ADD)
+        a = added(_scaled(a, x_scales, scales_a, BLOCKS), read_a, bias_ptr, ADD)
+        if HALF == 0:  # it leaves while b is finished
+            _store(a, results.index(PART), out_desc, first_token, row)
+        b = added(_scaled(b, x_scales, scales_b, BLOCKS), read_b, bias_ptr, ADD)
         if HALF > 0:
             _store(gated(a, b), results.index(PART), out_desc, first_token, row)
         else:
@@ -196,12 +199,18 @@ def _fall_behind(tiles):
 
 
 @gluon_jit()
-def _scaled(acc, pointers, token, row, T, N, BLOCKS: gl.constexpr):
+def _row_scales(scales_ptr, row, N, ROWS: gl.constexpr, BLOCKS: gl.constexpr):
+    """Return the scales of ROWS rows, a row a thread; with scales of blocks, numbers that are not used."""
+    row += gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return row if BLOCKS else gl.load(scales_ptr + row, mask=row < N, other=0.0)
+
+
+@gluon_jit()
+def _scaled(acc, x_scales, scales, BLOCKS: gl.constexpr):
     """Return the sums [SIDE, ROWS] times the scales of their tokens and rows."""
-    _bias_ptr, _out_ptr, x_scales_ptr, scales_ptr = pointers
-    acc *= gl.expand_dims(gl.load(x_scales_ptr + token, mask=token < T, other=0.0), 1)
+    acc *= gl.expand_dims(x_scales, 1)
     if not BLOCKS:
-        acc *= gl.expand_dims(gl.load(scales_ptr + row, mask=row < N, other=0.0), 0)
+        acc *= gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(0, acc.type.layout)), 0)
     return acc
 
 
