@@ -24,7 +24,7 @@ CHUNK = 128
 
 TOKENS = 128  # of a tile: two groups of warps with 64 each
 SIDES = (128, 64)  # rows of each of a tile's two sides
-GROUP = 2048  # tokens whose tiles share the weight's tiles in the L2 cache
+GROUP = 2176  # tokens whose tiles share the weight's tiles in the L2 cache: about a quarter of a large step
 WARPS, REGISTERS, LOADING_REGISTERS = 4, 240, 24  # a group of warps; registers a thread of a group, of the loading warp
 LAUNCHED = 168  # registers a thread before they are shared out: a processor's, over three groups
 

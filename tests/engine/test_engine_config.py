@@ -254,7 +254,7 @@ LARGE = replace(
 
 
 @pytest.mark.parametrize(
-    ("memory", "lanes", "budget"), [(24e9, 128, 2048), (48e9, 512, 4096), (80e9, 1024, 8192), (140e9, 1024, 8192)]
+    ("memory", "lanes", "budget"), [(24e9, 128, 2048), (48e9, 512, 4096), (80e9, 1024, 8448), (140e9, 1024, 8448)]
 )
 def test_lanes_and_budget_suit_the_model_and_the_gpu(memory: float, lanes: int, budget: int) -> None:
     config = make(LARGE, device="cuda", memory=memory)
