@@ -83,7 +83,7 @@ def test_speculative_steps_from_graphs_give_the_same_bits(
         runner = gen._runner
         capturable(monkeypatch)
         runner.capture(None, [])
-        runner.graphs[False].sizes = [PACKED_ROW_TILE, 2 * PACKED_ROW_TILE]  # as in `with_graphs`
+        runner.graphs[False].keys = [PACKED_ROW_TILE, 2 * PACKED_ROW_TILE]  # as in `with_graphs`
         assert isinstance(runner.speculative_graphs, Called)
         runner.pool.keys[:, :-1].fill_(7)
         found = gen.generate(prompts, params)

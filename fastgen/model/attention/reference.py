@@ -4,7 +4,7 @@ The result for a query is the same to the bit whatever else is in the step (docs
 fixed blocks of KEY_BLOCK positions from position 0 on. Each block is a matrix product of its own with the queries, and
 one with the weights; the latter's results are added in order. The softmax is over whole blocks, and hidden keys add
 zeros to it. BLAS sums the rows of small matrices in another order; `padded_rows` gives the numbers of rows that it sums
-alike.
+alike, and `_columns` the columns.
 
 Query tokens are taken in tiles of one sequence: a decode is a tile, a prefill chunk several. MKL's batched product has
 the address of each matrix, so it reads blocks where they lie in the pool. Where it is missing, or a block is not one
@@ -44,6 +44,15 @@ def padded_rows(rows: int, head_size: int) -> int:
     behind a multiple of 6.
     """
     return 4 if rows <= 4 and head_size <= 64 else -(-rows // 12) * 12
+
+
+def _columns(head_size: int) -> list[tuple[int, int]]:
+    """Return the first column of the values of each product, and the number of columns; the last two may overlap.
+
+    On processors of AMD, MKL sums the last columns behind a multiple of 16 in an order that depends on the threads.
+    """
+    whole = head_size // 16 * 16
+    return [(0, whole), (head_size - 16, 16)] if 0 < whole < head_size else [(0, head_size)]
 
 
 @dataclass
@@ -115,15 +124,21 @@ class _InPlace:
         sums = _addresses(tiles.sums, order * size)
         at, same = (self._at, size), np.ones_like(keys)
         self._score = mkl.batch(groups, rows * same, keys, size * same, (q, size), at, (scores, count), transposed=True)
-        self._sum = mkl.batch(groups, rows * same, size * same, keys, (weights, count), at, (sums, pairs * size))
+        self._sums = {
+            first: mkl.batch(
+                groups, rows * same, width * same, keys, (weights, count), at, (sums + 4 * first, pairs * size)
+            )
+            for first, width in _columns(size)
+        }
 
     def score(self, keys: Tensor) -> None:
         np.add(self._blocks, keys.data_ptr(), out=self._at)
         self._score()
 
     def sum(self, values: Tensor) -> None:
-        np.add(self._blocks, values.data_ptr(), out=self._at)
-        self._sum()
+        for first, multiply in self._sums.items():
+            np.add(self._blocks, values.data_ptr() + 4 * first, out=self._at)
+            multiply()
 
 
 def _addresses(x: Tensor, numbers: Indices) -> Indices:
@@ -147,7 +162,10 @@ class _Copied:
 
     def sum(self, values: Tensor) -> None:
         weights = _by_block(self._tiles.weights).index_select(1, self._pairs)
-        self._tiles.sums.copy_(torch.bmm(weights.transpose(0, 1), self._blocks(values)).transpose(0, 1))
+        weights, blocks = weights.transpose(0, 1), self._blocks(values)
+        for first, width in _columns(blocks.shape[2]):
+            product = torch.bmm(weights, blocks.narrow(2, first, width))
+            self._tiles.sums.narrow(2, first, width).copy_(product.transpose(0, 1))
 
     def _blocks(self, pool: Tensor) -> Tensor:
         """Return the block of each pair, float32 [M, KEY_BLOCK, D]."""

@@ -1,0 +1,73 @@
+"""Checks that the bits of packed products and of attention depend neither on the rows beside nor on the number of
+threads."""
+
+import numpy as np
+import torch
+
+from fastgen.model.attention.interface import StepLayout
+from fastgen.model.attention.reference import ReferenceAttention
+from fastgen.model.kv_pool import KVPool
+from fastgen.model.transformer import PACKED_ROW_TILE, Linear
+
+SHAPES = [
+    (16, 64), (128, 64), (128, 128), (200, 96), (256, 704), (392, 96), (456, 352), (512, 256), (520, 300), (896, 1024),
+    (1024, 3072), (4096, 256),
+]  # fmt: skip
+ROWS = [1, 2, 3, 4, 5, 7, 8, 11, 16, 25, 33, 64, 150, 256]  # of PACKED_ROW_TILE
+
+
+def check(outputs: int, inputs: int) -> None:
+    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
+    plain, packed, x = Linear(weight, bias), Linear(weight, bias), torch.randn(ROWS[-1] * PACKED_ROW_TILE, inputs)
+    torch.set_num_threads(32)
+    packed.pack()
+    packed.unpack()
+    assert torch.equal(packed.weight, weight)
+    packed.pack()
+    expected, stream = packed(x), torch.randn(len(x), outputs)
+    torch.testing.assert_close(expected, plain(x), atol=1e-3, rtol=1e-5)
+    added = packed.add_to(stream.clone(), x)
+    torch.testing.assert_close(added, stream + expected, atol=1e-3, rtol=1e-5)
+    for threads in (1, 3, 16, 64):
+        torch.set_num_threads(threads)
+        for rows in ROWS:
+            part = slice(rows * PACKED_ROW_TILE)
+            assert torch.equal(packed(x[part]), expected[part]), (outputs, inputs, threads, rows)
+            assert torch.equal(packed.add_to(stream[part].clone(), x[part]), added[part])
+
+
+def check_attention(head_size: int, kv_heads: int, page_size: int) -> None:
+    lens = np.array([2, 16, 40, 65, 130, 190])
+    columns, heads = -(-lens[-1] // page_size), 2 * kv_heads
+    pool = KVPool(1, len(lens) * columns, kv_heads, page_size, head_size, torch.float32, torch.device("cpu"))
+    pool.whole.normal_()
+    table = torch.arange(len(lens) * columns, dtype=torch.int32).view(len(lens), columns)
+    attention = ReferenceAttention(pool, heads)
+    queries = [torch.randn(length, heads, head_size) for length in lens]
+
+    def attend(members: list[int], most: int) -> list[torch.Tensor]:
+        """The last tokens of these sequences, at most so many, in a step."""
+        query_lens = np.minimum(lens[members], most)
+        plan = attention.plan(StepLayout(query_lens, lens[members], 0, np.array(members), table))
+        q = torch.cat([queries[member][-most:] for member in members])
+        return list(attention.attend(plan, 0, q, 0).split(query_lens.tolist()))
+
+    torch.set_num_threads(1)
+    everyone = list(range(len(lens)))
+    expected = attend(everyone, lens[-1])
+    for threads in (1, 2, 3, 4, 16, 64):
+        torch.set_num_threads(threads)
+        for members in (everyone, everyone[::2], *([member] for member in everyone)):
+            for most in (1, 7, lens[-1]):
+                for member, found in zip(members, attend(members, most), strict=True):
+                    assert torch.equal(found, expected[member][-most:]), (head_size, kv_heads, page_size, threads, most)
+
+
+torch.manual_seed(0)
+for shape in SHAPES:
+    check(*shape)
+for head_size in (12, 24, 40, 64, 72, 100, 120, 128, 264):
+    for kv_heads in (1, 2):
+        for page_size in (16, 64):
+            check_attention(head_size, kv_heads, page_size)
+print("equal")
