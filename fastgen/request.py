@@ -62,7 +62,8 @@ class SamplingParams:
     repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
     presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once and once for each
         occurrence.
-    logit_bias: token id -> number added to its logit; at most 4096, with the stop ids that min_tokens holds back.
+    logit_bias: token id -> number added to its logit; at most 4096, with the stop ids that min_tokens holds back. An
+        id may be text, as JSON has it.
     seed: equal seeds and prompts give equal outputs; None derives a seed from the Generator's.
     stop: strings that end the output; the text is cut before them, the ids are kept.
     stop_token_ids: ids that end the output, beside the model's eos ids; they stay in token_ids.
@@ -114,6 +115,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if isinstance(biases := self.logit_bias, Mapping) and any(isinstance(id, str) for id in biases):
+            ids = {int(id) if isinstance(id, str) and id.isdecimal() else id: bias for id, bias in biases.items()}
+            object.__setattr__(self, "logit_bias", ids)
         for name in ("stop", "stop_token_ids", "bad_words"):
             if getattr(self, name) is None:  # vLLM's default
                 object.__setattr__(self, name, ())

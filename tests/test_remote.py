@@ -111,7 +111,7 @@ def test_a_request_fails_alone_and_wrong_params_before_all(gen: RemoteGenerator)
     ("params", "said"),
     [
         ({"logit_bias": 3}, "logit_bias must be"),
-        ({"logit_bias": {"a": 1}}, "invalid literal"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must hold token ids"),
         ({"temperature": "hot"}, "temperature must be"),
         ({"best": 3}, "best"),
         ({"mask": {}}, "mask"),

@@ -218,8 +218,6 @@ class RowJob:
         given = {name: value for name in PARAMS if (value := row.columns.get(name)) is not None}
         given = {name: value if name == "stop" else parsed(value) for name, value in given.items()}
         given.setdefault("seed", seed_of(self.seed, row.index))
-        if isinstance(bias := given.get("logit_bias"), dict):
-            given["logit_bias"] = {int(id) if id.isdecimal() else id: value for id, value in bias.items()}
         params = replace(self.params, **given)
         if isinstance(params.n, int) and params.n > MAX_SAMPLES:
             raise ValueError(f"n is {params.n}; it may be at most {MAX_SAMPLES}: repeat the row for more")

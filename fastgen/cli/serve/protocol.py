@@ -357,13 +357,11 @@ class GenerationFields(Strict):
         given = {name: value for name in COPIED if (value := getattr(self, name)) is not None}
         if self.top_p is not None:
             given["top_p"] = float(self.top_p) or 1.0
-        if self.logit_bias is not None:
-            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         return replace(defaults, **given, **others)
 
 
 # Fields that SamplingParams has under the same name and with the same meaning.
-COPIED = (GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {"top_p", "logit_bias"}
+COPIED = (GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {"top_p"}
 
 
 class ChatRequest(GenerationFields):

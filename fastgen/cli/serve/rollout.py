@@ -92,7 +92,7 @@ class Rollout:
         self._service = service
         self._updating: set[AsyncGenerator] = set()
         calls: dict[str, tuple[type[Strict], Call]] = {
-            "/generate": (GenerateRequest, lambda engine, wanted: engine.generate(wanted.prompt, _params(wanted))),
+            "/generate": (GenerateRequest, lambda engine, wanted: engine.generate(wanted.prompt, wanted.params)),
             "/init_weight_group": (GroupRequest, self._init_group),
             "/close_weight_group": (
                 CloseRequest,
@@ -144,14 +144,6 @@ class Rollout:
         finally:
             self._updating.discard(engine)
         return {"weight_version": version}
-
-
-def _params(wanted: GenerateRequest) -> dict[str, Any] | None:
-    """Return the params of a request. JSON has no integers as keys. Raises ValueError."""
-    params = wanted.params or {}
-    if not isinstance(biases := params.get("logit_bias"), dict):
-        return wanted.params
-    return {**params, "logit_bias": {int(token): bias for token, bias in biases.items()}}
 
 
 async def _sleep(engine: AsyncGenerator, wanted: SleepRequest) -> dict[str, int]:
