@@ -1,4 +1,4 @@
-"""AsyncGenerator: a Generator for asyncio programs, in a process or a thread of its own.
+"""AsyncGenerator: a Generator for asyncio programs, in a process of its own.
 
     async with AsyncGenerator("Qwen/Qwen3-8B", max_seqs=128) as gen:
         async for event in gen.stream("Once upon a time", SamplingParams(max_tokens=100)):
@@ -10,22 +10,19 @@ This module does not import torch. No method blocks the event loop on the engine
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import pickle
 import subprocess
-import threading
 import time
 from collections.abc import AsyncGenerator as PyAsyncGenerator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
-from fastgen.async_engine.loop import Abort, Answer, Call, EngineInfo, StepEnded, Submit, run_in_thread
+from fastgen.async_engine.loop import Abort, Answer, Call, EngineInfo, StepEnded, Submit
 from fastgen.engine.outputs import Stats
 from fastgen.ranks import processes
 from fastgen.ranks.channel import HEAD, Failed, Start, frame
@@ -121,12 +118,11 @@ class EventStream:
 
 
 class AsyncGenerator:
-    """A Generator for asyncio programs, in a process of its own or in a thread of this one. Use it from one event loop.
+    """A Generator for asyncio programs, in a process of its own: this one does not import torch. Use it from one event
+    loop.
 
-    model, options: arguments of the Generator. own_process: True: the Generator runs in a process of its own, and this
-    one does not import torch; False: it runs in a thread, which takes turns with the event loop (the GIL), and which
-    takes masks and weights without copies. grammar_timeout: seconds that the compilation of structured output may take;
-    a request whose schema needs longer is a ValueError. name: the model's name in messages; default: `model`.
+    model, options: arguments of the Generator. grammar_timeout: seconds that the compilation of structured output may
+    take; a request whose schema needs longer is a ValueError. name: the model's name in messages; default: `model`.
 
     dead: how the engine ended; None while it runs. info: facts of the model, set by `start`. stats: the Generator's, at
     most a quarter of a second old while it works.
@@ -138,7 +134,6 @@ class AsyncGenerator:
         self,
         model: str | Path | None = None,
         *,
-        own_process: bool = True,
         grammar_timeout: float = GRAMMAR_TIMEOUT,
         name: str | None = None,
         **options: Any,
@@ -146,13 +141,13 @@ class AsyncGenerator:
         self.name = name or ("the bundled model" if model is None else str(model))
         self.dead: str | None = None
         self.stats = Stats()
-        self._own_process, self._options = own_process, {"model": model, "max_step_ms": STEP_MS, **options}
+        self._options = {"model": model, "max_step_ms": STEP_MS, **options}
         self._grammar_timeout = grammar_timeout
         self._next_number = 0
         self._streams: dict[str | int, EventStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._progress = 0.0  # time.monotonic() of the last step or call, or of the request that ended an idle time
-        self._peer: _Process | _Thread | None = None
+        self._peer: _Process | None = None
         self._loaded = self._closing = self._paused = False
         self._failure: Exception | None = None
 
@@ -167,7 +162,7 @@ class AsyncGenerator:
         if self._peer is not None:
             raise RuntimeError(f"the engine of {self.name} has been started; make a new AsyncGenerator")
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._peer = await _Process.start(self._options) if self._own_process else _Thread(self._options)
+        self._peer = await _Process.start(self._options)
         self._listener = asyncio.create_task(self._listen(self._peer))
         try:
             if self._closing:
@@ -178,8 +173,7 @@ class AsyncGenerator:
             raise
 
     async def close(self) -> None:
-        """End the engine and wait for its end; running requests fail. A process has a few seconds to end; a thread ends
-        after the step that runs, or when its model is loaded. Further calls have no effect."""
+        """End the engine and wait for its end; running requests fail. Further calls have no effect."""
         self._closing = True
         if self._peer is not None:
             await self._peer.end()
@@ -240,7 +234,7 @@ class AsyncGenerator:
         """Call a method of the Generator between two steps, such as `call("score", sequences)` or
         `call("update_weights", state_dict, in_flight="keep")`; return its result or raise its error.
 
-        Arguments and result are pickled to and from a process of its own. A call that has begun is not cancelled,
+        Arguments and result are pickled. A call that has begun is not cancelled,
         except one that receives weights.
         """
         peer = self._running_peer()
@@ -269,8 +263,8 @@ class AsyncGenerator:
     def submit(self, prompts: Sequence[Prompt], params: Params, *, every_step: bool = True) -> EventStream:
         """Begin a request of one or more prompts; return the stream of its events.
 
-        prompts: lists of ids, or other prompts, which the engine tokenizes between two steps. params: of each prompt;
-        a mask needs own_process=False. every_step: False for a reader that needs the complete answer only; then the
+        prompts: lists of ids, or other prompts, which the engine tokenizes between two steps. params: of each prompt,
+        without a mask. every_step: False for a reader that needs the complete answer only; then the
         stream has one list for the first event of each prompt and one for all other events.
 
         Raises ValueError or TypeError for wrong params, and EngineError where the engine is not ready.
@@ -278,11 +272,8 @@ class AsyncGenerator:
         peer = self._running_peer()
         params = params_of(params, self.info.default_params)
         params.validate(self.info.vocab_size)
-        if params.mask is not None and self._own_process:
-            raise ValueError(
-                "a mask can not be sent to another process; use json_schema, regex, choice or grammar, or give "
-                "own_process=False to the AsyncGenerator"
-            )
+        if params.mask is not None:
+            raise ValueError("a mask can not be sent to another process; use json_schema, regex, choice or grammar")
         structure = structure_name(params)
         if (grammar := params_grammar(params)) is not None:
             params = replace(params, json_schema=None, regex=None, choice=None, grammar=grammar)
@@ -299,7 +290,7 @@ class AsyncGenerator:
             raise
         return stream
 
-    def _running_peer(self) -> _Process | _Thread:
+    def _running_peer(self) -> _Process:
         if self._peer is None or not self.ready:
             raise EngineError(self.dead or f"the engine of {self.name} is not ready; await start, or use async with")
         return self._peer
@@ -320,7 +311,7 @@ class AsyncGenerator:
 
     # ------------------------------------------------------------------------------------ messages
 
-    async def _listen(self, peer: _Process | _Thread) -> None:
+    async def _listen(self, peer: _Process) -> None:
         """Handle messages until the engine ends, then its end."""
         how = "sent a message that can not be read"
         try:
@@ -432,38 +423,3 @@ class _Process:
         """End the process with its connection, and kill it if it lives on."""
         self._writer.close()
         await asyncio.to_thread(processes.end_processes, [self.process])
-
-
-class _Thread:
-    """The thread of an engine. It ends with the program, too."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        incoming: SimpleQueue[Any] = SimpleQueue()
-        self.send = incoming.put
-        self._loop, self._outgoing = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        self._thread = threading.Thread(
-            target=run_in_thread, args=(arguments, incoming, self._deliver), name="fastgen-engine", daemon=True
-        )
-        self._thread.start()
-        atexit.register(self._stop)
-
-    def _deliver(self, message: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._outgoing.put_nowait, message)
-        except RuntimeError:  # the event loop is closed, so that no client reads messages
-            self.send(None)
-
-    async def listen(self, receive: Callable[[object], None]) -> str:
-        """Hand over messages until the thread ends; return how it ended."""
-        while (message := await self._outgoing.get()) is not None:
-            receive(message)
-        self._thread.join()  # at once
-        atexit.unregister(self._stop)
-        return "has ended"
-
-    async def end(self) -> None:
-        self.send(None)
-
-    def _stop(self) -> None:
-        self.send(None)
-        self._thread.join()

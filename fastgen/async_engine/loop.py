@@ -1,7 +1,6 @@
 """The engine of an AsyncGenerator: a Generator, the loop that steps it, and the messages between loop and client.
 
-The loop runs in a thread of the client's process (`run_in_thread`) or in a process of its own (`main`). Importing
-this module imports neither torch nor numpy.
+The loop runs in a process of its own (`main`). Importing this module imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _read(kind: Callable[..., _Numbered], number: int, data: bytes) -> _Numbered
         return kind(*pickle.loads(data))  # noqa: S301 (from our own process)
     except Exception as error:
         reason = f"the other process can not read this ({error}); its classes and functions must be in a module"
-        return Answer(number, error=ValueError(f"{reason}, or give own_process=False to the AsyncGenerator"))
+        return Answer(number, error=ValueError(reason))
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,24 +329,6 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def make_generator(arguments: dict[str, Any]) -> Generator:
-    """Return a Generator. The first call imports torch, which takes seconds."""
-    from fastgen.generator import Generator
-
-    return Generator(**arguments)
-
-
-def run_in_thread(arguments: dict[str, Any], incoming: SimpleQueue[Any], send: Callable[[object], None]) -> None:
-    """Run an engine in this thread, with messages as EngineLoop has them. The last one is None.
-    arguments: of the Generator."""
-    try:
-        with make_generator(arguments) as gen:
-            EngineLoop(gen, incoming, send).run()
-    except BaseException as error:
-        send(Failed.of(error))
-    send(None)
-
-
 def main() -> None:
     """Be the process of an engine, which ends with its socket and with the process that started it. The last argument
     of the program is the number of its end of the socket."""
@@ -363,7 +344,9 @@ def main() -> None:
         logging.getLogger("fastgen").setLevel(start.log_level)
         if start.log_level <= logging.WARNING:  # the default shows what a first start waits for
             logging.getLogger("fastgen.kernels.ahead").setLevel(min(start.log_level, logging.INFO))
-        gen = make_generator(start.arguments)
+        from fastgen.generator import Generator  # importing torch takes seconds
+
+        gen = Generator(**start.arguments)
         gc.collect()
         gc.freeze()  # else a collection of all that torch has imported would hold up some step for 80 ms
         EngineLoop(gen, incoming, partial(channel.send, wait=False), channel.flush).run()

@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import asdict, replace
@@ -42,9 +41,9 @@ Result = TypeVar("Result")
 class Client:
     """An engine, its event loop, and an equal Generator in this process."""
 
-    def __init__(self, own_process: bool) -> None:
+    def __init__(self) -> None:
         self.runner = asyncio.Runner()
-        self.engine = AsyncGenerator(own_process=own_process, **OPTIONS)
+        self.engine = AsyncGenerator(**OPTIONS)
 
     async def start(self) -> None:
         _, self.reference = await asyncio.gather(self.engine.start(), asyncio.to_thread(Generator, **OPTIONS))
@@ -53,9 +52,9 @@ class Client:
         return self.runner.run(main)
 
 
-@pytest.fixture(scope="module", params=["process", "thread"])
-def shared(request: pytest.FixtureRequest) -> Iterator[Client]:
-    client = Client(own_process=request.param == "process")
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Client]:
+    client = Client()
     with client.runner:
         client.run(client.start())
         with client.reference:
@@ -284,9 +283,8 @@ def test_methods_of_the_generator_run_between_steps(client: Client) -> None:
             await gen.call("update_adapter", None)
         with pytest.raises(AttributeError, match="nothing"):
             await gen.call("nothing")
-        if gen._own_process:
-            with pytest.raises((TypeError, AttributeError), match="pickle"):  # of the result
-                await gen.call("stream", [])
+        with pytest.raises((TypeError, AttributeError), match="pickle"):  # of the result
+            await gen.call("stream", [])
         cancelled = asyncio.create_task(gen.call("score", [ids(7)]))
         await asyncio.sleep(0)
         cancelled.cancel()
@@ -318,38 +316,29 @@ class Unknown(StrEnum):
 def test_what_another_process_can_not_read_fails_alone(client: Client) -> None:
     async def main() -> None:
         params = SamplingParams(max_tokens=200, ignore_eos=True, stop=[Unknown.STOP], seed=0, temperature=5)
-        if client.engine._own_process:
-            with pytest.raises(ValueError, match="own_process=False"):
-                await client.engine.generate(ids(4), params)
-            with pytest.raises(ValueError, match="own_process=False"):
-                await client.engine.call("score", [Unknown.STOP])
-            params = replace(params, stop=[np.str_("a")])
-        output = await client.engine.generate(ids(4), params)
+        with pytest.raises(ValueError, match="must be in a module"):
+            await client.engine.generate(ids(4), params)
+        with pytest.raises(ValueError, match="must be in a module"):
+            await client.engine.call("score", [Unknown.STOP])
+        output = await client.engine.generate(ids(4), replace(params, stop=[np.str_("a")]))
         assert output.completions[0].stop_reason == "a"
 
     client.run(main())
 
 
-class Digits:
-    """A mask of two tokens."""
+class Mask:
+    """A mask of any token."""
 
     def fill(self, row: Any) -> None:
-        row[:] = 0
-        row[0] = 0b110000
+        pass
 
     def accept(self, token: int) -> None:
-        assert token in (4, 5)
+        pass
 
 
-def test_a_mask_needs_the_same_process(client: Client) -> None:
-    async def main() -> Any:
-        return await client.engine.generate(ids(3), SamplingParams(mask=Digits(), max_tokens=5, ignore_eos=True))
-
-    if client.engine._own_process:
-        with pytest.raises(ValueError, match="own_process=False"):
-            client.run(main())
-    else:
-        assert set(client.run(main()).completions[0].token_ids) <= {4, 5}
+def test_a_mask_is_refused(client: Client) -> None:
+    with pytest.raises(ValueError, match="a mask can not be sent to another process"):
+        client.run(client.engine.generate(ids(3), SamplingParams(mask=Mask())))
 
 
 # ------------------------------------------------------------------------------------------------ ends
@@ -451,8 +440,7 @@ def test_a_wrong_request_fails_alone(client: Client) -> None:
         await refused(ValueError, "the prompt is empty", [], SamplingParams())
         await refused(TypeError, "must hold integers", ["x"], SamplingParams())
         await refused(ValueError, "^json_schema: Invalid type: x", ids(3), SamplingParams(json_schema={"type": "x"}))
-        unreadable = "pickle" if engine._own_process else "not generator"
-        await refused(TypeError, unreadable, (id for id in [5]), SamplingParams())
+        await refused(TypeError, "pickle", (id for id in [5]), SamplingParams())
         (event,) = await good
         assert len(event.token_ids) == 60
 
@@ -641,38 +629,12 @@ def test_a_start_that_is_cancelled_leaves_no_process() -> None:
     assert children.read_text() == before
 
 
-def test_a_thread_ends_with_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an error of a step, by close, and where its model can not be loaded."""
-
-    def fail(gen: Generator) -> list[Event]:
-        raise RuntimeError("bad luck")
-
-    async def main() -> None:
-        with pytest.raises(ValueError, match="page_size"):
-            await AsyncGenerator(own_process=False, page_size=-1).start()
-        async with AsyncGenerator(own_process=False, **OPTIONS) as gen:
-            stream = gen.submit([ids(4)], LONG)
-            await gen.close()
-            with pytest.raises(EngineError, match="was closed"):
-                await anext(stream)
-        async with AsyncGenerator(own_process=False, **OPTIONS) as gen:
-            monkeypatch.setattr(Generator, "step", fail)
-            with pytest.raises(EngineError, match="the engine of the bundled model failed with RuntimeError: bad luck"):
-                await gen.generate(ids(4))
-            with pytest.raises(EngineError, match="bad luck"):
-                await gen.call("score", [ids(3)])
-
-    before = threading.enumerate()
-    asyncio.run(main())
-    assert not {thread.name for thread in set(threading.enumerate()) - set(before)} & {"fastgen-engine"}
-
-
 FORGETFUL = """
 import asyncio
 from fastgen import AsyncGenerator, SamplingParams
 
 async def main():
-    gen = AsyncGenerator(own_process=False)
+    gen = AsyncGenerator()
     await gen.start()
     async for event in gen.stream("hello", SamplingParams(ignore_eos=True)):
         break
