@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Any
 
 
 class Node:
@@ -26,15 +26,6 @@ class Node:
         self.depth: int = 0 if parent is None else parent.depth + 1  # full pages from the root to this one
         self.page = page
         self.host_page = -1
-
-
-class Changes(NamedTuple):
-    """The work of one step on pages; see Batch."""
-
-    fresh: tuple[int, ...]
-    saves: tuple[tuple[int, int], ...]
-    loads: tuple[tuple[int, int], ...]
-    copies: tuple[tuple[int, int], ...]
 
 
 class PageAllocator:
@@ -247,14 +238,13 @@ class PageAllocator:
 
     # ------------------------------------------------------------------------------------------ once a step
 
-    def take_changes(self) -> Changes:
-        """Return the work on pages for the batch that is now complete."""
-        changes = Changes(
-            tuple(self._fresh),
-            tuple((page, host_page) for host_page, page in self._saves.items()),
-            tuple(self._loads.items()),
-            tuple(self._copies),
-        )
+    def take_changes(self) -> dict[str, Any]:
+        """Return the fields about pages of the batch that is now complete: fresh, saves, loads and copies."""
+        saves = tuple((page, host_page) for host_page, page in self._saves.items())
+        changes = {
+            "fresh": tuple(self._fresh), "saves": saves, "loads": tuple(self._loads.items()),
+            "copies": tuple(self._copies),
+        }  # fmt: skip
         self._fresh.clear()
         self._saves.clear()
         self._loads.clear()

@@ -141,17 +141,15 @@ class Scheduler:
             return None
         drawing = [lane for chunk in prefills if chunk.sample for lane in (chunk.lane, *chunk.forks)]
         masked = not (self._masked.isdisjoint(decodes) and self._masked.isdisjoint(drawing))
-        changes = self.pages.take_changes()
         drafting = self._take_drafting(decodes, rows, len(decodes) + len(drawing)) if self._speculator else {}
         batch = Batch(
             decodes=decodes, prefills=tuple(prefills), starts=tuple(self._starts),
-            page_updates=tuple(self._page_updates), masked=masked, fresh=changes.fresh, saves=changes.saves,
-            loads=changes.loads, copies=changes.copies, rows=rows, **drafting,
+            page_updates=tuple(self._page_updates), masked=masked, rows=rows, **drafting, **self.pages.take_changes(),
         )  # fmt: skip
         self._starts.clear()
         self._page_updates.clear()
-        self.stats.pages_saved += len(changes.saves)
-        self.stats.pages_loaded += len(changes.loads)
+        self.stats.pages_saved += len(batch.saves)
+        self.stats.pages_loaded += len(batch.loads)
         self.in_flight += 1
         return batch
 

@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 from invariants import check_pages
 
-from fastgen.engine.pages import Changes, Node, PageAllocator
+from fastgen.engine.pages import Node, PageAllocator
+from fastgen.request import Batch
 
 
 def brute_missing(pages: list[int], num_tokens: int, page_size: int) -> int:
@@ -80,7 +81,7 @@ def test_a_table_grows_only_at_the_edge_of_a_page() -> None:
 
 
 class Pool:
-    """Tables of known tokens over an allocator, and memory that does what its Changes say: a page's contents are all
+    """Tables of known tokens over an allocator, and memory that does what its changes say: a page's contents are all
     tokens up to its end. Who matches must find its own tokens in its pages."""
 
     def __init__(self, num_pages: int, page_size: int, host_pages: int = 0) -> None:
@@ -111,8 +112,8 @@ class Pool:
         self.seen["matched"] += matched
         return table
 
-    def step(self) -> Changes:
-        changes = self.allocator.take_changes()
+    def step(self) -> Batch:
+        changes = Batch(**self.allocator.take_changes())
         check_pages(self.allocator, self.tables)
         for page, slot in changes.saves:
             self.host[slot] = self.memory[page]
@@ -319,8 +320,8 @@ def test_forks_hold_all_but_the_last_page_of_their_source_and_copies_of_that() -
         allocator.fork(fork, source, copy=True)
     check_pages(allocator, [source, *forks])
     assert [fork[0] for fork in forks] == [source[0]] * 2
-    assert allocator.take_changes().copies == tuple((source[1], fork[1]) for fork in forks)
-    assert allocator.take_changes().copies == ()
+    assert allocator.take_changes()["copies"] == tuple((source[1], fork[1]) for fork in forks)
+    assert allocator.take_changes()["copies"] == ()
     allocator.release(source)
     check_pages(allocator, forks)
     assert allocator.available == 8 - 3
@@ -350,7 +351,7 @@ def test_what_was_to_be_saved_is_forgotten_too() -> None:
     assert allocator.grow(table, 1)
     allocator.drop_index()
     check_pages(allocator, [table])
-    assert allocator.take_changes().saves == ()
+    assert allocator.take_changes()["saves"] == ()
 
 
 def test_a_page_whose_tokens_are_indexed_already_is_not_indexed_nor_are_those_behind_it() -> None:
