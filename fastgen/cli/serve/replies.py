@@ -336,15 +336,20 @@ class Vocabulary:
         self._hf, self._added = hf, frozenset(hf.added_tokens_decoder)
         self.special = frozenset(id for id, token in hf.added_tokens_decoder.items() if token.special)
         decoder = getattr(getattr(hf, "backend_tokenizer", None), "decoder", None)
-        self._byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
+        self._bytes: dict[str, bytes] | None = None  # by the letters that stand for them in a byte-level vocabulary
+        if decoder is not None and b"ByteLevel" in decoder.__getstate__():
+            from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+            letters = bytes_to_unicode()  # type: ignore[no-untyped-call]
+            self._bytes = {char: bytes([byte]) for byte, char in letters.items()}
         self.raw: Callable[[int], bytes] = cache(self._raw)
 
     def _raw(self, id: int) -> bytes:
         entry = self._hf.convert_ids_to_tokens(id) or ""
         if id in self._added:
             return entry.encode()
-        if self._byte_level:
-            return b"".join(_BYTES[char] if char in _BYTES else char.encode() for char in entry)
+        if self._bytes is not None:
+            return b"".join(self._bytes.get(char) or char.encode() for char in entry)
         if len(entry) == 6 and entry.startswith("<0x"):
             return bytes([int(entry[3:5], 16)])
         return entry.replace("\u2581", " ").encode()
@@ -360,14 +365,3 @@ class Vocabulary:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def _byte_letters() -> dict[str, bytes]:
-    """Return the letters that stand for bytes in a byte-level vocabulary (GPT-2's `bytes_to_unicode`)."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    letters = {chr(byte): bytes([byte]) for byte in plain}
-    return letters | {chr(256 + number): bytes([byte]) for number, byte in enumerate(others)}
-
-
-_BYTES = _byte_letters()
