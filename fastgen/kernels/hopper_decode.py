@@ -10,8 +10,12 @@ In a step of decodes alone, only the positions of the step's own tokens hold new
 were written before the step's embedding. The first blocks therefore load before the kernel ahead has ended (see
 fastgen.kernels.hopper_products).
 
-Keys in fp8 (fastgen.kernels.pages) become 2-byte numbers in the registers of the warps that multiply, and their scales
-multiply the products. Values become 2-byte numbers in shared memory: in registers a thread would need single bytes.
+Keys and values in fp8 (fastgen.kernels.pages) become 2-byte numbers in the registers of the warps that multiply. The
+numbers of a thread then come from as many bytes that lie together: an instruction's 16 columns of keys, and 16 rows of
+values, are in another order than memory has them. All numbers and scales are exact, so the bits are those of bfloat16.
+- Keys become float16, which is one instruction for two. The queries, too, times a power of two.
+- Values become bfloat16 by shifts and masks: E4M3 in a bfloat16's place is 2**120 times smaller.
+- The scales of keys multiply the scores, and those of values the weights.
 """
 
 from __future__ import annotations
@@ -21,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, nvidia
+from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, nvidia, reinterpret
 from fastgen.kernels.hopper_products import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described, runs_on
 from fastgen.kernels.launch import Chip, power_of_two, tl
-from fastgen.kernels.pages import E4M3, dequantized, power_of, scales_of
+from fastgen.kernels.pages import E4M3, power_of, scales_of
 from fastgen.kernels.softmax import combine, combine_splits_in_order, load_partial
 from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, read_tile, schedule
 
@@ -44,9 +48,10 @@ def rows_of(group: int) -> int:
 
 def stages_of(group: int, dims: int, item_size: int, chip: Chip) -> int:
     """Return the number of blocks that are loading or in use at once. item_size: bytes of a number of the pool."""
-    room = (chip.shared_memory + 1024) // PROGRAMS - 2048 - (KEYS + 2 * dims) * rows_of(group) * 2
-    if item_size == 1:
-        room -= 2 * KEYS * dims
+    rows = (KEYS + 2 * dims) * rows_of(group)
+    if item_size == 1:  # and queries in float16, and weights times scales
+        rows += (KEYS + dims) * rows_of(group)
+    room = (chip.shared_memory + 1024) // PROGRAMS - 2048 - rows * 2
     return min(room // (2 * KEYS * (dims + 2 * (item_size == 1)) * item_size), MOST_STAGES)
 
 
@@ -56,6 +61,8 @@ def streams(
     """Return whether this kernel takes decodes of this shape. dtype: of queries; item_size: of the pool's numbers, by
     default theirs."""
     dims, item_size = power_of_two(head_size), item_size or dtype.itemsize
+    if item_size == 1 and dtype != torch.bfloat16:  # which values become
+        return False
     loads = page_size % KEYS == 0 and head_size * item_size % 16 == 0  # as TMA wants
     fits = loads and 64 <= dims <= 128 and group <= MOST_GROUP
     return fits and runs_on(chip, dtype) and stages_of(group, dims, item_size, chip) > 1
@@ -191,7 +198,8 @@ def _attend(
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     ones = gl.full([SIDE, KEYS], 1.0, dtype, left)
     if FP8:
-        wide = gl.allocate_shared_memory(dtype, [KEYS, DIMS], gl.NVMMASharedLayout.get_default_for([KEYS, DIMS], dtype))
+        halves = gl.allocate_shared_memory(gl.float16, [ROWS, DIMS], qs.index(0).type.layout)
+        scaled = gl.allocate_shared_memory(dtype, [ROWS, KEYS], ws.type.layout)
     # Program 0 waits in any case, so that this kernel never ends before the one ahead.
     if (task < tasks) | (gl.program_id(0) == 0):
         tl.extra.cuda.gdc_wait()
@@ -202,41 +210,40 @@ def _attend(
         first, tokens, _lane, position, begin, end, part, split = read_tile(tiles_ptr + task // K * FIELDS)
         _load_query(q_desc, qs, asked, slot ^ 1, tiles_ptr, task + programs, tasks, H, K, FIELDS)
         acc, peak, total = _begin(
-            results, tokens, part, split, task % K, H, K, D, DIMS, ROWS, SIDE, SPLITS, PRIVATE, mma
+            results, tokens, part, split, task % K, H, K, D, DIMS, ROWS, SIDE, SPLITS, PRIVATE, FP8, mma
         )
         nvidia.mbarrier.wait(asked.index(slot), q_phase)
+        q = qs.index(slot)
+        if FP8:
+            shrink = gl.expand_dims(gl.convert_layout(_halve(q, halves), gl.SliceLayout(0, mma)), 0)
+            q = halves
         for start in range(begin, end, KEYS):
             k = ks.index(stage).reshape([KEYS, DIMS])
             v = vs.index(stage).reshape([KEYS, DIMS])
             nvidia.mbarrier.wait(ready.index(stage), phase)
-            if FP8:
-                k = k.load(left).to(gl.float32).to(dtype)
-            q = qs.index(slot).permute((1, 0))
-            scores = nvidia.warpgroup_mma(k, q, gl.zeros([KEYS, ROWS], gl.float32, mma), is_async=True)
-            if FP8:
-                convert(v, bits[1].index(2 * stage), wide)
-                v = wide
+            k = _convert_keys(k, left) if FP8 else k
+            scores = nvidia.warpgroup_mma(k, q.permute((1, 0)), gl.zeros([KEYS, ROWS], gl.float32, mma), is_async=True)
+            v = _convert_values(v, left) if FP8 else v.permute((1, 0))
             scores = nvidia.warpgroup_mma_wait(0, deps=[scores])
-            if FP8:
-                scores *= power_of(bits[0].index(2 * stage).permute((1, 0)).load(mma))
             behind = _behind(start, end, KEYS, SOME)
-            weights, next_peak = _weigh(scores, start - behind + number, start, end, position, WINDOW, SCALE)
-            ws.store(gl.permute(weights.to(dtype), (1, 0)))
-            written = end - start + behind
-            if written < KEYS:
-                clear_rows(v, written)
-            nvidia.fence_async_shared()
-            w = ws.permute((1, 0))
-            next_total = nvidia.warpgroup_mma(ones, w, gl.zeros([SIDE, ROWS], gl.float32, mma), is_async=True)
-            next_acc = nvidia.warpgroup_mma(
-                v.permute((1, 0)), w, gl.zeros([DIMS, ROWS], gl.float32, mma), is_async=True
-            )
-            next_total, next_acc = nvidia.warpgroup_mma_wait(0, deps=[next_total, next_acc])
+            key = start - behind + number
+            if FP8:
+                scores = scores * shrink * power_of(bits[0].index(2 * stage).permute((1, 0)).load(mma))
+            weights, next_peak = _weigh(scores, key, start, end, position, WINDOW, SCALE)
+            weights = weights.to(dtype)
+            ws.store(gl.permute(weights, (1, 0)))
+            if FP8:  # no step has written the keys from `end` on: their numbers are finite, but maybe not their scales
+                scales = gl.where(key < end, power_of(bits[1].index(2 * stage).permute((1, 0)).load(mma)), 0.0)
+                scaled.store(gl.permute(weights * scales.to(dtype), (1, 0)))
+            elif end - start + behind < KEYS:
+                clear_rows(vs.index(stage).reshape([KEYS, DIMS]), end - start + behind)
+            next_total, next_acc = _sum_values(ones, ws, v, scaled if FP8 else ws, mma)
             nvidia.mbarrier.arrive(free.index(stage))
             acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, True)
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
             phase = gl.where(stage == 0, phase ^ 1, phase)
-        _store(acc, peak, gl.max(total, 0), results, first, part + tokens // SPLITS, split, task % K, H, K, D, SPLITS)
+        part += tokens // SPLITS
+        _store(acc, peak, gl.max(total, 0), results, first, part, split, task % K, H, K, D, SPLITS, FP8)
         if (split // SPLITS > 1) & (split % SPLITS < H // K):
             combine_from, combine_until = gl.minimum(combine_from, task), task + 1
         q_phase, slot, task = q_phase ^ slot, slot ^ 1, task + programs
@@ -247,14 +254,15 @@ def _attend(
 @gluon_jit()
 def _begin(
     results, tokens, part, split, head, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, DIMS: gl.constexpr,
-    ROWS: gl.constexpr, SIDE: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr, mma: gl.constexpr,
+    ROWS: gl.constexpr, SIDE: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr, FP8: gl.constexpr,
+    mma: gl.constexpr,
 ):  # fmt: skip
     """Return the softmax over the keys that a row shares, if it has a partial result which `_combine` does not take,
     else over no keys: acc [DIMS, ROWS], peak [ROWS] and total [SIDE, ROWS]."""
     if PRIVATE:
         _out_ptr, parts_ptr, peaks_ptr, totals_ptr, _arrivals_ptr = results
         row = gl.arange(0, ROWS, gl.SliceLayout(0, mma))
-        dim = gl.arange(0, DIMS, gl.SliceLayout(1, mma))
+        dim = _dims_of(gl.arange(0, DIMS, gl.SliceLayout(1, mma)), FP8)
         here = (row < H // K) & (tokens // SPLITS > 0) & (split // SPLITS == 1)
         slot = part * H + head * (H // K) + row
         return load_partial(parts_ptr, peaks_ptr, totals_ptr, slot, here, dim, D, True)
@@ -264,14 +272,66 @@ def _begin(
 
 
 @gluon_jit()
-def convert(numbers, bits, to):
-    """Write numbers in fp8 [1, KEYS, DIMS] times their scales [1, KEYS] to shared memory [KEYS, DIMS] of 2-byte
-    numbers, which products may read behind a fence and a barrier."""
-    KEYS: gl.constexpr = to.shape[0]
-    DIMS: gl.constexpr = to.shape[1]
+def _dims_of(row, FP8: gl.constexpr):
+    """Return the dimensions of rows of acc."""
+    if FP8:  # as `_convert_values` orders them
+        row = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
+    return row
+
+
+@gluon_jit()
+def _halve(q, halves):
+    """Write queries [ROWS, DIMS] to `halves` in float16, times powers of two with which the largest number of a row is
+    at least 2**14, and in the order of `_convert_keys`. Returns what the scores are to be multiplied with, [ROWS]."""
+    ROWS: gl.constexpr = q.shape[0]
+    DIMS: gl.constexpr = q.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [gl.num_warps(), 1], [1, 0])
-    found = numbers.reshape([KEYS, DIMS]).load(layout)
-    to.store(dequantized(found, bits.permute((1, 0)).load(layout), to.dtype))
+    found = q.load(layout).to(gl.float32)
+    largest = gl.max(found.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    exponent = gl.maximum(largest >> 23, 15)
+    found *= gl.expand_dims(((268 - exponent) << 23).to(gl.float32, bitcast=True), 1)
+    found = gl.permute(gl.reshape(found.to(gl.float16), [ROWS, DIMS // 16, 4, 2, 2]), (0, 1, 3, 2, 4))
+    halves.store(gl.reshape(found, [ROWS, DIMS]))
+    nvidia.fence_async_shared()
+    barrier()  # here, or each block would have one
+    return ((exponent - 14) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon_jit()
+def _convert_keys(numbers, left: gl.constexpr):
+    """Return numbers in E4M3 [KEYS, DIMS] in float16 as a product's left side. Of 16 columns, 4 that lie together in
+    memory are the 2 pairs of a thread."""
+    KEYS: gl.constexpr = numbers.shape[0]
+    DIMS: gl.constexpr = numbers.shape[1]
+    registers: gl.constexpr = [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]] + [[0, 64]] * (DIMS // 128)
+    lanes: gl.constexpr = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    found = numbers.load(gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [KEYS, DIMS]))
+    found = gl.permute(gl.reshape(found.to(gl.float16), [KEYS, DIMS // 16, 4, 2, 2]), (0, 1, 3, 2, 4))
+    return gl.convert_layout(gl.reshape(found, [KEYS, DIMS]), left, assert_trivial=True)
+
+
+@gluon_jit()
+def _convert_values(numbers, left: gl.constexpr):
+    """Return numbers in E4M3 [KEYS, DIMS] in bfloat16 as a product's left side, [DIMS, KEYS]. Row 16 * n + 8 * i + j is
+    column 16 * n + 2 * j + i, so that a load which transposes 2 bytes at a time gives a thread two rows."""
+    KEYS: gl.constexpr = numbers.shape[0]
+    DIMS: gl.constexpr = numbers.shape[1]
+    HALF: gl.constexpr = DIMS // 2
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HALF], gl.int16)
+    pairs = reinterpret(numbers, gl.int16, [KEYS, HALF], shared).permute((1, 0))
+    registers: gl.constexpr = [[0, 1], [0, 8], [0, 16], [0, 32]] + [[32, 0]] * (DIMS // 128)
+    lanes: gl.constexpr = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    found = pairs.load(gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [HALF, KEYS]))
+    even, odd = gl.inline_asm_elementwise(
+        "{.reg .b32 x, s; "
+        "shl.b32 x, $2, 4; and.b32 x, x, 0x07F007F0; shl.b32 s, $2, 8; lop3.b32 s, s, 0x80008000, 0x7B807B80, 0xEA; "
+        "mul.bf16x2 $0, x, s; "
+        "shr.b32 x, $2, 4; and.b32 x, x, 0x07F007F0; lop3.b32 s, $2, 0x80008000, 0x7B807B80, 0xEA; "
+        "mul.bf16x2 $1, x, s;}",
+        "=r,=r,r", [found], (gl.bfloat16, gl.bfloat16), True, 2,
+    )  # fmt: skip
+    found = gl.permute(gl.reshape(gl.join(even, odd), [DIMS // 16, 8, KEYS, 2]), (0, 3, 1, 2))
+    return gl.convert_layout(gl.reshape(found, [DIMS, KEYS]), left, assert_trivial=True)
 
 
 @gluon_jit()
@@ -286,9 +346,22 @@ def _weigh(scores, key, start, end, position, WINDOW: gl.constexpr, SCALE: gl.co
 
 
 @gluon_jit()
+def _sum_values(ones, weights, v, scaled, mma: gl.constexpr):
+    """Return the sums of weights [ROWS, KEYS], in [SIDE, ROWS], and of values v [DIMS, KEYS] times scaled weights."""
+    ROWS: gl.constexpr = weights.shape[0]
+    DIMS: gl.constexpr = v.shape[0]
+    nvidia.fence_async_shared()
+    total = gl.zeros([ones.shape[0], ROWS], gl.float32, mma)
+    total = nvidia.warpgroup_mma(ones, weights.permute((1, 0)), total, is_async=True)
+    acc = gl.zeros([DIMS, ROWS], gl.float32, mma)
+    acc = nvidia.warpgroup_mma(v, scaled.permute((1, 0)), acc, is_async=True)
+    return nvidia.warpgroup_mma_wait(0, deps=[total, acc])
+
+
+@gluon_jit()
 def _store(
     acc, peak, total, results, first, part, split, head,
-    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, SPLITS: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, SPLITS: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Write the result of a task from acc [DIMS, ROWS], or, if it is a split, the partial result."""
     out_ptr, parts_ptr, peaks_ptr, totals_ptr, _arrivals_ptr = results
@@ -296,7 +369,7 @@ def _store(
     DIMS: gl.constexpr = acc.shape[0]
     mma: gl.constexpr = acc.type.layout
     row = gl.arange(0, acc.shape[1], gl.SliceLayout(0, mma))
-    dim = gl.arange(0, DIMS, gl.SliceLayout(1, mma))
+    dim = _dims_of(gl.arange(0, DIMS, gl.SliceLayout(1, mma)), FP8)
     here = gl.expand_dims(row < G, 0) & gl.expand_dims(dim < D, 1)
     q_head = head * G + row
     if split // SPLITS == 1:

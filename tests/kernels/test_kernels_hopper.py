@@ -82,7 +82,7 @@ DECODES = """
 kernel = hopper_decode._decode_kernel
 for group, head_size, window, fp8 in [
     (4, 128, 0, False), (1, 96, 100, False), (5, 64, 0, False), (16, 128, 0, False), (4, 128, 0, True),
-    (1, 96, 100, True),
+    (1, 96, 100, True), (32, 64, 0, True),
 ]:
     rows, dims = hopper_decode.rows_of(group), 1 << (head_size - 1).bit_length()
     stages = hopper_decode.stages_of(group, dims, 1 if fp8 else 2, H200)
@@ -100,7 +100,7 @@ for group, head_size, window, fp8 in [
     else:
         constants |= {"key_bits_desc": None, "value_bits_desc": None}
     made = compiled(kernel, types, blocks, constants, [], {"num_warps": hopper_products.WARPS}, fp8)
-    print(json.dumps({"rows": rows, "stages": stages, **made}))
+    print(json.dumps({"rows": rows, "dims": dims, "stages": stages, "fp8": fp8, **made}))
 """
 PREFILLS = """
 kernel = hopper_prefill._prefill_kernel
@@ -190,8 +190,15 @@ def test_decodes_are_compiled() -> None:
         # that loads keys, in a branch of its own, for a block with a new key.
         assert len(waits) == 3
         assert waits[1] < loads[0], "the first query"
-        products = set(re.findall(r"wgmma\.mma_async\S+", made["ptx"]))
-        assert products == {f"wgmma.mma_async.sync.aligned.m64n{made['rows']}k16.f32.bf16.bf16"}
+        products = set(re.findall(r"wgmma\.mma_async\S+k16\.(\S+)", made["ptx"]))
+        assert products == {"f32.bf16.bf16", *["f32.f16.f16"] * made["fp8"]}
+        assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+)", made["ptx"])) == {f"m64n{made['rows']}"}
+        if made["fp8"]:  # by 4 bytes a thread, and not one by one
+            each = hopper_decode.KEYS * made["dims"] // (32 * hopper_products.WARPS) // 4
+            assert len(places(r"ldmatrix\S+x4\.shared", made["ptx"])) == each // 4, "keys"
+            assert len(places(r"ldmatrix\S+x4\.trans", made["ptx"])) == each // 4, "values"
+            assert len(places(r"cvt\.rn\.f16x2\.e4m3x2", made["ptx"])) == 2 * each
+            assert "cvt.f32.f16" not in made["ptx"]
 
 
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
@@ -228,6 +235,8 @@ def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hopper_decode.streams(H200, torch.bfloat16, 4, 128, 64)
     for group, head_size, page_size in ((4, 128, 32), (4, 32, 64), (4, 256, 64), (40, 128, 64), (4, 100, 64)):
         assert not hopper_decode.streams(H200, torch.bfloat16, group, head_size, page_size)
+    assert hopper_decode.streams(H200, torch.bfloat16, 4, 128, 64, 1)
+    assert not hopper_decode.streams(H200, torch.float16, 4, 128, 64, 1), "values in fp8 become bfloat16"
     for group, tokens in ((1, 128), (2, 64), (3, 40), (4, 32), (5, 24), (6, 20), (8, 16), (15, 8), (16, 8), (64, 2)):
         assert hopper_prefill.tokens_of(group) == tokens
         assert hopper_prefill.runs(H200, torch.bfloat16, group, 128, 64)
