@@ -1,4 +1,4 @@
-"""The part of Gluon that fastgen.kernels.hopper_prefill is written in, on the CPU: its logic without a GPU.
+"""The part of Gluon that Hopper's attention is written in, on the CPU: its logic without a GPU.
 
 Partitions are threads, and synchronize as on a GPU; a wait that nothing ends fails after PATIENCE seconds. Memory
 begins as NaN. Products are computed when they are waited for, with what memory holds then. Tensors have layouts only
@@ -39,8 +39,8 @@ class Tensor:
         self.x, self.layout = x, layout
         self.shape, self.dtype, self.type = tuple(x.shape), x.dtype, SimpleNamespace(layout=layout)
 
-    def to(self, dtype: torch.dtype) -> Tensor:
-        return Tensor(self.x.to(dtype), self.layout)
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Tensor:
+        return Tensor(self.x.view(dtype) if bitcast else self.x.to(dtype), self.layout)
 
     def __getitem__(self, key: Any) -> Tensor:
         return Tensor(self.x[key])
@@ -61,7 +61,8 @@ def lifted(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "lt", "le", "gt", "ge", "eq"):
+ARITHMETIC = "add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "lshift", "rshift"
+for name in (*ARITHMETIC, "lt", "le", "gt", "ge", "eq"):
     run = lifted(getattr(operator, f"__{name}__"))
     setattr(Tensor, f"__{name}__", run)
     setattr(Tensor, f"__r{name}__", lambda self, other, run=run: run(torch.as_tensor(other), self))
@@ -138,6 +139,18 @@ class Shared:
     def dtype(self) -> torch.dtype:
         return self.flat.dtype
 
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=None)
+
+    @property
+    def _flat(self) -> torch.Tensor:
+        """Torch does not index numbers in fp8."""
+        return self.flat.view(torch.uint8) if self.dtype.itemsize == 1 else self.flat
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.flat, self.at.reshape(shape))
+
     def index(self, number: int) -> Shared:
         assert 0 <= number < len(self.at)
         return Shared(self.flat, self.at[number])
@@ -146,11 +159,11 @@ class Shared:
         return Shared(self.flat, self.at.permute(order))
 
     def load(self, layout: Any) -> Tensor:
-        return Tensor(self.flat[self.at], layout)
+        return Tensor(self._flat[self.at].view(self.dtype), layout)
 
     def store(self, value: Tensor) -> None:
         assert value.shape == self.shape
-        self.flat[self.at] = value.x.to(self.dtype)
+        self._flat[self.at] = value.x.to(self.dtype).contiguous().view(self._flat.dtype)
 
 
 def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
@@ -161,11 +174,16 @@ def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         return Shared(torch.zeros(math.prod(shape), dtype=dtype), torch.arange(math.prod(shape)).view(shape))
     *count, rows, columns = shape
     places = torch.arange(math.prod(shape)).view(*count, columns // ROW, rows, ROW).transpose(-2, -3).reshape(shape)
-    return Shared(torch.full((math.prod(shape),), torch.nan, dtype=dtype), places)
+    return Shared(torch.full((math.prod(shape),), torch.nan).to(dtype), places)
 
 
 def reinterpret(memory: Shared, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-    return Shared(memory.flat, torch.arange(memory.flat.numel()).view(shape))
+    wider = dtype.itemsize // memory.dtype.itemsize
+    if wider == 1:
+        return Shared(memory.flat, torch.arange(memory.flat.numel()).view(shape))
+    parts = memory.at.reshape(-1, wider)
+    assert (parts[:, :1] + torch.arange(wider) == parts).all()
+    return Shared(memory.flat.view(dtype), parts[:, 0].view(shape) // wider)
 
 
 class Descriptor:
@@ -177,8 +195,10 @@ def load_tile(desc: Descriptor, at: list[int], ready: MemoryBarrier, to: Shared,
     """Numbers outside of the tensor are zeros."""
     if pred:
         block = torch.zeros(to.shape, dtype=desc.dtype)
-        inside = desc.tensor[tuple(slice(first, first + size) for first, size in zip(at, to.shape, strict=True))]
-        block[tuple(slice(size) for size in inside.shape)] = inside
+        before = tuple(max(-first, 0) for first in at)
+        ends = zip(at, before, to.shape, strict=True)
+        inside = desc.tensor[tuple(slice(first + skip, max(first + size, 0)) for first, skip, size in ends)]
+        block[tuple(slice(skip, skip + size) for skip, size in zip(before, inside.shape, strict=True))] = inside
         to.store(Tensor(block))
         ready.add(0, -block.numel() * block.element_size())
 
@@ -253,7 +273,8 @@ def extreme(of_tensors: Callable[..., Any], of_numbers: Callable[..., Any]) -> C
     def run(a: Any, b: Any) -> Any:
         if isinstance(a, int | float) and isinstance(b, int | float):
             return of_numbers(a, b)
-        return of_tensors(*(torch.as_tensor(x, dtype=torch.float32) for x in (a, b)))
+        whole = all(isinstance(x, int) or not torch.as_tensor(x).is_floating_point() for x in (a, b))
+        return of_tensors(*(torch.as_tensor(x, dtype=torch.int32 if whole else torch.float32) for x in (a, b)))
 
     return lifted(run)
 
@@ -264,7 +285,7 @@ def reduced(x: Tensor, found: torch.Tensor, dim: int) -> Any:
 
 def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Any:
     if not isinstance(pointer.at, Tensor):
-        return int(pointer.flat[pointer.at])
+        return int(pointer.flat[pointer.at]) if mask is None or mask else other
     found = torch.full(pointer.at.shape, other, dtype=pointer.flat.dtype)
     inside = mask.x.expand(found.shape)
     found[inside] = pointer.flat[pointer.at.x[inside].long()]
@@ -277,6 +298,28 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
         pointer.flat[pointer.at.x[inside].long()] = value.x.expand(inside.shape)[inside].to(pointer.flat.dtype)
     else:
         pointer.flat[pointer.at] = value
+
+
+def compute(text: str, given: list[Tensor], dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
+    """Run instructions of PTX on registers that hold two 2-byte numbers each, neighbours in the last dimension."""
+    registers = {f"${len(dtypes) + n}": x.x.contiguous().view(torch.int32).long() % 2**32 for n, x in enumerate(given)}
+
+    def times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        found = (x.int().view(torch.bfloat16) for x in (a, b))
+        return operator.mul(*found).view(torch.int32).long()
+
+    operations: dict[str, Callable[..., Any]] = {
+        "shl.b32": operator.lshift, "shr.b32": operator.rshift, "and.b32": operator.and_, "mul.bf16x2": times,
+        "lop3.b32": {0xEA: lambda a, b, c: a & b | c},
+    }  # fmt: skip
+    for line in text.strip("{}").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if name in operations:
+            to, *names = rest.replace(" ", "").split(",")
+            values = [registers[each] if each in registers else int(each, 0) for each in names]
+            operation = operations[name][values.pop()] if name.startswith("lop3") else operations[name]
+            registers[to] = operation(*values) % 2**32
+    return [Tensor(registers[f"${n}"].int().view(dtype)) for n, dtype in enumerate(dtypes)]
 
 
 class Program:
@@ -302,7 +345,11 @@ class Program:
             "full": lambda shape, value, dtype, layout: Tensor(torch.full(shape, value, dtype=dtype), layout),
             "max": lambda x, dim: reduced(x, x.x.amax(dim), dim), "sum": lambda x, dim: reduced(x, x.x.sum(dim), dim),
             "expand_dims": lambda x, dim: Tensor(x.x.unsqueeze(dim)), "reshape": lambda x, to: Tensor(x.x.reshape(to)),
-            "convert_layout": lambda x, layout: Tensor(x.x, layout),
+            "convert_layout": lambda x, layout, assert_trivial=False: Tensor(x.x, layout),
+            "permute": lambda x, dims: Tensor(x.x.permute(dims)), "cdiv": lambda a, b: -(-a // b),
+            "broadcast_to": lambda x, shape: Tensor(x.x.expand(shape)),
+            "join": lambda a, b: Tensor(torch.stack((a.x, b.x), -1)), "DistributedLinearLayout": Layout,
+            "float16": torch.float16, "bfloat16": torch.bfloat16, "int16": torch.int16, "uint8": torch.uint8,
         }  # fmt: skip
         self.language = SimpleNamespace(**common)
         barriers = SimpleNamespace(
@@ -319,7 +366,9 @@ class Program:
             pointer.flat[pointer.at] += value
         return before
 
-    def assembly(self, text: str, *_: Any) -> None:
+    def assembly(self, text: str, constraints: str, given: list[Tensor], dtypes: Any, *_: Any) -> Any:
+        if isinstance(dtypes, tuple):
+            return compute(text, given, dtypes)
         instruction, *names = text.split(";")[0].replace(",", "").split()
         if instruction.startswith("bar."):
             assert names[1] == "256"

@@ -1,0 +1,82 @@
+"""Hopper's decode kernel on the CPU (see gluon_on_cpu.py), beside attention in float32. What is not written is NaN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import gluon_on_cpu
+import pytest
+import torch
+from test_kernels_attention import Case, close, make
+from test_kernels_batch_invariant import H200
+from torch import Tensor
+
+from fastgen.kernels import gluon, hopper_decode, pages, softmax, work_tiles
+from fastgen.kernels.attention import PartialResults
+
+Attend = Callable[..., Tensor]
+
+
+@pytest.fixture
+def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
+    gluon_on_cpu.put(monkeypatch, "_decode_kernel", hopper_decode, gluon, softmax, work_tiles, pages)
+    monkeypatch.setattr(hopper_decode, "Chip", SimpleNamespace(of=lambda device: replace(H200, processors=3)))
+
+    def run(case: Case, window: int, shared: int = 0) -> Tensor:
+        count, heads, head_size = case.q.shape
+        lanes, lens = torch.from_numpy(case.layout.lanes), torch.from_numpy(case.layout.kv_lens).int()
+        tiles = torch.zeros(1, work_tiles.HEADER + count * work_tiles.FIELDS, dtype=torch.int32)
+        windows = torch.tensor([window], dtype=torch.int32)
+        work_tiles.plan_decode.twin(lanes, lens, windows, tiles, work_tiles.WHOLE, 1, None)
+        partial = PartialResults.empty(count, heads, heads // case.group, head_size, torch.device("cpu"))
+        if shared:
+            put_partial_results(case, shared, partial)
+            found = tiles[0, work_tiles.HEADER :].view(-1, work_tiles.FIELDS)
+            found[:, work_tiles.BEGIN], found[:, work_tiles.PART] = shared, found[:, work_tiles.FIRST]
+            found[:, work_tiles.TOKENS] += work_tiles.SPLITS  # a partial result
+        memory = partial.parts, partial.lse, partial.totals, partial.arrivals
+        out = torch.full_like(case.q, 7.0)
+        hopper_decode.launch(
+            case.q, out, case.pool.keys, case.pool.values, case.layout.page_table, tiles[0], count, False, True,
+            shared > 0, memory, 1, window, head_size**-0.5 / math.log(2),
+        )  # fmt: skip
+        return out
+
+    return run
+
+
+def put_partial_results(case: Case, keys: int, partial: PartialResults) -> None:
+    """Write the softmax of each sequence over its first keys."""
+    for number, lane in enumerate(case.layout.lanes):
+        own = case.layout.page_table[lane].long()
+        k, v = (x[1][own].transpose(1, 2).flatten(0, 1)[:keys] for x in (case.clean.keys, case.clean.values))
+        q = case.q[number].float().unflatten(0, (k.shape[1], -1))  # [K, G, D]
+        scores = torch.einsum("kgd,nkd->kgn", q, k) * q.shape[-1] ** -0.5 / math.log(2)
+        peak = scores.amax(-1)
+        weights = torch.exp2(scores - peak[..., None])
+        partial.parts[number] = torch.einsum("kgn,nkd->kgd", weights, v).flatten(0, 1)
+        partial.lse[number], partial.totals[number] = peak.flatten(), weights.sum(-1).flatten()
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("group", "head_size", "page_size"), [(4, 128, 64), (1, 64, 128), (5, 96, 64), (16, 128, 64)])
+def test_all_shapes(group: int, head_size: int, page_size: int, fp8: bool, window: int, attend: Attend) -> None:
+    lens = [1, 16, 17, 63, 64, 65, 200, 384]
+    case = make([1] * len(lens), lens, head_size, group, page_size, torch.bfloat16, fp8=fp8)
+    close(attend(case, window), case.expected(window))
+
+
+def test_queries_and_keys_of_all_magnitudes(attend: Attend) -> None:
+    case = make([1] * 3, [64, 130, 83], 128, 4, 64, torch.bfloat16, fp8=True)
+    case.q *= torch.tensor([1e-30, 1.0, 1e-3])[:, None, None]
+    close(attend(case, 0), case.expected(0))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_partial_results_of_shared_keys(fp8: bool, attend: Attend) -> None:
+    case = make([1] * 3, [65, 130, 183], 96, 4, 64, torch.bfloat16, fp8=fp8)
+    close(attend(case, 0, shared=64), case.expected(0))
