@@ -52,7 +52,8 @@ def random_options(seed: int, context: int) -> dict[str, Any]:
 
 
 def preempting(gen: Generator, steps: int) -> Generator:
-    """The same, but every so many steps all that runs gives up its lane and its pages."""
+    """The same, but every so many steps all that runs gives up its lane and its pages. Fewer steps than the longest
+    sequence has chunks never end without a prefix cache."""
     advance, count = gen._advance, itertools.count(1)
 
     def advance_anew() -> None:

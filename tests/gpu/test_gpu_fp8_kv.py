@@ -51,7 +51,7 @@ def test_the_schedule_never_shows(
         monkeypatch.setattr(paged, "FILLS", 0 if seed else 0.5)
         other = {**options, **random_options(seed, 400), "speculate": "ngram" if seed else False}
         with Generator(folder, **other, deterministic=True, host_cache_gb=0.01 * other["prefix_cache"]) as gen:
-            assert answers(preempting(gen, 7) if seed == 2 else gen, requests) == expected, seed
+            assert answers(preempting(gen, 29) if seed == 2 else gen, requests) == expected, seed
 
 
 def test_pages_come_back_from_the_host_and_out_of_a_sleep(folder: Path) -> None:  # noqa: F811
