@@ -90,6 +90,11 @@ def test_quantized_numbers() -> None:
     assert (error <= x.abs() / 16 + scales[:, None] / 512).all(), "three bits of mantissa, and steps of 1/512 near zero"
 
 
+def error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, beside the largest number."""
+    return float((found.float() - expected).abs().max() / expected.abs().max())
+
+
 def same(found: Tensor, expected: Tensor) -> float:
     """Return the share of equal fp8 numbers; the interpreter rounds ties, and up to the next power of two,
     otherwise."""
@@ -122,8 +127,7 @@ def test_the_product_is_that_of_the_dequantized_numbers(blocks: bool, rows: int)
     weight, x = fp8.quantize_weight(random(outputs, inputs, seed=1), blocks), random(rows, inputs)
     values, scales = fp8.quantize(x)
     dtype = torch.float32 if rows <= 64 else torch.bfloat16  # the kernel of many rows has results of two bytes
-    exact = DEVICE.type == "cpu" and dtype == torch.float32
-    tolerance = {"rtol": 1e-4, "atol": 1e-3} if exact else {"rtol": 0.02, "atol": 0.3}  # 14 bits
+    limit = 1e-5 if DEVICE.type == "cpu" and dtype == torch.float32 else 5e-3  # a GPU's sums have 14 bits
     expected = (values.float() * scales[:, None]) @ weight.dequantized().t()
     gate, up = expected.chunk(2, dim=1)
     for fused, wanted in (
@@ -131,6 +135,8 @@ def test_the_product_is_that_of_the_dequantized_numbers(blocks: bool, rows: int)
         (Fused(add=torch.ones(rows, outputs, device=DEVICE, dtype=dtype)), expected + 1),
         (Fused(swiglu=True, out_dtype=dtype), torch.nn.functional.silu(gate) * up),
     ):
-        torch.testing.assert_close(fp8.product(values, scales, weight, None, fused), wanted.to(dtype), **tolerance)
+        found = fp8.product(values, scales, weight, None, fused)
+        assert found.dtype == dtype
+        assert error(found, wanted) < limit
     biased = fp8.product(values, scales, weight, torch.ones(outputs, device=DEVICE), Fused(out_dtype=torch.bfloat16))
-    torch.testing.assert_close(biased, (expected + 1).bfloat16(), rtol=0.02, atol=0.01 if rows <= 64 else 0.3)
+    assert error(biased, expected + 1) < 5e-3
