@@ -234,8 +234,7 @@ class AsyncGenerator:
         """Call a method of the Generator between two steps, such as `call("score", sequences)` or
         `call("update_weights", state_dict, in_flight="keep")`; return its result or raise its error.
 
-        Arguments and result are pickled. A call that has begun is not cancelled,
-        except one that receives weights.
+        Arguments and result are pickled. A call that has begun is not cancelled, except one that receives weights.
         """
         peer = self._running_peer()
         number = self._number(1).start

@@ -90,7 +90,9 @@ def pack_size(outputs: int, inputs: int) -> int:
 def pack(weight: Tensor, memory: Tensor) -> None:
     """Pack a weight [outputs, inputs] into `memory`, float32 [pack_size]."""
     assert _PACK is not None
-    weight = F.pad(weight, (0, 0, 0, packed_outputs(len(weight)) - len(weight))).contiguous()
+    if more := packed_outputs(len(weight)) - len(weight):
+        weight = F.pad(weight, (0, 0, 0, more))
+    weight = weight.contiguous()
     (outputs, inputs), part = weight.shape, memory.data_ptr()
     for first, size, length in _parts(outputs, inputs):
         _PACK(

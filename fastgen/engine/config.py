@@ -83,7 +83,7 @@ class EngineConfig:
             prefix_cache=options.prefix_cache,
             host_pages=_host_pages(options, page_bytes),
             tensor_parallel=options.tensor_parallel,
-            deterministic=_deterministic(model, options, dtype, gpu, kernels),
+            deterministic=_deterministic(model, options, (dtype, kv_dtype), gpu, kernels),
             kernels="triton" if kernels == "gluon" and dtype == "float32" else kernels,
             context_given=context is not None,
             kv_cache_dtype=kv_dtype,
@@ -132,10 +132,15 @@ class EngineConfig:
         return self.max_seqs * -(-self.max_model_len // self.page_size) + 1
 
 
-def _deterministic(model: ModelConfig, options: GeneratorOptions, dtype: str, gpu: bool, kernels: str) -> bool:
-    """Return whether deterministic mode is on. Raises ValueError if it is asked for and impossible."""
+def _deterministic(
+    model: ModelConfig, options: GeneratorOptions, dtypes: tuple[str, str], gpu: bool, kernels: str
+) -> bool:
+    """Return whether deterministic mode is on. Raises ValueError if it is asked for and impossible.
+
+    dtypes: of the computation and of the KV cache.
+    """
     if options.deterministic is None:
-        return options.tensor_parallel == 1 and (not gpu or _is_fast(model, options, dtype, kernels))
+        return options.tensor_parallel == 1 and (not gpu or _is_fast(model, options, dtypes, kernels))
     if options.deterministic and options.tensor_parallel > 1:
         raise ValueError(
             f"deterministic=True with {options.tensor_parallel} ranks: the order of their sums depends on the size of "
@@ -165,15 +170,18 @@ def _speculation(options: GeneratorOptions, budget: int, gpu: bool, kernels: str
     return replace(found, max_rows=rows, row_cost=cost) if rows > 1 else None
 
 
-def _is_fast(model: ModelConfig, options: GeneratorOptions, dtype: str, kernels: str) -> bool:
+def _is_fast(model: ModelConfig, options: GeneratorOptions, dtypes: tuple[str, str], kernels: str) -> bool:
     """Return whether deterministic mode is at least as fast as ordinary mode in chats on a GPU.
 
     It is where the kernels in Gluon run, for products and for decodes (`fastgen.kernels.hopper_decode.streams`).
     """
-    heads = 64 <= model.head_size <= 128 and model.head_size % 8 == 0
+    dtype, kv_dtype = dtypes
+    fp8 = kv_dtype == "fp8"
+    heads = 64 <= model.head_size <= 128 and model.head_size % (16 if fp8 else 8) == 0
     group = model.num_heads // model.num_kv_heads <= DECODE_GROUP
     shapes = heads and group and options.page_size % DECODE_KEYS == 0 and _aligned(model)
-    return kernels == "gluon" and dtype != "float32" and options.attention in ("auto", "paged") and shapes
+    fast = ("bfloat16",) if fp8 else ("bfloat16", "float16")
+    return kernels == "gluon" and dtype in fast and options.attention in ("auto", "paged") and shapes
 
 
 def _aligned(model: ModelConfig) -> bool:
@@ -196,7 +204,7 @@ def _step_size(
     """
     max_seqs, max_step_tokens = options.max_seqs, options.max_step_tokens
     budget = 2048
-    if memory:  # 66 tiles of 128 tokens share out evenly among the 132 processors of an H200
+    if memory:  # 66 tiles of 128 tokens share out evenly among the 132 processors of an H100 or H200
         budget = 8448 if memory > 60e9 else 4096 if memory > 30e9 else 2048
     if max_seqs is None:
         lanes = 256

@@ -239,7 +239,8 @@ def kernels_of(device: torch.device) -> str:
     """Return the fastest kind of kernels that a device runs.
 
     - "gluon": kernels in Gluon beside those in Triton. They need Hopper and a Triton of KNOWN_TRITON. With 2-byte
-      dtypes, products of few tokens and prefill attention use them, and in deterministic mode decode attention.
+      dtypes, products of few tokens and prefill attention use them, and in deterministic mode decode attention (with
+      a KV cache in fp8, in bfloat16 alone).
     - "triton": kernels in Triton alone.
     - "torch": the torch twins alone, on the CPU and without Triton.
     """

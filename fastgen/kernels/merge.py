@@ -11,6 +11,8 @@ ROWS, COLUMNS, DEPTH = 128, 64, 32
 """Of the tile of a program, and of the ranks that it multiplies at once: 127 registers a thread on Hopper, so that two
 programs fit on a multiprocessor."""
 
+_AT_ONCE = 1 << 22  # numbers that the twin merges together
+
 
 @jit()
 def _high(x):
@@ -65,7 +67,9 @@ def _merge_twin(out: Tensor, base: Tensor, a: Tensor, b: Tensor) -> None:
     are contiguous.
     """
     _check(out, base, a, b)
-    out.copy_(torch.addmm(base.float(), b.t(), a))  # in bfloat16, cuBLAS would round the product before it adds
+    rows = max(_AT_ONCE // out.shape[1], 1)
+    for part, kept, left in zip(*(x.split(rows) for x in (out, base, b.t())), strict=True):
+        part.copy_(torch.addmm(kept.float(), left, a))  # in bfloat16, cuBLAS would round the product before it adds
 
 
 def _check(out: Tensor, base: Tensor, a: Tensor, b: Tensor) -> None:

@@ -92,12 +92,12 @@ def quantized_heads(first, second):
 
 @jit()
 def dequantized(numbers, bits, DTYPE: tl.constexpr):
-    """Return numbers times the scales of exponents, both in E4M3 as loaded, in DTYPE. Gluon calls this as well."""
+    """Return numbers times the scales of exponents, both in E4M3 as loaded, in DTYPE."""
     numbers = numbers.to(tl.float32)  # the direct way is one slow instruction a number
     return numbers.to(DTYPE) * power_of(bits).to(DTYPE)
 
 
 @jit()
 def power_of(bits):
-    """Return the scales of exponents in E4M3 as loaded, in float32."""
+    """Return the scales of exponents in E4M3 as loaded, in float32. Gluon calls this as well."""
     return (bits.to(tl.uint8, bitcast=True).to(tl.int32) << 23).to(tl.float32, bitcast=True)

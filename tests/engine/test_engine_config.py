@@ -168,19 +168,29 @@ def test_the_default_of_deterministic_mode_has_its_fast_kernels(monkeypatch: pyt
     monkeypatch.setattr(hopper_products, "GLUON", True)
     chip = Chip((9, 0), 132, 232_448)
     on = set()
-    for head_size, group, page_size, dtype in product(
-        (32, 64, 80, 96, 100, 128, 192, 256),
+    for head_size, group, page_size, dtype, kv_dtype in product(
+        (32, 64, 72, 80, 96, 100, 128, 192, 256),
         (1, 5, 8, 32, 40),
         (16, 32, 64, 96, 128),
         ("float16", "bfloat16", "float32"),
+        ("auto", "fp8"),
     ):
         model = replace(MODEL, head_size=head_size, num_heads=2 * group, num_kv_heads=2)
-        config = make(model, device="cuda", memory=10**11, kernels="gluon", dtype=dtype, page_size=page_size)
+        config = make(
+            model,
+            device="cuda",
+            memory=10**11,
+            kernels="gluon",
+            dtype=dtype,
+            page_size=page_size,
+            kv_cache_dtype=kv_dtype,
+        )
         if config.deterministic:
-            on.add((head_size, group, page_size))
-            assert hopper_decode.streams(chip, getattr(torch, dtype), group, head_size, page_size)
+            on.add((head_size, group, page_size, kv_dtype))
+            item_size = 1 if kv_dtype == "fp8" else 2
+            assert hopper_decode.streams(chip, getattr(torch, dtype), group, head_size, page_size, item_size)
             assert hopper_products.runs_on(chip, getattr(torch, dtype))
-    assert {(64, 1, 64), (80, 5, 128), (128, 32, 64)} <= on
+    assert {(64, 1, 64, "auto"), (72, 5, 128, "auto"), (80, 5, 128, "fp8"), (128, 32, 64, "auto")} <= on
 
 
 def test_the_smallest_values_work() -> None:

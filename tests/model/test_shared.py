@@ -93,6 +93,14 @@ def test_prefixes_are_whole_blocks_from_the_first_key_on(seed: int) -> None:
         assert len(alone) <= (1 if root.last > 1 else len(root.rows))
 
 
+@pytest.mark.parametrize("rows", [2, 3, 4, 5])
+def test_a_root_is_shared_by_any_number_of_rows(rows: int) -> None:
+    tables = np.array([[0, 1, 10 + row] for row in range(rows)], np.int32)
+    levels = shared_ranges(tables, np.arange(rows), np.full(rows, 3))
+    (found,) = ranges_of(prefixes(levels, PAGE, PAGE, tile_rows=2))
+    assert sorted(found.rows) == list(range(rows))
+
+
 def test_rows_leave_the_prefix_of_their_parents_where_that_pays() -> None:
     """The first three rows go on in a tile of their own; the next two would read 8 pages more to save 2."""
     columns = [[*range(10), 20 + row] for row in range(3)] + [[*range(8), 30, 31, 40 + row] for row in range(2)]

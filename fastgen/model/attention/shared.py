@@ -87,6 +87,7 @@ def prefixes(levels: list[Level], page_size: int, block: int, tile_rows: int) ->
         last, tiles = each.last // step * step, -(-each.count // tile_rows)
         before = end[each.rows[np.cumsum(each.count) - each.count]]
         pays = tiles * last <= each.count * (before / tile_rows + (last - before) * OWN_KEY)
+        pays |= (before == 0) & (tiles < each.count)
         chosen = np.repeat(pays & (last > before), each.count)
         rows = each.rows[chosen]
         end[rows] = np.repeat(last, each.count)[chosen]
