@@ -12,7 +12,8 @@ fastgen.kernels.hopper_products).
 
 Keys and values in fp8 (fastgen.kernels.pages) become 2-byte numbers in the registers of the warps that multiply. The
 numbers of a thread then come from as many bytes that lie together: an instruction's 16 columns of keys, and 16 rows of
-values, are in another order than memory has them. All numbers and scales are exact, so the bits are those of bfloat16.
+values, are in another order than memory has them. All numbers and scales are exact, so the bits are those of bfloat16,
+unless the numbers of a query span more than 2**31.
 - Keys become float16, which is one instruction for two. The queries, too, times a power of two.
 - Values become bfloat16 by shifts and masks: E4M3 in a bfloat16's place is 2**120 times smaller.
 - The scales of keys multiply the scores, and those of values the weights.
@@ -282,7 +283,7 @@ def _dims_of(row, FP8: gl.constexpr):
 @gluon_jit()
 def _halve(q, halves):
     """Write queries [ROWS, DIMS] to `halves` in float16, times powers of two with which the largest number of a row is
-    at least 2**14, and in the order of `_convert_keys`. Returns what the scores are to be multiplied with, [ROWS]."""
+    at least 2**14, and in the order of `_convert_keys`. Return the factors of the scores, [ROWS]."""
     ROWS: gl.constexpr = q.shape[0]
     DIMS: gl.constexpr = q.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [gl.num_warps(), 1], [1, 0])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastgen.kernels.batch_invariant import GROUP
 from fastgen.kernels.epilogue import added, gated, read_rows
 from fastgen.kernels.gluon import gl, gluon_jit, load_tile, nvidia, store_tile
 from fastgen.kernels.hopper_products import described
@@ -24,7 +25,6 @@ CHUNK = 128
 
 TOKENS = 128  # of a tile: two groups of warps with 64 each
 SIDES = (128, 64)  # rows of each of a tile's two sides
-GROUP = 2176  # tokens whose tiles share the weight's tiles in the L2 cache: about a quarter of a large step
 WARPS, REGISTERS, LOADING_REGISTERS = 4, 240, 24  # a group of warps; registers a thread of a group, of the loading warp
 LAUNCHED = 168  # registers a thread before they are shared out: a processor's, over three groups
 

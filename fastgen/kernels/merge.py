@@ -8,7 +8,7 @@ from torch import Tensor
 from fastgen.kernels.launch import Kernel, current, jit, tl, triton
 
 ROWS, COLUMNS, DEPTH = 128, 64, 32
-"""Of the tile of a program, and of the ranks that it multiplies at once: 127 registers a thread on Hopper, so that two
+"""Of the tile of a program, and of the ranks that it multiplies at once: 128 registers a thread on Hopper, so that two
 programs fit on a multiprocessor."""
 
 _AT_ONCE = 1 << 22  # numbers that the twin merges together
