@@ -34,7 +34,6 @@ from fastgen.kernels.softmax import (
     load_partial,
     no_keys,
     softmax_block,
-    softmax_block_swapped,
     store_partial,
 )
 from fastgen.kernels.work_tiles import (
@@ -52,13 +51,12 @@ from fastgen.kernels.work_tiles import (
     SharedRows,
     next_task,
     read_tile,
-    schedule,
 )
 
 DECODE, FEW, PREFILL = "decode", "few", "prefill"  # FEW: decodes of so few sequences that they do not fill the chip
 GROUP = "group"  # rows that share keys
 FILLED = 8  # tasks a processor, up to which decodes are FEW
-REGISTERS = 255  # a thread; all that it may have, which measured faster than more programs a processor
+REGISTERS = 256  # a thread; all that it may have, which measured faster than more programs a processor
 COMBINED = {DECODE: 8, FEW: 8, PREFILL: 16, GROUP: 16}
 """Numbers of partial results that a thread loads at once while it combines them."""
 
@@ -67,27 +65,24 @@ COMBINED = {DECODE: 8, FEW: 8, PREFILL: 16, GROUP: 16}
 class AttentionConfig:
     """The shape of a program's work.
 
-    rows: of a query tile, at least tokens * G. keys: in an iteration. registers: the most of a thread. programs: the
-    most on a processor. peel: blocks of keys that all rows see in full have a loop of their own, without a mask.
-    combine_rows, combine_splits: of the partial results that are loaded at once. invariant: the softmax of an iteration
-    is computed by itself before it is combined with that of the keys before, so that any program may compute it. swap:
-    the rows are then the right side of its products. static: most tasks are scheduled statically. specialized:
-    fastgen.kernels.hopper_prefill computes the work tiles.
+    rows: of a query tile, at least tokens * G. keys: in an iteration. programs: the most on a processor. peel: blocks
+    of keys that all rows see in full have a loop of their own, without a mask. combine_rows, combine_splits: of the
+    partial results that are loaded at once. invariant: the softmax of an iteration is computed by itself before it is
+    combined with that of the keys before, so that any program may compute it. specialized, streamed:
+    fastgen.kernels.hopper_prefill, or hopper_decode, computes the work tiles.
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
-    registers: int
     programs: int
     peel: bool
     combine_rows: int
     combine_splits: int
     invariant: bool = False
-    swap: bool = False
-    static: bool = False
     specialized: bool = False
+    streamed: bool = False
 
 
 # Phase and whether a number has 2 bytes -> choices of (rows, keys, warps, stages); the first that fits is taken. 0 rows
@@ -105,8 +100,7 @@ CONFIGS = {
     (GROUP, False): ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
 }
 # In deterministic mode the bits of a row must not depend on its phase: all phases have the same number of keys in an
-# iteration and the same tensor core instruction. Hopper's takes at least 64 rows on the left side, so that a decode's
-# rows are on the right.
+# iteration and the same tensor core instruction. Hopper's takes at least 64 rows on the left side.
 INVARIANT_CONFIGS = {
     (DECODE, True): ((0, 64, 2, 2),),
     (FEW, True): ((0, 64, 2, 2),),
@@ -114,12 +108,11 @@ INVARIANT_CONFIGS = {
     (GROUP, True): ((32, 64, 2, 2),),
 } | {(phase, False): ((32, 32, 4, 2),) for phase in (DECODE, FEW, PREFILL, GROUP)}
 INVARIANT_HOPPER = {
-    DECODE: ((0, 64, 4, 2),),
-    FEW: ((0, 64, 4, 2),),
+    DECODE: ((64, 64, 4, 2),),
+    FEW: ((64, 64, 4, 2),),
     PREFILL: ((128, 64, 8, 3), (64, 64, 4, 2)),
     GROUP: ((64, 64, 4, 2),),
 }
-SWAPPED_REGISTERS = 168  # a thread, for three programs a processor
 
 
 def configure(
@@ -130,8 +123,7 @@ def configure(
     ValueError if none fits the chip."""
     if phase == PREFILL and not fp8 and hopper_prefill.runs(chip, dtype, group, head_size, page_size):
         rows, keys = hopper_prefill.tokens_of(group) * group, hopper_prefill.keys_of(deterministic)
-        shape = rows, keys, hopper_prefill.WARPS, 0, hopper_prefill.REGISTERS, 1, True, 32, 4
-        return AttentionConfig(*shape, invariant=deterministic, specialized=True)
+        return AttentionConfig(rows, keys, hopper_prefill.WARPS, 0, 1, True, 32, 4, deterministic, specialized=True)
     dims, least = power_of_two(head_size), max(power_of_two(group), 16)
     wide = dims > 128  # half as many rows then have as many numbers
     hopper = deterministic and chip.capability[0] == HOPPER[0] and dtype.itemsize == 2 and 64 <= dims <= 128
@@ -141,43 +133,37 @@ def configure(
             rows = min(rows, dims // 2)
         rows = max(rows // 2 if wide else rows, least)
         warps = max(warps, min(rows // 16, 8) if rows == least else 0, 4 if wide else 0)
-        swap = hopper and phase in (DECODE, FEW)
-        size = shared_bytes(rows, keys, stages, dims, dtype, chip, swap)
+        size = shared_bytes(rows, keys, stages, dims, dtype, chip)
         if size <= chip.shared_memory:
             tiles = phase in (PREFILL, GROUP)
             combine_rows = min(rows if tiles else power_of_two(group), 32)
             combine_splits = min(max(COMBINED[phase] * warps * 32 // (combine_rows * dims), 1), 16)
             if deterministic:  # combined one after the other, while many load
                 combine_splits = min(4 * combine_splits, 8)
-            registers = SWAPPED_REGISTERS if swap else REGISTERS
-            programs = programs_of(size, registers, warps, chip)
-            combining = combine_rows, combine_splits
-            modes = deterministic, swap, deterministic and not tiles
-            return AttentionConfig(rows, keys, warps, stages, registers, programs, tiles, *combining, *modes)
+            shape = rows, keys, warps, stages, programs_of(size, warps, chip), tiles, combine_rows, combine_splits
+            streams = hopper_decode.streams(chip, dtype, group, head_size, page_size, 1 if fp8 else None)
+            return AttentionConfig(*shape, deterministic, streamed=deterministic and not tiles and streams)
     raise ValueError(
         f"attention='paged' can not run {group} query heads a KV head of size {head_size} in {dtype} on this GPU, "
         f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"
     )
 
 
-def programs_of(shared_memory: int, registers: int, warps: int, chip: Chip) -> int:
+def programs_of(shared_memory: int, warps: int, chip: Chip) -> int:
     """Return the programs that a processor holds at once. If there were more, the last would find no tasks left."""
     by_memory = (chip.shared_memory + 1024) // (shared_memory + 1024)  # the system takes a kilobyte of each
-    by_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)
+    by_registers = 65536 // (REGISTERS * 32 * warps)
     return max(min(by_memory, by_registers, 16), 1)
 
 
-def shared_bytes(
-    rows: int, keys: int, stages: int, dims: int, dtype: torch.dtype, chip: Chip, swap: bool = False
-) -> int:
+def shared_bytes(rows: int, keys: int, stages: int, dims: int, dtype: torch.dtype, chip: Chip) -> int:
     """Return the bytes of shared memory that a program takes, rounded up, because the compiler decides."""
-    ahead = stages if swap or (chip.capability >= HOPPER and rows >= 64) else max(stages - 1, 1)
+    ahead = stages if chip.capability >= HOPPER and rows >= 64 else max(stages - 1, 1)
     numbers = 2 * ahead * keys * dims + rows * dims + rows * keys
     return max(numbers * dtype.itemsize, rows * dims * 4) + 2048
 
 
 PLAIN, SHARED, PRIVATE = 0, 1, 2  # kinds of lists, see the module's docstring
-DYNAMIC_ROUNDS = 2  # rounds of tasks at the end that programs take as they become free
 
 
 @dataclass(frozen=True)
@@ -227,12 +213,11 @@ def _attention_kernel(
     members_ptr, bases_ptr, lens_ptr, layer, num_pages, table_width,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr, INVARIANT: tl.constexpr,
-    SWAP: tl.constexpr, STATIC: tl.constexpr, COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
-    KIND: tl.constexpr, DYNAMIC_ROUNDS: tl.constexpr, PLAIN: tl.constexpr, SHARED: tl.constexpr,
-    PRIVATE: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constexpr,
+    SHARED: tl.constexpr, PRIVATE: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Take tasks in order: the first by the program's number, others from the layer's counter. If tasks are short, most
-    are scheduled statically (STATIC), so that the next work tile loads while the program computes one."""
+    """Take tasks in order: the first by the program's number, others from the layer's counter."""
     # A PRIVATE launch starts beside the SHARED one, and waits for it only before it needs the partial results (if
     # INVARIANT, at the start). Therefore a SHARED launch lets it start only after all earlier kernels have ended.
     if PDL and KIND == SHARED:
@@ -242,17 +227,11 @@ def _attention_kernel(
     if PDL and (KIND == PLAIN or (KIND == PRIVATE and INVARIANT)):
         tl.extra.cuda.gdc_wait()
     G: tl.constexpr = H // K
-    task, programs = tl.program_id(0), tl.num_programs(0)
+    task = tl.program_id(0)
     # The first work tile loads together with the number of them, not after it: in a small step that is the wait.
     count = tl.load(list_ptr)
     tile = read_tile(list_ptr + HEADER + task // K * FIELDS)
-    scheduled = programs
-    if STATIC:
-        task, programs, scheduled = schedule(task, programs, count * K, DYNAMIC_ROUNDS)
     while task < count * K:
-        next_number = task + programs
-        if STATIC:
-            next_tile = read_tile(list_ptr + HEADER + tl.minimum(next_number // K, count - 1) * FIELDS)
         first, tokens, lane, position, begin, end, part, split = tile
         head = task % K
         row = tl.arange(0, ROWS)
@@ -266,14 +245,14 @@ def _attention_kernel(
             query = tl.load(lens_ptr + query_row) - 1
             low, high = end, tl.max(query, 0)  # all positions lie after the range
         q = tl.load(q_ptr + ((query_row * H + q_head)[:, None] * D + dim), mask=here, other=0.0)
-        acc, peak, total = no_keys(ROWS, DIMS, SWAP)
+        acc, peak, total = no_keys(ROWS, DIMS)
         if KIND == PRIVATE and INVARIANT:  # begin with the shared keys, unless `combine_splits_in_order` does
             partial = (token < tokens % SPLITS) & (tokens // SPLITS > 0) & (split // SPLITS == 1)
             slot = part * H + q_head
-            acc, peak, total = load_partial(parts_ptr, lse_ptr, totals_ptr, slot, partial, tl.arange(0, DIMS), D, SWAP)
+            acc, peak, total = load_partial(parts_ptr, lse_ptr, totals_ptr, slot, partial, tl.arange(0, DIMS), D, False)
         acc, peak, total = _softmax(
             acc, peak, total, q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr + lane * table_width,
-            layer * num_pages, head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL, INVARIANT, SWAP,
+            layer * num_pages, head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL, INVARIANT,
         )  # fmt: skip
         if KIND == SHARED:
             slot = (tl.load(bases_ptr + query_row) + split) * H + q_head
@@ -288,10 +267,8 @@ def _attention_kernel(
                 acc, peak, total, out_ptr, parts_ptr, lse_ptr, totals_ptr, arrivals_ptr, first, tokens, part, split,
                 head, H, K, D, ROWS, DIMS, COMBINE_ROWS, COMBINE_SPLITS, SPLITS, KIND == PRIVATE, INVARIANT, PDL,
             )  # fmt: skip
-        if not STATIC or next_number >= scheduled:
-            next_number = next_task(list_ptr, layer, count * K, scheduled)
-            next_tile = read_tile(list_ptr + HEADER + tl.minimum(next_number // K, count - 1) * FIELDS)
-        task, tile = next_number, next_tile
+        task = next_task(list_ptr, layer, count * K)
+        tile = read_tile(list_ptr + HEADER + tl.minimum(task // K, count - 1) * FIELDS)
 
 
 @jit()
@@ -299,7 +276,6 @@ def _softmax(
     acc, peak, total, q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr, INVARIANT: tl.constexpr,
-    SWAP: tl.constexpr,
 ):  # fmt: skip
     """Extend the softmax of q [ROWS, DIMS] at positions query [ROWS], from low to high, by the keys [begin, end).
 
@@ -314,21 +290,18 @@ def _softmax(
             full_begin = tl.minimum(full_begin, end)
             acc, peak, total = _blocks(
                 acc, peak, total, q, query, begin, full_begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
-                K, D, P, WINDOW, SCALE, KEYS, DIMS, True, INVARIANT, SWAP,
+                K, D, P, WINDOW, SCALE, KEYS, DIMS, True, INVARIANT,
             )  # fmt: skip
         full_end = full_begin + tl.maximum(tl.minimum(end, low + 1) - full_begin, 0) // KEYS * KEYS
         acc, peak, total = _blocks(
             acc, peak, total, q, query, full_begin, full_end, end, keys_ptr, values_ptr, table_ptr, first_page, head,
-            K, D, P, WINDOW, SCALE, KEYS, DIMS, False, INVARIANT, SWAP,
+            K, D, P, WINDOW, SCALE, KEYS, DIMS, False, INVARIANT,
         )  # fmt: skip
         full_begin = full_end
     acc, peak, total = _blocks(
         acc, peak, total, q, query, full_begin, end, end, keys_ptr, values_ptr, table_ptr, first_page, head,
-        K, D, P, WINDOW, SCALE, KEYS, DIMS, True, INVARIANT, SWAP,
+        K, D, P, WINDOW, SCALE, KEYS, DIMS, True, INVARIANT,
     )  # fmt: skip
-    if SWAP:
-        acc = tl.trans(acc)
-        total = tl.max(total, 0)
     return acc, peak, total
 
 
@@ -336,7 +309,7 @@ def _softmax(
 def _blocks(
     acc, peak, total, q, query, begin, end, limit, keys_ptr, values_ptr, table_ptr, first_page, head,
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    KEYS: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr, INVARIANT: tl.constexpr, SWAP: tl.constexpr,
+    KEYS: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
     """Extend the softmax by the keys [begin, end). Keys from `limit` on do not exist: the pool may hold anything in
     their place, so they are not loaded."""
@@ -373,16 +346,13 @@ def _blocks(
         if INVARIANT:
             seen = None
             if MASKED:
-                seen = _seen(key, query, limit, WINDOW, SWAP)
-            if SWAP:
-                next_acc, next_peak, next_total = softmax_block_swapped(q, k, v, seen, SCALE)
-            else:
-                next_acc, next_peak, next_total = softmax_block(q, k, v, seen, SCALE)
-            acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, SWAP)
+                seen = _seen(key, query, limit, WINDOW)
+            next_acc, next_peak, next_total = softmax_block(q, k, v, seen, SCALE)
+            acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, False)
         else:
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if MASKED:
-                scores = tl.where(_seen(key, query, limit, WINDOW, False), scores * SCALE, -1e30)
+                scores = tl.where(_seen(key, query, limit, WINDOW), scores * SCALE, -1e30)
                 higher = tl.maximum(peak, tl.max(scores, 1))
                 weights = tl.exp2(scores - higher[:, None])
             else:  # fused multiply-adds; of -1e30 they would subtract a rounded product from an exact one
@@ -396,14 +366,9 @@ def _blocks(
 
 
 @jit()
-def _seen(key, query, limit, WINDOW: tl.constexpr, SWAP: tl.constexpr):
-    """Return whether queries [ROWS] see keys [KEYS]: [ROWS, KEYS], or if SWAP [KEYS, ROWS]."""
-    if SWAP:
-        key = key[:, None]
-        query = query[None, :]
-    else:
-        key = key[None, :]
-        query = query[:, None]
+def _seen(key, query, limit, WINDOW: tl.constexpr):
+    """Return whether queries [ROWS] see keys [KEYS]: [ROWS, KEYS]."""
+    key, query = key[None, :], query[:, None]
     seen = (key <= query) & (key < limit)
     if WINDOW > 0:
         seen = seen & (key > query - WINDOW)
@@ -487,8 +452,7 @@ def _launch(
     chip = Chip.of(q.device)
     pdl, scale = chip.dependent_launch, head_size**-0.5 * math.log2(math.e)
     memory = partial_results.parts, partial_results.lse, partial_results.totals, partial_results.arrivals
-    shape = group, head_size, page_size, keys.element_size()
-    if config.swap and hopper_decode.streams(chip, q.dtype, *shape):
+    if config.streamed:
         assert config.keys == hopper_decode.KEYS
         hopper_decode.launch(
             q, out, keys, values, page_table, tiles.list, tiles.most, tiles.split, tiles.alone, tiles.kind == PRIVATE,
@@ -504,13 +468,11 @@ def _launch(
     options: dict[str, Any] = {"launch_pdl": pdl}
     if config.invariant:  # the compiler might fuse a multiplication with an addition in one phase and not in another
         options["enable_fp_fusion"] = False
-    if config.registers < REGISTERS:
-        options["maxnreg"] = config.registers
     _attention_kernel[(min(tiles.most * num_kv, chip.processors * config.programs),)](
         q, out, keys, values, page_table, tiles.list, *memory, members, tiles.bases, tiles.kv_lens,
         layer, num_pages, page_table.stride(0), num_heads, num_kv, head_size, page_size, window, scale,
-        config.rows, config.keys, dims, config.peel, config.invariant, config.swap, config.static, config.combine_rows,
-        config.combine_splits, tiles.kind, DYNAMIC_ROUNDS, PLAIN, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
+        config.rows, config.keys, dims, config.peel, config.invariant, config.combine_rows, config.combine_splits,
+        tiles.kind, PLAIN, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
         num_warps=config.warps, num_stages=config.stages, **options,
     )  # fmt: skip
 
@@ -522,7 +484,7 @@ def _twin(
     """Write the causal attention of the work tiles' query tokens, rows of q [T, H, D], to the same rows of out.
 
     keys, values: [layers, pages, K, P, D], in the dtype of q or in fp8, of which `layer` is read. page_table: int32
-    [lanes, slots]. A query at position p sees the positions (p - window, p], or all up to p if window is 0. Sums are
+    [lanes, columns]. A query at position p sees the positions (p - window, p], or all up to p if window is 0. Sums are
     float32. A list serves each layer once. SHARED lists only store partial results.
     """
     listed = tiles.list.cpu()
@@ -575,4 +537,4 @@ def _exact(
 
 
 attention = Kernel(_launch, _twin)
-sharing = Kernel(_launch, _twin)  # of SHARED and PRIVATE items: where a chip refuses these, the others still run
+sharing = Kernel(_launch, _twin)  # of SHARED and PRIVATE lists: where a chip refuses these, the others still run

@@ -103,7 +103,7 @@ def _decode_kernel(
     if alone == 0:
         tl.extra.cuda.gdc_wait()
     tasks = tl.load(list_ptr) * K
-    task, programs, _ = schedule(gl.program_id(0), gl.num_programs(0), tasks, 0)
+    task, programs = schedule(gl.program_id(0), gl.num_programs(0), tasks)
     tiles_ptr = list_ptr + HEADER
     blocks = (ks, vs, bits, ready, free)
     pools = (keys_desc, values_desc, key_bits_desc, value_bits_desc)

@@ -168,7 +168,7 @@ def _load(
                 fields.store(gl.where(number < 3, field, gl.where(number == 3, begin, end)))
                 _load_queries(q_desc, qs, asked, first, head, H // K, PIECE)
         q_phase = q_phase ^ 1
-        task = next_task(list_ptr, layer, tasks, gl.num_programs(0))
+        task = next_task(list_ptr, layer, tasks)
     nvidia.mbarrier.wait(answered, q_phase)
     fields.store(number * 0 - 1)
     nvidia.mbarrier.arrive(asked)

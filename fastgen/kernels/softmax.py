@@ -4,10 +4,10 @@ A partial result covers some of the keys that a query sees: acc [rows, D], the w
 weight of these keys beside others. D head size; DIMS: D, up to a power of two; H query heads; G query heads a KV head.
 
 In deterministic mode the result is the same to the bit, whichever programs compute its blocks. Each block of keys is a
-softmax of its own, and these are combined in the order of their positions. The few rows of a decode are the right side
-of its products (swapped); the many rows of a prefill are the left side, for which Hopper's instruction wants 64. Either
-way a product sums each number over the same dimension in the same order. Therefore a product also sums the weights of a
-block, after they are rounded as they weigh the values.
+softmax of its own, and these are combined in the order of their positions. Rows are the left side of products, for
+which Hopper's instruction wants 64; in fastgen.kernels.hopper_decode they are the right side (SWAP), since a decode has
+few. Either way a product sums each number over the same dimension in the same order. Therefore a product also sums the
+weights of a block, after they are rounded as they weigh the values.
 """
 
 from __future__ import annotations
@@ -36,25 +36,11 @@ def softmax_block(q, k, v, seen, SCALE: tl.constexpr):
 
 
 @jit()
-def softmax_block_swapped(q, k, v, seen, SCALE: tl.constexpr):
-    """Compute `softmax_block` with swapped sides, for seen [KEYS, ROWS]. Returns acc [DIMS, ROWS], peak [ROWS], and
-    total [LEAST, ROWS], whose rows are equal."""
-    scores = tl.dot(k, tl.trans(q), input_precision="ieee")
-    if seen is not None:
-        scores = tl.where(seen, scores, -1e30)
-    peak = tl.maximum(tl.max(scores, 0) * SCALE, -1e20)
-    weights = tl.exp2(tl.fma(scores, SCALE, -peak[None, :])).to(v.dtype)
-    ones = tl.full([LEAST, k.shape[0]], 1.0, tl.float32).to(v.dtype)
-    total = tl.dot(ones, weights, input_precision="ieee")
-    return tl.dot(tl.trans(v), weights, input_precision="ieee"), peak, total
-
-
-@jit()
-def no_keys(ROWS: tl.constexpr, DIMS: tl.constexpr, SWAP: tl.constexpr):
+def no_keys(ROWS: tl.constexpr, DIMS: tl.constexpr):
     """Return the softmax over no keys, in the form of `softmax_block`."""
-    acc = tl.zeros([DIMS, ROWS] if SWAP else [ROWS, DIMS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
     peak = tl.full([ROWS], -1e30, tl.float32)  # finite, so that a row that sees no key gives no NaN
-    total = tl.zeros([LEAST, ROWS] if SWAP else [ROWS], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     return acc, peak, total
 
 

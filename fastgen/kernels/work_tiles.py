@@ -297,21 +297,20 @@ def list_of(work_tiles: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 @jit()
-def schedule(task, programs, tasks, DYNAMIC_ROUNDS: tl.constexpr):
-    """Return a program's first task, the number of programs that take any, and the number of tasks that are scheduled
-    statically. The programs are as few as finish in the same number of rounds: with more, few of them would work in the
-    last round, and not fill the memory."""
+def schedule(task, programs, tasks):
+    """Return a program's first task and the number of programs that take any, if a program takes each `programs`-th
+    task. The programs are as few as finish in the same number of rounds: with more, few of them would work in the last
+    round, and not fill the memory."""
     programs = tl.cdiv(tasks, tl.maximum(tl.cdiv(tasks, programs), 1))
-    scheduled = tl.maximum(tasks // tl.maximum(programs, 1) - DYNAMIC_ROUNDS, 1) * programs
-    return tl.where(task < programs, task, tasks), programs, scheduled
+    return tl.where(task < programs, task, tasks), programs
 
 
 @jit()
-def next_task(list_ptr, layer, tasks, scheduled):
-    """Take the next of the tasks that are not scheduled statically."""
+def next_task(list_ptr, layer, tasks):
+    """Take the next task; `tasks` if there are no more."""
     task = tasks
     if tasks > tl.num_programs(0):
-        task = scheduled + tl.atomic_add(list_ptr + 1 + layer, 1, sem="relaxed")
+        task = tl.num_programs(0) + tl.atomic_add(list_ptr + 1 + layer, 1, sem="relaxed")
     return task
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.kernels import attention, hopper_decode, work_tiles
+from fastgen.kernels import attention, work_tiles
 from fastgen.kernels.launch import Chip
 from fastgen.model.attention.flash import FlashAttention
 from fastgen.model.attention.interface import StepLayout
@@ -67,12 +67,10 @@ CASES = [
     decode(1, 32000), Case("8x1024 fresh", 8, 1024, 0), Case("4x2048 over 8192", 4, 2048, 8192),
     Case("1x16 over 32000", 1, 16, 32000),
 ]  # fmt: skip
-# (keys, warps, stages, registers, peel) of decodes, likely ones first
+# (keys, warps, stages, peel) of decodes, likely ones first
 DECODES = [
-    (32, 2, 2, 168, False), (32, 2, 3, 168, False), (64, 4, 3, 168, False), (32, 2, 2, 128, False),
-    (64, 4, 2, 128, False), (32, 1, 2, 255, False), (64, 2, 2, 255, False), (32, 2, 2, 168, True),
-    (32, 2, 3, 128, False), (32, 1, 3, 255, False), (64, 4, 4, 168, False), (16, 1, 3, 168, False),
-    (32, 4, 3, 128, False), (64, 4, 2, 168, True),
+    (32, 1, 2, False), (32, 2, 2, False), (32, 2, 3, False), (64, 2, 2, False), (64, 4, 3, False), (64, 4, 2, False),
+    (32, 1, 3, False), (32, 2, 2, True), (64, 4, 4, False), (16, 1, 3, False), (32, 4, 3, False), (64, 4, 2, True),
 ]  # fmt: skip
 # (rows, keys, warps, stages) of prefills
 PREFILLS = [
@@ -80,9 +78,7 @@ PREFILLS = [
     (64, 32, 4, 2), (128, 64, 4, 2), (32, 64, 4, 2),
 ]  # fmt: skip
 # The same of deterministic mode, where both must have as many keys, and the same instruction.
-FIXED_DECODES = [
-    (64, 4, 2, 168, False), (64, 4, 3, 168, False), (64, 4, 3, 200, False), (64, 4, 3, 255, False),
-]  # fmt: skip
+FIXED_DECODES = [(64, 4, 2, False), (64, 4, 3, False)]
 FIXED_PREFILLS = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)]
 SPLITS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -210,17 +206,6 @@ def time_paged(setup: Setup, config: attention.AttentionConfig, split: int | Non
     return taken / setup.layers, setup.error(answers[0])
 
 
-@contextmanager
-def in_triton(setup: Setup) -> Iterator[None]:
-    """Make decodes do without the kernel in Gluon."""
-    before = hopper_decode.streams, setup.paged._split_below
-    hopper_decode.streams, setup.paged._split_below = (lambda *_: False), None
-    try:
-        yield
-    finally:
-        hopper_decode.streams, setup.paged._split_below = before
-
-
 def time_flash(setup: Setup) -> tuple[float, float] | str:
     """Return seconds a layer and the error of a step of prefills; or why there are none. The host launches each layer,
     which shows in small cases."""
@@ -240,9 +225,7 @@ def time_flash(setup: Setup) -> tuple[float, float] | str:
     return seconds_of(step) / setup.layers, error
 
 
-def configured(
-    setup: Setup, rows: int, keys: int, warps: int, stages: int, registers: int, peel: bool
-) -> attention.AttentionConfig:
+def configured(setup: Setup, rows: int, keys: int, warps: int, stages: int, peel: bool) -> attention.AttentionConfig:
     """Return a configuration with the values that follow from the others."""
     chip, head_size = Chip.of(setup.q.device), setup.q.shape[2]
     dims, group = 1 << (head_size - 1).bit_length(), setup.paged.group
@@ -253,12 +236,9 @@ def configured(
     own = setup.paged.configs[phase]
     if own.invariant:
         combine_splits = min(4 * combine_splits, 8)
-    size = attention.shared_bytes(rows, keys, stages, dims, torch.bfloat16, chip, own.swap)
-    programs = attention.programs_of(size, registers, warps, chip)
-    merging = combine_rows, combine_splits
-    return attention.AttentionConfig(
-        rows, keys, warps, stages, registers, programs, peel, *merging, own.invariant, own.swap, own.static
-    )
+    size = attention.shared_bytes(rows, keys, stages, dims, torch.bfloat16, chip)
+    shape = rows, keys, warps, stages, attention.programs_of(size, warps, chip), peel, combine_rows, combine_splits
+    return attention.AttentionConfig(*shape, own.invariant)
 
 
 class Tuner:
@@ -295,10 +275,10 @@ class Tuner:
         """Measure the library's own configuration first, then all others; then, for decodes, the splits and
         combinations of the best."""
         own = setup.paged.configs
-        if setup.case.decodes and setup.paged._split_below and not self.over:
+        if own[attention.DECODE].streamed and setup.case.decodes and not self.over:
             self.note(setup, {"kernel": "hopper_decode"}, *time_paged(setup, own[attention.DECODE]))
-        with in_triton(setup):
-            self.tune_triton(setup, own)
+        setup.paged._split_below = None  # as the kernels in Triton want
+        self.tune_triton(setup, {phase: replace(config, streamed=False) for phase, config in own.items()})
 
     def tune_triton(self, setup: Setup, own: dict[str, attention.AttentionConfig]) -> None:
         case = setup.case
@@ -317,7 +297,7 @@ class Tuner:
         else:
             self.note(setup, {"implementation": "flash"}, *flash)
         rows = own[phase].rows if own[phase].invariant else 0
-        shapes = [(rows, *shape) for shape in DECODES] if case.decodes else [(*shape, 255, True) for shape in PREFILLS]
+        shapes = [(rows, *shape) for shape in DECODES] if case.decodes else [(*shape, True) for shape in PREFILLS]
         for shape in shapes:
             config = configured(setup, *shape)
             if config not in found and setup.paged.group <= config.rows:

@@ -271,14 +271,13 @@ def test_a_decode_step_is_planned_from_the_device() -> None:
         close(out, case.expected(window)[pick])
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_programs_take_tasks_until_there_are_none(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_take_tasks_until_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer programs than tasks, and partial results that arrive in any order: the bits stay."""
     monkeypatch.setattr(work_tiles, "SHORTEST_PREFILL", 128)
     case = make([1] * 3 + [20], [300, 200, 5, 340], 32)
     paged = case.paged(0)
     for phase, config in paged.configs.items():
-        paged.configs[phase] = replace(config, programs=1, combine_splits=1, static=ahead and not config.peel)
+        paged.configs[phase] = replace(config, programs=1, combine_splits=1)
     paged.chip = H200  # for which prefills are split too
     plan = paged.plan(case.layout)
     whole = paged.attend(plan, 1, case.q, 0)
@@ -287,11 +286,7 @@ def test_programs_take_tasks_until_there_are_none(ahead: bool, monkeypatch: pyte
         tasks, asked = int(tiles.list[0]) * KV_HEADS, int(tiles.list[2])
         programs = Chip.of(DEVICE).processors
         assert tasks > 4 * programs
-        if tiles.config.static:
-            programs = -(-tasks // -(-tasks // programs))
-        scheduled = (tasks // programs - kernel.DYNAMIC_ROUNDS) * programs if tiles.config.static else programs
-        assert asked == tasks - scheduled + programs, "each program is told once that there are no more"
-    assert [tiles.config.static for tiles in plan.work[0]] == [ahead, False]
+        assert asked == tasks, "each program takes its first task unasked, and is told once that there are no more"
     rng = np.random.default_rng(0)
     for _ in range(2):
         plan = paged.plan(case.layout)
@@ -347,8 +342,7 @@ def test_deterministic_phases_differ_in_nothing_that_is_seen(chip: Chip, dtype: 
         assert len({config.keys for config in found}) == 1
         assert work_tiles.ALIGN % found[0].keys == 0
         hopper = chip.capability[0] == 9 and dtype != torch.float32 and 64 <= head_size <= 128
-        assert [config.swap for config in found] == [hopper, hopper, False, False]
-        assert not hopper or min(config.rows for config in found[2:]) >= 64
+        assert not hopper or min(config.rows for config in found) >= 64
         assert hopper or len({config.warps for config in found}) == 1
         assert dtype != torch.float32 or len({config.rows for config in found}) == 1
 
@@ -371,10 +365,10 @@ for phase, D in json.loads(sys.argv[1]):
     types |= {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr") and name not in types}
     constants = {
         "H": 32, "K": 8, "D": D, "P": 64, "WINDOW": 0, "SCALE": 0.1, "ROWS": c.rows, "KEYS": c.keys, "DIMS": D,
-        "PEEL": c.peel, "INVARIANT": c.invariant, "SWAP": c.swap, "STATIC": c.static, "COMBINE_ROWS": c.combine_rows,
-        "COMBINE_SPLITS": c.combine_splits, "KIND": 0, "DYNAMIC_ROUNDS": attention.DYNAMIC_ROUNDS, "PLAIN": 0,
-        "SHARED": 1, "PRIVATE": 2, "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS,
-        "SPLITS": work_tiles.SPLITS, "PDL": True, **dict.fromkeys(nobody),
+        "PEEL": c.peel, "INVARIANT": c.invariant, "COMBINE_ROWS": c.combine_rows,
+        "COMBINE_SPLITS": c.combine_splits, "KIND": 0, "PLAIN": 0, "SHARED": 1, "PRIVATE": 2,
+        "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS, "SPLITS": work_tiles.SPLITS,
+        "PDL": True, **dict.fromkeys(nobody),
     }
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = [place for place, kind in enumerate(signature.values()) if kind.startswith("*")]
@@ -397,7 +391,7 @@ def test_deterministic_phases_are_compiled_alike() -> None:
     for each in made:
         layouts = re.findall(r"^#mma\d* = .*warpsPerCTA = \[(.*?)\]", each["ttgir"], re.MULTILINE)
         assert layouts
-        assert set(layouts) <= {"4, 1", "8, 1"}  # a row, or where they are swapped a key, is in one warp
+        assert set(layouts) <= {"4, 1", "8, 1"}  # a row is in one warp
         assert not re.search(r"\bmma\.sync", each["ptx"])
         products = set(re.findall(r"mma_async\S*m64n\d+(k\S*)", each["ptx"]))
         assert products == {"k16.f32.bf16.bf16"}
@@ -413,9 +407,9 @@ def test_configurations_fit_the_chip(chip: Chip, dtype: torch.dtype, determinist
             for group in (1, 4, 5, 7, 8, 12, 16):
                 config = kernel.configure(phase, group, head_size, dtype, chip, deterministic)
                 dims = 1 << (head_size - 1).bit_length()
-                size = kernel.shared_bytes(config.rows, config.keys, config.stages, dims, dtype, chip, config.swap)
+                size = kernel.shared_bytes(config.rows, config.keys, config.stages, dims, dtype, chip)
                 assert size * config.programs <= chip.shared_memory + 1024
-                assert config.registers * 32 * config.warps * config.programs <= 65536
+                assert kernel.REGISTERS * 32 * config.warps * config.programs <= 65536
                 assert config.rows >= max(group, 16)
                 assert work_tiles.ALIGN % config.keys == 0
                 assert work_tiles.SHORTEST % config.keys == 0

@@ -171,21 +171,6 @@ def test_deterministic_rows_do_not_tell_what_they_share(page_size: int, dtype: t
         assert torch.equal(paged.attend(plan, 1, case.q, window), alone)
 
 
-def test_swapped_rows_give_the_same() -> None:
-    """As on Hopper, where a decode's rows are on the right side of its products."""
-    case = make(TREE, head_size=64, dtype=HALF)
-    for window in (0, 100):
-        paged = case.paged(window, deterministic=True)
-        for phase in (kernel.DECODE, kernel.FEW, kernel.GROUP):
-            paged.configs[phase] = kernel.configure(phase, 4, 64, HALF, H200, deterministic=True)
-        assert paged.configs[kernel.DECODE].swap
-        assert case.share(paged)
-        for slots in (paged.partials, 0):
-            paged.partials = slots
-            for shared_too in (True, False):
-                close(paged.attend(case.plan(paged, shared_too), 1, case.q, window), case.expected(window))
-
-
 def test_the_lists_agree_with_the_twin() -> None:
     case = make([2, [2, [2, 9, 1]], [2, [1, 1]], [1, 2]])
     paged = case.paged(100)
