@@ -563,13 +563,12 @@ class Runner:
                 rows = x[first + wanted.row : first + wanted.row + len(wanted.targets)]
                 targets = upload(np.array(wanted.targets, dtype=np.int64), self.device)
                 temperature = min(max(wanted.temperature, 1 / LARGE), LARGE)  # float32 holds no more
-                temperatures = torch.full(targets.shape, temperature, device=self.device)
                 for at in range(0, len(rows), SCORE_ROWS):
                     part = slice(at, at + SCORE_ROWS)
                     logits = self.model.logits(rows[part])
                     if logits is None:
                         continue
-                    logprobs, _ = scoring.score(logits, targets[part], temperatures[part])
+                    logprobs, _ = scoring.score(logits, targets[part], temperature)
                     top = scoring.alternatives(logits, wanted.top) if wanted.top else (None, None)
                     sent = (self._to_host(x) for x in (logprobs, *top))
                     found.append(_PendingScores(chunk.lane, chunk.start + wanted.row + 1 + at, *sent))  # type: ignore[arg-type]

@@ -1,4 +1,8 @@
-"""Logprobs of known tokens, and of the most likely ones."""
+"""Logprobs of known tokens, and of the most likely ones.
+
+The arithmetic is that of the draw (fastgen.kernels.sampling, fastgen.model.sampler), so that the score of a token has
+the bits of its untruncated logprob, or at temperature 1 of its raw one.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,12 @@ from fastgen.kernels.sampler_rows import NO_KEY, chunk_sum, key_ids, key_logits,
 MOST = 32  # alternatives
 
 
-@jit("targets_ptr", "temperatures_ptr")
+@jit("targets_ptr", "temperature")
 def _score_kernel(
-    logits_ptr, targets_ptr, temperatures_ptr, found_ptr, V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
-):  # fmt: skip
+    logits_ptr, targets_ptr, temperature, found_ptr, V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
     """Run one program a row."""
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures_ptr + row)
     scale = scale_of(temperature)
     number = tl.arange(0, CHUNKS)
     tops = tl.full([CHUNKS], float("-inf"), tl.float32)
@@ -74,30 +77,28 @@ def _merge_kernel(
         place += 1
 
 
-def _launch_score(logits: Tensor, targets: Tensor, temperatures: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def _launch_score(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor | None]:
     rows, vocab = logits.shape
-    if temperatures is None:
-        temperatures = torch.ones(rows, dtype=torch.float32, device=logits.device)
     assert logits.is_contiguous()
-    assert targets.shape == temperatures.shape == (rows,)
-    assert temperatures.dtype == torch.float32
+    assert targets.shape == (rows,)
     found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     _score_kernel[(rows,)](
-        logits, targets, temperatures, found, vocab, layout.CHUNK,
+        logits, targets, temperature, found, vocab, layout.CHUNK,
         power_of_two(-(-vocab // layout.CHUNK)), num_warps=layout.WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return found[0], found[1:]
 
 
-def _score_twin(logits: Tensor, targets: Tensor, temperatures: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Return the logprobs [R] float32 of targets [R] int64 under logits [R, V] / temperatures [R] float32, which are
-    positive (None: 1).
+def _score_twin(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor | None]:
+    """Return the logprobs [R] float32 of targets [R] int64 under logits [R, V] / temperature, which is positive.
 
     The kernel also returns float32 [2, R]: the largest logit of each row, and the logarithm of the sum of
     exp((logit - largest) / temperature); the twin returns None.
     """
-    scaled = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
-    return scaled.log_softmax(1).gather(1, targets[:, None]).squeeze(1), None
+    logits = logits.float()
+    if temperature != 1:
+        logits = (logits - logits.amax(1, keepdim=True)).div_(temperature)
+    return logits.log_softmax(1).gather(1, targets[:, None]).squeeze(1), None
 
 
 def _launch_alternatives(logits: Tensor, most: int, totals: Tensor | None = None) -> tuple[Tensor, Tensor]:

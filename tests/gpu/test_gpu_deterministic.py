@@ -250,6 +250,17 @@ def test_in_a_batch_as_alone(model: Model) -> None:
     assert len({tuple(completion.token_ids) for completion in many}) > 10
 
 
+def test_a_score_is_what_was_drawn(model: Model) -> None:
+    """To the bit: raw logprobs, and untruncated ones at the temperature of the draw."""
+    with model.generator(max_seqs=32) as gen:
+        for (prompt, params), (completions, _) in zip(model.requests, model.expected, strict=True):
+            sequences = [prompt + completion.token_ids for completion in completions]
+            assert gen.score(sequences, start=len(prompt)) == [each.raw_logprobs for each in completions]
+            if params.temperature:
+                scores = gen.score(sequences, start=len(prompt), temperature=params.temperature)
+                assert scores == [each.untruncated_logprobs for each in completions]
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_under_a_random_schedule_as_alone(model: Model, seed: int) -> None:
     with model.generator(**random_options(seed, CONTEXT)) as gen:

@@ -391,18 +391,19 @@ def test_edits_that_a_plan_leaves_out_write_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_scores(dtype: torch.dtype) -> None:
-    logits = randn(7).to(dtype)
-    targets = torch.tensor([0, VOCAB - 1, 4096, 77, 5, 6, 8], device=DEVICE)
-    temperatures = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.1, 30.0, 1.0], device=DEVICE)
-    for given in (None, temperatures):
-        ours, _ = scoring.score.launch(logits, targets, given)
-        twin, _ = scoring.score.twin(logits.double(), targets, None if given is None else given.double())
-        torch.testing.assert_close(ours, scoring.score.twin(logits, targets, given)[0], atol=1e-5, rtol=2e-6)
-        assert (ours - twin).abs().max() < 1e-5
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 0.7, 30.0])
+def test_scores(dtype: torch.dtype, temperature: float) -> None:
+    logits = randn(5).to(dtype)
+    targets = torch.tensor([0, VOCAB - 1, 4096, 77, 5], device=DEVICE)
+    ours, _ = scoring.score.launch(logits, targets, temperature)
+    twin, _ = scoring.score.twin(logits, targets, temperature)
+    torch.testing.assert_close(ours, twin, atol=1e-5, rtol=2e-6)
+    exact = (logits.double() / temperature).log_softmax(1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(ours, exact.float(), atol=1e-5, rtol=2e-6)
 
 
-def test_a_score_at_temperature_1_is_the_raw_logprob_of_the_draw() -> None:
+def test_a_score_is_the_logprob_of_the_draw() -> None:
+    """To the bit: the raw one, and the untruncated one of another temperature."""
     logits = randn(4)
     out, _ = Draw(logits, [SamplingParams(logprobs=6, top_k=5, repetition_penalty=1.3)] * 4).by(sampler.draw.launch)
     logprobs, totals = scoring.score.launch(logits, out.tokens)
@@ -410,6 +411,9 @@ def test_a_score_at_temperature_1_is_the_raw_logprob_of_the_draw() -> None:
     ids, tops = scoring.alternatives.launch(logits, 6, totals)
     assert torch.equal(ids, out.top_ids)
     assert torch.equal(tops, out.top_logprobs)
+    for temperature in (0.7, 1.9):
+        out, _ = Draw(logits, [SamplingParams(temperature=temperature, top_k=5)] * 4).by(sampler.draw.launch)
+        assert torch.equal(scoring.score.launch(logits, out.tokens, temperature)[0], out.logprobs[1])
 
 
 @pytest.mark.parametrize("most", [1, 5, 20])

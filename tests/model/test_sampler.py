@@ -576,22 +576,26 @@ def test_a_vocabulary_beyond_the_rank_keys_is_refused() -> None:
 # Scores.
 
 
-def test_scores_are_log_softmax_at_the_targets() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 0.5, 2.0])
+def test_scores_are_log_softmax_at_the_targets(temperature: float) -> None:
     logits = random_logits(6, VOCAB, scale=4.0)
     targets = torch.tensor([0, 39, 4, 4, 17, 2])
-    temperatures = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.1, 1.0])
-    logprobs, _ = scoring.score(logits, targets, temperatures)
+    logprobs, _ = scoring.score(logits, targets, temperature)
     ids, tops = scoring.alternatives(logits, 3)
-    expected = (logits.double() / temperatures.double()[:, None]).log_softmax(1).gather(1, targets[:, None])[:, 0]
+    expected = (logits.double() / temperature).log_softmax(1).gather(1, targets[:, None])[:, 0]
     np.testing.assert_allclose(logprobs, expected, atol=4e-6)
     assert torch.equal(tops, logits.log_softmax(1).topk(3).values)
     assert torch.equal(ids, logits.topk(3).indices)
 
 
-def test_a_score_at_temperature_1_is_the_raw_logprob_of_the_draw() -> None:
+def test_a_score_is_the_logprob_of_the_draw() -> None:
+    """To the bit: the raw one, and the untruncated one of another temperature."""
     logits = random_logits(1, VOCAB)
+    for temperature in (0.3, 0.7, 1.9):
+        out = draw(logits[0], SamplingParams(temperature=temperature, top_k=3), rows=20)
+        assert torch.equal(scoring.score(logits.expand(20, -1), out.tokens, temperature)[0], out.logprobs[1])
     out = draw(logits[0], SamplingParams(top_k=3, logprobs=4), rows=20)
-    logprobs, _ = scoring.score(logits.expand(20, -1), out.tokens, torch.ones(20))
+    logprobs, _ = scoring.score(logits.expand(20, -1), out.tokens)
     ids, tops = scoring.alternatives(logits.expand(20, -1), 4)
     assert torch.equal(logprobs, out.logprobs[2])
     assert out.top_ids is not None
