@@ -337,8 +337,8 @@ class Sequence:
     every_token: bool = True  # `Scheduler.update` returns it after each new token, and not only at its end
     started: float | None = None  # time.monotonic() when it first took a lane
     cached_tokens: int = 0  # prompt tokens that needed no computation when it first took a lane
-    # Of speculation: the first of the drafted tokens as of the last result; the results since there were any; and the
-    # share of drafted tokens that were right.
+    # State of the Speculator, which alone writes it. guess: the first drafted token as of the last result, -1 for none.
+    # quiet: results since one had a draft. rate: estimated share of drafted tokens that are right.
     guess: int = -1
     quiet: int = 0
     rate: float = 0.0

@@ -29,7 +29,7 @@ from fastgen.request import Batch, Sequence, StepResult
 HISTORY = 4096  # most tokens of earlier outputs in a lane's text
 LEAD = 16  # tokens of the prompt before each earlier output, so that its first tokens can be drafted
 LONGEST = 32768  # most tokens of a sequence that is sent as a lane's text
-BESIDES = 16  # rows whose time a speculative step takes besides its rows, in CUDA graphs
+BESIDES = 16  # fixed cost of a speculative step with CUDA graphs, in rows
 QUIET = 1 / 4  # factor for each result without a draft by which the next one is less likely
 LEARNING = 1 / 8  # weight of a drafted token in the share of tokens that were right
 
@@ -168,7 +168,7 @@ class Speculator:
         return texts, bool(self._lanes)
 
     def rows(self, sequences: Collection[Sequence]) -> list[int]:
-        """Return the most rows of each sequence, those at which the expected tokens over the time are most."""
+        """Return the most rows of each sequence: the number that maximizes expected tokens per unit of time."""
         rates = [(QUIET**s.quiet, s.rate) for s in sequences if s.lane in self._lanes]
         drafting = sum(chance for chance, _ in rates)
         lanes, cost, most = len(sequences), self.options.row_cost or 0.0, self.options.max_draft + 1

@@ -69,10 +69,10 @@ class Drafts:
         self.sources[:, lane] = -LONGEST_MATCH  # near no place
 
 
-@jit("padding", "slots", "most_drafts", "lanes", "size")
+@jit("padding", "table_width", "most_drafts", "lanes", "size")
 def _spread_kernel(
     lanes_ptr, most_ptr, counts_ptr, drafts_ptr, rows_ptr, last_ptr, lens_ptr, table_ptr,
-    row_lanes_ptr, ids_ptr, positions_ptr, slots_ptr, row_lens_ptr, padding, slots, most_drafts, lanes, size,
+    row_lanes_ptr, ids_ptr, positions_ptr, slots_ptr, row_lens_ptr, padding, table_width, most_drafts, lanes, size,
     BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Fill the rows of one lane a program; the last program fills the padding."""
@@ -100,7 +100,7 @@ def _spread_kernel(
         drafts_ptr + owner * most_drafts + number - 1, mask=here & (number > 0) & (owner != padding), other=0
     )
     position = tl.where(owner == padding, 0, tl.load(lens_ptr + owner) + number)
-    page = tl.load(table_ptr + owner * slots + position // P, mask=here, other=0).to(tl.int64)
+    page = tl.load(table_ptr + owner * table_width + position // P, mask=here, other=0).to(tl.int64)
     at = first + number
     tl.store(row_lanes_ptr + at, owner, mask=here)
     tl.store(ids_ptr + at, tl.where(number == 0, tl.load(last_ptr + owner), drafted), mask=here)
@@ -132,7 +132,7 @@ def _spread_twin(
 
     The rows of a lane are its last token and drafted ones, those of the first lane first. Where not all of them fit,
     each lane has up to the same number, and the first lanes one more. Behind them is padding: rows of the last lane at
-    position 0. last: int64 [L], last tokens; kv_lens: int32 [L]; table: int32 [L, slots]; page: tokens of a page.
+    position 0. last: int64 [L], last tokens; kv_lens: int32 [L]; table: int32 [L, columns]; page: tokens of a page.
     """
     size, padding = len(step.lanes), len(kv_lens) - 1
     wanted = torch.where(lanes == padding, 0, torch.minimum(drafts.most, drafts.counts + 1)[lanes])

@@ -74,7 +74,7 @@ def _advance_launch(last_token: Tensor, kv_lens: Tensor, page_table: Tensor, ste
 def _advance_twin(last_token: Tensor, kv_lens: Tensor, page_table: Tensor, step: DecodeInput, page_size: int) -> None:
     """Fill `step` for its lanes from the state of all lanes, and count the new token in kv_lens.
 
-    last_token: int64 [lanes]. kv_lens: int32 [lanes]. page_table: int32 [lanes, slots]. The last lane is padding: it
+    last_token: int64 [lanes]. kv_lens: int32 [lanes]. page_table: int32 [lanes, columns]. The last lane is padding: it
     may occur many times in the step, and stays at position 0.
     """
     lanes = step.lanes

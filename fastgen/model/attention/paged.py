@@ -41,8 +41,8 @@ class PagedAttention:
     num_heads: H; windows: of each layer, 0 for none; max_seqs, max_step_tokens: of a step, with padding; context: the
     largest kv_len. deterministic: the bits of a query's result do not depend on the step.
     The constructor allocates all memory except results and prefill lists, and CUDA graphs share it: `partials` partial
-    results of (H * (D + 1) + K) * 4 bytes, and 32 bytes for each and distinct window. With H = 32, K = 8, D = 128
-    and 1024 sequences these are 9216 results, 153 MB and 0.3 MB, whatever the size of the pool.
+    results of (H * (D + 2) + K) * 4 bytes, and 32 bytes for each and distinct window. With H = 32, K = 8, D = 128
+    and 1024 sequences these are 9216 results, 154 MB and 0.3 MB, whatever the size of the pool.
     """
 
     needs_clean_pages = False  # the kernels load no unwritten values
