@@ -55,8 +55,8 @@ SIZES = (1, 16, 32, 64, 65, 128, 129, 192, 256, 257, 512, 1024, 2048, 4096)
 @dataclass(frozen=True)
 class ProductConfig:
     """The tiles of a product. tokens, rows, depth: of the tiles of x [tokens, depth] and of the weight [rows, depth] in
-    a step of a program's loop, of which `stages` load at once. swap: the weight is the left side of the product. cut:
-    the tiles of tokens of a product in Gluon, at most."""
+    a step of a program's loop, of which `stages` load at once. swap: the weight is the left side of the product.
+    token_tiles: the tiles of tokens of a product in Gluon, at most."""
 
     tokens: int
     rows: int
@@ -64,7 +64,7 @@ class ProductConfig:
     warps: int
     stages: int
     swap: bool = False
-    cut: int = 1
+    token_tiles: int = 1
 
     @property
     def group(self) -> int:
@@ -141,8 +141,8 @@ def config(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, chip: Chi
         return ProductConfig(*FLOAT32)
     padded = next((each for each in FEW if tokens <= each), None)
     if hopper_products.runs_on(chip, dtype) and hopper_products.takes(tokens, outputs, chip):
-        shape = hopper_products.cut(tokens, outputs, inputs, dtype.itemsize, chip)
-        return ProductConfig(*shape, swap=True, cut=-(-tokens // shape[0]))
+        shape = hopper_products.tile_of(tokens, outputs, inputs, dtype.itemsize, chip)
+        return ProductConfig(*shape, swap=True, token_tiles=-(-tokens // shape[0]))
     if padded:
         wide = outputs >= FEW[padded][0] * chip.processors
         rows, depth = FEW[padded] if wide else NARROW
@@ -271,9 +271,9 @@ def launch_as(
     tiles = -(-len(weight) // heads) * -(-half // block[2]) if half else -(-outputs // chosen.rows)
     others, sizes = (bias, out, *turned), (outputs, inputs, half, num_kv, page_size, fused.add is not None)
     chip = Chip.of(x.device)
-    if chosen.swap and tokens <= chosen.tokens * chosen.cut and hopper_products.runs_on(chip, x.dtype):
+    if chosen.swap and tokens <= chosen.tokens * chosen.token_tiles and hopper_products.runs_on(chip, x.dtype):
         x_block = [chosen.tokens, chosen.depth]
-        how = chosen.cut, chosen.stages, chosen.warps
+        how = chosen.token_tiles, chosen.stages, chosen.warps
         others += scales or (None, None)
         blocks = scales is not None and scales[1].dim() > 1
         hopper_products.launch(x, x_block, weight, block, tiles, *how, others, (*sizes, blocks), chip)

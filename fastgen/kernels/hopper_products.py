@@ -77,7 +77,7 @@ def _shape(tokens: int, outputs: int, chip: Chip) -> tuple[int, int]:
     return min(TILES, key=cost)
 
 
-def cut(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) -> tuple[int, int, int, int, int]:
+def tile_of(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) -> tuple[int, int, int, int, int]:
     """Return the tokens, rows and depth of a tile, the warps and the stages, for a product of up to MOST tokens.
 
     item_size: bytes of a number, 2, or 1 for up to 64 tokens.
@@ -358,23 +358,23 @@ def _sum_chunks(
 
 
 def launch(
-    x: Tensor, x_block: list[int], weight: Tensor, block: list[int], tiles: int, cut: int, stages: int, warps: int,
-    others: tuple[Tensor | None, ...], sizes: tuple[int, ...], chip: Chip,
+    x: Tensor, x_block: list[int], weight: Tensor, block: list[int], tiles: int, token_tiles: int, stages: int,
+    warps: int, others: tuple[Tensor | None, ...], sizes: tuple[int, ...], chip: Chip,
 ) -> None:  # fmt: skip
-    """Multiply x [T, K], in at most `cut` tiles x_block [tokens, depth], with a weight in tiles `block`: [rows,
-    depth] or [heads, 2, rows of a half, depth]. The caller checks. Dtypes have 1 or 2 bytes. others, sizes: the
+    """Multiply x [T, K], in at most `token_tiles` tiles x_block [tokens, depth], with a weight in tiles `block`:
+    [rows, depth] or [heads, 2, rows of a half, depth]. The caller checks. Dtypes have 1 or 2 bytes. others, sizes: the
     kernel's arguments from bias_ptr to scales_ptr, and from N to BLOCKS."""
     assert stages > 1
     rows, heads = math.prod(block[:-1]), block[0] if len(block) > 2 else 1
     side, (tile, depth) = max(rows, SIDE), x_block
     pieces = 1 if rows >= SIDE else depth * x.element_size() // PIECE
-    assert len(x) <= cut * tile
+    assert len(x) <= token_tiles * tile
     # With a quarter of the processors or more free, the next kernel's first programs do not crowd.
-    early = 4 * cut * tiles <= 3 * chip.processors
+    early = 4 * token_tiles * tiles <= 3 * chip.processors
     ahead = tile * side <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * warps
     _product_kernel[(-(-len(x) // tile) * tiles,)](
         described(x, x_block), described(weight, [*block[:-1], depth // pieces]), *others, len(x), *sizes,
-        tile, rows, heads, depth, stages, side, pieces, cut > 1, ahead, early,
+        tile, rows, heads, depth, stages, side, pieces, token_tiles > 1, ahead, early,
         LOADING_REGISTERS,
         num_warps=warps, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

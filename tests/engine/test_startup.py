@@ -232,8 +232,8 @@ def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
 
     def about(weight: torch.Tensor, behind: Fused, found: ProductConfig) -> tuple[object, ...]:
         parts = (each is not None and each is not False for each in behind)
-        early = 4 * found.cut * -(-len(weight) // found.rows) <= 3 * 132
-        return weight.shape, *parts, early, replace(found, cut=min(found.cut, 2))  # a kernel for any larger cut
+        early = 4 * found.token_tiles * -(-len(weight) // found.rows) <= 3 * 132
+        return weight.shape, *parts, early, replace(found, token_tiles=min(found.token_tiles, 2))  # one kernel for more
 
     monkeypatch.setattr(Chip, "of", lambda device: Chip((9, 0), 132, 232_448))
     monkeypatch.setattr(

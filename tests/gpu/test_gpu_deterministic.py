@@ -92,7 +92,7 @@ def test_all_configurations_give_the_same_bits(name: str, gluon: bool, monkeypat
     monkeypatch.setattr(hopper_products, "GLUON", gluon)
     shapes = [(tokens, outputs) for tokens in TOKENS for outputs in (4096, 6144, 28672)]
     for chosen in {batch_invariant.config(*shape, 4096, torch.bfloat16, chip) for shape in shapes}:
-        tokens = min(chosen.tokens * chosen.cut, 77) if gluon and chosen.swap else 77
+        tokens = min(chosen.tokens * chosen.token_tiles, 77) if gluon and chosen.swap else 77
         for found, want in zip(product.rows(tokens, chosen), expected, strict=True):
             assert torch.equal(found, want[:tokens]), chosen
 

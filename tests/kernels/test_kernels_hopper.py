@@ -70,7 +70,7 @@ for tokens, outputs, inputs, half, heads, what in [
         "x_scales_ptr": None, "scales_ptr": None, "BLOCKS": False,
         "K": inputs, "HALF": half, "KV": 8 * (what == "rope"), "P": 64, "ADD": what == "add", "TOKENS": found.tokens,
         "ROWS": found.rows, "HEADS": heads, "DEPTH": found.depth, "STAGES": found.stages, "SIDE": max(found.rows, 64),
-        "PIECES": pieces, "CUT": found.cut > 1, "AHEAD": tokens <= 64,
+        "PIECES": pieces, "CUT": found.token_tiles > 1, "AHEAD": tokens <= 64,
         "EARLY": outputs == 6144, "REGISTERS": hopper_products.LOADING_REGISTERS,
     }
     blocks = {"x_desc": [found.tokens, found.depth], "weight_desc": block}
@@ -158,7 +158,7 @@ def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
     assert {each["tokens"] for each in several} == {8, 16, 32, 64, 128}
     for made in several:
         ptx, stages = made["ptx"], made["stages"]
-        programs = 1 if made["cut"] * made["outputs"] <= 132 * made["rows"] else 2
+        programs = 1 if made["token_tiles"] * made["outputs"] <= 132 * made["rows"] else 2
         assert made["shared"] <= (H200.shared_memory + 1024) // programs - 1024
         # The part of the four warps, whose wait is the first; then that of the warp that loads.
         loads, waits = places(LOAD, ptx), places(WAIT, ptx)
@@ -256,7 +256,7 @@ def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tiles_of_many_tokens(outputs: int, inputs: int) -> None:
     """All fit, with stages enough, and no sum is cut; beyond ALL tokens only where all tiles run at once."""
     for tokens in range(65, hopper_products.MOST + 1):
-        tile, rows, depth, warps, stages = hopper_products.cut(tokens, outputs, inputs, 2, H200)
+        tile, rows, depth, warps, stages = hopper_products.tile_of(tokens, outputs, inputs, 2, H200)
         tiles = -(-tokens // tile) * -(-outputs // rows)
         programs = 1 if tiles <= H200.processors else 2
         assert stages > 2
@@ -270,9 +270,9 @@ def test_tiles_of_many_tokens(outputs: int, inputs: int) -> None:
     ("outputs", "inputs"),
     [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (50257, 512), (2048, 8192), (3072, 2048)],
 )
-def test_cut(outputs: int, inputs: int) -> None:
+def test_tile_of(outputs: int, inputs: int) -> None:
     for tokens in range(1, 65):
-        padded, rows, depth, _, stages = hopper_products.cut(tokens, outputs, inputs, 2, H200)
+        padded, rows, depth, _, stages = hopper_products.tile_of(tokens, outputs, inputs, 2, H200)
         programs = 1 if outputs <= rows * H200.processors else 2
         assert tokens <= padded <= max(2 * tokens, 8)
         assert stages > 1
