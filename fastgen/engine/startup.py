@@ -309,7 +309,7 @@ def _launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None
             continue
         for size in sizes:
             found = batch_invariant.config(size, *linear.weight.shape, linear.weight.dtype, Chip.of(device))
-            rope = fused.rope if batch_invariant.turns(size) else None
+            rope = fused.rope if batch_invariant.fuses_rope(size) else None
             batch_invariant.launch_as(found, x, linear.weight, linear.bias, fused._replace(rope=rope))
 
 

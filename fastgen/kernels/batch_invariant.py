@@ -186,7 +186,7 @@ def pays(tokens: int, inputs: int, dtype: torch.dtype, chip: Chip) -> bool:
     return tokens <= most and dtype.itemsize == 2 and inputs % ALIGN == 0
 
 
-def turns(tokens: int) -> bool:
+def fuses_rope(tokens: int) -> bool:
     """Return whether the product's kernel computes rope. Behind a tile of many tokens its own kernel is faster; both
     give the same bits."""
     return tokens <= max(FEW)
@@ -219,7 +219,7 @@ class Fused(NamedTuple):
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
     chosen = config(len(x), *weight.shape, x.dtype, Chip.of(x.device))
-    if fused.rope is None or turns(len(x)):
+    if fused.rope is None or fuses_rope(len(x)):
         return launch_as(chosen, x, weight, bias, fused)
     qkv = launch_as(chosen, x, weight, bias, fused._replace(rope=None))
     turned: Tensor = rope_write.launch(qkv, fused.rope.mapping, fused.rope.keys, fused.rope.values)

@@ -279,8 +279,8 @@ def _combine(
 
 def draw(
     logits: Tensor,
-    lanes: Lanes,
-    rows: Tensor,
+    state: Lanes,
+    lanes: Tensor,
     positions: Tensor,
     work: Scratch,
     *,
@@ -290,9 +290,9 @@ def draw(
     mask: Tensor | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Draw a token for each of R lanes, and note it in `lanes`.
+    """Draw a token for each of R lanes, and note it in `state`.
 
-    logits: float32 or half [R, V]. rows: int64 [R], the lanes. positions: int32 or int64 [R]. edited: some row has a
+    logits: float32 or half [R, V]. lanes: int64 [R]. positions: int32 or int64 [R]. edited: some row has a
     penalty, biases or min_tokens. truncated: some row has top-k, top-p or min-p. cut: some row has top-k or top-p.
     mask: int32 [R, ceil(V / 32)]. keep: also return the tokens that could be drawn.
 
@@ -302,7 +302,7 @@ def draw(
     count, vocab = logits.shape
     edits = 2 if mask is not None else int(edited)
     assert logits.is_contiguous()
-    assert len(rows) == len(positions) == count <= work.rows
+    assert len(lanes) == len(positions) == count <= work.rows
     assert truncated or not cut
     device = logits.device
     out = torch.empty(6, count, dtype=torch.int32, device=device)
@@ -310,10 +310,10 @@ def draw(
     grid = (chunks, count)
     options = _options(device, layout.WARPS)
     pdl = "launch_pdl" in options
-    known = rows, positions, lanes.table
+    known = lanes, positions, state.table
     if not (edits or truncated or keep):
         _draw_kernel[grid](
-            logits, None, 0, *known, work.record, None, work.chunks, lanes.last_token, None, out, 0, None, v, chunk,
+            logits, None, 0, *known, work.record, None, work.chunks, state.last_token, None, out, 0, None, v, chunk,
             sub, *padded, False, pdl, **options,
         )  # fmt: skip
         return out, None
@@ -322,8 +322,8 @@ def draw(
     bins = torch.empty(count if cut else 1, 2 * BINS, dtype=torch.int64, device=device)
     if edits or truncated:
         _edit_kernel[grid](
-            *read_from, *known, lanes.token_ids, lanes.addends, lanes.token_ids.shape[1], lanes.counts,
-            lanes.in_prompt, out if mask is None else mask, work.record, work.tops, work.lows, bins, v, chunk, sub,
+            *read_from, *known, state.token_ids, state.addends, state.token_ids.shape[1], state.counts,
+            state.in_prompt, out if mask is None else mask, work.record, work.tops, work.lows, bins, v, chunk, sub,
             BINS, pdl, maxnreg=EDIT_REGISTERS, **options,
         )  # fmt: skip
     if cut:
@@ -338,7 +338,7 @@ def draw(
         )  # fmt: skip
     kept = torch.empty(count, vocab, dtype=torch.bool, device=device) if keep else None
     _draw_kernel[grid](
-        *read_from, *known, work.record, work.tops, work.chunks, lanes.last_token, lanes.counts, out, int(keep),
+        *read_from, *known, work.record, work.tops, work.chunks, state.last_token, state.counts, out, int(keep),
         out if kept is None else kept, v, chunk, sub, *padded, True, pdl, maxnreg=DRAW_REGISTERS, **options,
     )  # fmt: skip
     return out, kept

@@ -243,7 +243,7 @@ def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
     for linear, behind in products:
         for tokens in range(1, 5001):
             found = batch_invariant.config(tokens, *linear.weight.shape, torch.bfloat16, Chip((9, 0), 132, 232_448))
-            now = behind if batch_invariant.turns(tokens) else behind._replace(rope=None)
+            now = behind if batch_invariant.fuses_rope(tokens) else behind._replace(rope=None)
             assert about(linear.weight, now, found) in ran, tokens
 
 

@@ -91,7 +91,7 @@ def test_rope_behind_the_product(tokens: int, dtype: torch.dtype, heads: int, nu
     within = launch_as(chosen, x, weight, bias, Fused(rope=RopeWrite(mapping, *alone)))
     assert torch.equal(within, out), "as behind it"
     assert torch.equal(alone, pool)
-    assert batch_invariant.turns(tokens) == (tokens <= 64)
+    assert batch_invariant.fuses_rope(tokens) == (tokens <= 64)
 
 
 def test_rope_is_compiled_as_behind_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
