@@ -40,7 +40,7 @@ SPLITS = 1 << 16
 ALIGN = 64  # keys; a window's first range begins at a multiple, and a decode's block of keys divides it
 SHORTEST, LONGEST = 64, 2048  # keys of a decode's split, unless the sequence would have too many splits
 MOST_SPLITS = 64  # of a decode; one program combines them all
-SLOTS = 4096  # partial results of a decode step, about: with more sequences each may have fewer splits
+PARTIALS = 4096  # partial results of a decode step, about: with more sequences each may have fewer splits
 WHOLE = 1 << 26  # the split of sequences that are not split, a multiple of all other splits
 SHORTEST_PREFILL = 512  # keys of a prefill tile's split, at least
 CLASSES = 8  # of lengths, by which the work tiles of a decode step are ordered
@@ -58,12 +58,12 @@ def split_of(sequences: int, num_kv: int, chip: Chip) -> int:
 
 def splits_of(sequences: int) -> int:
     """Return the most splits of a sequence in a decode step (one more if a window cuts the first)."""
-    return min(max(SLOTS // sequences, 1), MOST_SPLITS)
+    return min(max(PARTIALS // sequences, 1), MOST_SPLITS)
 
 
 def slots_for(max_seqs: int, context: int) -> int:
     """Return the most partial results of any decode step: sequences * (splits_of(sequences) + 1)."""
-    return min(max(SLOTS, max_seqs), max_seqs * min(-(-context // SHORTEST), MOST_SPLITS)) + max_seqs
+    return min(max(PARTIALS, max_seqs), max_seqs * min(-(-context // SHORTEST), MOST_SPLITS)) + max_seqs
 
 
 @dataclass(frozen=True)
@@ -255,11 +255,11 @@ class Chunks:
     kv_lens: Ints
 
 
-def prefill_tiles(chunks: Chunks, window: int, tile_rows: int, block: int, tasks: int, slots: int) -> NDArray[np.int32]:
+def prefill_tiles(chunks: Chunks, window: int, tile_rows: int, block: int, tasks: int, most: int) -> NDArray[np.int32]:
     """Return the work tiles [n, FIELDS] of prefill chunks, with up to `tile_rows` tokens, those with most keys first.
 
     The keys of a query tile are split evenly, if they are many more than its share would be of `tasks` equal shares,
-    and only so far that all partial results fit into `slots` (0: never). Ranges begin at multiples of `block`.
+    and only so far that there are at most `most` partial results (0: never). Ranges begin at multiples of `block`.
     """
     first, tokens, lanes, position, begin, end = _query_tiles(chunks, window, tile_rows, block)
     length = end - begin
@@ -268,7 +268,7 @@ def prefill_tiles(chunks: Chunks, window: int, tile_rows: int, block: int, tasks
         count = np.maximum((length + share // 2) // share, 1)
         split = -(-length // (count * block)) * block
         count = -(-length // split)
-        if int((tokens * count)[count > 1].sum()) <= slots:
+        if int((tokens * count)[count > 1].sum()) <= most:
             break
         share *= 2
     found, nominal = cut(first, tokens, lanes, position, begin, end, begin, split)

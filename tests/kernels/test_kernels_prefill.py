@@ -20,7 +20,7 @@ from fastgen.kernels.attention import PartialResults
 
 Attend = Callable[..., Tensor]
 PROCESSORS = 3
-SLOTS = 600
+PARTIALS = 600
 EDGES = [31, 32, 33, 127, 130, 2]
 
 
@@ -30,16 +30,16 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
     chip = replace(H200, processors=PROCESSORS)
     monkeypatch.setattr(hopper_prefill, "Chip", SimpleNamespace(of=lambda device: chip))
 
-    def run(case: Ragged, window: int, fixed: bool = False, slots: int = 0) -> Tensor:
+    def run(case: Ragged, window: int, fixed: bool = False, partials: int = 0) -> Tensor:
         _, heads, head_size = case.q.shape
         query_lens = np.array(case.query_lens)
         chunks = work_tiles.Chunks(
             query_lens.cumsum() - query_lens, query_lens, case.lanes.numpy(), np.array(case.kv_lens)
         )
         tokens = hopper_prefill.tokens_of(heads // KV_HEADS)
-        tiles = work_tiles.prefill_tiles(chunks, window, tokens, hopper_prefill.keys_of(fixed), 16, slots)
-        assert (tiles[:, work_tiles.SPLIT] >= 2 * work_tiles.SPLITS).any() == (slots > 0)
-        partial = PartialResults.empty(SLOTS, heads, KV_HEADS, head_size, torch.device("cpu"))
+        tiles = work_tiles.prefill_tiles(chunks, window, tokens, hopper_prefill.keys_of(fixed), 16, partials)
+        assert (tiles[:, work_tiles.SPLIT] >= 2 * work_tiles.SPLITS).any() == (partials > 0)
+        partial = PartialResults.empty(PARTIALS, heads, KV_HEADS, head_size, torch.device("cpu"))
         memory = partial.parts, partial.lse, partial.totals, partial.arrivals
         pool, out, scale = case.pool(garbage=torch.nan), torch.full_like(case.q, 7.0), head_size**-0.5 / math.log(2)
         hopper_prefill.launch(
@@ -73,4 +73,4 @@ def test_float16(fixed: bool, attend: Attend) -> None:
 def test_split_keys(window: int, attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_tiles, "SHORTEST_PREFILL", 128)
     case = Ragged(128, 4, 64, torch.bfloat16, 3, [3, 20, 300])
-    assert_within(attend(case, window, slots=SLOTS), case.expected(window))
+    assert_within(attend(case, window, partials=PARTIALS), case.expected(window))

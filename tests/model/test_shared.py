@@ -15,7 +15,7 @@ PAGE = 16
 
 
 def random_tables(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of random trees, with garbage behind their full pages: [S, slots], and full [S]."""
+    """Rows of random trees, with garbage behind their full pages: [S, columns], and full [S]."""
     rng = np.random.default_rng(seed)
     numbers = iter(rng.permutation(10_000).tolist())
     prefixes: list[list[int]] = [[]]
@@ -50,8 +50,8 @@ def ranges_of(levels: list[Level]) -> list[Range]:
 
 
 def covered(ranges: list[Range], row: int) -> list[int]:
-    """The slots of a row that its ranges hold, in their order."""
-    return [slot for each in ranges if row in each.rows for slot in range(each.first, each.last)]
+    """The columns of a row that its ranges hold, in their order."""
+    return [column for each in ranges if row in each.rows for column in range(each.first, each.last)]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -64,9 +64,9 @@ def test_all_that_is_shared_is_found_once(seed: int) -> None:
         for page in table[:count].tolist():
             holders.setdefault(page, set()).add(row)
     for each in ranges:
-        for slot in range(each.first, each.last):
-            assert holders[tables[each.rows[0], slot]] == set(each.rows)
-            assert len(set(tables[each.rows, slot].tolist())) == 1
+        for column in range(each.first, each.last):
+            assert holders[tables[each.rows[0], column]] == set(each.rows)
+            assert len(set(tables[each.rows, column].tolist())) == 1
     for row, (table, count) in enumerate(zip(tables, full, strict=True)):
         shared = [len(holders[page]) > 1 for page in table[:count].tolist()]
         assert covered(ranges, row) == list(range(sum(shared)))
@@ -128,8 +128,8 @@ def test_items_cover_what_is_shared(seed: int, units: int, monkeypatch: pytest.M
     if not levels:
         return
     ranges = ranges_of(levels)
-    slots = 60 if units == 40 else 1
-    found = shared_tiles(levels, lanes, PAGE, tile_rows=3, block=32, tasks=units, most_partials=slots)
+    most = 60 if units == 40 else 1
+    found = shared_tiles(levels, lanes, PAGE, tile_rows=3, block=32, tasks=units, most_partials=most)
     seen: dict[int, list[tuple[int, int, int]]] = {row: [] for row in range(len(full))}
     for item in found.tiles.tolist():
         members = found.members[item[FIRST] : item[FIRST] + item[TOKENS]]
@@ -144,4 +144,4 @@ def test_items_cover_what_is_shared(seed: int, units: int, monkeypatch: pytest.M
         assert keys == list(range(found.ends[row])), "in the order of the keys"
         assert found.ends[row] == PAGE * len(covered(ranges, row))
     depth = [sum(row in each.rows for each in ranges) for row in range(len(full))]
-    assert found.partials.sum() <= max(slots, sum(depth))
+    assert found.partials.sum() <= max(most, sum(depth))
