@@ -147,36 +147,36 @@ class Runner:
         sizes = sizes or batch_sizes(self.config.max_seqs)
         prefills = prefill_sizes(self.config.max_step_tokens) if prefills is None else prefills
         with current(self.device):
-            self.decode_once(sizes)  # compiles all kernels; those that do not compile clear attention.shares
+            self.rehearse_decodes(sizes)  # compiles all kernels; those that do not compile clear attention.shares
             self.share_prefixes = self.share_prefixes and self.attention.shares
             if self.attention.capturable:
                 plain = Graphs(sizes, self.device)
-                plain.capture(self.decode, compiled=True)
+                plain.capture(self.decode_body, compiled=True)
                 self.graphs = {False: plain}
                 if self.share_prefixes:
                     self.graphs[True] = Graphs(shared_sizes(sizes), self.device, beside=plain)
-                    self.graphs[True].capture(lambda size: self.decode(size, shared=True), compiled=True)
+                    self.graphs[True].capture(lambda size: self.decode_body(size, shared=True), compiled=True)
                 for graphs in self.graphs.values():
                     self.group.register_graphs(graphs)
                 if speculative:
                     self.speculative_graphs = Graphs(speculative, self.device, beside=plain)
-                    self.speculative_graphs.capture(self.speculate, compiled=True)
+                    self.speculative_graphs.capture(self.speculative_body, compiled=True)
                     self.group.register_graphs(self.speculative_graphs)
                 if prefills:
                     self.prefill_graphs = PrefillGraphs(self.model, self.pool, prefills, beside=plain)
                     self.group.register_graphs(self.prefill_graphs.graphs)
 
     @torch.inference_mode()
-    def decode_once(self, sizes: list[int]) -> None:
+    def rehearse_decodes(self, sizes: list[int]) -> None:
         """Run decode steps of these sizes on padding, as they will be captured, through one layer of each kind."""
         layers = self.model.distinct
         self._decode_input.lanes.fill_(self.config.max_seqs)  # the padding lane
         for size in sizes:
-            self.decode(size, layers=layers)
+            self.decode_body(size, layers=layers)
         for size in shared_sizes(sizes) if self.share_prefixes else ():
-            self.decode(size, shared=True, layers=layers)
+            self.decode_body(size, shared=True, layers=layers)
         for size in speculative_sizes(self.config):
-            self.speculate(size, layers)
+            self.speculative_body(size, layers)
         self._decodes = ()
 
     def clear_lanes(self) -> None:
@@ -269,16 +269,16 @@ class Runner:
         """Wait for the device, so that memory can be released."""
         self.synchronize()
 
-    def decode(self, size: int, shared: bool = False, layers: Sequence[int] | None = None) -> None:
+    def decode_body(self, size: int, shared: bool = False, layers: Sequence[int] | None = None) -> None:
         """Compute the logits of the first `size` lanes of `_decode_input`, with all tensors at fixed addresses, as the
         body of a decode graph. shared: read keys that rows share once. layers: see Transformer.forward."""
         step = self._decode_input.first(size)
         advance(self.state.last_token, self.kv_lens, self.page_table, step, self.pool.page_size)
         self._decode_rows(step, layers, shared, alone=True)
 
-    def speculate(self, size: int, layers: Sequence[int] | None = None) -> None:
-        """Do what `decode` does for the rows of a speculative step of `size` lanes, in `_draft_input`: the body of its
-        graph. To attention, each row is a decode."""
+    def speculative_body(self, size: int, layers: Sequence[int] | None = None) -> None:
+        """Do what `decode_body` does for the rows of a speculative step of `size` lanes, in `_draft_input`: the body of
+        its graph. To attention, each row is a decode."""
         assert self.config.speculate is not None
         self._decode_rows(self._spread(size, self.config.speculate.rows(size)), layers)
 
@@ -299,7 +299,7 @@ class Runner:
         spread(lanes, self.drafts, self.state.last_token, self.kv_lens, self.page_table, rows, page_size)
         return rows
 
-    def _speculate_eagerly(self, batch: Batch) -> Launched:
+    def _launch_speculative_eagerly(self, batch: Batch) -> Launched:
         """Launch a speculative step without a graph, on the CPU, where each row takes time: no rows of padding."""
         assert self.drafts is not None
         assert self.config.speculate is not None
@@ -323,11 +323,11 @@ class Runner:
             self._apply_changes(batch)
             shared = self._detect_sharing(batch.decodes)
             if batch.rows:
-                launched = self._speculate(batch)
+                launched = self._launch_speculative(batch)
             elif self.graphs and not batch.prefills:
                 launched = self._replay(batch, shared)
             else:
-                launched = self._launch(batch, shared, arrivals)
+                launched = self._launch_uploaded(batch, shared, arrivals)
             launched.began = began
             if batch.copies:  # of pages that this step has filled
                 sources, targets = zip(*batch.copies, strict=True)
@@ -483,7 +483,7 @@ class Runner:
             self._decode_input.lanes.copy_(upload(lanes, self.device))
         self._decodes = decodes
 
-    def _speculate(self, batch: Batch) -> Launched:
+    def _launch_speculative(self, batch: Batch) -> Launched:
         """Launch a speculative step, on a GPU as a CUDA graph."""
         assert self.config.speculate is not None
         assert self.drafts is not None
@@ -491,14 +491,14 @@ class Runner:
         self._set_decodes(batch.decodes)
         self.drafts.most[self._decode_input.lanes[:count]] = upload(np.array(batch.rows, dtype=np.int32), self.device)
         if graphs is None and self.device.type == "cpu":
-            return self._speculate_eagerly(batch)
+            return self._launch_speculative_eagerly(batch)
         size = smallest_size(graphs.keys, count) if graphs else count
-        (graphs.run if graphs else self.speculate)(size)  # without graphs: before their capture
+        (graphs.run if graphs else self.speculative_body)(size)  # without graphs: before their capture
         rows = self._draft_input.first(self.config.speculate.rows(size))
         logits = self._logits[: len(rows.lanes)] if self.group.rank == 0 else None
         return Launched(batch, rows.lanes, rows.kv_lens, logits)
 
-    def _launch(self, batch: Batch, shared: bool, arrivals: dict[int, torch.cuda.Event]) -> Launched:
+    def _launch_uploaded(self, batch: Batch, shared: bool, arrivals: dict[int, torch.cuda.Event]) -> Launched:
         """Launch any step kernel by kernel, or through the PrefillGraphs."""
         step, decodes = StepSequences.of(batch, self._kv_lens), len(batch.decodes)
         parts = [step] if self.group.exchange is None else step.parts(decodes)

@@ -279,7 +279,7 @@ def _launch_all(runner: Runner) -> None:
     config, model = runner.config, runner.model
     _run_largest_steps(runner)
     if runner.attention.capturable:
-        runner.decode_once(batch_sizes(config.max_seqs))
+        runner.rehearse_decodes(batch_sizes(config.max_seqs))
     deterministic = model.lm_head.batch_invariant
     _launch_products(model, runner.pool, [*batch_invariant.SIZES, config.max_step_tokens] if deterministic else [])
     if deterministic:

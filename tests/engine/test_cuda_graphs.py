@@ -113,7 +113,7 @@ def test_padding_lanes_write_to_the_spare_page_alone(llama: Path, monkeypatch: p
         runner.pool.keys.fill_(7)
         with torch.inference_mode():
             runner._decode_input.lanes.fill_(ROW_TILE)
-            runner.decode(ROW_TILE)
+            runner.decode_body(ROW_TILE)
         assert bool((runner.pool.keys[:, :-1] == 7).all())
         assert bool((runner.pool.keys[:, -1] != 7).any())
         assert runner.kv_lens.tolist() == [0] * (ROW_TILE + 1)

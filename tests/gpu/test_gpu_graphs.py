@@ -72,7 +72,7 @@ def check_size(runner: Runner, size: int, real: int) -> None:
     runner._decode_input.lanes[:size] = lanes.cuda()
     before = [tensor.clone() for tensor in held(runner)]
     results: list[list[Tensor]] = []
-    for run in (runner.graphs[False].run, runner.decode):
+    for run in (runner.graphs[False].run, runner.decode_body):
         for tensor, saved in zip(held(runner), before, strict=True):
             tensor.copy_(saved)
         runner._logits.fill_(torch.nan)

@@ -112,7 +112,7 @@ def check_replay(runner: Runner) -> None:
     before = [tensor.clone() for tensor in held]
     size, real = smallest_size(runner.graphs[True].keys, len(runner._sharing_of)), len(runner._sharing_of)
     results = []
-    for run in (runner.graphs[True].run, lambda size: runner.decode(size, True), runner.decode):
+    for run in (runner.graphs[True].run, lambda size: runner.decode_body(size, True), runner.decode_body):
         for tensor, saved in zip(held, before, strict=True):
             tensor.copy_(saved)
         runner._logits.fill_(torch.nan)
