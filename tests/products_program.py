@@ -26,15 +26,15 @@ def check(outputs: int, inputs: int) -> None:
     packed.unpack()
     assert torch.equal(packed.weight, weight)
     packed.pack()
-    expected, stream = packed(x), torch.randn(len(x), outputs)
-    torch.testing.assert_close(expected, plain(x), atol=1e-3, rtol=1e-5)
+    expected, stream = packed.apply(x), torch.randn(len(x), outputs)
+    torch.testing.assert_close(expected, plain.apply(x), atol=1e-3, rtol=1e-5)
     added = packed.add_to(stream.clone(), x)
     torch.testing.assert_close(added, stream + expected, atol=1e-3, rtol=1e-5)
     for threads in (1, 3, 16, 64):
         torch.set_num_threads(threads)
         for rows in ROWS:
             part = slice(rows * PACKED_ROW_TILE)
-            assert torch.equal(packed(x[part]), expected[part]), (outputs, inputs, threads, rows)
+            assert torch.equal(packed.apply(x[part]), expected[part]), (outputs, inputs, threads, rows)
             assert torch.equal(packed.add_to(stream[part].clone(), x[part]), added[part])
 
 

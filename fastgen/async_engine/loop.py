@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 STATS_SECONDS = 0.25  # minimum interval between two messages with stats
 INTAKE_SECONDS = 0.02  # maximum time between two steps for adding new requests to the Generator
-WIRE = ("weight_state", "init_weight_group", "close_weight_group", "receive_weights", "read_weights")
+WEIGHT_METHODS = ("weight_state", "init_weight_group", "close_weight_group", "receive_weights", "read_weights")
 """Methods of WeightUpdates."""
 
 
@@ -91,7 +91,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Call(_Numbered):
-    """To the engine: call a method between two steps: of the Generator, one of WIRE, `pause` or `resume`."""
+    """To the engine: call a method between two steps: of the Generator, one of WEIGHT_METHODS, `pause` or `resume`."""
 
     number: int
     method: str
@@ -276,7 +276,7 @@ class EngineLoop:
     def _method(self, name: str) -> Callable[..., Any]:
         """Return the method that a call names."""
         owner: Any = self if name in ("pause", "resume") else self._gen
-        if name in WIRE:
+        if name in WEIGHT_METHODS:
             from fastgen.async_engine.updates import WeightUpdates
 
             owner = self._updates = self._updates or WeightUpdates(self._gen, self._check_wanted)

@@ -210,8 +210,8 @@ class Runner:
         return self.model.bases.layers
 
     def keep_bases(self, layers: Collection[str], place: str) -> None:
-        """Keep the weights of layers that an adapter will change; see `Bases.keep`. No layers: all weights will be
-        replaced."""
+        """Keep the weights of layers that an adapter will change; see `AdapterBases.keep`. No layers: all weights will
+        be replaced."""
         if not layers:
             self.model.bases.forget()
         elif not self.model.bases.valid.issuperset(layers):

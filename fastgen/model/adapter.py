@@ -197,7 +197,7 @@ class _Adapted(Shard):
             merge(self.view, base, a, b)
 
 
-class Bases:
+class AdapterBases:
     """Copies of the weights that adapters change, as they are without one: those of a rank, by layer.
 
     The copies are made when an adapter first changes a weight, and their memory is kept. An adapter that was merged at

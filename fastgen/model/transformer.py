@@ -27,7 +27,7 @@ from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.launch import Chip
 from fastgen.kernels.norm import RMSNorm, rms_norm, rms_norm_fp8
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
-from fastgen.model.adapter import Bases
+from fastgen.model.adapter import AdapterBases
 from fastgen.model.attention.interface import Attention, StepLayout
 from fastgen.model.config import ModelConfig
 from fastgen.model.kv_pool import KVPool
@@ -97,7 +97,7 @@ class Linear:
         assert fused.rope is None
         if fused.add is not None:
             return self.add_to(fused.add, x)
-        y = self(x, fused.out_dtype)
+        y = self._by_blas(x, fused.out_dtype)
         if fused.out is not None:
             return fused.out.copy_(y)
         return epilogue.swiglu(y) if fused.swiglu else y
@@ -107,7 +107,7 @@ class Linear:
         ours = batch_invariant.product.runs_on(x.device)
         return self.batch_invariant or (ours and batch_invariant.pays(len(x), x.shape[1], x.dtype, Chip.of(x.device)))
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    def _by_blas(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """Return the layer of x [T, in] by BLAS."""
         if out_dtype not in (None, x.dtype):
             assert self.bias is None
@@ -124,7 +124,7 @@ class Linear:
             return mkl.multiply_packed(x, self.packed, y if self.bias is None else y.add_(self.bias), keep=1)
         if self.bias is None and x.device.type != "cpu":
             return y.addmm_(x, self.weight.t())  # cuBLAS adds it in the product
-        return y.add_(self(x))
+        return y.add_(self._by_blas(x))
 
     def _multiply(self, x: Tensor) -> Tensor:
         """Return the layer of x [T, in] with the packed weight."""
@@ -146,7 +146,7 @@ class Linear:
     def unpack(self) -> None:
         """Make the weight a plain one: the product with the identity matrix, which rounds nothing."""
         if self.packed is not None:
-            transposed = replace(self, bias=None)(torch.eye(self.weight.shape[1], dtype=torch.float32))
+            transposed = replace(self, bias=None)._by_blas(torch.eye(self.weight.shape[1], dtype=torch.float32))
             self.weight = transposed.t().contiguous()
             self.packed = None
 
@@ -219,7 +219,7 @@ class Transformer:
         self.config, self._whole = config.split(self.group.size), config
         self._dtype, self._device = dtype, device
         self.memory = memory_on(device)
-        self.bases = Bases(self.memory, device)
+        self.bases = AdapterBases(self.memory, device)
         self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU rows are padded for it
         self._quantization = config.quantization
         self._packs = mkl.PACKS and device.type == "cpu" and dtype == torch.float32 and not config.quantization

@@ -169,7 +169,7 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
     zeros(batch_invariant.product)
     zeros(fp8.product)
     zeros(attention.attention, out=1)
-    transformer.Linear.__call__ = lambda self, x, dtype=None: x.new_zeros(*x.shape[:-1], len(self.weight), dtype=dtype)  # type: ignore[method-assign]
+    transformer.Linear._by_blas = lambda self, x, dtype=None: x.new_zeros(*x.shape[:-1], len(self.weight), dtype=dtype)  # type: ignore[method-assign]
     Kernel.__call__, Kernel.runs_on = call, lambda self, device: True  # type: ignore[method-assign]
     transformer.Transformer.pack = lambda self: None  # type: ignore[method-assign]  # a GPU's weights are as they are
     startup.make_attention = lambda name, *arguments: PagedAttention(*arguments)
