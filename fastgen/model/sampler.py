@@ -27,7 +27,7 @@ from torch import Tensor
 from fastgen.device.pinned import upload
 from fastgen.kernels import sampling, scoring
 from fastgen.kernels.launch import Kernel
-from fastgen.kernels.sampler_rows import gumbel
+from fastgen.kernels.sampler_rows import TEMPERATURE, TOP_P, gumbel
 from fastgen.kernels.scoring import ids_of_keys, rank_keys_of
 from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
 
@@ -224,9 +224,9 @@ class LaneState:
     def rows(self, lanes: Tensor) -> _Rows:
         """Return the parameters of lanes [R]."""
         entries = self.table[lanes]
-        integers, floats = entries[:, :8], entries[:, 8:].view(torch.float64)
-        float32s = floats[:, :5].float()
-        return _Rows._make([*float32s[..., None].unbind(1), floats[:, 5:], *integers[..., None].unbind(1)])
+        integers, float32s = entries[:, :TEMPERATURE], entries[:, TEMPERATURE:TOP_P].view(torch.float64).float()
+        top_p = entries[:, TOP_P:].view(torch.float64)
+        return _Rows._make([*float32s[..., None].unbind(1), top_p, *integers[..., None].unbind(1)])
 
     def drew(self, lanes: Tensor, tokens: Tensor, penalized: Tensor | None) -> None:
         """Store tokens [R] as the last tokens of lanes [R], and count those of penalized rows (int [R], 1 or 0)."""
