@@ -6,12 +6,16 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
+import urllib.request
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +126,23 @@ def test_the_wheel_has_all_files_of_the_package(wheel: Path) -> None:
     assert packed == {name for name in there if "__pycache__" not in name}
 
 
-@pytest.fixture(scope="module")
-def scripts(wheel: Path) -> Iterator[Path]:
-    """The folder of the commands of an environment that has the wheel and no extra. It can take gigabytes."""
+@contextmanager
+def environment(package: str | Path, constraints: Path) -> Iterator[Path]:
+    """Make an environment that has a package alone, and yield the folder of its commands. It can take gigabytes."""
     with tempfile.TemporaryDirectory() as folder:
         assert run(sys.executable, "-m", "venv", folder).returncode == 0
         commands = Path(folder) / ("Scripts" if os.name == "nt" else "bin")
-        installed = run(commands / "pip", "install", "--no-compile", "-c", ROOT / "constraints.txt", wheel)
+        installed = run(commands / "pip", "install", "--no-compile", "-c", constraints, package)
         assert installed.returncode == 0, installed.stderr
         checked = run(commands / "pip", "check")
         assert checked.returncode == 0, checked.stdout
+        yield commands
+
+
+@pytest.fixture(scope="module")
+def scripts(wheel: Path) -> Iterator[Path]:
+    """The folder of the commands of an environment that has the wheel and no extra."""
+    with environment(wheel, ROOT / "constraints.txt") as commands:
         yield commands
 
 
@@ -161,6 +172,45 @@ def test_the_wheel_answers_as_the_checkout_does(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     here = run(sys.executable, "-m", "fastgen.cli.chat", *options, input=ADDITION)
     assert here.stdout == there.stdout
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="some of the oldest versions have no wheel for this Python")
+def test_the_oldest_versions_that_the_metadata_admits_do(wheel: Path, elsewhere: Path) -> None:
+    """But for torch, whose oldest version is gigabytes on some indexes."""
+    wanted = [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["parquet"]]
+    oldest = [each.replace(">=", "==") for each in wanted if not each.startswith("torch")]
+    oldest += re.findall(r"^torch==\S+", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    (elsewhere / "oldest.txt").write_text("\n".join(oldest), encoding="utf-8")
+    (elsewhere / "in.jsonl").write_text(json.dumps({"prompt": ADDITION}) + "\n", encoding="utf-8")
+    model = shutil.copytree(ROOT / "fastgen" / "tiny", elsewhere / "model")
+    # A Mistral whose tokenizer has a class that transformers 5 writes, and 4 does not know.
+    for name, old, new in (
+        ("config.json", "llama", "mistral"), ("tokenizer_config.json", "PreTrainedTokenizerFast", "TokenizersBackend"),
+    ):  # fmt: skip
+        text = (model / name).read_text(encoding="utf-8")
+        (model / name).write_text(text.replace(old, new), encoding="utf-8")
+    options = ("--device", "cpu", "--temperature", "0")
+    with environment(f"fastgen[serve,parquet] @ {wheel.as_uri()}", elsewhere / "oldest.txt") as commands:
+        said = run(commands / "fgchat", *options, input=ADDITION)
+        assert "42" in said.stdout, said.stderr
+        done = run(commands / "fggen", model, "in.jsonl", "-o", "out.parquet", "--chat", *options)
+        assert done.returncode == 0, done.stderr
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        with subprocess.Popen([commands / "fgserve", "fastgen-tiny", "--port", str(port), *options[:2]]) as server:
+            try:
+                while server.poll() is None and not listens(port):
+                    time.sleep(0.2)
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/openapi.json", timeout=60) as reply:
+                    assert b"ChatRequest" in reply.read()
+            finally:
+                server.terminate()
+
+
+def listens(port: int) -> bool:
+    """Return whether there is a server at a port of this machine."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize(

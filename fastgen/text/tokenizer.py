@@ -166,6 +166,8 @@ def _class_of(folder: Path) -> Any:
         return transformers.AutoTokenizer
     names = (model.get("model_type"), tokenizer.get("tokenizer_class"))
     name = "AutoTokenizer" if "auto_map" in tokenizer else DIRECT.get(names, "AutoTokenizer")
+    if names[1] == "TokenizersBackend" and transformers.__version__.startswith("4."):  # saved by transformers 5
+        name = "PreTrainedTokenizerFast"
     return getattr(transformers, name)
 
 
