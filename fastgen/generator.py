@@ -248,8 +248,8 @@ class Generator:
         """Return the logprobs of given tokens: float32, of log_softmax(logits / temperature).
 
         sequences: prompts, mostly lists of ids. start: the first position to score, for all sequences or a list with
-        one for each. The result has len - start floats for each sequence; position 0 has no logprob, and is NaN. Raises
-        ValueError for a sequence that can not be scored.
+        one for each. The result has len - start floats for each sequence; position 0 has no logprob, and is NaN, as is
+        a position whose logits are not finite. Raises ValueError for a sequence that can not be scored.
         """
         sequences, starts = pair_scores(sequences, start, temperature)
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)

@@ -169,6 +169,8 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], dict[str, Any], type[
     "shape": (lambda w: {n: t[:-1] for n, t in w.items()}, {}, ValueError, "the model needs"),
     "dtype": (lambda w: {n: t.int() for n, t in w.items()}, {}, ValueError, "is torch.int32; bfloat16"),
     "kind": (lambda w: 5, {}, TypeError, "must be a mapping, or an iterable of"),
+    "a folder": (lambda w: "/weights", {}, TypeError, r"an iterable of \(name, tensor\), not str"),
+    "no names": (lambda w: [*w.values()], {}, ValueError, r"no \(name, tensor\)$"),
     "same version": (lambda w: w, {"version": 0}, ValueError, "version is 0, which is the current one"),
     "odd version": (lambda w: w, {"version": True}, TypeError, "version must be an integer, not True"),
     "odd mode": (lambda w: w, {"in_flight": "stop"}, ValueError, "in_flight is 'stop'; it must be one of 'error'"),

@@ -38,8 +38,8 @@ class GeneratorOptions:
         choices=("host", "device"),
     )  # fmt: skip
     dtype: str = option(
-        "auto", "dtype of weights and KV cache; auto is the checkpoint's on a GPU, float32 on the CPU",
-        choices=("auto", *DTYPE_BYTES),
+        "auto", "dtype of weights and KV cache; auto is the checkpoint's on a GPU, float32 on the CPU; in Python also "
+        "torch's", choices=("auto", *DTYPE_BYTES),
     )  # fmt: skip
     quantization: str | None = option(
         None, "fp8: linear layers but the head in E4M3, quantized as they are loaded, with a scale a row, and their "
@@ -116,6 +116,9 @@ class GeneratorOptions:
         "requests without a seed derive theirs from it, so that a run can be repeated",
         unset="a seed from the operating system",
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))  # "bfloat16" for torch.bfloat16
 
     def check(self) -> None:
         """Raise TypeError or ValueError for the first option whose value can not work, whatever the model."""

@@ -188,9 +188,9 @@ class TileList:
 
 @dataclass(frozen=True)
 class PartialResults:
-    """Memory for the partial results of work tiles. parts: float32 [slots, H, D]. lse: float32 [slots, H], the log2 of
-    the softmax's sum; in deterministic mode its peak. totals: float32 [slots, H], the sum in deterministic mode.
-    arrivals: int32 [slots, K], zeros between launches."""
+    """Memory for the partial results of work tiles. parts: float32 [partials, H, D]. lse: float32 [partials, H], the
+    log2 of the softmax's sum; in deterministic mode its peak. totals: float32 [partials, H], the sum in deterministic
+    mode. arrivals: int32 [partials, K], zeros between launches."""
 
     parts: Tensor
     lse: Tensor
@@ -198,12 +198,12 @@ class PartialResults:
     arrivals: Tensor
 
     @staticmethod
-    def empty(slots: int, num_heads: int, num_kv: int, head_size: int, device: torch.device) -> PartialResults:
+    def empty(partials: int, num_heads: int, num_kv: int, head_size: int, device: torch.device) -> PartialResults:
         return PartialResults(
-            torch.empty(slots, num_heads, head_size, dtype=torch.float32, device=device),
-            torch.empty(slots, num_heads, dtype=torch.float32, device=device),
-            torch.empty(slots, num_heads, dtype=torch.float32, device=device),
-            torch.zeros(slots, num_kv, dtype=torch.int32, device=device),
+            torch.empty(partials, num_heads, head_size, dtype=torch.float32, device=device),
+            torch.empty(partials, num_heads, dtype=torch.float32, device=device),
+            torch.empty(partials, num_heads, dtype=torch.float32, device=device),
+            torch.zeros(partials, num_kv, dtype=torch.int32, device=device),
         )
 
 

@@ -176,7 +176,7 @@ class Update:
         A mapping, its items and a sequence can. Raises ValueError as `tensors` does, and TypeError for an object that
         is no iterable.
         """
-        if not isinstance(self._given, Iterable):
+        if not isinstance(self._given, Iterable) or isinstance(self._given, str | bytes):
             kind = type(self._given).__name__
             raise TypeError(f"the weights must be a mapping, or an iterable of (name, tensor), not {kind}")
         if isinstance(self._given, Mapping | ItemsView | Sequence):
@@ -200,7 +200,8 @@ class Update:
                 name, tensor = _checked(item)
                 known = matcher.find(name, tensor.shape, tensor.dtype) is not None
             except ValueError as error:
-                faults.append(str(error))
+                if str(error) not in faults:  # that of a thousand items without a name is the same
+                    faults.append(str(error))
                 continue
             finally:
                 del item

@@ -76,7 +76,7 @@ def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_the_cpu() -> None
     assert make(device="cuda").dtype == "bfloat16"
     assert make(device="cpu").dtype == "float32"
     assert make(device="cuda", dtype="float16").dtype == "float16"
-    assert make(device="cpu", dtype="bfloat16").dtype == "bfloat16"
+    assert make(device="cpu", dtype="bfloat16").dtype == make(device="cpu", dtype=torch.bfloat16).dtype == "bfloat16"
 
 
 def test_the_pool_has_the_size_that_was_asked_for() -> None:
