@@ -203,7 +203,7 @@ class Stdout(Lines):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        self._writer = sys.stdout.buffer
+        self._writer, self.path = sys.stdout.buffer, Path("stdout")  # for errors
         yield
 
     def begun(self) -> bool:

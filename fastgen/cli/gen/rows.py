@@ -136,10 +136,17 @@ def _parquet_rows(path: Path) -> RowReader:
 def _csv_rows(path: Path) -> RowReader:
     with io.TextIOWrapper(open_file(path), "utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
-        if len(set(reader.fieldnames or ())) < len(reader.fieldnames or ()):
-            raise ValueError(f"{path} has two columns of one name; rename one")
-        for number, cells in enumerate(reader, 1):
-            yield f"row {number} of {path}", partial(_csv_row, cells)
+        try:
+            if len(set(reader.fieldnames or ())) < len(reader.fieldnames or ()):
+                raise ValueError(f"{path} has two columns of one name; rename one")
+            for cells in reader:
+                yield f"line {reader.line_num} of {path}", partial(_csv_row, cells)
+        except UnicodeDecodeError as error:  # of a chunk, which begins within the line after those that were read
+            line = reader.reader.line_num + 1 + error.object[: error.start].count(b"\n")
+            raise csv.Error(f"line {line} is not UTF-8; save the file as UTF-8") from None
+        except csv.Error as error:
+            line = reader.line_num + 1  # line_num counts the lines of whole rows
+            raise csv.Error(f"{error}, in the row that begins on line {line}; close its quotes") from None
 
 
 def _json_rows(path: Path) -> RowReader:

@@ -84,8 +84,8 @@ def contents(name: str) -> list[Any]:
         (["in.jsonl", "-o", "out.parquet.gz"], "the suffix of out.parquet.gz names no format"),
         (["in.jsonl", "-o", "-", "--retry-errors"], "--retry-errors needs an output that can be read"),
         (["torn.jsonl.gz", "-o", "out.jsonl"], "torn.jsonl.gz can not be read: Not a gzipped file"),
-        (["open.csv", "-o", "out.jsonl"], "open.csv can not be read: unexpected end of data"),
-        (["latin.csv", "-o", "out.jsonl"], "latin.csv can not be read: 'utf-8' codec can't decode byte 0xe9"),
+        (["open.csv", "-o", "out.jsonl"], "end of data, in the row that begins on line 4; close its quotes"),
+        (["latin.csv", "-o", "out.jsonl"], "latin.csv can not be read: line 3002 is not UTF-8; save the file as UTF-8"),
         (["twice.csv", "-o", "out.jsonl"], "twice.csv has two columns of one name"),
         (
             ["in.jsonl", "-o", "in.jsonl"],
@@ -118,9 +118,9 @@ def test_what_can_not_be_read_or_written(
         "spark.parquet/part-0-ab.snappy.parquet",
     ):
         write(name, PROMPTS[0])
-    write("open.csv", "prompt,b", 'x,"y')
+    write("open.csv", "prompt,b", '"x\n",1', 'x,"y', "x,1")
     write("twice.csv", "prompt,prompt", "x,y")
-    Path("latin.csv").write_bytes(b"prompt\ncaf\xe9\n")
+    Path("latin.csv").write_bytes(b"prompt\n" + b"coffee\n" * 3000 + b"caf\xe9\n")
     write("half.jsonl", {"prompt": "\ud800"})
     write("mixed.jsonl", {"prompt": "x", "a": 1}, {"prompt": "x", "a": "one"})
     write("hollow.jsonl", {"prompt": "x", "a": {}})
@@ -263,10 +263,12 @@ def test_csv_and_gzip_are_read_and_what_csv_says_is_typed(fggen: Fggen) -> None:
     assert said[0] == said[1] == said[2] == said[3]
     assert [error for error, _ in said[0]] == [None] * 4
     assert fggen(write("long.csv", "prompt,a", "x,1", "y,2,3"), "-o", "long.jsonl", *SHORT) == 0
-    assert "row 2 of long.csv can not be read: it has more cells" in by_row("long.jsonl")[1]["error"]
+    assert "line 3 of long.csv can not be read: it has more cells" in by_row("long.jsonl")[1]["error"]
 
 
-def test_stdout_gets_lines_and_nothing_else(fggen: Fggen, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_stdout_gets_lines_and_nothing_else(
+    fggen: Fggen, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.jsonl", *SHORT) == 0
     assert fggen("in.jsonl", "-o", "-", *SHORT) == 0
     said = capfdbinary.readouterr()
@@ -274,6 +276,10 @@ def test_stdout_gets_lines_and_nothing_else(fggen: Fggen, capfdbinary: pytest.Ca
     assert said.err.endswith(b" tok/s; on stdout\n")
     assert sorted(lines, key=lambda record: record["row"]) == by_row("out.jsonl")
     assert not Path("-").exists()
+    with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(full))
+        assert fggen("in.jsonl", "-o", "-", *SHORT) == 1
+    assert b"give the same command again: 'stdout'" in capfdbinary.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.csv.gz", "out.parquet"])
