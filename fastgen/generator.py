@@ -370,9 +370,9 @@ class Generator:
             finish_reason "abort" and their tokens so far.
             `Completion.weight_versions` holds the version of each token. Later requests never use KV of old weights.
 
-        Raises ValueError with all names, shapes and dtypes that do not fit. A mapping, its items and a sequence are
-        checked before anything is written, and the old weights stay. With any other iterable, or if reading one fails
-        midway, generating raises RuntimeError until an update that is not partial is complete.
+        Raises ValueError with the first 20 names, shapes and dtypes that do not fit. A mapping, its items and a
+        sequence are checked before anything is written, and the old weights stay. With any other iterable, or if
+        reading one fails midway, generating raises RuntimeError until an update that is not partial is complete.
         """
         update = Update(named, checkpoint_shards(self.model_config), partial, self._interrupt.reading)
         return self._update_on_all("update_weights", update, version, in_flight)
