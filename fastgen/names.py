@@ -14,6 +14,8 @@ OTHER_NAMES = {
     "gpu_memory_utilization": "memory_fraction",
     "tensor_parallel_size": "tensor_parallel",
     "pipeline_parallel_size": "tensor_parallel",
+    "cpu_offload_gb": "tensor_parallel",
+    "download_dir": "HF_HOME of the environment",
     "max_num_seqs": "max_seqs",
     "max_num_batched_tokens": "max_step_tokens",
     "long_prefill_token_threshold": "max_step_ms",
@@ -32,7 +34,7 @@ OTHER_NAMES = {
     "enable_lora": "adapter",
     "speculative_config": "speculate",
     "allowed_origins": "allow_origin",
-    "data_parallel_size": "replicas",
+    "data_parallel_size": "--replicas of fgserve or fggen",
     "best_of": "n",
     "num_return_sequences": "n",
     "max_new_tokens": "max_tokens",
@@ -58,14 +60,24 @@ OTHER_NAMES = {
     "logits_processor": "mask, an object of yours that says which tokens may come next (fastgen.TokenMask)",
 }
 """Arguments of vLLM's LLM and SamplingParams and flags of its server, and arguments of transformers."""
+NO_NAMES = {
+    **dict.fromkeys((
+        "enforce_eager", "enable_chunked_prefill", "trust_remote_code", "disable_log_stats", "tokenizer_mode",
+        "skip_tokenizer_init", "truncate_prompt_tokens", "detokenize", "skip_special_tokens",
+        "spaces_between_special_tokens", "output_kind", "extra_args", "enable_auto_tool_choice", "tool_call_parser",
+    ), "leave it out"),
+    **dict.fromkeys(("use_beam_search", "num_beams", "length_penalty"), "there is no beam search"),
+    "logprobs_mode": "leave it out: outputs have all three lists, and a request to fgserve may name one",
+}  # fmt: skip
+"""Names of the same origin that have no counterpart, with what to do."""
+ADVICE = {name: f"use {ours}" for name, ours in OTHER_NAMES.items()} | NO_NAMES
 
 
 def unknown_name(owner: str, name: str, known: Iterable[str]) -> TypeError:
     """Return the error for an argument that `owner` does not have, with ours of the same meaning, or the nearest."""
     near = nearest(name, known)
     other = f"the nearest one is {near!r}" if near else f"the options are {', '.join(sorted(known))}"
-    ours = f"use {OTHER_NAMES[name]}" if name in OTHER_NAMES else other
-    return TypeError(f"{owner} has no option {name!r}; {ours}")
+    return TypeError(f"{owner} has no option {name!r}; {ADVICE.get(name, other)}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from fastgen import __version__
 from fastgen.engine.options import OPTIONS
 from fastgen.model.config import GENERATION_CONFIG
-from fastgen.names import OTHER_NAMES, nearest
+from fastgen.names import ADVICE, nearest
 from fastgen.option import Option
 from fastgen.request import SAMPLING_OPTIONS
 
@@ -45,10 +45,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists the options\n")
 
     def _unknown(self, given: str) -> str:
-        ours = OTHER_NAMES.get(given[2:].replace("-", "_"), "")
+        near = nearest(given, self._option_string_actions)
+        ours = ADVICE.get(given[2:].replace("-", "_"), f"use {near}" if near else "")
         ours = re.sub(r"[a-z]+(_[a-z]+)+", lambda name: flag(name[0]), ours)
-        ours = ours or nearest(given, self._option_string_actions)
-        return f"there is no {given}" + (f"; use {ours}" if ours else "")
+        return f"there is no {given}" + (f"; {ours}" if ours else "")
 
 
 def flag(name: str) -> str:

@@ -48,6 +48,7 @@ def test_a_checkpoint_of_another_format_is_one_line(tool: str, arguments: list[s
         ("--max-new-tokens=3", "there is no --max-new-tokens; use --max-tokens"),
         ("--max-seq", "there is no --max-seq; use --max-seqs"),
         ("--zzz", "there is no --zzz"),
+        ("--enforce-eager", "there is no --enforce-eager; leave it out"),
     ],
 )
 def test_an_unknown_flag_is_one_line_that_says_what_takes_its_place(
