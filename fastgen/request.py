@@ -143,9 +143,8 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise ValueError(
-                "max_tokens is 0, so nothing would be computed; ask for at least 1 token, or set prompt_logprobs"
-            )
+            wrong = "max_tokens is 0, so nothing would be computed; ask for at least 1 token"
+            raise ValueError(f"{wrong} (in Python, 0 goes with prompt_logprobs)")
         if self.max_tokens == 0 and self.n != 1:
             raise ValueError(f"n is {self.n} with max_tokens=0; scoring a prompt takes n=1")
         self._check_structure()

@@ -110,6 +110,9 @@ def test_prompts_as_users_of_vllm_write_them(gen: Generator) -> None:
     for wrong, kind in ((None, "NoneType"), (5, "int"), (b"hello", "bytes")):
         with pytest.raises(TypeError, match=f"prompts must be a prompt or a list of prompts, not {kind}"):
             gen.generate(wrong, SHORT)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a Request goes to `stream`"):
+        gen.generate([Request("hello", SHORT)])  # type: ignore[list-item]
+    assert "'prompt', 'prompt_token_ids' or 'messages', not 'promt'" in str(gen.generate([{"promt": "a"}])[0].error)
 
 
 def test_params_may_be_dicts_of_what_differs_from_the_model(talker: Path, tmp_path: Path) -> None:
@@ -277,7 +280,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "id below 0": ([5, -1], SHORT, "the id -1, outside the vocabulary"),
     "no prompt": (None, SHORT, "not NoneType"),
     "words as ids": (["hello", "world"], SHORT, "must hold integers, not 'hello'"),
-    "nothing to do": ([5], SamplingParams(max_tokens=0), "max_tokens is 0"),
+    "nothing to do": ([5], SamplingParams(max_tokens=0), "at least 1 token .in Python, 0 goes with prompt_logprobs"),
     "max_tokens below 0": ([5], SamplingParams(max_tokens=-1), "max_tokens is -1"),
     "max_tokens of 1.5": ([5], SamplingParams(max_tokens=1.5), "max_tokens must be an integer, not 1.5"),  # type: ignore[arg-type]
     "cold": ([5], SamplingParams(temperature=-0.1), "temperature is -0.1; it must be at least 0"),
@@ -392,13 +395,19 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
 
 
 def test_names_of_others_are_errors_that_say_ours(gen: Generator) -> None:
-    for name, ours in (("gpu_memory_utilization", "use memory_fraction"), ("max_num_seqs", "use max_seqs")):
+    for name, ours in (
+        ("gpu_memory_utilization", "use memory_fraction"),
+        ("max_num_seqs", "use max_seqs"),
+        ("enforce_eager", "leave it out"),
+        ("data_parallel_size", "use --replicas of fgserve"),
+    ):
         with pytest.raises(TypeError, match=f"Generator has no option '{name}'; {ours}"):
             Generator(**{name: 1})  # type: ignore[arg-type]
     for name, ours in (
         ("max_new_tokens", "use max_tokens"),
         ("logits_processors", "use mask"),
         ("topk", ".*'top_k'"),
+        ("length_penalty", "there is no beam search"),
         ("guided_regex", "use regex"),
         ("response_format", "use json_schema"),
         ("xyz", "the options are allowed_token_ids, bad"),
@@ -412,7 +421,7 @@ def test_names_of_others_are_errors_that_say_ours(gen: Generator) -> None:
 
 
 def test_no_name_of_others_is_one_of_ours() -> None:
-    assert not names.OTHER_NAMES.keys() & (OPTIONS.keys() | SamplingParams.__dataclass_fields__.keys())
+    assert not names.ADVICE.keys() & (OPTIONS.keys() | SamplingParams.__dataclass_fields__.keys())
 
 
 def test_there_is_one_of_the_params_or_one_a_prompt(gen: Generator) -> None:

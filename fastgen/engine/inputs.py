@@ -29,7 +29,7 @@ from fastgen.request import (
     params_of,
 )
 from fastgen.text.grammar import Compiler, TokenRules, named_error, params_grammar, structure_name, token_row
-from fastgen.text.tokenizer import PROMPT_KINDS, Tokenizer, check_needs, encode_prompt
+from fastgen.text.tokenizer import Tokenizer, check_needs, encode_prompt
 
 CACHED_RULES = 64  # sets of bad_words and allowed_token_ids
 
@@ -244,7 +244,9 @@ def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
         raise TypeError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
     many: list[Any] = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
     first = many[0] if many else None
-    message = isinstance(first, Mapping) and first.keys().isdisjoint(PROMPT_KINDS)
+    if isinstance(first, Request):
+        raise TypeError("a Request goes to `stream`; give prompts here")
+    message = isinstance(first, Mapping) and not first.keys().isdisjoint(("role", "content"))
     return [many] if message or isinstance(first, Integral) else many
 
 
