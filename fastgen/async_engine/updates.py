@@ -77,4 +77,6 @@ class WeightUpdates:
 
     def read_weights(self, folder: str, options: dict[str, Any]) -> int:
         """Update the weights from the safetensors files of a folder; return their version."""
+        if not Path(folder).is_dir():
+            raise ValueError(f"there is no folder {folder} on the server's machine")
         return self._gen.update_weights(read_tensors(Path(folder)), **options)

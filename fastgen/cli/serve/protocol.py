@@ -41,6 +41,8 @@ HINTS = {
     "functions": _OLD_CALLS,
     "function_call": _OLD_CALLS,
     "suffix": "is not supported; write the tokens of your model for a text before and after a gap into the prompt",
+    "truncate_prompt_tokens": "is not supported; shorten the prompt",
+    "prompt_logprobs": "is not supported; use echo and logprobs of /completions",
 }  # by field that is not supported: what to do instead
 
 _TokenId = Annotated[int, Field(ge=0, le=INT32)]
@@ -564,6 +566,7 @@ def _api_error(error: ValidationError, data: Any) -> ApiError:
 
 def _plain(message: str) -> str:
     """Return a message of pydantic without its terms for Python's values and types."""
+    message = re.sub(r"should have at least 1 item.*", "is empty; give at least 1 item", message)
     message = re.sub(r"dictionary or (instance of \w+|object to extract fields from)|dictionary", "object", message)
     return re.sub(r"^(Input|String|List|Dictionary|Value) ", "", message)
 

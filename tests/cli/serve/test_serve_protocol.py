@@ -285,6 +285,11 @@ def test_a_field_of_the_old_kind_says_what_is_new() -> None:
     assert "write the tokens of your model" in error_of(CompletionRequest, suffix="x").message
     assert "use tools" in error_of(ChatRequest, functions=[]).message
     assert "use structured_outputs" in error_of(CompletionRequest, guided_regex="a").message
+    assert "use echo and logprobs" in error_of(ChatRequest, prompt_logprobs=1).message
+
+
+def test_an_empty_list_is_told_in_plain_words() -> None:
+    assert error_of(ChatRequest, messages=[]).message == "messages is empty; give at least 1 item"
 
 
 def test_a_structure_is_given_once() -> None:
