@@ -215,6 +215,8 @@ def _encode_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> t
     if unknown or not kinds:
         name = f"not {min(unknown)!r}" if unknown else "and one does not"
         raise TypeError(f"a prompt that is a dict has 'prompt', 'prompt_token_ids' or 'messages', {name}")
+    if "messages" in kinds and len(kinds) > 1:
+        raise TypeError(f"a prompt that is a dict has 'messages' or {kinds[0]!r}, not both")
     if "prompt_token_ids" in given:
         return _read_ids(given["prompt_token_ids"]), given.get("prompt")
     if "messages" not in given:

@@ -253,6 +253,7 @@ def test_ids_of_any_sequence_are_taken_as_they_are(ids: Any) -> None:
         ({"prompt": "hello", "multi_modal_data": 5}, TypeError, "not 'multi_modal_data'"),
         ({"prompt": "hello", "tools": []}, TypeError, "not 'tools'"),
         ({"prompt": None}, TypeError, "and one does not"),
+        ({"prompt": "a", "messages": []}, TypeError, "'messages' or 'prompt', not both"),
         ({"messages": "hello"}, TypeError, "messages must be a list of dicts, not 'hello'"),
         ([5, "six"], TypeError, "not 'six'; texts are prompts of their own"),
         ("\ud800", ValueError, "surrogates not allowed"),
