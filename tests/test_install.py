@@ -176,7 +176,7 @@ def test_the_wheel_answers_as_the_checkout_does(
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="some of the oldest versions have no wheel for this Python")
 def test_the_oldest_versions_that_the_metadata_admits_do(wheel: Path, elsewhere: Path) -> None:
-    """But for torch, whose oldest version is gigabytes on some indexes."""
+    """All but torch, whose oldest version is gigabytes on some indexes, are the oldest."""
     wanted = [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["parquet"]]
     oldest = [each.replace(">=", "==") for each in wanted if not each.startswith("torch")]
     oldest += re.findall(r"^torch==\S+", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)

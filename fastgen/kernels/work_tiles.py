@@ -61,7 +61,7 @@ def splits_of(sequences: int) -> int:
     return min(max(PARTIALS // sequences, 1), MOST_SPLITS)
 
 
-def slots_for(max_seqs: int, context: int) -> int:
+def partials_for(max_seqs: int, context: int) -> int:
     """Return the most partial results of any decode step: sequences * (splits_of(sequences) + 1)."""
     return min(max(PARTIALS, max_seqs), max_seqs * min(-(-context // SHORTEST), MOST_SPLITS)) + max_seqs
 

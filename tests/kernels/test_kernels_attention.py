@@ -168,7 +168,7 @@ def test_decode_lists(count: int) -> None:
 def test_there_is_room_for_the_partial_results_of_any_decode_step(max_seqs: int, context: int) -> None:
     for sequences in range(1, max_seqs + 1, max(max_seqs // 50, 1)):
         most = min(work_tiles.splits_of(sequences), -(-context // work_tiles.SHORTEST))
-        assert sequences * (most + 1) <= work_tiles.slots_for(max_seqs, context)
+        assert sequences * (most + 1) <= work_tiles.partials_for(max_seqs, context)
 
 
 def test_few_sequences_are_split_so_that_they_fill_the_chip() -> None:

@@ -146,7 +146,7 @@ def _csv_rows(path: Path) -> RowReader:
             raise csv.Error(f"line {line} is not UTF-8; save the file as UTF-8") from None
         except csv.Error as error:
             line = reader.line_num + 1  # line_num counts the lines of whole rows
-            raise csv.Error(f"{error}, in the row that begins on line {line}; close its quotes") from None
+            raise csv.Error(f"{error}, in the row that begins on line {line}; check its quotes") from None
 
 
 def _json_rows(path: Path) -> RowReader:

@@ -76,7 +76,7 @@ class PagedAttention:
         self._most_splits = -(-context // self.configs[kernel.DECODE].keys)
         self.windows = tuple(sorted(set(windows)))
         self.shared_partials = max(min(work_tiles.PARTIALS, DEPTH * max_seqs), max_seqs)  # of all rows together
-        decode_partials = work_tiles.slots_for(max_seqs, context) + self.shared_partials
+        decode_partials = work_tiles.partials_for(max_seqs, context) + self.shared_partials
         self.partials = max(decode_partials, min(PREFILL_PARTIALS, max_step_tokens * work_tiles.MOST_SPLITS))
         if self._deterministic:  # prefills are not split then, and a row has one partial
             each = self._most_splits + 1

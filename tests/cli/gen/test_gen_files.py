@@ -84,7 +84,7 @@ def contents(name: str) -> list[Any]:
         (["in.jsonl", "-o", "out.parquet.gz"], "the suffix of out.parquet.gz names no format"),
         (["in.jsonl", "-o", "-", "--retry-errors"], "--retry-errors needs an output that can be read"),
         (["torn.jsonl.gz", "-o", "out.jsonl"], "torn.jsonl.gz can not be read: Not a gzipped file"),
-        (["open.csv", "-o", "out.jsonl"], "end of data, in the row that begins on line 4; close its quotes"),
+        (["open.csv", "-o", "out.jsonl"], "end of data, in the row that begins on line 4; check its quotes"),
         (["latin.csv", "-o", "out.jsonl"], "latin.csv can not be read: line 3002 is not UTF-8; save the file as UTF-8"),
         (["twice.csv", "-o", "out.jsonl"], "twice.csv has two columns of one name"),
         (
