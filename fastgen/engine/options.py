@@ -38,8 +38,8 @@ class GeneratorOptions:
         choices=("host", "device"),
     )  # fmt: skip
     dtype: str = option(
-        "auto", "dtype of weights and KV cache; auto is the checkpoint's on a GPU, float32 on the CPU; in Python also a "
-        "torch.dtype", choices=("auto", *DTYPE_BYTES),
+        "auto", "dtype of weights and KV cache; auto is the checkpoint's on a GPU, float32 on the CPU; in Python "
+        "also a torch.dtype", choices=("auto", *DTYPE_BYTES),
     )  # fmt: skip
     quantization: str | None = option(
         None, "fp8: linear layers but the head in E4M3, quantized as they are loaded, with a scale a row, and their "
