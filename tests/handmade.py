@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fastgen.engine.config import EngineConfig
-from fastgen.engine.options import GeneratorOptions
+from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.runner import Runner
 from fastgen.engine.startup import build_runner
 from fastgen.model.config import read_config

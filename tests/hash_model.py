@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fastgen.engine.admission import LengthEstimate
-from fastgen.engine.config import EngineConfig
+from fastgen.engine.options import EngineConfig
 from fastgen.engine.scheduler import Scheduler
 from fastgen.request import Batch, Drawn, LaneStart, SamplingParams, Scored, Sequence, StepResult
 

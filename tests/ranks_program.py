@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from fastgen import Generator, Request, SamplingParams
-from fastgen.engine import runner, step_sequences
+from fastgen.engine import runner
+from fastgen.engine import step as step_sequences
 
 SHORT = SamplingParams(max_tokens=10, seed=7, ignore_eos=True, logprobs=2)
 LONG = replace(SHORT, max_tokens=28)

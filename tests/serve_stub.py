@@ -17,7 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from fastgen.engine.outputs import Stats
-from fastgen.ranks import processes
+from fastgen.processes import spawning as processes
 from fastgen.request import Event, SamplingParams
 
 STEP_SECONDS = 0.01

@@ -21,7 +21,7 @@ from hash_model import (
 )
 from invariants import check_scheduler
 
-from fastgen.engine.config import EngineConfig
+from fastgen.engine.options import EngineConfig
 from fastgen.engine.scheduler import RETRY_STEPS, Scheduler
 from fastgen.request import Batch, SamplingParams, Sequence, Status
 

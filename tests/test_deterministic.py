@@ -10,8 +10,7 @@ from bitwise import alone, answers, preempting, random_options, random_requests
 from conftest import VOCAB
 
 from fastgen import Generator, SamplingParams
-from fastgen.engine.config import EngineConfig
-from fastgen.engine.options import GeneratorOptions
+from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.model.config import read_config
 
 CONTEXT = 200

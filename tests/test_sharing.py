@@ -15,7 +15,7 @@ from hash_model import hopeful
 from test_schedules import Answer, answer, answers
 
 from fastgen import Generator, SamplingParams
-from fastgen.engine.config import token_bytes
+from fastgen.engine.options import token_bytes
 from fastgen.model.config import read_config
 
 SHORT = SamplingParams(max_tokens=14, seed=7, ignore_eos=True)

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from multiprocessing.connection import Connection
 
-from fastgen.ranks import processes
+from fastgen.processes import spawning as processes
 from fastgen.text.grammar import CACHED_GRAMMARS, Compiler, GrammarMask
 
 GRAMMAR_TIMEOUT = 10.0  # default of the seconds that a grammar may take

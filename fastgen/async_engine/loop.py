@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, GrammarPool
 from fastgen.engine.outputs import Stats
-from fastgen.parallel.errors import DepartedError, portable
-from fastgen.ranks.channel import Channel, Failed, Start
-from fastgen.ranks.processes import end_with_parent
+from fastgen.processes.channel import Channel, Failed, Start
+from fastgen.processes.errors import DepartedError, portable
+from fastgen.processes.spawning import end_with_parent
 from fastgen.request import Event, Prompt, SamplingParams
 from fastgen.text.grammar import Compiler, GrammarMask, named_error
 

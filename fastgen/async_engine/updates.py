@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastgen.async_engine.wire import Header, Wire, placeholders
 from fastgen.device.memory import gpu_id
 from fastgen.generator import Generator
 from fastgen.model.loader import read_tensors
 from fastgen.model.transformer import checkpoint_shards
 from fastgen.model.weights import Update
-from fastgen.ranks.wire import Header, Wire, placeholders
 
 
 class WeightUpdates:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fastgen.device import cuda_driver
+from fastgen.device.chip import current
 from fastgen.device.pinned import Pinned
-from fastgen.kernels.launch import current
 
 log = logging.getLogger(__name__)
 

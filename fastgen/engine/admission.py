@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastgen.engine.config import EngineConfig
+from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import PageAllocator
 from fastgen.request import Sequence
 

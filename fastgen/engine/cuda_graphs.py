@@ -21,8 +21,8 @@ from fastgen.device.profiling import span
 from fastgen.model.attention.interface import Attention
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.transformer import StepPart, Transformer
-from fastgen.parallel.errors import DepartedError
 from fastgen.parallel.residual import ReplicatedResidual
+from fastgen.processes.errors import DepartedError
 
 Key = TypeVar("Key")
 

@@ -1,24 +1,32 @@
-"""The options of a Generator: one dataclass, from which the Python signature and the command-line tools derive.
+"""The options of a Generator, and what they resolve to: the configuration of an engine.
 
-Each field has a type, a default and a help line. Nothing here depends on torch, so that `--help` answers at once.
+`GeneratorOptions` is what the user gives: the Python signature and the command-line tools derive from it. Each field
+has a type, a default and a help line. `EngineConfig` has every option resolved to a value, checked once, and not
+changed later. Nothing here depends on torch, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from fastgen.model.config import BUNDLED_NAME
+from fastgen.engine.speculation import Speculation
+from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.names import unknown_name
 from fastgen.option import option, options_of
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_SEQS = 8192  # limit of the kernels that list the work of a step
 MOST_GB = 1e9  # of memory: 10^18 bytes
+LANE_BYTES = 22  # of a lane for each token of the vocabulary: penalty counts, logits and temporaries of the sampler
+DEFAULT_KV_CACHE_GB = 4.0  # without a GPU, whose memory is measured
+GPU_ROWS, CPU_ROWS = 64, 32  # most rows of a speculative step: beyond, arithmetic costs more than drafts save
+GPU_ROW_COST, CPU_ROW_COST = 0.004, 0.08  # the time of a row over that of a step
+DECODE_KEYS, DECODE_GROUP = 64, 32  # keys of a block and most heads per KV head of the decode kernel in Gluon
 
 
 @dataclass(frozen=True)
@@ -154,3 +162,246 @@ def takes_fields_of(
         return take
 
     return decorate
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The configuration of an engine. The fields with an option's name have its value, or the one chosen for it.
+
+    Memory and pages are those of each rank. num_pages is 0 until a GPU's memory is measured (`with_pages`). host_pages:
+    pages of the host tier. kv_cache_dtype: "fp8", or dtype. kernels: the kind that runs, "gluon" (beside Triton's),
+    "triton" or "torch". context_given: the user gave max_model_len; else it is what the model and the pool allow.
+    adapter: the folder of the one that the start merges. speculate: with max_rows and row_cost; None: no speculation.
+    """
+
+    device: str
+    dtype: str
+    max_model_len: int
+    max_seqs: int
+    max_step_tokens: int
+    max_step_ms: float
+    page_size: int
+    num_pages: int
+    attention: str
+    memory_fraction: float
+    prefix_cache: bool
+    host_pages: int
+    tensor_parallel: int
+    deterministic: bool
+    kernels: str
+    context_given: bool
+    kv_cache_dtype: str
+    adapter: str | Path | None = None
+    speculate: Speculation | None = None
+
+    @classmethod
+    def make(
+        cls, model: ModelConfig, options: GeneratorOptions, memory: int = 0, kernels: str = "torch"
+    ) -> EngineConfig:
+        """Resolve checked options of a rank, whose device is known; tensor_parallel is the number of ranks.
+
+        model: as a rank holds it (`ModelConfig.split`). memory: bytes of the GPU, 0 without one. kernels: the fastest
+        kind that the device runs ("gluon", "triton" or "torch"). Raises ValueError with what to change.
+        """
+        assert options.device is not None
+        gpu = options.device.split(":")[0] != "cpu"
+        auto_dtype, auto_attention = (model.dtype, "paged") if gpu else ("float32", "reference")
+        dtype = auto_dtype if options.dtype == "auto" else options.dtype
+        if options.attention in ("flash", "paged") and not gpu:
+            raise ValueError(f"attention is {options.attention!r}, which needs a GPU; use 'auto' or 'reference'")
+        context = options.max_model_len
+        if context is not None and context > model.max_position:
+            raise ValueError(f"max_model_len is {context}, above the model's {model.max_position} positions; lower it")
+        kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+        if options.attention == "flash" and kv_dtype == "fp8":
+            raise ValueError("attention is 'flash', whose kernels do not read fp8; leave it or kv_cache_dtype out")
+        max_seqs, max_step_tokens = _step_size(model, options, dtype, kv_dtype, memory)
+        page_bytes = token_bytes(model, kv_dtype) * options.page_size * options.tensor_parallel  # on all ranks
+        config = cls(
+            device=options.device,
+            dtype=dtype,
+            max_model_len=model.max_position if context is None else context,
+            max_seqs=max_seqs,
+            max_step_tokens=max_step_tokens,
+            max_step_ms=options.max_step_ms,
+            page_size=options.page_size,
+            num_pages=0,
+            attention=auto_attention if options.attention == "auto" else options.attention,
+            memory_fraction=options.memory_fraction,
+            prefix_cache=options.prefix_cache,
+            host_pages=_host_pages(options, page_bytes),
+            tensor_parallel=options.tensor_parallel,
+            deterministic=_deterministic(model, options, (dtype, kv_dtype), gpu, kernels),
+            kernels="triton" if kernels == "gluon" and dtype == "float32" else kernels,
+            context_given=context is not None,
+            kv_cache_dtype=kv_dtype,
+            adapter=options.adapter,
+            speculate=_speculation(options, max_step_tokens, gpu, kernels),
+        )
+        pages = _num_pages(config, options, page_bytes, measured=gpu)
+        return config.with_pages(pages) if pages else config
+
+    def with_pages(self, num_pages: int) -> EngineConfig:
+        """Return the configuration with so many pages, and a context no longer than they hold.
+
+        Raises ValueError where the user gave a longer context.
+        """
+        # A page less than all, so that a sequence alone always fits and can not preempt itself forever.
+        room = (num_pages - 1) * self.page_size
+        if self.context_given and self.max_model_len > room:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len}, and {num_pages} pages of {self.page_size} tokens hold a "
+                f"context of {room}; lower it, or raise num_pages, kv_cache_gb or memory_fraction"
+            )
+        return replace(self, num_pages=num_pages, max_model_len=min(self.max_model_len, room))
+
+    @property
+    def summary(self) -> str:
+        """The values that a user looks for after a start, in words."""
+        ranks = f" and {self.tensor_parallel - 1} more" if self.tensor_parallel > 1 else ""
+        mode = ", deterministic" if self.deterministic else ""
+        kv = " in fp8" if self.kv_cache_dtype == "fp8" else ""
+        return (
+            f"{self.device}{ranks}, {self.dtype}, context of {self.max_model_len} tokens, KV cache of "
+            f"{self.num_pages * self.page_size} tokens{kv}, kernels: {self.kernels}, attention: {self.attention}{mode}"
+        )
+
+    def page_bytes(self, model: ModelConfig) -> int:
+        """Return the bytes of a page on one rank: keys and values of all layers."""
+        return token_bytes(model, self.kv_cache_dtype) * self.page_size
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a step of decodes, with drafted tokens."""
+        return max(self.max_seqs, self.speculate.max_rows if self.speculate else 0)
+
+    def useful_pages(self) -> int:
+        """Return the pages that all lanes can fill, and one more."""
+        return self.max_seqs * -(-self.max_model_len // self.page_size) + 1
+
+
+def _deterministic(
+    model: ModelConfig, options: GeneratorOptions, dtypes: tuple[str, str], gpu: bool, kernels: str
+) -> bool:
+    """Return whether deterministic mode is on. Raises ValueError if it is asked for and impossible.
+
+    dtypes: of the computation and of the KV cache.
+    """
+    if options.deterministic is None:
+        return options.tensor_parallel == 1 and (not gpu or _is_fast(model, options, dtypes, kernels))
+    if options.deterministic and options.tensor_parallel > 1:
+        raise ValueError(
+            f"deterministic=True with {options.tensor_parallel} ranks: the order of their sums depends on the size of "
+            "a step; leave deterministic or tensor parallelism out"
+        )
+    if options.deterministic and gpu:
+        if options.attention not in ("auto", "paged"):
+            raise ValueError(
+                f"deterministic=True needs attention='paged' on a GPU, not {options.attention!r}; use 'auto'"
+            )
+        if not _aligned(model):
+            raise ValueError(
+                "deterministic=True needs layers whose inputs are multiples of 8 on a GPU, and this model's are "
+                f"{', '.join(map(str, model.input_sizes))}; leave it out"
+            )
+    return options.deterministic
+
+
+def _speculation(options: GeneratorOptions, budget: int, gpu: bool, kernels: str) -> Speculation | None:
+    """Return the options of speculation, complete; None if it is off, as on a GPU without CUDA graphs of decodes (whose
+    start warns that it is slower than possible)."""
+    found = Speculation.of(options.speculate)
+    if found is None or (gpu and (kernels == "torch" or options.attention == "reference")):
+        return None
+    rows, cost = (GPU_ROWS, GPU_ROW_COST) if gpu else (CPU_ROWS, CPU_ROW_COST)
+    rows, cost = min(found.max_rows or rows, budget), cost if found.row_cost is None else found.row_cost
+    return replace(found, max_rows=rows, row_cost=cost) if rows > 1 else None
+
+
+def _is_fast(model: ModelConfig, options: GeneratorOptions, dtypes: tuple[str, str], kernels: str) -> bool:
+    """Return whether deterministic mode is at least as fast as ordinary mode in chats on a GPU.
+
+    It is where the kernels in Gluon run, for products and for decodes (`fastgen.kernels.hopper_decode.streams`).
+    """
+    dtype, kv_dtype = dtypes
+    fp8 = kv_dtype == "fp8"
+    heads = 64 <= model.head_size <= 128 and model.head_size % (16 if fp8 else 8) == 0
+    group = model.num_heads // model.num_kv_heads <= DECODE_GROUP
+    shapes = heads and group and options.page_size % DECODE_KEYS == 0 and _aligned(model)
+    fast = ("bfloat16",) if fp8 else ("bfloat16", "float16")
+    return kernels == "gluon" and dtype in fast and options.attention in ("auto", "paged") and shapes
+
+
+def _aligned(model: ModelConfig) -> bool:
+    return not any(size % 8 for size in model.input_sizes)
+
+
+def token_bytes(model: ModelConfig, kv_dtype: str) -> int:
+    """Return the bytes of one token's KV on one rank. kv_dtype: "fp8", with a scale of a byte a head, or a dtype."""
+    head = model.head_size + 1 if kv_dtype == "fp8" else model.head_size * DTYPE_BYTES[kv_dtype]
+    return 2 * model.num_layers * model.num_kv_heads * head
+
+
+def _step_size(
+    model: ModelConfig, options: GeneratorOptions, dtype: str, kv_dtype: str, memory: int
+) -> tuple[int, int]:
+    """Return the lanes and the token budget, as given or as they suit the memory in bytes.
+
+    On a GPU: as many lanes as sequences of 256 tokens find room beside the weights, since more lanes per step use its
+    arithmetic better; and a budget at which its products run at full speed.
+    """
+    max_seqs, max_step_tokens = options.max_seqs, options.max_step_tokens
+    budget = 2048
+    if memory:  # 66 tiles of 128 tokens share out evenly among the 132 processors of an H100 or H200
+        budget = 8448 if memory > 60e9 else 4096 if memory > 30e9 else 2048
+    if max_seqs is None:
+        lanes = 256
+        if memory:
+            room = 0.9 * memory - model.num_parameters * (1 if model.quantization else DTYPE_BYTES[dtype])
+            fit = int(room / (256 * token_bytes(model, kv_dtype) + LANE_BYTES * model.vocab_size))
+            lanes = min(1 << max(fit, 1).bit_length() - 1, 1024)
+        max_seqs = max(min(lanes, max_step_tokens or budget), 1)
+    if max_step_tokens is None:
+        max_step_tokens = max(budget, max_seqs)
+    if max_step_tokens < max_seqs:
+        raise ValueError(
+            f"max_step_tokens is {max_step_tokens}, below max_seqs, which is {max_seqs}: "
+            "a step must hold one token of every sequence"
+        )
+    return max_seqs, max_step_tokens
+
+
+def _num_pages(config: EngineConfig, options: GeneratorOptions, page_bytes: int, measured: bool) -> int:
+    """Return the pages that num_pages or kv_cache_gb asks for; 0 if the memory will be measured."""
+    if options.num_pages is not None:
+        if options.kv_cache_gb is not None:
+            raise ValueError("num_pages and kv_cache_gb both size the KV pool; give one of them")
+        return options.num_pages
+    if options.kv_cache_gb is None:
+        default = 0 if measured else _pages_in("kv_cache_gb", DEFAULT_KV_CACHE_GB, page_bytes, 2)
+        return min(default, config.useful_pages())
+    pages = _pages_in("kv_cache_gb", options.kv_cache_gb, page_bytes, 2)
+    return pages if config.prefix_cache else min(pages, config.useful_pages())  # prefixes can use more
+
+
+def _host_pages(options: GeneratorOptions, page_bytes: int) -> int:
+    """Return the pages of the host tier."""
+    if not options.host_cache_gb:
+        return 0
+    if not options.prefix_cache:
+        raise ValueError(
+            f"host_cache_gb is {options.host_cache_gb:g} with prefix_cache=False, which leaves nothing to keep there; "
+            "take one of them away"
+        )
+    return _pages_in("host_cache_gb", options.host_cache_gb, page_bytes, 1)
+
+
+def _pages_in(name: str, gigabytes: float, page_bytes: int, least: int) -> int:
+    """Return the pages that fit in so much memory. Raises ValueError if fewer than `least` do."""
+    pages = int(gigabytes * 1e9 / page_bytes)
+    if pages < least:
+        raise ValueError(
+            f"{name} is {gigabytes:g}, which holds {pages} pages of {page_bytes / 1e6:.1f} MB, and must hold {least}: "
+            "raise it, or lower page_size"
+        )
+    return pages

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen.device.chip import current
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.device.pinned import upload, upload_together
 from fastgen.device.threads import FreeCores
-from fastgen.engine.config import EngineConfig
 from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, batch_sizes, prefill_sizes, shared_sizes, smallest_size
+from fastgen.engine.options import EngineConfig
 from fastgen.engine.speculation import HISTORY, LONGEST, Speculation
-from fastgen.engine.step_sequences import StepSequences
+from fastgen.engine.step import StepSequences
 from fastgen.kernels import scoring
 from fastgen.kernels.drafts import Drafts, follow, spread
-from fastgen.kernels.launch import current
 from fastgen.kernels.state import DecodeInput, advance
 from fastgen.model.attention.interface import Attention
 from fastgen.model.host_tier import HostTier
@@ -30,7 +30,7 @@ from fastgen.model.kv_pool import KVPool
 from fastgen.model.sampler import LARGE, LaneState, SampleOutput, SamplePlan, draw
 from fastgen.model.transformer import StepPart, Transformer
 from fastgen.model.weights import Shard, Update, write
-from fastgen.parallel.errors import DepartedError
+from fastgen.processes.errors import DepartedError
 from fastgen.request import Batch, LaneStart, SamplingParams, Scored, StepResult
 
 SCORE_ROWS = 512

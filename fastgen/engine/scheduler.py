@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fastgen.engine.admission import LengthEstimate, PageReservations
-from fastgen.engine.config import EngineConfig
+from fastgen.engine.options import EngineConfig
 from fastgen.engine.outputs import Stats
 from fastgen.engine.pages import PageAllocator
 from fastgen.engine.speculation import History, Speculator, kept_lanes

@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastgen.device.chip import Chip, current
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.disk import naming_full_disk
-from fastgen.engine.config import EngineConfig
 from fastgen.engine.cuda_graphs import batch_sizes, prefill_sizes, shared_sizes
-from fastgen.engine.options import GeneratorOptions
+from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.runner import SCORE_ROWS, Runner, speculative_sizes
-from fastgen.engine.step_sequences import largest_half
+from fastgen.engine.step import largest_half
 from fastgen.kernels import batch_invariant, fp8
 from fastgen.kernels.ahead import compile_ahead
-from fastgen.kernels.launch import Chip, current, kernels_of, slower_than_possible, triton
+from fastgen.kernels.launch import kernels_of, slower_than_possible, triton
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.attention.interface import Attention
 from fastgen.model.attention.reference import ReferenceAttention

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fastgen.kernels.launch import KNOWN, Notes, current, launcher, noting, triton
+from fastgen.device.chip import current
+from fastgen.kernels.launch import KNOWN, Notes, launcher, noting, triton
 
 log = logging.getLogger(__name__)
 

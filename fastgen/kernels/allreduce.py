@@ -33,7 +33,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.kernels.launch import Chip, jit, power_of_two, tl
+from fastgen.device.chip import Chip, power_of_two
+from fastgen.kernels.launch import jit, tl
 
 ONE_TRIP = 3 << 16
 """The most words that a rank sends to all others together in one trip."""

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.device.chip import HOPPER, Chip, power_of_two
 from fastgen.kernels import hopper_decode, hopper_prefill, pages
-from fastgen.kernels.launch import HOPPER, Chip, Kernel, jit, power_of_two, tl
+from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.pages import dequantized
 from fastgen.kernels.softmax import (
     combine,

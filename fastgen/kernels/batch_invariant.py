@@ -24,9 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen.device.chip import Chip
 from fastgen.kernels import hopper_products
 from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows, swiglu
-from fastgen.kernels.launch import Chip, Kernel, jit, tl
+from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.rope import SlotMapping, rope_write
 
 ALIGN = 8  # divides the inputs of a weight, so that its rows begin at multiples of 16 bytes

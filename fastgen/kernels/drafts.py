@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.kernels.launch import Kernel, jit, power_of_two, tl
+from fastgen.device.chip import power_of_two
+from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.state import DecodeInput
 
 LONGEST_MATCH = 16

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.kernels.launch import Chip, Kernel, jit, tl
+from fastgen.device.chip import Chip
+from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.rope import look_up, turn
 
 

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels import batch_invariant, hopper_fp8, hopper_products
 from fastgen.kernels.batch_invariant import Fused, config, finished
-from fastgen.kernels.launch import Chip, Kernel, jit, power_of_two, tl
+from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.pages import E4M3 as E4M3
 from fastgen.kernels.rope import rope_write
 

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, nvidia, reinterpret
 from fastgen.kernels.hopper_products import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described, runs_on
-from fastgen.kernels.launch import Chip, power_of_two, tl
+from fastgen.kernels.launch import tl
 from fastgen.kernels.pages import E4M3, power_of, scales_of
 from fastgen.kernels.softmax import combine, combine_splits_in_order, load_partial
 from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, read_tile, schedule

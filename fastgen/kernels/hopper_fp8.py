@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastgen.device.chip import Chip
 from fastgen.kernels.batch_invariant import GROUP
 from fastgen.kernels.epilogue import added, gated, read_rows
 from fastgen.kernels.gluon import gl, gluon_jit, load_tile, nvidia, store_tile
 from fastgen.kernels.hopper_products import described
-from fastgen.kernels.launch import Chip, tl
+from fastgen.kernels.launch import tl
 
 CHUNK = 128
 """Inputs that the tensor cores sum, and rows and inputs of a block with one scale."""

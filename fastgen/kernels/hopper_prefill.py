@@ -17,9 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, nvidia, reinterpret
 from fastgen.kernels.hopper_products import described, runs_on
-from fastgen.kernels.launch import Chip, power_of_two, tl
+from fastgen.kernels.launch import tl
 from fastgen.kernels.softmax import combine_splits_in_order
 from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, next_task, read_tile
 

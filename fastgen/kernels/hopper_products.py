@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.device.chip import Chip
 from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
 from fastgen.kernels.gluon import HALVES, gl, gluon_jit, load_tile, nvidia, side_of
-from fastgen.kernels.launch import GLUON, Chip, constant, tl
+from fastgen.kernels.launch import GLUON, constant, tl
 
 SIDE = 64  # the least rows of the instruction's left side
 PIECE = 128  # bytes of a row of shared memory

@@ -1,4 +1,4 @@
-"""Triton, chips, and the way from a kernel to its launch or to its torch twin.
+"""Triton, and the way from a kernel to its launch or to its torch twin.
 
 Triton is not a dependency: without it, or without a GPU, the torch twins run. With TRITON_INTERPRET=1 in the
 environment before Triton is first imported, kernels run on CPU tensors, as in tests without a GPU. (Kernels in Gluon do
@@ -12,13 +12,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
+
+from fastgen.device.chip import HOPPER, Chip
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,6 @@ KNOWN = version() in KNOWN_TRITON
 GLUON = KNOWN and not INTERPRETED
 """True if kernels in Gluon run."""
 
-HOPPER = (9, 0)
 REMEDY = "install torch 2.11 to 2.15, each of which brings a known Triton (3.6 to 3.9)"
 
 
@@ -78,11 +77,6 @@ noting: ContextVar[Notes | None] = ContextVar("noting", default=None)
 def constant(value: float) -> Any:
     """Return a number that kernels can refer to as a global."""
     return value if tl is None else tl.constexpr(value)
-
-
-def power_of_two(size: int) -> int:
-    """Return the least power of two that is not less."""
-    return 1 << (size - 1).bit_length()
 
 
 def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
@@ -158,39 +152,6 @@ def launcher(kernel: Any) -> Callable[[tuple[int, ...], int, tuple[Any, ...]], N
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
     stream = torch._C._cuda_getCurrentRawStream
     return lambda grid, device, args: run(*grid, stream(device), function, metadata, None, None, None, *args)
-
-
-@dataclass(frozen=True)
-class Chip:
-    """The properties of a GPU by which kernels are configured.
-
-    capability: (9, 0) for Hopper. processors: the number of streaming multiprocessors. shared_memory: the most bytes of
-    a block.
-    """
-
-    capability: tuple[int, int]
-    processors: int
-    shared_memory: int
-
-    @property
-    def dependent_launch(self) -> bool:
-        """Return whether a kernel may start before the one ahead has ended (programmatic dependent launch)."""
-        return self.capability >= (9, 0)
-
-    @staticmethod
-    @cache
-    def of(device: torch.device) -> Chip:
-        """Return the properties of a GPU; for the CPU those of a small imaginary one, for the interpreter."""
-        if device.type != "cuda":
-            return Chip((8, 0), 4, 100_000)
-        found = torch.cuda.get_device_properties(device)
-        shared_memory: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        return Chip((found.major, found.minor), found.multi_processor_count, shared_memory)
-
-
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one, for launches and streams; for the CPU do nothing."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Kernel:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.kernels.launch import Kernel, current, jit, tl, triton
+from fastgen.device.chip import current
+from fastgen.kernels.launch import Kernel, jit, tl, triton
 
 ROWS, COLUMNS, DEPTH = 128, 64, 32
 """Of the tile of a program, and of the ranks that it multiplies at once: 128 registers a thread on Hopper, so that two

@@ -9,10 +9,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels import rope
 from fastgen.kernels.allreduce import add_in_order
 from fastgen.kernels.fp8 import E4M3, quantize, quantized
-from fastgen.kernels.launch import Chip, Kernel, jit, power_of_two, tl
+from fastgen.kernels.launch import Kernel, jit, tl
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels import pages
-from fastgen.kernels.launch import Chip, Kernel, jit, power_of_two, tl
+from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.pages import quantized_heads
 
 HEADS = 16  # a program

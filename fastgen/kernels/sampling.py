@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fastgen.device.chip import Chip
 from fastgen.kernels import sampler_rows as layout
-from fastgen.kernels.launch import Chip, jit, tl
+from fastgen.kernels.launch import jit, tl
 from fastgen.kernels.sampler_rows import (
     LOG2E,
     NO_KEY,

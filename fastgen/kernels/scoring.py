@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastgen.device.chip import power_of_two
 from fastgen.kernels import sampler_rows as layout
-from fastgen.kernels.launch import Kernel, jit, power_of_two, tl
+from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.sampler_rows import NO_KEY, chunk_sum, key_ids, key_logits, log_sum, rank_keys, scale_of
 
 MOST = 32  # alternatives

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastgen.kernels.launch import Chip, Kernel, jit, power_of_two, tl
+from fastgen.device.chip import Chip, power_of_two
+from fastgen.kernels.launch import Kernel, jit, tl
 
 BLOCK = 128  # lanes a program
 BLOCK_BYTES = 16384  # of a page, a program

@@ -32,7 +32,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastgen.kernels.launch import Chip, Kernel, jit, tl
+from fastgen.device.chip import Chip
+from fastgen.kernels.launch import Kernel, jit, tl
 
 HEADER, FIELDS = 256, 8
 FIRST, TOKENS, LANE, POSITION, BEGIN, END, PART, SPLIT = range(FIELDS)

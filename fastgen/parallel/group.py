@@ -20,8 +20,8 @@ from torch.distributed.distributed_c10d import GroupName, _get_default_store, _w
 
 from fastgen.kernels import allreduce
 from fastgen.kernels.launch import triton
-from fastgen.parallel.errors import DepartedError, portable, raise_first
 from fastgen.parallel.overlap import Exchange, ExchangeLayout, PeerMemory
+from fastgen.processes.errors import DepartedError, portable, raise_first
 
 T = TypeVar("T")
 

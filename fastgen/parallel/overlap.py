@@ -43,7 +43,7 @@ from torch import Tensor
 
 from fastgen.device import cuda_driver
 from fastgen.kernels.norm import RMSNorm, sum_norm
-from fastgen.parallel.errors import DepartedError
+from fastgen.processes.errors import DepartedError
 
 HALVES = 2
 STAGED, GATHERED = 0, 1  # kinds of flags

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from fastgen.engine.runner import Launched, Runner
 from fastgen.model.weights import Update
-from fastgen.parallel.errors import DepartedError, portable, raise_first
 from fastgen.parallel.group import Group
-from fastgen.ranks.channel import Failed, Peers
-from fastgen.ranks.processes import describe_exit, end_processes
+from fastgen.processes.channel import Failed, Peers
+from fastgen.processes.errors import DepartedError, portable, raise_first
+from fastgen.processes.spawning import describe_exit, end_processes
 from fastgen.ranks.weights import SharedMemory, Weight, check_same_names, received
 from fastgen.request import Batch, StepResult
 

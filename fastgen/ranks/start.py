@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastgen.engine.config import EngineConfig
-from fastgen.engine.options import GeneratorOptions
+from fastgen.device.chip import current
+from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.startup import build_rank, find_device
-from fastgen.kernels.launch import current
 from fastgen.model.config import ModelConfig
 from fastgen.parallel.group import Group, gather_objects
-from fastgen.ranks.channel import Failed, Peers, Start
-from fastgen.ranks.processes import end_with_parent, spawn
+from fastgen.processes.channel import Failed, Peers, Start
+from fastgen.processes.spawning import end_with_parent, spawn
 from fastgen.ranks.protocol import Follower, Leader, Signal, Spawned, error_of
 from fastgen.ranks.weights import SharedMemory
 

@@ -26,8 +26,7 @@ from unittest.mock import patch
 from bench_cpu import processor
 
 from fastgen import Generator, SamplingParams
-from fastgen.engine.config import EngineConfig
-from fastgen.engine.options import GeneratorOptions
+from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.outputs import OutputQueue
 from fastgen.model.config import ModelConfig
 from fastgen.request import Batch, Request, StepResult

@@ -20,7 +20,7 @@ from bench_engine import write_report
 from bench_limits import settings
 
 from fastgen import Generator, SamplingParams
-from fastgen.engine.config import token_bytes
+from fastgen.engine.options import token_bytes
 from fastgen.model.config import ModelConfig, parse_config
 
 Prompts = list[list[int]]

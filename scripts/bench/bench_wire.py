@@ -20,7 +20,7 @@ from bench_sleep import seconds, state_dict
 from serve_process import Server, model_folder
 
 from fastgen.model.config import read_config
-from fastgen.remote import RemoteGenerator
+from fastgen.rl.remote import RemoteGenerator
 
 REPEATS = 5
 ROOM = 0.6  # of the free memory, so that a second set of weights fits beside

@@ -50,7 +50,7 @@ from transformers import AutoModelForCausalLM
 
 from fastgen import RequestOutput, SamplingParams
 from fastgen.model.loader import resolve
-from fastgen.remote import RemoteGenerator
+from fastgen.rl.remote import RemoteGenerator
 
 MOST_LAG = 1  # steps of the trainer that a token may be older than
 MOST_WEIGHT = 2.0  # of an old token: the trainer's probability at the start of the step over that of its drawing

@@ -28,7 +28,7 @@ from trl.generation import vllm_generation
 
 from fastgen import Generator, SamplingParams
 from fastgen.model.loader import resolve
-from fastgen.remote import RemoteGenerator
+from fastgen.rl.remote import RemoteGenerator
 
 LEARNING_RATE = 2e-4  # above rl_grpo.py's, as there is one optimizer step a rollout
 RATIO = "sampling/importance_sampling_ratio/mean"  # trainer's over sampler's probability, in the trainer's log

@@ -37,8 +37,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from fastgen.device.chip import Chip
 from fastgen.kernels import launch
-from fastgen.kernels.launch import Chip, Kernel
+from fastgen.kernels.launch import Kernel
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -148,7 +149,7 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
 
     from fastgen.engine import startup
     from fastgen.kernels import attention, batch_invariant, fp8
-    from fastgen.model import transformer
+    from fastgen.model import linear, transformer
     from fastgen.model.attention.paged import PagedAttention
 
     def call(self: Kernel, *args: Any, **options: Any) -> Any:
@@ -169,7 +170,7 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
     zeros(batch_invariant.product)
     zeros(fp8.product)
     zeros(attention.attention, out=1)
-    transformer.Linear._by_blas = lambda self, x, dtype=None: x.new_zeros(*x.shape[:-1], len(self.weight), dtype=dtype)  # type: ignore[method-assign]
+    linear.Linear._by_blas = lambda self, x, dtype=None: x.new_zeros(*x.shape[:-1], len(self.weight), dtype=dtype)  # type: ignore[method-assign]
     Kernel.__call__, Kernel.runs_on = call, lambda self, device: True  # type: ignore[method-assign]
     transformer.Transformer.pack = lambda self: None  # type: ignore[method-assign]  # a GPU's weights are as they are
     startup.make_attention = lambda name, *arguments: PagedAttention(*arguments)

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastgen.device.chip import Chip
 from fastgen.kernels import allreduce
 from fastgen.kernels.allreduce import AllReduceConfig, Inbox, InboxLayout, words_of
-from fastgen.kernels.launch import Chip
 from fastgen.model.config import parse_config
 from fastgen.parallel.group import FUSED_TOKENS
 

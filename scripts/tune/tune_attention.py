@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastgen.device.chip import Chip
 from fastgen.kernels import attention, work_tiles
-from fastgen.kernels.launch import Chip
 from fastgen.model.attention.flash import FlashAttention
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention

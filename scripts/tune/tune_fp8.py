@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from tune_products import MOST, PRODUCTS, Product, timed
 
+from fastgen.device.chip import Chip
 from fastgen.kernels import fp8, hopper_fp8
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.batch_invariant import Fused, ProductConfig, config, launch_as
-from fastgen.kernels.launch import Chip
 
 LAYERS = 4
 SECONDS = 1.5  # of a loop in which the power limit holds

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen.device.chip import Chip
 from fastgen.kernels import hopper_products
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.batch_invariant import Fused, ProductConfig, config, launch_as
-from fastgen.kernels.launch import Chip
 
 LAYERS = 4
 """Whose weights (400 MB each) are read in turn, so that none is left in the L2 cache."""

@@ -27,7 +27,7 @@ import fastgen
 from fastgen import Generator
 from fastgen.async_engine.client import AsyncGenerator, EngineError, EventStream, _Process
 from fastgen.model.loader import BUNDLED
-from fastgen.ranks import processes
+from fastgen.processes import spawning as processes
 from fastgen.request import Event, SamplingParams
 
 pytestmark = pytest.mark.timeout(120)

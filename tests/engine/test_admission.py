@@ -10,7 +10,7 @@ from simulation import Simulation, request, run
 from test_scheduler import stopping
 
 from fastgen.engine.admission import LengthEstimate
-from fastgen.engine.config import EngineConfig
+from fastgen.engine.options import EngineConfig
 from fastgen.engine.scheduler import Scheduler
 from fastgen.request import Sequence
 

@@ -172,7 +172,8 @@ def test_steps_too_small_for_pieces_have_none(llama: Path, monkeypatch: pytest.M
 RANK = """
 import sys
 import torch.distributed as dist
-from fastgen.engine import runner, step_sequences
+from fastgen.engine import runner
+from fastgen.engine import step as step_sequences
 from fastgen.engine import startup
 from fastgen import Generator
 from fastgen.model.attention.reference import ReferenceAttention

@@ -9,7 +9,7 @@ from hash_model import HashMask, expected, hopeful, make_config, make_sequence
 from invariants import check_scheduler
 from simulation import Simulation, run
 
-from fastgen.engine.config import EngineConfig
+from fastgen.engine.options import EngineConfig
 from fastgen.engine.scheduler import Scheduler
 from fastgen.request import SamplingParams, Sequence, Status, StepResult
 

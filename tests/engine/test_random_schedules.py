@@ -12,7 +12,7 @@ from hash_model import POISON, VOCAB, HashMask, InexactEstimate, drawn_first, ex
 from simulation import Simulation, WrongAnswerError
 
 from fastgen.engine.admission import LengthEstimate
-from fastgen.engine.config import EngineConfig
+from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import PageAllocator
 from fastgen.engine.scheduler import Scheduler
 from fastgen.engine.speculation import Speculation

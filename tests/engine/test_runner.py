@@ -259,8 +259,8 @@ def test_of_a_step_in_two_parts_the_first_alone_has_the_decodes_that_share(
 ) -> None:
     """Attention knows them by their rows, from 0 on: rows of the second part are others."""
     runner = make_runner(llama)
-    monkeypatch.setattr("fastgen.engine.step_sequences.CUT_TOKENS", 32)
-    monkeypatch.setattr("fastgen.engine.step_sequences.CUT_MULTIPLE", 16)
+    monkeypatch.setattr("fastgen.engine.step.CUT_TOKENS", 32)
+    monkeypatch.setattr("fastgen.engine.step.CUT_MULTIPLE", 16)
     lanes = [Prefill(lane, 0, tuple(random_ids(20 + lane)), sample=True) for lane in range(4)]
     starts = tuple(start(lane, SamplingParams(temperature=0), (), 20 + lane) for lane in range(4))
     pages = tuple(entry for lane in range(4) for entry in table(lane, [4 + 3 * lane, 5 + 3 * lane]))

@@ -13,7 +13,7 @@ from hash_model import HashMask, HashRunner, TroubleError, expected, hopeful, ma
 from invariants import check_scheduler
 from simulation import Simulation, request, run
 
-from fastgen.engine.config import EngineConfig
+from fastgen.engine.options import EngineConfig
 from fastgen.engine.scheduler import Scheduler
 from fastgen.request import Sequence, Status
 
@@ -321,7 +321,7 @@ def test_a_batch_replays_on_a_second_runner() -> None:
 
 def test_the_modules_under_the_scheduler_do_not_import_torch() -> None:
     modules = (
-        "fastgen.engine.scheduler, fastgen.request, fastgen.engine.pages, fastgen.engine.config, fastgen.model.config"
+        "fastgen.engine.scheduler, fastgen.request, fastgen.engine.pages, fastgen.engine.options, fastgen.model.config"
     )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -16,9 +16,9 @@ import torch
 from hash_model import num_tokens
 
 from fastgen import Generator
+from fastgen.device.chip import Chip
 from fastgen.engine import startup
-from fastgen.engine.config import EngineConfig
-from fastgen.engine.options import GeneratorOptions
+from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.startup import (
     _build_model,
     _largest_batches,
@@ -31,7 +31,6 @@ from fastgen.engine.startup import (
 )
 from fastgen.kernels import batch_invariant, hopper_products
 from fastgen.kernels.batch_invariant import Fused, ProductConfig
-from fastgen.kernels.launch import Chip
 from fastgen.model.config import read_config
 from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool

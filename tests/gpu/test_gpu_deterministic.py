@@ -15,9 +15,9 @@ from bitwise import Answer, Requests, alone, answers, preempting, random_options
 from torch import Tensor
 
 from fastgen import Generator
+from fastgen.device.chip import Chip
 from fastgen.kernels import batch_invariant, hopper_decode, hopper_products
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
-from fastgen.kernels.launch import Chip
 from fastgen.kernels.rope import SlotMapping
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention

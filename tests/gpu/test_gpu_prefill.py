@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgen.device.chip import Chip
 from fastgen.kernels import attention, hopper_prefill
-from fastgen.kernels.launch import Chip
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention
 from fastgen.model.kv_pool import KVPool

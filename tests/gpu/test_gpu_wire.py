@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastgen import Generator, SamplingParams
 from fastgen.model.loader import BUNDLED
-from fastgen.remote import RemoteGenerator
+from fastgen.rl.remote import RemoteGenerator
 
 for package in ("httpx", "pydantic", "starlette", "uvicorn"):
     pytest.importorskip(package, reason=f"fgserve needs {package}")

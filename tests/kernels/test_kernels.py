@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgen.device.chip import Chip
 from fastgen.kernels import launch, pages
 from fastgen.kernels.epilogue import swiglu
-from fastgen.kernels.launch import Chip, Kernel
+from fastgen.kernels.launch import Kernel
 from fastgen.kernels.merge import merge
 from fastgen.kernels.norm import rms_norm, sum_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write

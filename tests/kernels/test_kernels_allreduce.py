@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgen.device.chip import Chip
 from fastgen.kernels import allreduce
 from fastgen.kernels.allreduce import AllReduceConfig, Inbox, InboxLayout, add_in_order, config, launch_as, words_of
-from fastgen.kernels.launch import INTERPRETED, Chip
+from fastgen.kernels.launch import INTERPRETED
 
 WORDS = 360
 GUARD = 64

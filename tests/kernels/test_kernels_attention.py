@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgen.device.chip import Chip
 from fastgen.kernels import attention as kernel
 from fastgen.kernels import pages, work_tiles
-from fastgen.kernels.launch import Chip, Kernel, triton
+from fastgen.kernels.launch import Kernel, triton
 from fastgen.kernels.work_tiles import BEGIN, END, FIELDS, FIRST, HEADER, PART, POSITION, SPLIT, SPLITS, TOKENS
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention
@@ -352,7 +353,7 @@ import json, sys
 import torch
 import triton  # before fastgen, which without a GPU does without it
 from fastgen.kernels import attention, work_tiles
-from fastgen.kernels.launch import Chip
+from fastgen.device.chip import Chip
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

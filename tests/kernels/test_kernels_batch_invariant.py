@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgen.device.chip import Chip
 from fastgen.kernels import batch_invariant, hopper_products, rope
 from fastgen.kernels.batch_invariant import Fused, ProductConfig, RopeWrite, config, launch_as, pays, product
-from fastgen.kernels.launch import Chip, triton
+from fastgen.kernels.launch import triton
 from fastgen.kernels.rope import SlotMapping
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from fastgen.kernels import batch_invariant, hopper_products, hopper_decode, hopper_prefill, work_tiles
-from fastgen.kernels.launch import Chip
+from fastgen.device.chip import Chip
 
 H200 = Chip((9, 0), 132, 232_448)
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fastgen import Generator
+from fastgen.device.chip import Chip
 from fastgen.kernels import launch
-from fastgen.kernels.launch import Chip, kernels_of, slower_than_possible
+from fastgen.kernels.launch import kernels_of, slower_than_possible
 
 GPU = torch.device("cuda:0")
 H200, A100 = Chip((9, 0), 132, 232_448), Chip((8, 0), 108, 166_912)

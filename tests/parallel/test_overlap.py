@@ -18,8 +18,8 @@ from torch import Tensor
 from fastgen.kernels.allreduce import add_in_order
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.parallel import overlap
-from fastgen.parallel.errors import DepartedError
 from fastgen.parallel.overlap import Exchange, ExchangeLayout, PeerMemory
+from fastgen.processes.errors import DepartedError
 
 TOKENS, HIDDEN = 13, 8
 GUARD = 64

@@ -15,7 +15,7 @@ import torch
 from conftest import Checkpoint, random_ids
 
 from fastgen import Generator, SamplingParams
-from fastgen.engine import step_sequences
+from fastgen.engine import step as step_sequences
 from fastgen.parallel.group import Group
 from fastgen.parallel.overlap import Exchange, ExchangeLayout, PeerMemory
 from fastgen.parallel.residual import ShardedResidual
@@ -33,7 +33,7 @@ import json, sys
 import torch.distributed as dist
 from gathering import cut_steps
 from fastgen.parallel import residual
-from fastgen.engine import step_sequences
+from fastgen.engine import step as step_sequences
 from fastgen.engine import startup
 from fastgen import Generator, SamplingParams
 

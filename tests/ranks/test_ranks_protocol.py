@@ -26,8 +26,8 @@ from torch import Tensor
 
 import fastgen
 from fastgen.model.weights import Shard, Update
+from fastgen.processes.channel import Peers
 from fastgen.ranks import protocol, start
-from fastgen.ranks.channel import Peers
 from fastgen.ranks.protocol import Follower, Leader, Spawned
 from fastgen.ranks.weights import SharedMemory
 from fastgen.request import Batch, LaneStart, SamplingParams, StepResult

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgen.model.weights import Shard, Update
-from fastgen.parallel.errors import raise_first
+from fastgen.processes.errors import raise_first
 from fastgen.ranks.protocol import WriteGiven, perform
 from fastgen.ranks.weights import SharedMemory, Weight, check_same_names, received
 

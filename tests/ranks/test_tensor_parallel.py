@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from test_ranks_processes import wait_until_gone
 
 from fastgen import Generator, Request, RequestOutput, SamplingParams
-from fastgen.engine.config import token_bytes
+from fastgen.engine.options import token_bytes
 from fastgen.model.config import read_config
 from fastgen.ranks import start as ranks_start
 from fastgen.request import Completion

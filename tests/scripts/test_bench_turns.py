@@ -19,8 +19,7 @@ import bench_turns
 from bench_turns import SMALL, Turns
 
 from fastgen import SamplingParams
-from fastgen.engine.config import EngineConfig
-from fastgen.engine.options import GeneratorOptions
+from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.model.config import parse_config
 from fastgen.request import Event
 

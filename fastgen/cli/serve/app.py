@@ -26,7 +26,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fastgen import __version__
 from fastgen.cli.command import note
 from fastgen.cli.serve.answers import GenerationResponse, as_api_error, error_response, json_response, limited
-from fastgen.cli.serve.messages import CountRequest, MessageReply, MessageRequest, count_tokens
+from fastgen.cli.serve.compat.messages import CountRequest, MessageReply, MessageRequest, count_tokens
+from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
+from fastgen.cli.serve.compat.translation import BlockReply
 from fastgen.cli.serve.options import LOCAL, ServerOptions
 from fastgen.cli.serve.page import chat_page, docs_page
 from fastgen.cli.serve.prompts import GenerationRequest, detokenize, needed, tokenize, tokenizer_info
@@ -40,10 +42,8 @@ from fastgen.cli.serve.protocol import (
     TokenizeRequest,
     read_request,
 )
-from fastgen.cli.serve.responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.rollout import Rollout
 from fastgen.cli.serve.service import ServedModel, Service
-from fastgen.cli.serve.translation import BlockReply
 
 OPEN = ("/", "/docs", "/openapi.json", "/health", "/ping", "/ready", "/metrics")  # routes without the API key
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # others are replaced

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastgen.device.chip import Chip
 from fastgen.device.pinned import upload_together
 from fastgen.kernels import attention as kernel
 from fastgen.kernels import hopper_decode, work_tiles
-from fastgen.kernels.launch import Chip
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.shared import SharedTiles, prefixes, saved_keys, shared_ranges, shared_tiles
 from fastgen.model.kv_pool import KVPool

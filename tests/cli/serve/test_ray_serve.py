@@ -25,7 +25,7 @@ from fastgen.async_engine.client import _Process
 from fastgen.cli.serve import ray as ray_backend
 from fastgen.cli.serve.options import read_options
 from fastgen.cli.serve.ray import Replica
-from fastgen.ranks import processes
+from fastgen.processes import spawning as processes
 
 pytestmark = pytest.mark.timeout(600)
 

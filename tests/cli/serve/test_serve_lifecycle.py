@@ -26,7 +26,7 @@ from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.main import main
 from fastgen.cli.serve.options import read_options
 from fastgen.cli.serve.service import Service
-from fastgen.ranks import processes
+from fastgen.processes import spawning as processes
 
 pytestmark = pytest.mark.timeout(60)
 

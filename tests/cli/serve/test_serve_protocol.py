@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from serving import ROOT
 
 from fastgen import Generator
-from fastgen.cli.serve.messages import MessageRequest
+from fastgen.cli.serve.compat.messages import MessageRequest
+from fastgen.cli.serve.compat.responses import ResponseRequest
 from fastgen.cli.serve.prompts import ModelFacts, prepare
 from fastgen.cli.serve.protocol import (
     ApiError,
@@ -27,7 +28,6 @@ from fastgen.cli.serve.protocol import (
     check_request,
     read_request,
 )
-from fastgen.cli.serve.responses import ResponseRequest
 from fastgen.request import SamplingParams
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -13,10 +13,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from serving import Server
 
+from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
+from fastgen.cli.serve.compat.translation import merged
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, read_request
 from fastgen.cli.serve.replies import PromptTokens
-from fastgen.cli.serve.responses import ResponseReply, ResponseRequest
-from fastgen.cli.serve.translation import merged
 from fastgen.request import Event
 from fastgen.text.tool_calls import HERMES, ToolParser
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.engine.config import DEFAULT_KV_CACHE_GB, EngineConfig
-from fastgen.engine.options import DTYPE_BYTES, GeneratorOptions
+from fastgen.device.chip import Chip
+from fastgen.engine.options import DEFAULT_KV_CACHE_GB, DTYPE_BYTES, EngineConfig, GeneratorOptions
 from fastgen.engine.speculation import Speculation
 from fastgen.kernels import hopper_decode, hopper_products
-from fastgen.kernels.launch import Chip
 from fastgen.model.config import ModelConfig, RopeConfig
 
 MODEL = ModelConfig(

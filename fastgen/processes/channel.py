@@ -20,7 +20,7 @@ from io import BufferedReader
 from queue import SimpleQueue
 from typing import Any
 
-from fastgen.parallel.errors import DepartedError, portable
+from fastgen.processes.errors import DepartedError, portable
 
 HEAD = struct.Struct("!Q")  # bytes of the message that follows
 

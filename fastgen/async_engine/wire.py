@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from fastgen.device.memory import IpcMemory
-from fastgen.parallel.errors import DepartedError
 from fastgen.parallel.group import Group
+from fastgen.processes.errors import DepartedError
 
 ALIGNMENT = 16  # bytes, of the tensors in a bucket
 LONGEST_PAUSE = 1e-3  # seconds between two looks at whether the other end is ready

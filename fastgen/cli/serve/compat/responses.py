@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
+from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, translated
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, Strict, check_request, wrong
-from fastgen.cli.serve.translation import Block, BlockReply, called, merged, text_of, translated
 from fastgen.request import MAX_LOGPROBS
 
 # Fields of a chat that errors name, and what they are called here.

@@ -1,4 +1,4 @@
-"""wire.py: weights from one thread to another, through memory of a GPU that is faked. tests/test_remote.py has gloo."""
+"""wire.py: weights from one thread to another, through memory of a faked GPU. tests/rl/test_remote.py has gloo."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastgen.parallel.errors import DepartedError
-from fastgen.ranks import wire
-from fastgen.ranks.wire import Wire, connect, header_of
+from fastgen.async_engine import wire
+from fastgen.async_engine.wire import Wire, connect, header_of
+from fastgen.processes.errors import DepartedError
 
 CPU = torch.device("cpu")
 TENSORS = [("a", torch.randn(3)), ("big", torch.randn(999)), ("c", torch.arange(7)), ("d", torch.randn(4, 5).half())]

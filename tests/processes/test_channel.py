@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fastgen.parallel.errors import DepartedError
-from fastgen.ranks.channel import Channel, Failed, Peers, frame
+from fastgen.processes.channel import Channel, Failed, Peers, frame
+from fastgen.processes.errors import DepartedError
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -26,7 +26,7 @@ from serving import FGSERVE, ROOT, STUB, Server, until
 from torch import Tensor
 
 from fastgen import Generator, Request, RequestOutput, SamplingParams
-from fastgen.remote import RemoteGenerator
+from fastgen.rl.remote import RemoteGenerator
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -314,7 +314,7 @@ def test_only_one_group_and_one_update(gen: RemoteGenerator, server: Server, wei
 SENDER = """
 import os, signal, sys, threading
 from safetensors.torch import load_file
-from fastgen.remote import RemoteGenerator
+from fastgen.rl.remote import RemoteGenerator
 
 url, key, folder, end, device = sys.argv[1:]
 tensors = load_file(folder + "/model.safetensors", device)
@@ -421,7 +421,8 @@ def test_the_routes_are_in_the_schema(server: Server) -> None:
 
 
 def test_a_client_needs_no_torch() -> None:
-    code = "import sys, fastgen.remote; fastgen.remote.RemoteGenerator('http://x:1'); assert 'torch' not in sys.modules"
+    code = "import sys; from fastgen.rl import remote; remote.RemoteGenerator('http://x:1'); "
+    code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 

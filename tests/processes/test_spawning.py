@@ -23,7 +23,8 @@ from test_ranks_protocol import FakeRunner, batch
 import fastgen
 from fastgen import Generator, SamplingParams
 from fastgen.parallel.group import Group
-from fastgen.ranks import processes, start
+from fastgen.processes import spawning as processes
+from fastgen.ranks import start
 from fastgen.ranks.protocol import Leader
 
 pytestmark = pytest.mark.timeout(60)

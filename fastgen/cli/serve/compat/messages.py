@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import from_json, to_json
 
+from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, translated
 from fastgen.cli.serve.prompts import ModelFacts, calling_of, encode_chat, needed
 from fastgen.cli.serve.protocol import INT32, ApiError, ChatRequest, Strict, check_request, wrong
-from fastgen.cli.serve.translation import Block, BlockReply, called, merged, text_of, translated
 from fastgen.request import SamplingParams
 
 ERRORS = {

@@ -1,0 +1,49 @@
+"""The properties of a GPU by which kernels are configured."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The properties of a GPU by which kernels are configured.
+
+    capability: (9, 0) for Hopper. processors: the number of streaming multiprocessors. shared_memory: the most bytes of
+    a block.
+    """
+
+    capability: tuple[int, int]
+    processors: int
+    shared_memory: int
+
+    @property
+    def dependent_launch(self) -> bool:
+        """Return whether a kernel may start before the one ahead has ended (programmatic dependent launch)."""
+        return self.capability >= (9, 0)
+
+    @staticmethod
+    @cache
+    def of(device: torch.device) -> Chip:
+        """Return the properties of a GPU; for the CPU those of a small imaginary one, for the interpreter."""
+        if device.type != "cuda":
+            return Chip((8, 0), 4, 100_000)
+        found = torch.cuda.get_device_properties(device)
+        shared_memory: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        return Chip((found.major, found.minor), found.multi_processor_count, shared_memory)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one, for launches and streams; for the CPU do nothing."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def power_of_two(size: int) -> int:
+    """Return the smallest power of two >= size."""
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,1 @@
+"""Child processes: spawning, channels between processes, and errors that travel."""

@@ -1,0 +1,1 @@
+"""For trainers elsewhere: a Generator in a server."""

@@ -1,0 +1,342 @@
+"""RemoteGenerator: a Generator behind `fgserve --rollout`, for a trainer on other GPUs or another machine.
+
+    gen = RemoteGenerator("http://host:5678", api_key="secret")
+    outputs = gen.generate(prompts, SamplingParams(n=16, max_tokens=512))
+    gen.update_weights(model.named_parameters(), in_flight="keep")
+
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Generator as PyGenerator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing, suppress
+from dataclasses import replace
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode, urlsplit
+
+from fastgen.engine.inputs import prompt_list
+from fastgen.engine.outputs import error_output, with_progress
+from fastgen.request import Completion, Params, Prompt, Request, RequestOutput, SamplingParams, Timings
+
+if TYPE_CHECKING:
+    from fastgen.async_engine.wire import Wire
+
+CONNECT_SECONDS = 10.0
+END_SECONDS = 0.02  # between two tries to end connections
+_END: Any = object()  # of an iterable
+VOCABULARY = 2**31  # of checks in this process; the server knows its own
+
+
+class RemoteGenerator:
+    """A Generator in a server, with the methods that a trainer needs. Threads may share it, except for updates.
+
+    url: of `fgserve --rollout`. api_key, model: of the server. backend: of the weights' process group, "nccl" or
+        "gloo"; None: memory of the GPU (CUDA IPC) where the tensors are on the server's own, NCCL between two GPUs, and
+        gloo otherwise. timeout: seconds without progress after which an update fails, on both sides. bucket_bytes: of
+        tensors that are sent together, which both ends hold in device memory.
+    replace_group: take the place of a trainer that has gone without `close`.
+    max_requests: requests that `generate` and `stream` have on the server at a time.
+
+    Methods raise ValueError for what the server refuses, RuntimeError where its state does not allow the call, and
+    ConnectionError where it can not be reached.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        backend: str | None = None,
+        timeout: float = 60.0,
+        bucket_bytes: int = 128 << 20,
+        replace_group: bool = False,
+        max_requests: int = 256,
+    ) -> None:
+        parsed = urlsplit(url)
+        if parsed.scheme not in ("http", "https") or not parsed.hostname:
+            raise ValueError(f"url is {url!r}; it must be like http://localhost:5678")
+        if backend not in (None, "nccl", "gloo"):
+            raise ValueError(f"backend is {backend!r}; it must be 'nccl', 'gloo' or None")
+        self._url, self._parsed, self._model = url, parsed, model
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._backend, self._timeout, self._max_requests = backend, timeout, max_requests
+        self._bucket_bytes, self._replace_group = bucket_bytes, replace_group
+        self._wire: Wire | None = None
+        self._key: str | None = None  # of the group that this object has opened
+
+    # ------------------------------------------------------------------------------------ outputs
+
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], params: Params | Sequence[Params] = None, *, progress: bool = False
+    ) -> list[RequestOutput]:
+        """Return the outputs of prompts in their order; see `Generator.generate`. A mask can not be sent."""
+        many = prompt_list(prompts)
+        shared = params is None or isinstance(params, SamplingParams | Mapping)
+        given: Any = params
+        each = [given] * len(many) if shared else list(given)
+        if len(each) != len(many):
+            raise ValueError(f"there are {len(many)} prompts and {len(each)} params; give one, or one a prompt")
+        for own in each[:1] if shared else each:
+            _fields(own)  # raises before anything runs
+        requests = [Request(prompt, own, number) for number, (prompt, own) in enumerate(zip(many, each, strict=True))]
+        with closing(self.stream(requests)) as outputs:
+            found = {output.id: output for output in with_progress(outputs, len(many), progress)}
+        return [found[number] for number in range(len(many))]
+
+    def stream(self, requests: Iterable[Request | None]) -> PyGenerator[RequestOutput, None, None]:
+        """Yield the outputs of requests, in the order of completion; see `Generator.stream`. Closing the stream early
+        aborts its requests."""
+        source, numbers = iter(requests), count()
+        running, connections = set[Future[RequestOutput]](), set[HTTPConnection]()
+        pool = ThreadPoolExecutor(self._max_requests, "fastgen-remote")
+        try:
+            while True:
+                while len(running) < self._max_requests and (request := next(source, _END)) is not _END:
+                    if request is None:
+                        if running:
+                            break
+                        continue
+                    if not isinstance(request, Request):
+                        kind = type(request).__name__
+                        raise TypeError(f"stream takes Requests, not {kind}; give Request(prompt, params)")
+                    id = f"r{next(numbers)}" if request.id is None else request.id
+                    running.add(pool.submit(self._complete, replace(request, id=id), connections))
+                if not running:
+                    return
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            while left := [each for each in running if not each.done()]:  # `wait` never counts cancelled ones as done
+                _shut_down(connections)
+                wait(left, timeout=END_SECONDS)
+
+    def _complete(self, request: Request, connections: set[HTTPConnection]) -> RequestOutput:
+        """Return the output of a request. A refused one gives an output with an error."""
+        assert request.id is not None
+        try:
+            if request.resume is not None:
+                raise ValueError("a completion can not be resumed over HTTP; give prompt and completion as one prompt")
+            body = {"prompt": request.prompt, "params": _fields(request.params)}
+            return _output(self._post("/generate", body, connections), request.id)
+        except (ValueError, TypeError) as error:
+            return error_output(request.id, error)
+
+    # ------------------------------------------------------------------------------------ weights
+
+    def update_weights(
+        self,
+        named: Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path,
+        version: int | None = None,
+        partial: bool = False,
+        in_flight: str = "error",
+    ) -> int | None:
+        """Replace the weights, and return their version; see `Generator.update_weights`.
+
+        named: as there, such as `model.named_parameters()`. An iterator is read before the first tensor is sent;
+        DTensors (FSDP) are gathered one at a time, as they are sent. Or a folder of safetensors, which the server
+        reads. Names, shapes and dtypes are checked before anything is written.
+
+        In a program whose ranks shard the model, all ranks of its default process group call this. Rank 0 sends; the
+        others gather, and return None.
+        """
+        options = {"version": version, "partial": partial, "in_flight": in_flight}
+        if isinstance(named, str | Path):
+            folder = str(Path(named).resolve())
+            return int(self._post("/update_weights", {"folder": folder, **options})["weight_version"])
+        from fastgen.async_engine.wire import header_of, is_sender
+
+        tensors = list(named.items() if isinstance(named, Mapping) else named)
+        if not tensors:
+            raise ValueError("no tensors are given")
+        turns = iter(tensors)
+        try:
+            return self._send(tensors[0][1].device, turns, header_of(tensors), options) if is_sender() else None
+        finally:
+            for _, tensor in turns:  # that other ranks gather, too
+                if hasattr(tensor, "full_tensor"):
+                    tensor.full_tensor()
+
+    def _send(self, device: Any, tensors: Iterator[Any], header: Any, options: dict[str, Any]) -> int:
+        """Let the server receive, and send meanwhile."""
+        wire = self._open_wire(device)
+        connections, answer = set[HTTPConnection](), Future[int]()
+        body = {"group": wire.key, "tensors": header, **options}
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._post("/update_weights", body, connections)["weight_version"])
+            except Exception as error:
+                answer.set_exception(error)
+
+        def check() -> None:
+            if answer.done():
+                answer.result()  # raises why the server does not receive; else it has all
+
+        asking = threading.Thread(target=ask, name="fastgen-update", daemon=True)
+        asking.start()
+        try:
+            wire.send(tensors, header, check)
+            return answer.result()
+        except BaseException:  # the two ends may be at different places
+            wire.close()
+            self._wire = None
+            while asking.is_alive():
+                _shut_down(connections)
+                asking.join(END_SECONDS)
+            raise
+
+    def _open_wire(self, device: Any) -> Wire:
+        """Return the connection for weights, which is made at the first update and after a failed one."""
+        if self._wire is None:
+            from fastgen.async_engine.wire import connect
+            from fastgen.device.memory import gpu_id
+
+            body: dict[str, Any] = {"backend": self._backend, "gpu": gpu_id(device)}
+            body |= {"timeout": self._timeout, "bucket_bytes": self._bucket_bytes}
+            found = self._post("/init_weight_group", {**body, "replace": self._replace_group})
+            self._replace_group = True  # from now on the group is this object's
+            self._key = found["group"]
+            address = self._parsed.hostname or "", found["port"]
+            limits = self._timeout, self._bucket_bytes
+            self._wire = connect(address, found["group"], found["backend"], device, *limits)
+        return self._wire
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights, which `update_weights` has returned."""
+        query = "" if self._model is None else "?" + urlencode({"model": self._model})
+        return int(self._ask("GET", "/weight_version" + query)["weight_version"])
+
+    # ------------------------------------------------------------------------------------ states
+
+    def pause(self) -> None:
+        """Run no step until `resume`. Requests stay as they are, and new ones wait."""
+        self._post("/pause", {})
+
+    def resume(self) -> None:
+        """Run steps again."""
+        self._post("/resume", {})
+
+    def sleep(self, tags: str | Iterable[str] | None = None, keep_weights: bool = True) -> int:
+        """Give device memory back, and return its bytes; see `Generator.sleep`."""
+        return int(self._post("/sleep", {"tags": _tags(tags), "keep_weights": keep_weights})["freed"])
+
+    def wake(self, tags: str | Iterable[str] | None = None) -> None:
+        """Take back the memory that `sleep` gave back."""
+        self._post("/wake", {"tags": _tags(tags)})
+
+    def close(self) -> None:
+        """Close the weight group, so that another program may have one. The server goes on."""
+        wire, key = self._wire, self._key
+        self._wire = self._key = None
+        try:
+            if key is not None:
+                self._post("/close_weight_group", {"group": key})
+        finally:
+            if wire is not None:  # after the server's end, which may use its memory
+                wire.close()
+
+    def __enter__(self) -> RemoteGenerator:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(ConnectionError):  # a server that has gone
+            self.close()
+
+    # ------------------------------------------------------------------------------------ HTTP
+
+    def _post(self, path: str, body: dict[str, Any], connections: set[HTTPConnection] | None = None) -> Any:
+        data = json.dumps({**body, "model": self._model}, default=_plain)
+        return self._ask("POST", path, data, connections)
+
+    def _ask(
+        self, method: str, path: str, data: str | None = None, connections: set[HTTPConnection] | None = None
+    ) -> Any:
+        """Return the body of a response. connections: holds the connection meanwhile, so that it can be shut down."""
+        kind = HTTPSConnection if self._parsed.scheme == "https" else HTTPConnection
+        connection = kind(self._parsed.hostname or "", self._parsed.port, timeout=CONNECT_SECONDS)
+        connections = set() if connections is None else connections
+        with closing(connection):
+            try:
+                connection.connect()
+                assert connection.sock is not None
+                connection.sock.settimeout(None)  # an answer takes as long as it takes
+                connections.add(connection)
+                connection.request(method, self._parsed.path.rstrip("/") + path, data, self._headers)
+                response = connection.getresponse()
+                status, text = response.status, response.read().decode()
+            except (OSError, HTTPException) as error:
+                raise ConnectionError(f"no answer from {self._url}: {error or type(error).__name__}") from None
+            finally:
+                connections.discard(connection)
+        if status == 200:
+            return json.loads(text)
+        message = text[:300]
+        with suppress(ValueError, KeyError, TypeError):
+            message = json.loads(text)["error"]["message"]
+        if status in (400, 413):
+            raise ValueError(message)
+        hint = "; start fgserve with --rollout" if status == 404 else ""
+        raise RuntimeError(f"{self._url} answers {status}: {message}{hint}")
+
+
+def _shut_down(connections: set[HTTPConnection]) -> None:
+    """End connections, from another thread than those that wait for their answers."""
+    for connection in list(connections):
+        with suppress(OSError, AttributeError):  # it has ended
+            connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _plain(value: Any) -> Any:
+    """Return an array, a set, a class of pydantic or the like as JSON has it."""
+    if hasattr(value, "model_json_schema"):
+        return value.model_json_schema()
+    return value.tolist() if hasattr(value, "tolist") else list(value)
+
+
+def _tags(tags: str | Iterable[str] | None) -> list[str] | None:
+    return None if tags is None else [tags] if isinstance(tags, str) else list(tags)
+
+
+def _fields(params: Params) -> dict[str, Any] | None:
+    """Return checked parameters for a body. Raises ValueError or TypeError."""
+    if params is None:
+        return None
+    checked = SamplingParams(**params) if isinstance(params, Mapping) else params
+    if not isinstance(checked, SamplingParams):
+        raise TypeError(f"params must be SamplingParams or a dict, not {type(params).__name__}")
+    checked.validate(VOCABULARY)
+    if checked.mask is not None:
+        raise ValueError("a mask can not be sent to a server; use json_schema, regex, choice or grammar")
+    return dict(params) if isinstance(params, Mapping) else dict(vars(checked))
+
+
+def _output(found: dict[str, Any], id: str | int) -> RequestOutput:
+    """Return the output that a body describes."""
+    output = RequestOutput(**{**found, "id": id})
+    output.completions = [Completion(**each) for each in found["completions"]]
+    for completion in output.completions:
+        completion.weight_versions = [(version, start, end) for version, start, end in completion.weight_versions]
+        completion.top_logprobs = _with_ids(completion.top_logprobs)
+    output.prompt_top_logprobs = _with_ids(output.prompt_top_logprobs)
+    output.timings = Timings(**found["timings"])
+    return output
+
+
+def _with_ids(tops: list[dict[Any, float]] | None) -> list[dict[int, float]] | None:
+    """Return alternatives by their ids, which are texts in JSON."""
+    return None if tops is None else [{int(id): logprob for id, logprob in top.items()} for top in tops]
