@@ -225,8 +225,9 @@ class ToolParser:
 
     def _read_next(self, last: bool) -> bool:
         """Read the end of a call's object, then the mark that closes it, the end of a list, or the next object."""
-        found = self._match(self._goes_on[self._marked], 0, last)
+        found = self._match(self._goes_on[self._marked], 0, last=False)
         if found is not None and found.partial:
+            self._text = "" if last else self._text  # an answer that is cut off here has ended with a part of the mark
             return False
         if found is not None and found.groupdict().get("name"):
             self._begin(found)

@@ -186,6 +186,19 @@ def test_an_answer_that_is_cut_off_leaves_a_call_that_is() -> None:
     assert same(MISTRAL, text, random.Random(0)) == ("", [("get", '{"a": "tw')])
 
 
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        (HERMES, 'Yes.<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'),
+        (MISTRAL, 'Yes.[TOOL_CALLS] [{"name": "get", "arguments": {}}, {"name": "add", "arguments": '),
+        (LLAMA, 'Yes.<|python_tag|>{"name": "get", "parameters": {}}; {"name": "add", "parameters": '),
+    ],
+)
+def test_a_call_that_is_cut_off_after_its_arguments_leaves_no_text(syntax: Syntax, text: str) -> None:
+    for end in range(text.index("{}") + 2, len(text) + 1):
+        assert same(syntax, text[:end], random.Random(0)) == ("Yes.", [("get", "{}")])
+
+
 def test_ids_are_what_mistral_takes() -> None:
     ids = {new_call_id() for _ in range(100)}
     assert len(ids) == 100

@@ -214,8 +214,16 @@ class NamedFunction(Strict):
 
 
 class NamedTool(Strict):
+    """A function by its name; as a choice, exactly one call of it."""
+
     type: Literal["function"]
     function: NamedFunction
+    required: ClassVar[bool] = True
+
+    @property
+    def names(self) -> list[str]:
+        """The only function that may be called."""
+        return [self.function.name]
 
 
 class AllowedTools(Strict):
@@ -376,19 +384,11 @@ class ChatRequest(GenerationFields):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: ToolMode | ChosenTools | None = None
+    tool_choice: ToolMode | NamedTool | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    @field_validator("tool_choice", mode="before", json_schema_input_type=ToolMode | NamedTool | ChosenTools | None)
-    @classmethod
-    def _choose_one(cls, choice: Any) -> Any:
-        """Write the choice of one tool as one of allowed tools."""
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            return {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [choice]}}
-        return choice
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
@@ -401,7 +401,7 @@ class ChatRequest(GenerationFields):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise wrong("tools", "has two functions with the same name")
-        chosen = self.tool_choice.names if isinstance(self.tool_choice, ChosenTools) else []
+        chosen = [] if self.tool_choice is None or isinstance(self.tool_choice, str) else self.tool_choice.names
         if unknown := [name for name in chosen if name not in names]:
             raise wrong("tool_choice", f"names {unknown[0]!r}, which is not among the tools")
         if self.tool_choice == "required" and not names:

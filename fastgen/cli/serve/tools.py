@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from fastgen.cli.serve.protocol import ChatMessage, ChosenTools, Tool, ToolMode
+from fastgen.cli.serve.protocol import ChatMessage, ChosenTools, NamedTool, Tool, ToolMode
 from fastgen.text.grammar import json_rule, quoted
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tool_calls import HERMES, LLAMA, MISTRAL, ToolParser, find_syntax
@@ -18,8 +18,9 @@ from fastgen.text.tool_calls import HERMES, LLAMA, MISTRAL, ToolParser, find_syn
 class Calling:
     """The tool calling of one request.
 
-    tools, choice: the request's; no tool is called beside the chosen ones. parallel: an answer may have several calls.
-    Raises ValueError where the model has no known syntax of calls, or a function's parameters are not an object.
+    tools, choice: the request's; no tool is called beside the chosen ones. parallel: an answer may have several calls,
+    unless the choice names one function, which means exactly one call of it. Raises ValueError where the model has no
+    known syntax of calls, or a function's parameters are not an object.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class Calling:
         tokenizer: Tokenizer,
         tools: Sequence[Tool],
         *,
-        choice: ToolMode | ChosenTools = "auto",
+        choice: ToolMode | NamedTool | ChosenTools = "auto",
         parallel: bool = True,
     ) -> None:
         self._tokenizer, self._syntax = tokenizer, find_syntax(tokenizer)
@@ -39,7 +40,7 @@ class Calling:
         if self._tools and self._syntax is None:
             raise ValueError("tools are not supported: this model's chat template has no known format for tools")
         self._required = choice == "required" if isinstance(choice, str) else choice.required
-        self._parallel = parallel
+        self._parallel = parallel and not isinstance(choice, NamedTool)
         chosen = [tool.function.name for tool in self._tools] if isinstance(choice, str) else choice.names
         self._callable = [tool.function for tool in self._tools if tool.function.name in chosen]
         assert self._callable or not self._required, "a required call has no function"

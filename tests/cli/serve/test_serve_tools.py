@@ -12,8 +12,11 @@ import pytest
 from grammars import MARKS, accepts, add, allowed, byte_level, walk
 
 from fastgen import Generator, SamplingParams
+from fastgen.cli.serve.messages import MessageRequest
 from fastgen.cli.serve.prompts import ModelFacts, prepare
+from fastgen.cli.serve.prompts import calling_of as read_calling
 from fastgen.cli.serve.protocol import ApiError, ChatMessage, ChatRequest, ChosenTools, Tool, read_request
+from fastgen.cli.serve.responses import ResponseRequest
 from fastgen.cli.serve.tools import Calling
 from fastgen.text.grammar import Compiler, json_rule
 from fastgen.text.tokenizer import Tokenizer
@@ -113,11 +116,24 @@ def test_a_required_call_is_made(model: Model) -> None:
     assert max(map(len, answers)) == 1 if model[0] == "llama" else max(map(len, answers)) > 1
 
 
-def test_one_call_of_one_function(model: Model) -> None:
+def test_a_named_function_is_called_once_in_every_dialect(model: Model) -> None:
+    name, function = "get_weather", {"name": "get_weather", "parameters": WEATHER}
+    asked = {"messages": [{"role": "user", "content": "Rain?"}]}
+    tools = [{"type": "function", "function": function}]
+    chat = {**asked, "tools": tools, "tool_choice": {"type": "function", "function": {"name": name}}}
+    message = {**asked, "max_tokens": 9, "tools": [{"name": name, "input_schema": WEATHER}]}
+    response = {"input": "Rain?", "tools": [{"type": "function", **function}]}
+    chats = [
+        ChatRequest.model_validate(chat),
+        MessageRequest.model_validate({**message, "tool_choice": {"type": "tool", "name": name}}).chat(),
+        ResponseRequest.model_validate({**response, "tool_choice": {"type": "function", "name": name}}).chat(),
+    ]
+    (grammar,) = {read_calling(chat, model[1]).grammar() for chat in chats}
+    assert grammar == calling_of(model[1], tools, choice="required", parallel=False).grammar()
     rng = random.Random(1)
     for _ in range(6):
-        ((name, arguments),) = forced(model, rng, choice=chosen("required", "get_weather"), parallel=False)
-        assert name == "get_weather"
+        ((called, arguments),) = forced(model, rng, choice=chats[0].tool_choice)
+        assert called == name
         check(name, arguments)
 
 
