@@ -30,6 +30,8 @@ def test_the_app_streams_answers_and_ends_those_of_clients_that_leave(tmp_path: 
     command = ("-m", "uvicorn", "--app-dir", str(tmp_path), "app:app", "--port", "0")
     with Server(command, listening=r"running on (\S+)") as server:
         assert "42" in server.get("/ask", params={"question": "what is 12 + 30?"}, timeout=30).text
+        refused = server.get("/ask", params={"question": "x " * 9000}, timeout=30)
+        assert (refused.status_code, "shorten it" in refused.json()["detail"]) == (400, True)
         with httpx.stream("GET", f"{server.url}/long", timeout=30) as answer:
             assert next(answer.iter_raw())
         until(lambda: server.get("/stats").json()["aborted"] == 1)

@@ -161,6 +161,10 @@ def test_chat_takes_conversations_tools_and_variables(gen: Generator, monkeypatc
         gen.chat("hello", SHORT)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no known format for tools"):
         gen.parse_message(out.prompt or "")
+    monkeypatch.setattr(gen.tokenizer.hf, "chat_template", "{{ messages[0].content }}")
+    assert gen.chat(one, SHORT, tools=[])[0].prompt == "hello"
+    with pytest.raises(ValueError, match=r"does not use tools, .*; leave tools out"):
+        gen.chat(one, SHORT, tools=[tool])
     monkeypatch.setattr(gen.tokenizer.hf, "chat_template", None)
     for call in (gen.generate, gen.chat):
         with pytest.raises(ValueError, match="no chat template"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -109,13 +109,19 @@ class Tokenizer:
             raise ValueError(f"the chat template does not take these messages: {error}") from error
         return str(text)
 
-    def check_template(self, variables: Collection[str] = ()) -> None:
-        """Raise ValueError if there is no chat template, or if it can not have variables of these names."""
+    def check_template(self, variables: Mapping[str, Any] | None = None) -> None:
+        """Raise ValueError if there is no chat template, or if it can not have these variables."""
+        variables = variables or {}
         if self.hf.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; give the prompt as text or ids")
         for name in inspect.signature(self.hf.apply_chat_template).parameters:
             if name in variables and name not in ("tools", "documents"):
                 raise ValueError(f"{name} is not a variable of a chat template; leave it out")
+        if variables.get("tools") and "tools" not in str(self.hf.chat_template):
+            raise ValueError(
+                "this model's chat template does not use tools, so the model would not see them; leave tools out, "
+                "describe them in a message, or give the tokenizer a template with tools"
+            )
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Return the text of ids. special: with special tokens."""
