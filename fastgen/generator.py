@@ -71,7 +71,8 @@ class Generator:
                 options.check()
                 self.folder = resolve(options.model, options.revision, weights=False)  # checks come before the weights
                 self.model_config = read_config(self.folder, in_fp8=options.quantization is not None)
-                tokenizer = beside.submit(find_tokenizer, options.tokenizer, self.folder)
+                allowed = options.allow_special_tokens
+                tokenizer = beside.submit(find_tokenizer, options.tokenizer, self.folder, allowed)
                 resolved = resolve_options(self.model_config, options)
                 start = time.perf_counter()
                 if options.load == "auto":

@@ -37,6 +37,9 @@ class GeneratorOptions:
     _: KW_ONLY
     revision: str | None = option(None, "revision of the hub id", unset="the newest one")
     tokenizer: str | Path | None = option(None, "folder or hub id of another tokenizer", unset="the model's own")
+    allow_special_tokens: bool = option(
+        False, "let texts in messages become special tokens, as transformers does: users can then forge turns"
+    )
     adapter: str | Path | None = option(
         None, "folder of a LoRA adapter that PEFT has saved, merged into the weights", unset="no adapter"
     )

@@ -67,9 +67,12 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     return folder
 
 
-def find_tokenizer(name: str | Path | None, folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a name (see `resolve`), else that of the model in `folder`; None if it has none."""
-    found = Tokenizer.find(folder if name is None else resolve(name, weights=False))
+def find_tokenizer(name: str | Path | None, folder: Path, allow_special_tokens: bool = False) -> Tokenizer | None:
+    """Return the tokenizer of a name (see `resolve`), else that of the model in `folder`; None if it has none.
+
+    allow_special_tokens: see Tokenizer.
+    """
+    found = Tokenizer.find(folder if name is None else resolve(name, weights=False), allow_special_tokens)
     if name is not None and found is None:
         raise ValueError(f"tokenizer is {str(name)!r}, which has no tokenizer files")
     return found

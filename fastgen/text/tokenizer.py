@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from fastgen.option import Option
 from fastgen.request import Prompt
+from fastgen.text.special_tokens import TextGuard
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 CONTEXT_IDS = 6  # prompt ids that are decoded before an output, so that its first token keeps its leading space
@@ -36,9 +38,13 @@ importing = threading.Lock()
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, as far as generation needs it. Raises ValueError for files that can not be read."""
+    """A Hugging Face tokenizer, as far as generation needs it. Raises ValueError for files that can not be read.
 
-    def __init__(self, folder: Path) -> None:
+    allow_special_tokens: texts in messages may become special tokens.
+    """
+
+    def __init__(self, folder: Path, allow_special_tokens: bool = False) -> None:
+        self.allow_special_tokens = allow_special_tokens
         plain = import_transformers()
         try:
             with importing:
@@ -57,9 +63,14 @@ class Tokenizer:
             self._backend = self.hf.backend_tokenizer
 
     @classmethod
-    def find(cls, folder: Path) -> Tokenizer | None:
+    def find(cls, folder: Path, allow_special_tokens: bool = False) -> Tokenizer | None:
         """Return the tokenizer of a folder, or None if the folder has none."""
-        return cls(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
+        found = any((folder / name).is_file() for name in TOKENIZER_FILES)
+        return cls(folder, allow_special_tokens) if found else None
+
+    @cached_property
+    def _guard(self) -> TextGuard:
+        return TextGuard(self.hf)
 
     def encode(self, text: str, special: bool = True, most: int | None = None) -> list[int]:
         """Return the ids of a text. special: with the special tokens that this tokenizer adds (such as BOS).
@@ -67,20 +78,34 @@ class Tokenizer:
         most: if the text has more ids, return only the ids of a beginning of it, at least CLEARLY_MORE more than
         `most`: a text of megabytes would take seconds to encode, and gigabytes of memory.
         """
-        if most is not None:
-            size = USUAL_CHARS * (most + CLEARLY_MORE)
-            while size < len(text):
-                ids = self.encode(text[:size], special)
-                if len(ids) > most + CLEARLY_MORE:  # a cut changes the last few
-                    return ids
-                size *= USUAL_CHARS
-        text.encode()  # raises for a lone surrogate, with a clearer message than the tokenizer's
-        # verbose=False: no warning of a text longer than the context, which the caller refuses
-        return list(self.hf(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+        def encode(text: str) -> list[int]:
+            # verbose=False: no warning of a text longer than the context, which the caller refuses
+            return list(self.hf(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+        return _encode_beginning(text, encode, most)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], most: int | None = None, **options: Any) -> list[int]:
         """Return the ids of a conversation. most: see `encode`. options: see `render_chat`."""
-        return self.encode(self.render_chat(messages, **options), special=False, most=most)
+        return self.read_chat(messages, most, **options)[0]
+
+    def read_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most: int | None = None,
+        variables: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> tuple[list[int], str]:
+        """Return the ids and the text of a conversation. Special tokens in texts of messages stay text, unless
+        `allow_special_tokens`. most: see `encode`. variables, options: see `render_chat`."""
+        guarded = None if self.allow_special_tokens else self._guard.mark(messages, variables or {})
+        if guarded is None:
+            text = self.render_chat(messages, variables=variables, **options)
+            return self.encode(text, special=False, most=most), text
+        messages, variables, mark = guarded
+        text = self.render_chat(messages, variables=variables, **options)
+        ids = _encode_beginning(text, lambda part: self._guard.encode(part, mark), most)
+        return ids, text.replace(mark, "")
 
     def render_chat(
         self,
@@ -128,6 +153,19 @@ class Tokenizer:
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=not special))
         return str(self.hf.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+
+def _encode_beginning(text: str, encode: Callable[[str], list[int]], most: int | None) -> list[int]:
+    """Return the ids of a text, or of a beginning of it; see `Tokenizer.encode`."""
+    if most is not None:
+        size = USUAL_CHARS * (most + CLEARLY_MORE)
+        while size < len(text):
+            ids = _encode_beginning(text[:size], encode, None)
+            if len(ids) > most + CLEARLY_MORE:  # a cut changes the last few
+                return ids
+            size *= USUAL_CHARS
+    text.encode()  # raises for a lone surrogate, with a clearer message than the tokenizer's
+    return encode(text)
 
 
 def _plain_message(message: Any) -> dict[str, Any]:
@@ -229,8 +267,7 @@ def _encode_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> t
         return encode_prompt(given["prompt"], tokenizer)
     if not _is_chat(given["messages"]):
         raise TypeError(f"messages must be a list of dicts, not {given['messages']!r:.80}")
-    text = _needed(tokenizer).render_chat(given["messages"], **chat_arguments(given))
-    return _needed(tokenizer).encode(text, special=False), text
+    return _needed(tokenizer).read_chat(given["messages"], **chat_arguments(given))
 
 
 def chat_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,8 +47,8 @@ GENERATOR = {name: option for name, option in MODEL.items() if name != "seed"}  
 PARAMETERS = (*SAMPLING, "stop")
 # Options of GENERATOR that define the job.
 SAME = (
-    "revision", "tokenizer", "adapter", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "load",
-    "generation_config",
+    "revision", "tokenizer", "allow_special_tokens", "adapter", "dtype", "quantization", "kv_cache_dtype",
+    "max_model_len", "load", "generation_config",
 )  # fmt: skip
 RETRIED = (*PARAMETERS, "max_model_len", "generation_config")  # may change when rows that have failed are done again
 ROWS_ONLY = ("n", "template", "chat", "logprobs", "prefix")  # options that a batch file has no place for

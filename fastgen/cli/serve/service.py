@@ -91,7 +91,8 @@ class ServedModel:
         info = self.engine.info
         tokenizer = vocabulary = None
         if info.tokenizer is not None:
-            tokenizer = Tokenizer(Path(info.tokenizer))
+            allowed = bool(self._options.generator.get("allow_special_tokens", False))
+            tokenizer = Tokenizer(Path(info.tokenizer), allow_special_tokens=allowed)
             if self._options.chat_template is not None:
                 tokenizer.hf.chat_template = self._options.chat_template
             tokenizer.encode("")  # a tokenizer's first call changes its state, which threads must not do

@@ -1,0 +1,119 @@
+"""Text of messages that spells a special token of the tokenizer, such as "<|im_end|>", and stays text.
+
+A chat template writes special tokens around the texts of messages, and a tokenizer finds them by their text in the
+whole. A message with such a text could forge turns. Therefore:
+
+1. `mark` puts a random number into each special token in messages and tools, after its first character. The template
+   works with these texts as with any others: it may trim, split, join or write them as JSON.
+2. In what the template has rendered, special tokens without a number are its own. `encode` replaces them by aliases,
+   which are random too, and removes the numbers.
+3. It encodes the result with a second tokenizer, which has the same model, but knows special tokens only by their
+   aliases. So texts are encoded as a whole, with the merges that they have elsewhere.
+
+Messages without special tokens skip all of this.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+# Tokens between ASCII or fullwidth bars, which some tokenizers do not declare as special though they begin turns, such
+# as DeepSeek's "User" and "Assistant".
+_BARS = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
+
+
+class TextGuard:
+    """Encodes rendered conversations in which texts of messages spell special tokens. hf: the tokenizer of
+    transformers."""
+
+    def __init__(self, hf: Any) -> None:
+        self._hf = hf
+        self._added: dict[int, Any] = dict(hf.added_tokens_decoder)
+        self._ids = {
+            token.content: id
+            for id, token in self._added.items()
+            if len(token.content) > 1 and (token.special or _BARS.fullmatch(token.content))
+        }
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        either = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._tokens = re.compile(either)
+        self._begun = re.compile(f"(?={either}).", re.DOTALL)  # tokens may overlap, so only the first character
+
+    def mark(
+        self, messages: Sequence[Any], variables: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any], str] | None:
+        """Return messages and variables of a template whose texts have a mark in each special token, and the mark; None
+        if there are none. Roles, and variables other than tools and documents, are the program's and not marked. Raises
+        ValueError."""
+        others = {name: variables[name] for name in ("tools", "documents") if name in variables}
+        number = f"{secrets.randbelow(10**20):020}"  # digits survive JSON, repr() and a change of case
+        try:
+            if not any(map(self._tokens.search, _texts([messages, others]))):
+                return None
+            marked, others = _changed([messages, others], lambda text: self._begun.sub(rf"\g<0>{number}", text))
+        except RecursionError:
+            raise ValueError("the messages or tools are nested too deep; make them flatter") from None
+        for message, changed in zip(messages, marked, strict=True):
+            if isinstance(message, Mapping) and "role" in message:
+                changed["role"] = message["role"]
+        return marked, {**variables, **others}, number
+
+    def encode(self, text: str, mark: str) -> list[int]:
+        """Return the ids of a rendered conversation with marks. Raises ValueError if the tokenizer can not encode a
+        special token's text as other tokens."""
+        tokenizer, aliases, real = self._second
+        text = self._tokens.sub(lambda found: aliases[found[0]], text).replace(mark, "")
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        special = set(self._ids.values()) - {self._hf.unk_token_id}
+        if wrong := special & set(ids).difference(real):
+            name = self._hf.convert_ids_to_tokens(min(wrong))
+            raise ValueError(
+                f"a message has the text {name!r}, which this tokenizer only has as a special token; remove it, or set "
+                "allow_special_tokens"
+            )
+        return [real.get(id, id) for id in ids]
+
+    @cached_property
+    def _second(self) -> tuple[Any, dict[str, str], dict[int, int]]:
+        """The second tokenizer, the aliases of special tokens, and the real ids of the tokens that are added to it."""
+        from tokenizers import AddedToken, Tokenizer
+
+        first = getattr(self._hf, "backend_tokenizer", None)
+        if first is None:
+            raise ValueError(
+                "a message has the text of a special token, which this tokenizer can not encode as text, because it is "
+                "no fast one; remove it, or set allow_special_tokens"
+            )
+        second = Tokenizer(first.model)
+        second.normalizer, second.pre_tokenizer = first.normalizer, first.pre_tokenizer
+        aliases = {text: secrets.token_hex(16) for text in self._ids}
+        added = {aliases.get(token.content, token.content): (id, token) for id, token in self._added.items()}
+        flags = ("single_word", "lstrip", "rstrip", "normalized")
+        second.add_tokens(
+            [AddedToken(alias, **{name: getattr(token, name) for name in flags}) for alias, (_, token) in added.items()]
+        )
+        return second, aliases, {second.token_to_id(alias): id for alias, (id, _) in added.items()}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in JSON-like data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value, *value.values()])
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """Return JSON-like data with its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_changed(name, change): _changed(inner, change) for name, inner in value.items()}
+    return [_changed(inner, change) for inner in value] if isinstance(value, list | tuple) else value
