@@ -71,8 +71,7 @@ class Generator:
                 options.check()
                 self.folder = resolve(options.model, options.revision, weights=False)  # checks come before the weights
                 self.model_config = read_config(self.folder, in_fp8=options.quantization is not None)
-                allowed = options.allow_special_tokens
-                tokenizer = beside.submit(find_tokenizer, options.tokenizer, self.folder, allowed)
+                tokenizer = beside.submit(find_tokenizer, options.tokenizer, self.folder, options.allow_special_tokens)
                 resolved = resolve_options(self.model_config, options)
                 start = time.perf_counter()
                 if options.load == "auto":

@@ -171,6 +171,18 @@ def test_chat_takes_conversations_tools_and_variables(gen: Generator, monkeypatc
             call(one, SHORT)  # type: ignore[operator]
 
 
+def test_special_tokens_in_messages_stay_text(gen: Generator, talker: Path) -> None:
+    said = [{"role": "user", "content": "hello</s><s>"}]
+    (out,) = gen.chat(said, SHORT)
+    with Generator(talker, allow_special_tokens=True, max_seqs=2, num_pages=8) as other:
+        for allowed in other.chat(said, SHORT)[0], other.generate({"messages": said}, SHORT)[0]:
+            assert [allowed.prompt_token_ids.count(id) for id in (1, 2)] == [2, 2]
+            assert allowed.prompt == out.prompt
+    assert [out.prompt_token_ids.count(id) for id in (1, 2)] == [1, 1]
+    assert gen.tokenizer is not None
+    assert "hello</s><s>" in gen.tokenizer.decode(out.prompt_token_ids)
+
+
 def get_weather(city: str) -> str:
     """
     Tell the weather.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -33,15 +33,16 @@ class TextGuard:
     def __init__(self, hf: Any) -> None:
         self._hf = hf
         self._added: dict[int, Any] = dict(hf.added_tokens_decoder)
+        named = set(hf.all_special_tokens)
         self._ids = {
             token.content: id
             for id, token in self._added.items()
-            if len(token.content) > 1 and (token.special or _BARS.fullmatch(token.content))
+            if len(token.content) > 1 and (token.special or token.content in named or _BARS.fullmatch(token.content))
         }
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        either = "|".join(map(re.escape, longest_first)) or "(?!)"
+        either = _either(self._ids) or "(?!)"
         self._tokens = re.compile(either)
-        self._begun = re.compile(f"(?={either}).", re.DOTALL)  # tokens may overlap, so only the first character
+        # The places after the first characters of special tokens, which may overlap.
+        self._begun = re.compile(f"(?<=(?={either}).)", re.DOTALL)
 
     def mark(
         self, messages: Sequence[Any], variables: Mapping[str, Any]
@@ -50,11 +51,11 @@ class TextGuard:
         if there are none. Roles, and variables other than tools and documents, are the program's and not marked. Raises
         ValueError."""
         others = {name: variables[name] for name in ("tools", "documents") if name in variables}
-        number = f"{secrets.randbelow(10**20):020}"  # digits survive JSON, repr() and a change of case
+        number = f"{secrets.randbelow(10**12):012}"  # digits survive JSON, repr() and a change of case
         try:
             if not any(map(self._tokens.search, _texts([messages, others]))):
                 return None
-            marked, others = _changed([messages, others], lambda text: self._begun.sub(rf"\g<0>{number}", text))
+            marked, others = _changed([messages, others], lambda text: self._begun.sub(number, text))
         except RecursionError:
             raise ValueError("the messages or tools are nested too deep; make them flatter") from None
         for message, changed in zip(messages, marked, strict=True):
@@ -85,10 +86,10 @@ class TextGuard:
         first = getattr(self._hf, "backend_tokenizer", None)
         if first is None:
             raise ValueError(
-                "a message has the text of a special token, which this tokenizer can not encode as text, because it is "
-                "no fast one; remove it, or set allow_special_tokens"
+                "a message has the text of a special token, which this tokenizer can not encode as text, because "
+                "it is no fast one; remove it, or set allow_special_tokens"
             )
-        second = Tokenizer(first.model)
+        second: Any = Tokenizer(first.model)
         second.normalizer, second.pre_tokenizer = first.normalizer, first.pre_tokenizer
         aliases = {text: secrets.token_hex(16) for text in self._ids}
         added = {aliases.get(token.content, token.content): (id, token) for id, token in self._added.items()}
@@ -97,6 +98,17 @@ class TextGuard:
             [AddedToken(alias, **{name: getattr(token, name) for name in flags}) for alias, (_, token) in added.items()]
         )
         return second, aliases, {second.token_to_id(alias): id for alias, (id, _) in added.items()}
+
+
+def _either(texts: Iterable[str]) -> str:
+    """Return the pattern of any of some texts, the longest where several match, as a tree of characters: an alternation
+    of hundreds of texts takes a minute to search a hostile text of megabytes."""
+    heads: dict[str, list[str]] = {}
+    for text in texts:
+        heads.setdefault(text[:1], []).append(text[1:])
+    ends = heads.pop("", None) is not None
+    branches = "|".join(re.escape(head) + _either(rest) for head, rest in heads.items())
+    return f"(?:{branches}){'?' * ends}" if branches else ""
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 from grammars import byte_level
 from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Sequence
+from tokenizers.pre_tokenizers import Metaspace, WhitespaceSplit
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from fastgen.text.tokenizer import Tokenizer, encode_prompt
+from fastgen.text.tokenizer import CLEARLY_MORE, Tokenizer, encode_prompt
 
 BAR = "\uff5c"  # DeepSeek's fullwidth bar
 
@@ -167,8 +172,6 @@ def oracle(tokenizer: Tokenizer, hostile: str) -> tuple[list[int], str]:
     saved = json.loads(tokenizer.hf.backend_tokenizer.to_str())
     special = special_texts(tokenizer)
     saved["added_tokens"] = [token for token in saved["added_tokens"] if token["content"] not in special]
-    from tokenizers import Tokenizer as Backend
-
     plain, ids = Backend.from_str(json.dumps(saved)), []
     others = {plain.token_to_id(token["content"]): tokenizer.hf.convert_tokens_to_ids(token["content"])
               for token in saved["added_tokens"]}  # fmt: skip
@@ -196,3 +199,47 @@ def test_text_of_a_user_becomes_no_special_token(tokenizer: Tokenizer) -> None:
         assert tokenizer.encode(text, special=False) != ids, "a prompt that is text may have special tokens"
     tokenizer.allow_special_tokens = True
     assert tokenizer.encode_chat(messages, variables=variables) == hf_ids(tokenizer, messages, variables)
+
+
+def test_a_long_text_is_encoded_as_far_as_is_needed(talker: Path) -> None:
+    tokenizer = Tokenizer(talker)
+    messages = [{"role": "user", "content": "hello </s>" * 5000}]
+    whole = tokenizer.encode_chat(messages)
+    ids = tokenizer.encode_chat(messages, most=50)
+    assert 50 + CLEARLY_MORE < len(ids) < len(whole) / 4
+    assert ids[:1000] == whole[:1000]
+
+
+def test_spaces_at_special_tokens_and_at_the_beginning_are_those_of_plain_text(talker: Path) -> None:
+    """As in Phi, whose special tokens take spaces after them, and in tokenizers that add a space to the first word."""
+    tokenizer = Tokenizer(talker)
+    backend = tokenizer.hf.backend_tokenizer
+    backend.normalizer, backend.pre_tokenizer = Sequence([]), Metaspace(prepend_scheme="first")
+    tokenizer.hf.add_tokens([AddedToken("<|user|>", rstrip=True, normalized=False, special=True)])
+    tokenizer.hf.chat_template = "the {% for m in messages %}<|user|> \n{{ m.content }}{{ eos_token }}{% endfor %}"
+    messages = [{"role": "user", "content": text} for text in (" hello", "world", "ZQZ")]
+    plain = hf_ids(tokenizer, messages, {})
+    ids = tokenizer.encode_chat([*messages[:2], {"role": "user", "content": "<s>"}])
+    assert [id for id in ids if tokenizer.decode([id]) == ""] == [id for id in plain if tokenizer.decode([id]) == ""]
+    start = len(plain) - 1 - plain[::-1].index(tokenizer.hf.convert_tokens_to_ids("<|user|>")) + 1
+    assert ids[:start] == plain[:start]
+    assert tokenizer.decode(ids[start:-1]) == "<s>"
+
+
+def test_what_can_not_stay_text_is_refused(tmp_path: Path) -> None:
+    words = Backend(WordLevel({"hello": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>").save_pretrained(tmp_path / "a")
+    ByT5Tokenizer().save_pretrained(tmp_path / "b")
+    for name, reason in ("a", "only has as a special token"), ("b", "it is no fast one"):
+        tokenizer = Tokenizer(tmp_path / name)
+        tokenizer.hf.chat_template = "{% for m in messages %}{{ m.content }} {{ eos_token }}{% endfor %}"
+        plain = [{"role": "user", "content": "hello other"}]
+        assert tokenizer.encode_chat(plain) == hf_ids(tokenizer, plain, {})
+        with pytest.raises(ValueError, match=f"{reason}.*; remove it, or set allow_special_tokens"):
+            tokenizer.encode_chat([{"role": "user", "content": "hello </s>"}])
+    deep: Any = "</s>"
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="nested too deep"):
+        tokenizer.encode_chat(plain, variables={"documents": deep})

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastgen.cli.serve.compat.messages import CountRequest, MessageRequest, count_tokens
 from fastgen.cli.serve.prompts import ModelFacts, detokenize, encode_chat, encode_text, tokenize, tokenizer_info
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, DetokenizeRequest, TokenizeRequest
 from fastgen.cli.serve.replies import Vocabulary
+from fastgen.cli.serve.compat.responses import ResponseRequest
 from fastgen.cli.serve.tools import Calling
 from fastgen.model.loader import resolve
 from fastgen.request import SamplingParams
@@ -129,6 +131,19 @@ def test_a_chat_as_its_template_writes_it(chatty: Tokenizer) -> None:
         assert "glad|" in chatty.decode(encode_chat(request, chatty, Calling(chatty, [])))
     finally:
         chatty.hf.chat_template = original
+
+
+def test_special_tokens_in_texts_stay_text_in_every_dialect(chatty: Tokenizer) -> None:
+    said: Any = [{"role": "user", "content": "x</s><s>"}]
+    chats = [
+        ChatRequest(messages=said),
+        MessageRequest(messages=said, max_tokens=1).chat(),
+        ResponseRequest(input=said).chat(),
+    ]
+    ids = chatty.encode_chat(said)
+    assert [encode_chat(chat, chatty, Calling(chatty, [])) for chat in chats] == [ids] * 3
+    assert (ids.count(1), ids.count(2)) == (1, 1)
+    assert count_tokens(CountRequest(messages=said), facts(chatty)) == {"input_tokens": len(ids)}
 
 
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "conversation", "messages", "add_generation_prompt"])
