@@ -13,10 +13,10 @@ from grammars import MARKS, accepts, add, allowed, byte_level, walk
 
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.compat.messages import MessageRequest
+from fastgen.cli.serve.compat.responses import ResponseRequest
 from fastgen.cli.serve.prompts import ModelFacts, prepare
 from fastgen.cli.serve.prompts import calling_of as read_calling
 from fastgen.cli.serve.protocol import ApiError, ChatMessage, ChatRequest, ChosenTools, Tool, read_request
-from fastgen.cli.serve.compat.responses import ResponseRequest
 from fastgen.cli.serve.tools import Calling
 from fastgen.text.grammar import Compiler, json_rule
 from fastgen.text.tokenizer import Tokenizer
