@@ -90,7 +90,9 @@ class TextGuard:
                 "it is no fast one; remove it, or set allow_special_tokens"
             )
         second: Any = Tokenizer(first.model)
-        second.normalizer, second.pre_tokenizer = first.normalizer, first.pre_tokenizer
+        for part in ("normalizer", "pre_tokenizer"):
+            if getattr(first, part) is not None:  # None, the default, is not taken by all versions
+                setattr(second, part, getattr(first, part))
         aliases = {text: secrets.token_hex(16) for text in self._ids}
         added = {aliases.get(token.content, token.content): (id, token) for id, token in self._added.items()}
         flags = ("single_word", "lstrip", "rstrip", "normalized")
