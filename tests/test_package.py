@@ -82,8 +82,24 @@ with contextlib.redirect_stderr(io.StringIO()) as said:
     print(command())
 print(said.getvalue())
 """
-    missing = "the package uvicorn is not installed; run: pip install 'fastgen[serve]'"
+    missing = f"the package uvicorn is not installed; run: pip install -e '{ROOT}[serve]'"
     assert python(code) == f"2\nfgserve: error: fgserve can not be used: {missing}\n\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "prog"),
+    [(f"fastgen {name}", f"fg{name}") for name in ("chat", "gen", "serve")]
+    + [("fastgen.cli.gen", "fggen"), ("fastgen.cli.serve", "fgserve")],
+)
+def test_the_commands_are_modules_too(module: str, prog: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *module.split(), "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{prog} {fastgen.__version__}\n"), done.stderr
+
+
+def test_the_package_as_a_module_says_what_it_takes() -> None:
+    done = subprocess.run([sys.executable, "-m", "fastgen", "speak"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "python -m fastgen takes chat, gen, serve, and then the options of that command\n"
 
 
 def test_mypy_sees_the_types_of_an_installed_fastgen(tmp_path: Path) -> None:
