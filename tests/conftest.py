@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Generator as PyGenerator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,20 +38,35 @@ if os.environ.get("TRITON_INTERPRET"):
         hasten()
 
 
+GPU_TESTS = Path(__file__).parent / "gpu"  # they fill GPUs and measure their memory, so they run in one process
+
+
+def names_gpu_tests(config: pytest.Config) -> bool:
+    """Return whether an argument of the command line is tests/gpu, or a test in it."""
+    paths = (config.invocation_params.dir / argument.partition("::")[0] for argument in config.args)
+    return any(path.resolve().is_relative_to(GPU_TESTS) for path in paths)
+
+
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int | None:
-    """Limit the workers that share a GPU: each holds kernels and models on it, and starts processes of its own."""
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Run tests/gpu in this process. Limit the workers that share a GPU: each has kernels and models on it, and starts
+    processes of its own."""
+    if names_gpu_tests(config):
+        return 0
     return 6 if torch.cuda.is_available() else None
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> PyGenerator[None, object, object]:
-    """Let a GPU test marked `alone` wait until no other runs, and the others wait for it; fixtures count as tests."""
-    if item.path.parent.name != "gpu":
-        return (yield)
-    with (Path(tempfile.gettempdir()) / "fastgen-tests-gpu.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
-        return (yield)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Refuse workers for tests/gpu."""
+    if config.getoption("numprocesses", None) and names_gpu_tests(config):
+        raise pytest.UsageError("tests/gpu runs in one process, so leave -n out: pytest tests/gpu")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests/gpu where a run of all tests has several workers."""
+    if "PYTEST_XDIST_WORKER" in os.environ and item.path.is_relative_to(GPU_TESTS) and torch.cuda.is_available():
+        pytest.skip("tests/gpu runs in one process by itself: pytest tests/gpu")
 
 
 VOCAB = 320

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -15,6 +17,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 # A folder of fastgen/, or a module beside them. A room imports from itself and from those behind it in this list.
 ROOMS = (
+    "__main__",
     "remote",
     "cli",
     "rl",
@@ -188,3 +191,17 @@ def test_the_modules_without_torch_do_not_name_it() -> None:
             if isinstance(node, ast.ImportFrom)
         }
         assert "torch" not in named, module
+
+
+def test_the_tests_of_gpus_have_one_process() -> None:
+    """By pyproject.toml's options, tests have a worker per core."""
+    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-k", "no_such_test"]
+    tests = ROOT.parent / "tests" / "gpu" / "test_gpu_host.py"
+    alone = subprocess.run([*command, tests], capture_output=True, text=True)
+    assert re.search(r"\n=+ \d+ deselected in", alone.stdout), alone.stdout
+    assert "worker" not in alone.stdout
+    refused = subprocess.run([*command, "-n", "2", tests], capture_output=True, text=True)
+    assert (refused.returncode, "leave -n out: pytest tests/gpu" in refused.stderr) == (
+        pytest.ExitCode.USAGE_ERROR,
+        True,
+    )

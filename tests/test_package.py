@@ -17,6 +17,8 @@ import torch
 import fastgen
 from fastgen.request import SamplingParams
 
+ROOT = Path(__file__).parents[1]
+
 
 def python(code: str) -> str:
     """What a process of its own prints."""
@@ -80,8 +82,43 @@ with contextlib.redirect_stderr(io.StringIO()) as said:
     print(command())
 print(said.getvalue())
 """
-    missing = "the package uvicorn is not installed; run: pip install 'fastgen[serve]'"
+    missing = f"the package uvicorn is not installed; run: pip install -e '{ROOT}[serve]'"
     assert python(code) == f"2\nfgserve: error: fgserve can not be used: {missing}\n\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "prog"),
+    [(f"fastgen {name}", f"fg{name}") for name in ("chat", "gen", "serve")]
+    + [("fastgen.cli.gen", "fggen"), ("fastgen.cli.serve", "fgserve")],
+)
+def test_the_commands_are_modules_too(module: str, prog: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *module.split(), "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{prog} {fastgen.__version__}\n"), done.stderr
+
+
+def test_the_package_as_a_module_says_what_it_takes() -> None:
+    done = subprocess.run([sys.executable, "-m", "fastgen", "speak"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "python -m fastgen takes chat, gen, serve, and then the options of that command\n"
+
+
+def test_mypy_sees_the_types_of_an_installed_fastgen(tmp_path: Path) -> None:
+    """In an environment that has nothing but this checkout, so that torch is unknown and costs no time."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    (site_packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (site_packages / "fastgen.pth").write_text(f"{ROOT}\n")
+    program = """
+from fastgen import Generator, SamplingParams
+
+with Generator() as gen:
+    reveal_type(gen.generate("a", SamplingParams(max_tokens=1))[0].completions[0].token_ids)
+"""
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", "env/bin/python", "program.py"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    checked = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "missing library stubs or py.typed" not in checked.stdout
+    assert 'Revealed type is "list[int]"' in checked.stdout, checked.stdout
 
 
 # --------------------------------------------------------------------------------------------- global state

@@ -27,16 +27,14 @@ from fastgen.request import SamplingParams
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
-BANNER = """\
-Ready to chat!
+COMMANDS = """\
   Available commands:
     /r <N> -- reset conversation before round N
     /m     -- input a multiline message, end your input
               with a single line containing '.'
     /q     -- quit
-
----
 """
+BANNER = f"Ready to chat!\n{COMMANDS}\n---\n"
 
 LOCAL = (
     "model",
@@ -51,7 +49,8 @@ LOCAL = (
 )  # options of a model in this process
 SAMPLED = ("temperature", "top_p", "max_tokens")  # sampling parameters
 SERVED = ("api_key", "name")  # options of a model behind --url
-COMMANDS = "there are /r <N>, /m and /q (for a message, put a space before the /)"
+THERE_ARE = "there are /r <N>, /m and /q (for a message, put a space before the /)"
+QUIT = ("quit", "exit")  # what people type in a terminal who do not remember /q
 
 BLOCK_PROMPT = "... "  # in front of each line of a multiline message
 
@@ -186,6 +185,8 @@ class Chat:
 
     def obey(self, line: str) -> bool:
         """Obey a command, or answer a message. Return False to quit."""
+        if self.console.interactive and line in QUIT:
+            return False
         if not line.startswith("/") or "\n" in line:  # several lines can only be a pasted message
             self.ask(line.strip())
             return True
@@ -194,13 +195,13 @@ class Chat:
                 return False
             case ["/m"]:
                 self.ask(self.console.read_block().rstrip())
-            case ["/r"]:
-                self.rounds.clear()
+            case ["/help" | "/?"]:
+                self.console.note(COMMANDS.rstrip())
             case ["/r", number]:
                 self.reset(number)
             case [word, *_]:
                 wrong = "/r takes one number" if word == "/r" else f"no command {word[:20]}"
-                self.refuse(f"{wrong}; {COMMANDS}")
+                self.refuse(f"{wrong}; {THERE_ARE}")
         return True
 
     def reset(self, number: str) -> None:
@@ -226,7 +227,7 @@ class Chat:
                     self.console.say(piece)
         except RefusedError as error:
             wrong = one_line(error).rstrip(".")
-            self.refuse(wrong + ("; /r N goes back before round N, /r to the start" if self.rounds else ""))
+            self.refuse(wrong + ("; /r N goes back before round N" if self.rounds else ""))
             return
         except ServerError as error:
             reply.error = str(error)

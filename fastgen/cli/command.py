@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,8 +27,10 @@ def needed(module: str, extra: str, what: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "fastgen":
             raise
+        clone = Path(__file__).parents[2]
+        package = f"-e '{clone}[{extra}]'" if (clone / "pyproject.toml").exists() else f"'fastgen[{extra}]'"
         raise ValueError(
-            f"{what} can not be used: the package {error.name} is not installed; run: pip install 'fastgen[{extra}]'"
+            f"{what} can not be used: the package {error.name} is not installed; run: pip install {package}"
         ) from None
 
 

@@ -45,8 +45,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists the options\n")
 
     def _unknown(self, given: str) -> str:
-        near = nearest(given, self._option_string_actions)
-        ours = ADVICE.get(given[2:].replace("-", "_"), f"use {near}" if near else "")
+        name = given[2:]  # without the dashes, which would make all flags alike
+        near = nearest(name, (known[2:] for known in self._option_string_actions))
+        ours = ADVICE.get(name.replace("-", "_"), f"use --{near}" if near else "")
         ours = re.sub(r"[a-z]+(_[a-z]+)+", lambda name: flag(name[0]), ours)
         return f"there is no {given}" + (f"; {ours}" if ours else "")
 

@@ -327,7 +327,8 @@ def ceilings(arguments: argparse.Namespace) -> dict[str, float] | None:
         return None
     config = parse_config(settings(arguments.model, arguments.smoke))
     rates = measure_rates(config, "cpu" if arguments.smoke else "cuda", arguments.smoke)
-    print(", ".join(f"{name} {value:.2f}" for name, value in rates.items()), flush=True)
+    if not arguments.smoke:
+        print(", ".join(f"{name} {value:.2f}" for name, value in rates.items()), flush=True)
     return rates
 
 
@@ -357,20 +358,25 @@ def measure_workload(
     found |= {"engine": asdict(generator.config), "pool_gb": pool_gb(generator)}
     if not arguments.smoke and gpus == 1:  # with several, other processes have the memory
         found["peak_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
-    print(line(name, found), flush=True)
+    print(line(name, found, arguments.smoke), flush=True)
     return found
 
 
-def line(name: str, found: dict[str, Any]) -> str:
+def line(name: str, found: dict[str, Any], smoke: bool = False) -> str:
+    """Return a workload's figures for the terminal; for a smoke run, a tiny model on the CPU, without ratios to what
+    GPUs can do."""
     low, high = found["spread"]
-    limits = ", ".join(f"{found['of_limit'][kind]:.3f} of {each:.0f} ({kind})" for kind, each in found["limit"].items())
-    beside = f"; {found['times_vllm']:.3f} times vLLM's {found['vllm']}" if "vllm" in found else ""
+    beside = ""
+    if not smoke:
+        limits = (f"{found['of_limit'][kind]:.3f} of {each:.0f} ({kind})" for kind, each in found["limit"].items())
+        beside = "; " + ", ".join(limits)
+        beside += f"; {found['times_vllm']:.3f} times vLLM's {found['vllm']}" if "vllm" in found else ""
     if "unshared" in found:
         unshared_rate = found["unshared"]["tokens_per_second"]
         beside += f"; {found['times_unshared']:.3f} times the {unshared_rate:.1f} with prefixes read once a lane"
     return (
-        f"{name:9} {found['tokens_per_second']:8.1f} tok/s ({low:.1f} to {high:.1f} over {found['spread_over']}); "
-        f"{limits}{beside}; {found['lanes']} lanes, {found['steps']} steps, {found['preemptions']} preemptions"
+        f"{name:9} {found['tokens_per_second']:8.1f} tok/s ({low:.1f} to {high:.1f} over {found['spread_over']})"
+        f"{beside}; {found['lanes']} lanes, {found['steps']} steps, {found['preemptions']} preemptions"
     )
 
 

@@ -26,6 +26,7 @@ are measured on one, before the engine starts.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,3 +127,7 @@ def main(argv: list[str]) -> None:
     arguments = parse(argv)
     bench = bench_workloads if arguments.kind is None else KINDS[arguments.kind][0]
     bench(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

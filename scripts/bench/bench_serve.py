@@ -195,7 +195,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _fill_in(arguments: argparse.Namespace) -> None:
-    """Take what the command line leaves open from the preset."""
+    """Take what the command line leaves open from the preset. The preset smoke is --smoke, which writes nothing."""
+    arguments.smoke |= arguments.preset == "smoke"
     if arguments.preset is None:
         arguments.preset = "smoke" if arguments.smoke else "cost" if arguments.cost else "sweep"
     for name, value in PRESETS[arguments.preset].items():

@@ -206,3 +206,7 @@ def bench_speculate(arguments: argparse.Namespace) -> None:
         compare(generator, "chat8 other", smoke=True)  # a warm-up
         found = {name: compare(generator, name, arguments.smoke) for name in STREAMS}
         write_report(arguments, "speculate", {"steps": steps, "streams": found})
+
+
+if __name__ == "__main__":
+    raise SystemExit(__doc__)  # says how bench.py runs it

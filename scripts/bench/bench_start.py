@@ -162,3 +162,7 @@ def measured(program: str, arguments: list[str], cache: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     found["marks"] = {name: mark - start for name, mark in found["marks"].items()}
     return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(__doc__)  # says how bench.py runs it

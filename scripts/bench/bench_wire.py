@@ -69,3 +69,7 @@ def timed(url: str, update: Any) -> tuple[float, float]:
                 break
         assert updating is not None, "the request ended before the update"
         return updating.result()[0], max(after - before for before, after in pairwise(times[BEFORE - 2 :]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(__doc__)  # says how bench.py runs it

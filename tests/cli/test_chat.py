@@ -80,8 +80,13 @@ def test_reset_and_wrong_commands(start):
     ask(child, " /x", 4)  # a message
     ask(child, "/r 2", 2)
     assert "\nuser:one;assistant:user:one;;user:other;\n" in ask(child, "other", 3)
-    ask(child, "/r", 1)
+    ask(child, "/r 1", 1)
     assert "\nuser:fresh;\n" in ask(child, "fresh", 2)
+    assert "\n/r takes one number; there are" in ask(child, "/r", 2), "it drops nothing"
+    for line in ("/help", "/?"):
+        assert BANNER.split("\n", 1)[1].removesuffix("\n---\n") in ask(child, line, 2)
+    assert "user:quit;" in ask(child, " quit", 3)
+    assert leave(child, "quit") == 0
 
 
 def test_multiline_message(start):
@@ -90,7 +95,7 @@ def test_multiline_message(start):
     for line in ("/m", "first", "  . second"):
         child.sendline(line)
     assert "\nuser:first\n  . second;\n" in ask(child, ".", 2)
-    ask(child, "/r", 1)
+    ask(child, "/r 1", 1)
     pasted = ask(child, "\x1b[200~pasted\n/q\x1b[201~", 2)  # a bracketed paste is one message
     assert "\nuser:pasted\n/q;\n" in pasted
     child.sendline("/m")
@@ -121,7 +126,7 @@ def test_text_typed_ahead_is_the_next_message_and_not_in_the_answer(start):
     at_prompt(child, 2)
     child.sendline("count")
     child.expect(" 5 6 7 ")
-    child.send("/r\nahead\n/m\nlines\n.\n\x04")
+    child.send("/r 1\nahead\n/m\nlines\n.\n\x04")
     child.expect(r"\(cut at --max-tokens 300\)")
     assert re.fullmatch(rf"[\d ]+\n{STATS}\n", said(child))
     child.expect(pexpect.EOF)
@@ -219,14 +224,14 @@ def pipe(monkeypatch, capsys):
 
 
 def test_a_pipe_prints_only_answers(pipe):
-    status, out, err, gen = pipe("hello\n\n/m\nx\ny\n.\n  bye", system="be short")
+    status, out, err, gen = pipe("hello\n\n/m\nx\ny\n.\nquit", system="be short")
     assert status == 0
     assert out.splitlines()[0] == "system:be short;user:hello;"
     assert "Ready" not in out + err
     assert [line for line in err.splitlines() if line and not re.fullmatch(STATS, line)] == []
     assert gen.prompts[1][-1] == {"role": "user", "content": "x\ny"}
     assert [message["role"] for message in gen.prompts[1]] == ["system", "user", "assistant", "user"]
-    assert gen.prompts[2][-1]["content"] == "bye"
+    assert gen.prompts[2][-1]["content"] == "quit", "a command in a terminal only"
 
 
 def test_a_message_that_does_not_fit_is_refused_and_the_conversation_kept(pipe):
@@ -235,7 +240,7 @@ def test_a_message_that_does_not_fit_is_refused_and_the_conversation_kept(pipe):
     assert status == 1  # a script should know
     first, _, _, second, _, _ = err.splitlines()
     assert first == "the prompt has 201 tokens, above the context of 200"
-    assert second.endswith("above the context of 200; /r N goes back before round N, /r to the start")
+    assert second.endswith("above the context of 200; /r N goes back before round N")
     assert [message["content"] for message in gen.prompts[1]] == ["hello", "user:hello;", "again"]
 
 
@@ -395,7 +400,7 @@ def test_the_bundled_model_in_a_terminal(start):
     at_prompt(child, 2)
     pasted = f"\x1b[200~{'far too long ' * 1000}\x1b[201~"
     refused = ask(child, pasted, 2)
-    assert re.search(r"\nthe prompt has \d+ tokens.*; /r N goes back before round N, /r to the start\n", refused)
+    assert re.search(r"\nthe prompt has \d+ tokens.*; /r N goes back before round N\n", refused)
     ask(child, "and what is 2 + 2?", 3)
     ask(child, "/r 1", 1)
     child.sendline("hello")

@@ -56,9 +56,9 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
             wait_for_abort(url)
             at_prompt(child, 3)
             refused = ask(child, f"\x1b[200~{'far too long ' * 1000}\x1b[201~", 3)
-            hint = "; /r N goes back before round N, /r to the start"
+            hint = "; /r N goes back before round N"
             assert re.search(rf"\nThis model's maximum context [^\n]*{hint}\n", refused)
-            ask(child, "/r", 1)
+            ask(child, "/r 1", 1)
             server.kill()
             assert re.search(rf"\nerror: no connection to {url}/v1: [^\n]*refused\n$", ask(child, "hello", 1))
             assert leave(child, "/q") == 0
@@ -253,8 +253,8 @@ def test_without_httpx_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
     assert chat.main(["--url", "http://localhost"]) == 1
-    missing = "the package httpx is not installed; run: pip install 'fastgen[serve]'"
-    assert capsys.readouterr().err == f"fgchat: error: --url can not be used: {missing}\n"
+    missing = "the package httpx is not installed; run: pip install -e '"
+    assert capsys.readouterr().err.startswith(f"fgchat: error: --url can not be used: {missing}")
 
 
 def test_an_error_of_the_terminal_is_none_of_the_server(fake: Fake) -> None:

@@ -48,6 +48,8 @@ def test_a_checkpoint_of_another_format_is_one_line(tool: str, arguments: list[s
         ("--max-new-tokens=3", "there is no --max-new-tokens; use --max-tokens"),
         ("--max-seq", "there is no --max-seq; use --max-seqs"),
         ("--zzz", "there is no --zzz"),
+        ("--bogus", "there is no --bogus"),
+        ("--verbos", "there is no --verbos; use --verbose"),
         ("--enforce-eager", "there is no --enforce-eager; leave it out"),
     ],
 )

@@ -179,7 +179,6 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.alone
 def test_a_gpu_that_another_program_fills_is_a_clear_error() -> None:
     """A new process has no room for its context; this process has one, and no room for the weights."""
     torch.empty(0, device="cuda")

@@ -16,10 +16,7 @@ from test_gpu import CHATS
 from fastgen import Generator, SamplingParams
 from fastgen.model.loader import BUNDLED
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use"),
-    pytest.mark.alone,
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_seqs": 4, "kv_cache_gb": 2.0, "seed": 0}
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 MB = 1 << 20

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -218,7 +220,8 @@ def test_every_workload_runs_small(tmp_path: Path, capsys: pytest.CaptureFixture
         assert found["engine"]["max_seqs"] == 3
         assert set(found["of_limit"]) == {"h200", "measured"}
         assert 1 <= found["lanes"] <= 3
-    assert "vLLM's 3992" in capsys.readouterr().out
+    assert "vLLM's 3992" in bench_engine.line("headline", workloads["headline"])
+    assert not re.search(r"vLLM|h200|measured|per_second", capsys.readouterr().out), "ratios of a tiny model on a CPU"
     assert report["versions"]["torch"]
 
 
@@ -414,3 +417,9 @@ def test_the_command_line_leads_there(monkeypatch: pytest.MonkeyPatch, capsys: p
     out, err = capsys.readouterr()
     assert "--skip-ceilings" in out
     assert "unrecognized arguments: --skip-ceilings" in err
+
+
+@pytest.mark.parametrize("part", ["parallel", "parts", "sleep", "speculate", "start", "turns", "wire"])
+def test_a_part_that_is_run_by_itself_says_how_to_run_it(part: str) -> None:
+    with pytest.raises(SystemExit, match=r"`bench\.py gpu"):
+        runpy.run_path(str(SCRIPTS / "bench" / f"bench_{part}.py"), run_name="__main__")

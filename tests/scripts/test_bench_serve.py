@@ -156,6 +156,7 @@ def test_presets_give_way_to_what_is_given() -> None:
     assert given.serve == ["mistral7", "--max-seqs", "9"]
     (headline,) = bench_serve.loads(bench_serve.parse(["--preset", "headline"]), "u", "m")
     assert (headline.requests, headline.prompt, headline.tokens, headline.concurrency) == (512, 1024, 128, 512)
+    assert bench_serve.report_path(bench_serve.parse(["--preset", "smoke"])) is None, "nothing is written"
     sweep = list(bench_serve.loads(bench_serve.parse([]), "u", "m"))
     assert [load.concurrency for load in sweep] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     beside = list(bench_serve.loads(bench_serve.parse(["--preset", "beside", "--rate", "2.5,0"]), "u", "m"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,11 +13,34 @@ import pytest
 
 from fastgen.kernels.launch import triton
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "tune" / "compile_kernels.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPT = SCRIPTS / "tune" / "compile_kernels.py"
+sys.path.insert(0, str(SCRIPTS / "tune"))
 KERNELS = {
     "attention", "batch_invariant", "drafts", "epilogue", "norm", "rope", "sampling", "scoring", "state", "truncation",
     "work_tiles",
 }  # fmt: skip
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_spills_are_those_that_are_accepted() -> None:
+    import compile_kernels
+
+    most = {
+        (name, kernel): spilled for kernel, chips in compile_kernels.ACCEPTED.items() for name, spilled in chips.items()
+    }
+    found = dict.fromkeys(most, 0)
+    for path in (SCRIPTS / "results").glob("kernels-compiled-*.json"):
+        for name, chip in json.loads(path.read_text())["chips"].items():
+            assert compile_kernels.faults(name, chip["kernels"]) == []
+            for row in chip["kernels"]:
+                key = (name, row["kernel"].removeprefix("fastgen.kernels."))
+                found[key] = max(found.get(key, 0), row["spilled"])
+    assert found.items() >= most.items(), "some are accepted that no result has"
+    fine = {"kernel": "fastgen.kernels.norm._rms_norm_kernel", "shared": 16, "spilled": 8, "late": False}
+    faults = [fine | {"spilled": 16}, fine | {"kernel": "new", "spilled": 8}, fine | {"shared": 1 << 18}]
+    faults.append(fine | {"late": True})
+    assert compile_kernels.faults("H200", [fine, *faults]) == faults
 
 
 @pytest.mark.long

@@ -153,5 +153,5 @@ def test_without_what_fgserve_needs_a_batch_is_an_error_that_names_it(
     monkeypatch.setitem(sys.modules, "pydantic", None)
     assert main.main(["random", "in.jsonl", "-o", "other.jsonl"]) == 1
     said = capsys.readouterr().err
-    missing = "the package pydantic is not installed; run: pip install 'fastgen[serve]'"
+    missing = "the package pydantic is not installed; run: pip install -e '"
     assert f"fggen: error: OpenAI's batch files can not be used: {missing}" in said

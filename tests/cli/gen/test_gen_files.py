@@ -211,8 +211,8 @@ def test_without_pyarrow_parquet_is_an_error_that_names_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert fggen(write("in.jsonl", PROMPTS[0]), "-o", "out.parquet") == 1
-    missing = "the package pyarrow is not installed; run: pip install 'fastgen[parquet]'"
-    assert capsys.readouterr().err == f"fggen: error: Parquet files can not be used: {missing}\n"
+    missing = "the package pyarrow is not installed; run: pip install -e '"
+    assert capsys.readouterr().err.startswith(f"fggen: error: Parquet files can not be used: {missing}")
     assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
 
 

@@ -226,7 +226,7 @@ def test_health_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_ray_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setenv("RAY_ADDRESS", "auto")  # so that no variable is set
-    with pytest.raises(ValueError, match=r"the package ray is not installed; run: pip install 'fastgen\[ray\]'"):
+    with pytest.raises(ValueError, match=r"the package ray is not installed; run: pip install -e '.*\[ray\]'"):
         ray_backend.connect()
 
 
