@@ -46,6 +46,8 @@ class UsageError(ValueError):
 def run_tool(name: str, verbose: bool, run: Callable[[], int]) -> int:
     """Run a tool and return its exit status. An exception is one line on stderr and the status 1, a UsageError 2, and
     Ctrl-C 130. Where the reader of stdout has gone, as `head` does, the status is that of a SIGPIPE."""
+    if sys.stderr is None:  # closed by the shell; print would write to stdout
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("fastgen").setLevel(logging.INFO if verbose else logging.WARNING)
     try:

@@ -70,7 +70,9 @@ SWITCHES = {
 }
 SEED = Option("seed", int, help="rows without a seed derive theirs from it", unset="a new one")
 STDOUT = "-"
-LOG_SECONDS = 30.0  # between two updates of the bar outside of a terminal
+# Outside of a terminal, where each update of the bar is kept, the next one comes after this share of the run's time.
+LOG_SHARE = 0.1
+LOG_SECONDS = 30.0  # at most
 
 
 @dataclass
@@ -113,6 +115,8 @@ def write_all(done_rows: Work, output: Output, bar: tqdm[Any], strict: bool = Fa
                     raise ValueError(f"row {done.index}: {done.error}; without --strict it is written as an error")
                 output.write(done.record)
                 tally.add(done)
+                if not sys.stderr.isatty():
+                    bar.mininterval = min(LOG_SHARE * (time.perf_counter() - tally.started), LOG_SECONDS)
                 bar.set_postfix_str(f"{tally.rate}, {tally.errors} errors", refresh=False)
                 bar.update()
     except KeyboardInterrupt:
@@ -136,10 +140,9 @@ def run(args: argparse.Namespace) -> int:
             left += "; --retry-errors does those again" if failures else ""
             note("fggen", left if number else "the input has no rows")
             return 3 if number and failures == number else 0
-        seconds = 0.1 if sys.stderr.isatty() else LOG_SECONDS
         with (
             _working(args, source, done, seed) as working,
-            tqdm(total=source.total, initial=number, unit="row", mininterval=seconds, dynamic_ncols=True) as bar,
+            tqdm(total=source.total, initial=number, unit="row", miniters=1, dynamic_ncols=True) as bar,
         ):
             working = in_order(working, done) if args.ordered else working
             tally, stopped = write_all(working, output, bar, args.strict)
@@ -161,6 +164,9 @@ def _check_options(args: argparse.Namespace, path: Path) -> None:
         raise UsageError(f"there is no folder {path.parent} for {path.name}; make it, or give another -o")
     if args.output == STDOUT and args.retry_errors:
         raise UsageError("--retry-errors needs an output that can be read; give a file as -o")
+    for name, what, stream in ((args.inputs[0], "stdin", sys.stdin), (args.output, "stdout", sys.stdout)):
+        if name == STDOUT and stream is None:
+            raise UsageError(f"- is {what}, which is closed; give a file")
     args.ray = args.ray or bool(given(args, (option.name for option in RAY)))
 
 
@@ -216,7 +222,7 @@ def _batch_state(record: Record) -> tuple[int, bool]:
 @contextmanager
 def _working(args: argparse.Namespace, source: Source, done: Sequence[int], seed: int) -> Iterator[Work]:
     """Yield the work on the rows that are not done, in this process or on Ray."""
-    make, rows = partial(_make, args, source.batch, seed), read_rows(source.files, done)
+    make, rows = partial(_make, args, source.batch, seed), source.rows(done)
     if args.ray:
         backend = needed("fastgen.cli.gen.ray_backend", "ray", "actors of Ray")
         yield backend.work_on_ray(args, make, rows, source.total - sum(done))

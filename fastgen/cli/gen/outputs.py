@@ -18,6 +18,7 @@ import io
 import json
 import os
 import secrets
+import shutil
 import sys
 import time
 import zlib
@@ -27,7 +28,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fastgen.cli.gen.rows import CSV, GZIP, PARQUET, format_of, open_file, parquet_file, pyarrow, read_rows
+from fastgen.cli.gen.rows import CSV, GZIP, PARQUET, format_of, parquet_file, pyarrow, read_rows, unpacked
 from fastgen.cli.gen.work import Record, State, check_added
 from fastgen.disk import naming_full_disk
 
@@ -54,19 +55,19 @@ def begin(
         return done, failures, seed
     if not output.about.exists():
         raise ValueError(f"{name} has records, and no {output.about.name} describes their job; give another -o")
-    about = json.loads(output.about.read_bytes())
-    changed = [each for each in {**about["job"], **job} if about["job"].get(each) != job.get(each)]
+    begun, seed = _described(output.about)
+    changed = [each for each in {**begun, **job} if begun.get(each) != job.get(each)]
     if wrong := [each for each in changed if each not in (retry or ())]:
         what = f"another {', '.join(wrong)}, as {output.about} says"
         raise ValueError(f"{name} was begun with {what}; give another -o, or what it was begun with")
     for index, failed in output.recover(retry is not None):
-        if index >= rows or done[index]:
+        if not 0 <= index < rows or done[index]:
             raise ValueError(f"{output.path} has row {index} twice, or the input does not have it; remove its record")
         done[index] = not (failed and retry is not None)
         failures += failed and done[index]
     if changed:
-        _describe(output, job, about["seed"])
-    return done, failures, about["seed"]
+        _describe(output, job, seed)
+    return done, failures, seed
 
 
 def _describe(output: Output, job: Mapping[str, Any], seed: int) -> None:
@@ -74,18 +75,45 @@ def _describe(output: Output, job: Mapping[str, Any], seed: int) -> None:
         _save(output.about, json.dumps({"job": job, "seed": seed}, indent=1).encode())
 
 
-def _save(path: Path, data: bytes) -> None:
-    """Write a file, and force it to the disk, so that it is there as a whole or not at all."""
-    beside = path.with_name(f"{path.name}.tmp")
+def _described(about: Path) -> tuple[dict[str, Any], int]:
+    """Return the job and the seed in a file that describes them. Raises ValueError if it is damaged."""
     try:
-        with naming_full_disk(path, AGAIN), beside.open("wb") as file:
-            file.write(data)
+        match json.loads(about.read_bytes()):
+            case {"job": dict(job), "seed": int(seed)}:
+                return job, seed
+        reason = "it has no job and seed"
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+    raise ValueError(
+        f"{about} describes the job of the output, and is damaged: {reason}; restore it, or give another -o"
+    )
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file, which replaces the one at a path, with its mode, when it is whole and on the disk.
+
+    Where the path is a symlink, its target is replaced. An error removes the new file: a full disk needs the room.
+    """
+    target = path.resolve()
+    beside = target.with_name(f".{target.name}.fggen.tmp")  # hidden names are no parts of Parquet either
+    beside.unlink(missing_ok=True)  # of a process that was killed
+    try:
+        with naming_full_disk(path, AGAIN), beside.open("xb") as file:
+            if target.exists():
+                shutil.copystat(target, beside)
+            yield file
             file.flush()
             os.fsync(file.fileno())
+        beside.replace(target)
     except BaseException:
-        beside.unlink(missing_ok=True)  # a full disk needs the space
+        beside.unlink(missing_ok=True)
         raise
-    beside.replace(path)
+
+
+def _save(path: Path, data: bytes) -> None:
+    with _replacing(path) as file:
+        file.write(data)
 
 
 def _lock(file: int, path: Path) -> None:
@@ -110,13 +138,13 @@ class Lines:
         self._state, self._columns = state, columns
         self._csv = format_of(path) == CSV
         self._writer: BinaryIO | gzip.GzipFile | None = None  # the file, or what compresses for it
+        self._torn = False  # whether the file has torn records
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Lock the output against other processes, so that it can be written within; force it to the disk."""
-        self._file = self.path.open("ab")
+        self._file = self._open()
         try:
-            _lock(self._file.fileno(), self.path)
             yield
         finally:
             with naming_full_disk(self.path, AGAIN), self._file:
@@ -125,6 +153,15 @@ class Lines:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
+    def _open(self) -> BinaryIO:
+        file = self.path.open("ab")
+        try:
+            _lock(file.fileno(), self.path)
+        except ValueError:
+            file.close()
+            raise
+        return file
+
     def begun(self) -> bool:
         """Return True if the output has records, of whatever job."""
         return self.path.stat().st_size > 0
@@ -132,7 +169,7 @@ class Lines:
     def recover(self, retry: bool) -> Iterator[tuple[int, bool]]:
         """Yield the index of each row, and True if the row has failed. Raises ValueError for a record of another job.
 
-        In the end, a torn record is dropped; retry: and so are those of rows that have failed.
+        In the end, torn records are dropped; retry: and so are those of rows that have failed.
         """
         failures = False
         for _, index, failed in self._read():
@@ -143,24 +180,31 @@ class Lines:
 
     def _drop(self, retry: bool) -> None:
         """Write the file again without the records that `recover` drops."""
-        beside = self.path.with_name(f"{self.path.name}.tmp")
-        beside.unlink(missing_ok=True)
-        old, self._file = self._file, beside.open("ab")
-        _lock(self._file.fileno(), beside)
-        for raw, _, failed in self._read():
-            if not (retry and failed):
-                self._append(raw)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        beside.replace(self.path)
+        old = self._file
+        try:
+            with _replacing(self.path) as self._file:
+                for raw, _, failed in self._read():
+                    if not (retry and failed):
+                        self._append(raw)
+                if isinstance(self._writer, gzip.GzipFile):
+                    self._writer.close()
+        finally:
+            self._file, self._writer = old, None
+        self._file = self._open()
         old.close()
 
     def _read(self) -> Iterator[tuple[bytes, int, bool]]:
-        """Yield each whole record, the index of its row, and True if the row has failed."""
+        """Yield each whole record, the index of its row, and True if the row has failed; note whether others are torn.
+
+        A power cut may leave NULs, also between records. In CSV they may hide a quote, so that the lines after them
+        are not divided into records as they were written.
+        """
         records = self._records()
-        if self._csv:
-            next(records, None)  # the names
+        torn = self._csv and b"\0" in next(records, b"")  # the names
         for number, raw in enumerate(records, 1):
+            if b"\0" in raw:
+                torn = True
+                continue
             try:
                 if self._csv:
                     cells = next(csv.reader(io.StringIO(raw.decode(), newline="")))
@@ -168,21 +212,25 @@ class Lines:
                 else:
                     record = json.loads(raw)
                 index, failed = self._state(record)
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+                if self._csv and torn:
+                    continue
                 wrong = f"record {number} of {self.path} is not of this job; remove it to do its row again"
                 raise ValueError(wrong) from None
             yield raw, index, failed
+        self._torn = self._torn or torn
 
     def _records(self) -> Iterator[bytes]:
         """Yield the bytes of each whole record; note whether a torn one follows."""
-        record, self._torn = b"", True
-        with open_file(self.path) as file, suppress(EOFError, zlib.error, gzip.BadGzipFile):
-            for line in file:
-                record += line
-                if line.endswith(b"\n") and not (self._csv and record.count(b'"') % 2):  # inside of a cell
-                    yield record
-                    record = b""
-            self._torn = bool(record)
+        lines, quotes, self._torn = [], 0, True
+        with self.path.open("rb") as file, suppress(EOFError, zlib.error, gzip.BadGzipFile):
+            for line in unpacked(self.path, file):
+                lines.append(line)
+                quotes += self._csv and line.count(b'"')
+                if line.endswith(b"\n") and quotes % 2 == 0:  # otherwise it is inside of a cell
+                    yield b"".join(lines)
+                    lines, quotes = [], 0
+            self._torn = bool(lines)
 
     def write(self, record: Record) -> None:
         self._append(to_cells(map(record.get, self._columns)) if self._csv else to_line(record))
@@ -270,9 +318,13 @@ class Parts:
         return any(self.path.glob(f"*{PARQUET}"))
 
     def recover(self, retry: bool) -> Iterator[tuple[int, bool]]:
+        schema = pyarrow().schema(map(self._schema.field, self._columns))
         found = ((int(part.stem.removeprefix("part-")), part) for part in self.path.glob("part-*.parquet"))
         for number, part in sorted(found):
-            indices, errors = parquet_file(part).read(self._columns).columns
+            state = parquet_file(part).read(self._columns)
+            if state.schema != schema or state.columns[0].null_count:
+                raise ValueError(f"{part} is not of this job; remove it to do its rows again")
+            indices, errors = state.columns
             yield from zip(indices.to_pylist(), errors.is_valid().to_pylist(), strict=True)
             if retry and errors.null_count < len(errors):
                 self._save_part(number, parquet_file(part).read().filter(errors.is_null()))

@@ -11,13 +11,13 @@ import json
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from fastgen.cli.command import needed
 
@@ -40,6 +40,13 @@ class Row:
     error: str | None = None
 
 
+class Survey(NamedTuple):
+    """What a file was when it was read first: its number of rows, and the SHA-256 of its bytes."""
+
+    rows: int
+    digest: bytes
+
+
 class Source:
     """The input of a job: files, folders and globs, or stdin for the single name "-", which becomes a temporary file.
 
@@ -55,9 +62,15 @@ class Source:
             self.files = [Path(self._stdin.name)]
         else:
             self.files = find_files(inputs, output)
-        self.total, self.fingerprint = survey(self.files)
+        self._surveys = [survey(path) for path in self.files]
+        self.total = sum(each.rows for each in self._surveys)
+        self.fingerprint = hashlib.sha256(b"".join(each.digest for each in self._surveys)).hexdigest()
         self.columns = next((row.columns for row in read_rows(self.files) if row.error is None), {})
         self.batch = {"custom_id", "body"} <= self.columns.keys()
+
+    def rows(self, done: Sequence[int]) -> Iterator[Row]:
+        """Yield the rows but those at whose indices `done` is 1. Raises ValueError for a file that has changed."""
+        return read_rows(self.files, self._surveys, done)
 
 
 def find_files(inputs: Sequence[str], output: Path) -> list[Path]:
@@ -89,25 +102,37 @@ def format_of(path: Path) -> str:
     return next((suffix.removesuffix(GZIP) for suffix in SUFFIXES if path.name.endswith(suffix)), "")
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Open a file to be read; decompress it if its name ends in .gz."""
-    return cast(BinaryIO, gzip.open(path)) if path.suffix == GZIP else path.open("rb")
+def unpacked(path: Path, file: BinaryIO) -> BinaryIO:
+    """Return the content of an opened file, which is decompressed if the name ends in .gz."""
+    return cast(BinaryIO, gzip.open(file)) if path.suffix == GZIP else file
 
 
-def survey(files: Sequence[Path]) -> tuple[int, str]:
-    """Return the number of rows and a fingerprint of the content. The files are read for it."""
-    rows, digest = 0, hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-        parquet = format_of(path) == PARQUET
-        rows += parquet_file(path).metadata.num_rows if parquet else sum(1 for _ in _file_rows(path))
-    return rows, digest.hexdigest()
+def survey(path: Path) -> Survey:
+    """Read a file to count its rows, and for the digest of its bytes."""
+    with path.open("rb") as file:
+        digest = _digest(file)
+        if format_of(path) == PARQUET:
+            return Survey(parquet_file(path, file).metadata.num_rows, digest)
+        return Survey(sum(1 for _ in _rows(path, file)), digest)
 
 
-def read_rows(files: Sequence[Path], done: Sequence[int] = ()) -> Iterator[Row]:
-    """Yield the rows of files in order. done: 1 at the indices of rows to leave out; if it is empty, there are none."""
-    for index, (where, load) in enumerate(chain.from_iterable(map(_file_rows, files))):
+def _digest(file: io.BufferedReader) -> bytes:
+    """Return the SHA-256 of a file, which is at its start afterwards."""
+    file.seek(0)
+    digest = hashlib.file_digest(file, "sha256").digest()
+    file.seek(0)
+    return digest
+
+
+def read_rows(
+    files: Sequence[Path], surveys: Iterable[Survey | None] = repeat(None), done: Sequence[int] = ()
+) -> Iterator[Row]:
+    """Yield the rows of files in order.
+
+    surveys: what the files were; ValueError is raised for one that has changed. done: 1 at the indices of rows to leave
+    out; if it is empty, there are none.
+    """
+    for index, (where, load) in enumerate(chain.from_iterable(map(_surveyed_rows, files, surveys))):
         if done and done[index]:
             continue
         try:
@@ -117,43 +142,63 @@ def read_rows(files: Sequence[Path], done: Sequence[int] = ()) -> Iterator[Row]:
         yield row
 
 
-def _file_rows(path: Path) -> RowReader:
-    """Read a file. Raises ValueError if the file as a whole is damaged."""
+def _surveyed_rows(path: Path, before: Survey | None) -> RowReader:
+    """Read a file. Raises ValueError if it is damaged as a whole, or was something else before.
+
+    No row comes that was not counted, so that the indices of other files' rows stay theirs. The digest is that of the
+    opened file after its rows were read: a file that replaces it then does no harm.
+    """
+    with path.open("rb") as file:
+        number = 0
+        for number, row in enumerate(_rows(path, file), 1):
+            if before and number > before.rows:
+                break
+            yield row
+        if before and (number, _digest(file)) != before:
+            raise ValueError(
+                f"{path} has changed since fggen counted its rows, so that answers which are written may be to other"
+                " prompts; start again with another -o"
+            )
+
+
+def _rows(path: Path, file: BinaryIO) -> RowReader:
+    """Read the rows of an opened file. Raises ValueError if it is damaged as a whole."""
     kind = format_of(path)
+    read = _parquet_rows if kind == PARQUET else _csv_rows if kind == CSV else _json_rows
     try:
-        yield from _parquet_rows(path) if kind == PARQUET else _csv_rows(path) if kind == CSV else _json_rows(path)
-    except (gzip.BadGzipFile, zlib.error, EOFError, csv.Error, UnicodeError) as error:
+        yield from read(path, file)
+    except (OSError, zlib.error, EOFError, csv.Error, UnicodeError) as error:
         raise ValueError(f"{path} can not be read: {error}") from None
 
 
-def _parquet_rows(path: Path) -> RowReader:
-    with parquet_file(path) as file:
-        for batch in file.iter_batches(batch_size=PARQUET_ROWS):
-            for place in range(batch.num_rows):
-                yield f"a row of {path}", partial(_parquet_row, batch, place)
+def _parquet_rows(path: Path, file: BinaryIO) -> RowReader:
+    for batch in parquet_file(path, file).iter_batches(batch_size=PARQUET_ROWS):
+        for place in range(batch.num_rows):
+            yield f"a row of {path}", partial(_parquet_row, batch, place)
 
 
-def _csv_rows(path: Path) -> RowReader:
-    with io.TextIOWrapper(open_file(path), "utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, strict=True)
-        try:
-            if len(set(reader.fieldnames or ())) < len(reader.fieldnames or ()):
-                raise ValueError(f"{path} has two columns of one name; rename one")
-            for cells in reader:
-                yield f"line {reader.line_num} of {path}", partial(_csv_row, cells)
-        except UnicodeDecodeError as error:  # of a chunk, which begins within the line after those that were read
-            line = reader.reader.line_num + 1 + error.object[: error.start].count(b"\n")
-            raise csv.Error(f"line {line} is not UTF-8; save the file as UTF-8") from None
-        except csv.Error as error:
-            line = reader.line_num + 1  # line_num counts the lines of whole rows
-            raise csv.Error(f"{error}, in the row that begins on line {line}; check its quotes") from None
+def _csv_rows(path: Path, file: BinaryIO) -> RowReader:
+    lines = io.TextIOWrapper(unpacked(path, file), "utf-8-sig", newline="")
+    reader = csv.DictReader(lines, strict=True)
+    try:
+        if len(set(reader.fieldnames or ())) < len(reader.fieldnames or ()):
+            raise ValueError(f"{path} has two columns of one name; rename one")
+        for cells in reader:
+            yield f"line {reader.line_num} of {path}", partial(_csv_row, cells)
+    except UnicodeDecodeError as error:  # of a chunk, which begins within the line after those that were read
+        line = reader.reader.line_num + 1 + error.object[: error.start].count(b"\n")
+        raise csv.Error(f"line {line} is not UTF-8; save the file as UTF-8") from None
+    except csv.Error as error:
+        line = reader.line_num + 1  # line_num counts the lines of whole rows
+        raise csv.Error(f"{error}, in the row that begins on line {line}; check its quotes") from None
+    finally:
+        lines.detach()  # so that the file stays open
 
 
-def _json_rows(path: Path) -> RowReader:
-    with open_file(path) as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.isspace():
-                yield f"line {number} of {path}", partial(_json_row, line)
+def _json_rows(path: Path, file: BinaryIO) -> RowReader:
+    for number, line in enumerate(unpacked(path, file), 1):
+        if not line.isspace():
+            yield f"line {number} of {path}", partial(_json_row, line)
 
 
 def _csv_row(cells: dict[str | None, Any]) -> dict[str, Any]:
@@ -180,10 +225,10 @@ def pyarrow(part: str = "") -> Any:
     return needed(f"pyarrow.{part}".rstrip("."), "parquet", "Parquet files")
 
 
-def parquet_file(path: Path) -> Any:
-    """Open a Parquet file. Raises ValueError if it is none."""
+def parquet_file(path: Path, file: BinaryIO | None = None) -> Any:
+    """Return the Parquet file at a path, or the one that was opened there. Raises ValueError if it is none."""
     opened = pyarrow("parquet").ParquetFile
     try:
-        return opened(path)
+        return opened(file or path)
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} can not be read as Parquet: {error}") from None

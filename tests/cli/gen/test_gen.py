@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tracemalloc
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -302,6 +303,7 @@ def test_a_bar_and_a_summary(fggen: Fggen, capsys: pytest.CaptureFixture[str]) -
     Path("out.jsonl").write_bytes(b"")
     assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
     said = capsys.readouterr().err
+    assert "1/6 [" in said, "at once, and not after LOG_SECONDS"
     assert "6/6 [" in said
     assert "tok/s, 1 errors]" in said
     assert "fggen: 6 rows in" in said
@@ -319,6 +321,26 @@ def test_options_are_checked_before_anything_is_read(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         main.main(["--version"])
     assert f"fggen {fastgen.__version__}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "stream"), [(("-", "-o", "out.jsonl"), "stdin"), (("x", "-o", "-"), "stdout")])
+def test_a_closed_stream_is_told(
+    fggen: Fggen, arguments: tuple[str, ...], stream: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, stream, None)
+        assert fggen(*arguments) == 2
+    assert capsys.readouterr().err == f"fggen: error: - is {stream}, which is closed; give a file\n"
+
+
+def test_without_stderr_stdout_gets_lines_and_nothing_else(
+    fggen: Fggen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert fggen(write("in.jsonl", *PROMPTS), "-o", "-", *SHORT) == 0
+    sys.stderr.close()
+    assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 5
 
 
 def test_options_reach_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:

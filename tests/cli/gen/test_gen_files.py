@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import datetime
 import gzip
@@ -22,8 +21,8 @@ from generating import PROMPTS, SHORT, Fggen, by_row, read, write
 
 from fastgen.cli.gen import main, outputs
 from fastgen.cli.gen.outputs import to_line
-from fastgen.cli.gen.rows import Row, read_rows
-from fastgen.cli.gen.work import RowJob, RowRequests, parsed
+from fastgen.cli.gen.rows import Row, Source, read_rows
+from fastgen.cli.gen.work import RowJob, RowRequests, parsed, state_by
 
 # ------------------------------------------------------------------------------------------------- files
 
@@ -136,7 +135,47 @@ def test_the_output_in_the_folder_is_no_input(fggen: Fggen) -> None:
         write(f"{folder}/in.jsonl", *PROMPTS)
         for _ in range(2):
             assert fggen(folder, "-o", folder / name, *SHORT) == 0
-            assert main.Source([str(folder)], folder / name).total == 5
+            assert Source([str(folder)], folder / name).total == 5
+
+
+def write_prompts(name: str, *prompts: str) -> str:
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table({"prompt": prompts}), name)
+    elif name.endswith(".csv.gz"):
+        Path(name).write_bytes(gzip.compress("\n".join(("prompt", *prompts)).encode()))
+    else:
+        write(name, *({"prompt": prompt} for prompt in prompts))
+    return name
+
+
+@pytest.mark.parametrize("after", ["ab", "cba", "abcd"])
+@pytest.mark.parametrize("name", ["in.jsonl", "in.csv.gz", "in.parquet"])
+def test_an_input_that_has_changed_is_named(
+    fggen: Fggen, name: str, after: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = main._load
+    monkeypatch.setattr(main, "_load", lambda args: write_prompts(name, *after) and load(args))
+    for inputs in ((name, write("other.jsonl", PROMPTS[0])), ("other.jsonl", name)):
+        write_prompts(name, *"abc")
+        assert fggen(*inputs, "-o", f"of-{inputs[0]}.jsonl", *SHORT) == 1
+        assert f"error: {name} has changed since fggen counted its rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.csv.gz", "in.parquet"])
+def test_an_input_may_be_replaced_but_not_rewritten_while_it_is_read(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    source = Source([write_prompts(str(path), *"abc")], tmp_path / "out.jsonl")
+    rows = source.rows(bytearray(3))
+    first = next(rows)
+    path.rename(tmp_path / f"old-{name}")
+    write_prompts(str(path), *"xyz")
+    assert [row.columns["prompt"] for row in (first, *rows)] == ["a", "b", "c"]
+    source = Source([str(path)], tmp_path / "out.jsonl")
+    rows = source.rows(bytearray(3))
+    next(rows)
+    write_prompts(str(path), *"xya")
+    with pytest.raises(ValueError, match="has changed since"):
+        list(rows)
 
 
 def test_an_input_without_rows(fggen: Fggen, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,16 +261,19 @@ def test_a_line_is_json_whatever_the_columns_hold() -> None:
     assert to_line({"a": "é\u2028"}) == b'{"a": "\xc3\xa9\xe2\x80\xa8"}\n', "one line, which people can read"
 
 
-@pytest.mark.parametrize("name", ["out.csv", "out.jsonl.gz", "out.csv.gz"])
-def test_csv_and_gzip_go_on_after_any_torn_end(fggen: Fggen, name: str) -> None:
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.jsonl.gz", "out.csv.gz"])
+def test_torn_records_are_done_again(fggen: Fggen, name: str) -> None:
     prompts = ['a "quoted" one', "two\nlines\r\n", "a, b", "", "é", "long" * 50_000]
     write("in.jsonl", *({"prompt": prompt, "n": 1 + row, "id": row} for row, prompt in enumerate(prompts)))
     assert fggen("in.jsonl", "-o", "whole.jsonl", *SHORT) == 0
     assert fggen("in.jsonl", "-o", name, *SHORT) == 0
     whole, data = by_row("whole.jsonl"), Path(name).read_bytes()
     assert whole == found_in(name)
-    for kept in (len(data) - 1, len(data) - 9, 3 * len(data) // 4, len(data) // 2, len(data) // 3, 5):
-        Path(name).write_bytes(data[:kept])
+    torn = [data[:kept] for kept in (len(data) - 1, len(data) - 9, len(data) // 2, 5, 0)]
+    for start in (0, len(data) - 50) if name.endswith(".gz") else (0, 60, 300, 500, len(data) - 50):
+        torn.append(data[:start] + bytes(40) + data[start + 40 :])  # as a power cut may leave it
+    for content in torn:
+        Path(name).write_bytes(content)
         assert fggen("in.jsonl", "-o", name, *SHORT) == 0
         assert whole == found_in(name)
 
@@ -331,15 +373,22 @@ def begun(fggen: Fggen) -> bytes:
     return Path("out.jsonl").read_bytes()
 
 
-def test_a_torn_line_is_cut_off_and_done_again(fggen: Fggen, begun: bytes) -> None:
-    whole = by_row("out.jsonl")
-    for kept in (len(begun) - 1, len(begun) - 30, begun.index(b"\n") + 1, 10, 0):
-        Path("out.jsonl").write_bytes(begun[:kept])
-        assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
-        assert by_row("out.jsonl") == whole
-    Path("out.jsonl").write_bytes(begun[:-20] + b"\0" * 20)  # as a power cut may leave it
+def test_a_torn_file_stays_where_a_symlink_says_with_its_mode(fggen: Fggen, begun: bytes) -> None:
+    whole, target = by_row("out.jsonl"), Path("disk/target.jsonl")
+    target.parent.mkdir()
+    target.write_bytes(begun[:-9])
+    target.chmod(0o600)
+    Path("out.jsonl").unlink()
+    Path("out.jsonl").symlink_to(target)
+    mine = (Path("out.jsonl.tmp"), Path("disk/target.jsonl.tmp"), Path("out.jsonl.fggen.json.tmp"))
+    for path in mine:
+        path.write_text("mine")
     assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
     assert by_row("out.jsonl") == whole
+    assert Path("out.jsonl").readlink() == target
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert all(path.read_text() == "mine" for path in mine)
+    assert len(list(target.parent.iterdir())) == 2
 
 
 def test_a_job_on_stdin_goes_on(fggen: Fggen, begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +449,11 @@ def test_what_does_not_change_the_job_may_change(fggen: Fggen, begun: bytes) -> 
     ("content", "reason"),
     [
         (b'{"row": 0, "error": null}\n{"row": 0, "error": null}\n', "out.jsonl has row 0 twice"),
+        (b'{"row": -1, "error": null}\n', "out.jsonl has row -1 twice, or the input does not have it"),
+        (b'{"row": 5, "error": null}\n', "out.jsonl has row 5 twice, or the input does not have it"),
         (b'{"row": 0, "error": null}\nnonsense\n', "record 2 of out.jsonl is not of this job"),
+        (b'{"row": 1e999, "error": null}\n', "record 1 of out.jsonl is not of this job"),
+        (b"[" * 10**5 + b"\n", "record 1 of out.jsonl is not of this job"),
     ],
 )
 def test_an_output_with_other_lines_is_refused(
@@ -412,10 +465,33 @@ def test_an_output_with_other_lines_is_refused(
     assert Path("out.jsonl").read_bytes() == content
 
 
-def test_an_output_of_unknown_origin_is_refused(fggen: Fggen, begun: bytes, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("out.jsonl.fggen.json").unlink()
+@pytest.mark.parametrize("rows", [[0, None], ["0", "1"]])
+def test_a_part_of_another_job_is_refused(fggen: Fggen, rows: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.parquet", *SHORT) == 0
+    pq.write_table(pa.table({"row": rows, "error": pa.nulls(2, pa.string())}), "out.parquet/part-00001.parquet")
+    assert fggen("in.jsonl", "-o", "out.parquet", *SHORT) == 1
+    assert "out.parquet/part-00001.parquet is not of this job; remove it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "no out.jsonl.fggen.json describes their job"),
+        (b"", "out.jsonl.fggen.json describes the job of the output, and is damaged: Expecting value"),
+        (b"\xff", "out.jsonl.fggen.json describes the job of the output, and is damaged: 'utf-8' codec"),
+        (b"[]", "out.jsonl.fggen.json describes the job of the output, and is damaged: it has no job and seed"),
+        (b'{"job": {}}', "is damaged: it has no job and seed; restore it, or give another -o"),
+        (b'{"job": {}, "seed": null}', "is damaged: it has no job and seed"),
+        (b'{"job": [], "seed": 1}', "is damaged: it has no job and seed"),
+    ],
+)
+def test_an_output_of_an_unknown_job_is_refused(
+    fggen: Fggen, begun: bytes, capsys: pytest.CaptureFixture[str], content: bytes | None, reason: str
+) -> None:
+    about = Path("out.jsonl.fggen.json")
+    about.unlink() if content is None else about.write_bytes(content)
     assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 1
-    assert "no out.jsonl.fggen.json describes their job" in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
     assert Path("out.jsonl").read_bytes() == begun
 
 
@@ -423,10 +499,16 @@ def test_an_output_of_unknown_origin_is_refused(fggen: Fggen, begun: bytes, caps
 def test_two_that_write_the_same_output_are_refused(
     fggen: Fggen, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write("in.jsonl", *PROMPTS)
-    output = main._output(argparse.Namespace(output=name, template=None, prefix="", logprobs=False), Path(name),
-                          main.Source(["in.jsonl"], Path(name)))  # fmt: skip
+    assert fggen(write("in.jsonl", *PROMPTS), "-o", name, *SHORT) == 0
+    schema = pa.schema([("row", pa.int64()), ("error", pa.string())])
+    state = ("row", "error")
+    parts = name.endswith(".parquet")
+    output = outputs.Parts(Path(name), schema, state) if parts else outputs.Lines(Path(name), state_by(state))
+    if not parts:
+        Path(name).write_bytes(Path(name).read_bytes()[:-9])
     with output.opened():
+        assert fggen("in.jsonl", "-o", name, *SHORT) == 1
+        assert len(list(output.recover(retry=False))) >= 4, "which replaces a torn file"
         assert fggen("in.jsonl", "-o", name, *SHORT) == 1
     assert f"another fggen is writing {name}" in capsys.readouterr().err
     assert fggen("in.jsonl", "-o", name, *SHORT) == 0

@@ -153,7 +153,7 @@ def test_parquet_begun_without_ray_ends_there_as_the_same(tmp_path: Path, monkey
     assert main.main(["fastgen-tiny", "in.parquet", "-o", "alone.parquet", *JOB, "--logprobs"]) == 0
     shutil.copytree("alone.parquet", "out.parquet")
     for part in range(20, 30):
-        Path(f"out.parquet/part-{part:05}.parquet").rename("out.parquet/part-00020.parquet.tmp")
+        Path(f"out.parquet/part-{part:05}.parquet").rename("out.parquet/.part-00020.parquet.fggen.tmp")
     with on_ray("in.parquet", "out.parquet", "--logprobs") as process:
         said = ended(process, 0)
     assert "fggen: 20 rows are in out.parquet already" in said
