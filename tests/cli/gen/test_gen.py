@@ -24,10 +24,12 @@ from fastgen.request import Completion, Request, RequestOutput
 # ------------------------------------------------------------------------------------------------- rows
 
 
-def test_rows_say_what_generate_says(fggen: Fggen, gen: Generator) -> None:
+@pytest.mark.parametrize("extra", [(), ("token_ids", "logprobs", "raw_logprobs")])
+def test_rows_say_what_generate_says(fggen: Fggen, gen: Generator, extra: tuple[str, ...]) -> None:
     messages = [{"role": "user", "content": "hello"}]
     rows = [{"prompt": "hello", "id": "a"}, {"messages": messages, "topic": None}, {"prompt_token_ids": [5, 6, 7]}]
-    assert fggen(write("in.jsonl", *rows), "-o", "out.jsonl", "--n", 2, "--temperature", 0.7, *SHORT) == 0
+    options = ("--n", 2, "--temperature", 0.7, *SHORT, *["--logprobs"][: len(extra)])
+    assert fggen(write("in.jsonl", *rows), "-o", "out.jsonl", *options) == 0
     for index, (row, prompt) in enumerate(zip(rows, ("hello", messages, [5, 6, 7]), strict=True)):
         params = SamplingParams(n=2, temperature=0.7, max_tokens=5, seed=seed_of(3, index))
         (output,) = gen.generate([prompt], params)
@@ -40,29 +42,29 @@ def test_rows_say_what_generate_says(fggen: Fggen, gen: Generator) -> None:
             "finish_reasons": [completion.finish_reason for completion in output.completions],
             "prompt_tokens": len(output.prompt_token_ids),
             "completion_tokens": [len(completion.token_ids) for completion in output.completions],
+            **{name: [getattr(completion, name) for completion in output.completions] for name in extra},
         }
 
 
-def test_a_row_has_parameters_of_its_own(fggen: Fggen, gen: Generator) -> None:
-    own = {"n": 3, "max_tokens": 2, "temperature": 0.5, "seed": 9, "top_k": 5, "logit_bias": {"7": 3.0}}
-    rows = [{"prompt": "hello", **own}, {"prompt": "hello", "max_tokens": None, "stop": ["zz"], "ignore_eos": True}]
-    assert fggen(write("in.jsonl", *rows), "-o", "out.jsonl", *SHORT) == 0
-    first, second = by_row("out.jsonl")
-    params = SamplingParams(**{**own, "logit_bias": {7: 3.0}})
-    assert first["completions"] == [c.text for c in gen.generate("hello", params)[0].completions]
-    assert second["completion_tokens"] == [5]
-
-
-def test_the_models_defaults_are_under_the_options_and_these_under_the_row(
+def test_parameters_are_those_of_the_row_then_the_options_then_the_model(
     fggen: Fggen, gen: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gen, "default_params", SamplingParams(temperature=0, top_k=3))
-    write("in.jsonl", {"prompt": "hello"}, {"prompt": "hello", "temperature": 0.5})
-    for name, options, temperatures in (("a", (), (0, 0.5)), ("b", ("--temperature", 0.7), (0.7, 0.5))):
+    own = {"n": 3, "max_tokens": 2, "temperature": 0.5, "seed": 9, "top_k": 5, "logit_bias": {"7": 3.0}}
+    ended = {"max_tokens": None, "stop": ["zz"], "ignore_eos": True}
+    write("in.jsonl", *({"prompt": "hello", **row} for row in (own, ended, {"temperature": 0.5}, {})))
+    for name, options, temperature in (("a", (), 0), ("b", ("--temperature", 0.7), 0.7)):
         assert fggen("in.jsonl", "-o", f"{name}.jsonl", *options, *SHORT) == 0
-        for row, (record, temperature) in enumerate(zip(by_row(f"{name}.jsonl"), temperatures, strict=True)):
-            params = SamplingParams(temperature=temperature, top_k=3, max_tokens=5, seed=seed_of(3, row))
-            assert record["completions"] == [gen.generate("hello", params)[0].completions[0].text]
+        shared = {"temperature": temperature, "top_k": 3, "max_tokens": 5}
+        expected = [
+            {**own, "logit_bias": {7: 3.0}},
+            {**shared, "seed": seed_of(3, 1), "stop": ["zz"], "ignore_eos": True},
+            {**shared, "seed": seed_of(3, 2), "temperature": 0.5},
+            {**shared, "seed": seed_of(3, 3)},
+        ]
+        for record, params in zip(by_row(f"{name}.jsonl"), expected, strict=True):
+            (output,) = gen.generate(["hello"], SamplingParams(**params))
+            assert record["completions"] == [completion.text for completion in output.completions]
 
 
 def test_the_seed_makes_equal_rows_differ_and_runs_the_same(fggen: Fggen) -> None:
@@ -71,14 +73,6 @@ def test_the_seed_makes_equal_rows_differ_and_runs_the_same(fggen: Fggen) -> Non
         assert fggen("in.jsonl", "-o", name, *SHORT) == 0
     assert by_row("a.jsonl") == by_row("b.jsonl")
     assert len({record["completions"][0] for record in read("a.jsonl")}) > 3
-
-
-def test_logprobs(fggen: Fggen, gen: Generator) -> None:
-    assert fggen(write("in.jsonl", PROMPTS[0]), "-o", "out.jsonl", "--logprobs", "--n", 2, *SHORT) == 0
-    (record,) = read("out.jsonl")
-    (output,) = gen.generate(PROMPTS[0]["prompt"], SamplingParams(n=2, max_tokens=5, seed=seed_of(3, 0)))
-    for name in ("token_ids", "logprobs", "raw_logprobs"):
-        assert record[name] == [getattr(completion, name) for completion in output.completions]
 
 
 def test_a_template_makes_prompts_of_columns(fggen: Fggen) -> None:
@@ -98,13 +92,6 @@ def test_a_template_makes_prompts_of_columns(fggen: Fggen) -> None:
     assert chat_said[0]["prompt_tokens"] > template_said[0]["prompt_tokens"]
 
 
-@pytest.mark.parametrize("text", ["{a", "a}", "{}"])
-def test_a_wrong_template_is_told_at_once(fggen: Fggen, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fggen(write("in.jsonl", {"a": 1}), "-o", "out.jsonl", "--template", text) == 2
-    assert "the template" in capsys.readouterr().err
-    assert not Path("out.jsonl").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -113,28 +100,40 @@ def test_a_wrong_template_is_told_at_once(fggen: Fggen, text: str, capsys: pytes
             "no row has a column topik, which the template needs (a literal brace is written twice); the first row has",
         ),
         (["--template", "{a.b}"], "no row has a column a.b, which"),
+        (["--template", "{a"], "the template can not be read: "),
+        (["--template", "a}"], "the template can not be read: "),
+        (["--template", "{}"], "the template has {} without the name of a column; write a literal brace twice"),
         ([], "no row has a column prompt or messages or prompt_token_ids, and no --template makes one of other"),
     ],
 )
-def test_columns_that_no_row_has_are_told_before_the_model_is_loaded(
-    options: list[str], reason: str, fggen: Fggen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_template_is_told_before_the_model_is_loaded(
+    options: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(main, "_load", lambda args: pytest.fail("loaded"))
-    assert fggen(write("in.jsonl", {"a": 1, "b": 2}, {"a": 2}), "-o", "out.jsonl", *options) == 2
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["no/model", write("in.jsonl", {"a": 1, "b": 2}, {"a": 2}), "-o", "out.jsonl", *options]) == 2
     assert reason in capsys.readouterr().err
     assert not Path("out.jsonl").exists()
 
 
-def test_the_status_says_that_all_rows_have_failed(fggen: Fggen, capsys: pytest.CaptureFixture[str]) -> None:
-    write("in.jsonl", "nonsense", {"prompt": "x", "n": "two"})
-    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 3
-    assert "fggen: all rows have failed; one error is: line 1 of in.jsonl can not be read" in capsys.readouterr().err
-    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 3, "and so it does again"
-    assert (
-        "nothing is left to do of 2 rows, 2 of them errors; --retry-errors does those again\n"
-        in capsys.readouterr().err
-    )
-    assert fggen(write("more.jsonl", "nonsense", PROMPTS[0]), "-o", "more_out.jsonl", *SHORT) == 0
+@pytest.mark.parametrize(("rows", "status", "failed"), [([{"prompt": "x"}], 0, "some"), ([{"prompt": 5}], 3, "all")])
+def test_the_bar_the_summary_and_the_status(
+    fggen: Fggen, rows: list[Any], status: int, failed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("in.jsonl", "nonsense", *rows * 4)
+    Path("out.jsonl").write_bytes(b"")
+    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == status
+    said, errors = capsys.readouterr().err, 5 if status else 1
+    assert "1/5 [" in said, "at once, and not after LOG_SECONDS"
+    assert "5/5 [" in said
+    assert f" tok/s, {errors} errors]" in said
+    assert "fggen: 5 rows in" in said
+    assert f", {errors} of them errors; " in said
+    assert " tokens in, " in said
+    assert "; in out.jsonl\n" in said
+    assert f"fggen: {failed} rows have failed; one error is: line 1 of in.jsonl can not be read" in said
+    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == status, "and so it does again"
+    left = f"nothing is left to do of 5 rows, {errors} of them errors; --retry-errors does those again\n"
+    assert left in capsys.readouterr().err
 
 
 def test_a_template_reaches_nothing_but_columns() -> None:
@@ -298,21 +297,6 @@ def test_an_interrupt_between_records_ends_it_with_whole_ones(tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------------- the command
 
 
-def test_a_bar_and_a_summary(fggen: Fggen, capsys: pytest.CaptureFixture[str]) -> None:
-    write("in.jsonl", *PROMPTS, "nonsense")
-    Path("out.jsonl").write_bytes(b"")
-    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
-    said = capsys.readouterr().err
-    assert "1/6 [" in said, "at once, and not after LOG_SECONDS"
-    assert "6/6 [" in said
-    assert "tok/s, 1 errors]" in said
-    assert "fggen: 6 rows in" in said
-    assert " tokens in, " in said
-    assert "; in out.jsonl" in said
-    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
-    assert "nothing is left to do of 6 rows" in capsys.readouterr().err
-
-
 def test_options_are_checked_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     for options in (["--temperature", "-1"], ["--stop", ""], ["--n", "0"], ["--what"], ["--top-p", "0"]):
         with pytest.raises(SystemExit) as ended:
@@ -343,19 +327,19 @@ def test_without_stderr_stdout_gets_lines_and_nothing_else(
     assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 5
 
 
-def test_options_reach_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
+def test_options_reach_the_generator(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(model: str, **options: Any) -> None:
+        raise ValueError(f"{model} {options}")
 
-    class Stub:
-        def __init__(self, model: str | None, **options: Any) -> None:
-            given.append((model, options))
-
-    monkeypatch.setattr("fastgen.generator.Generator", Stub)
-    parser = main.make_parser()
+    monkeypatch.setattr("fastgen.generator.Generator", load)
+    monkeypatch.chdir(tmp_path)
     options = ["--max-seqs", "4", "--no-prefix-cache", "--kv-cache-gb", "1.5", "--tensor-parallel", "2"]
-    main._load(parser.parse_intermixed_args(["some/model", "-o", "x.jsonl", *options, "a", "b"]))
-    expected = {"max_seqs": 4, "prefix_cache": False, "kv_cache_gb": 1.5, "tensor_parallel": 2}
-    assert given == [("some/model", expected)]
+    files = [write(name, PROMPTS[0]) for name in ("a.jsonl", "b.jsonl")]
+    assert main.main(["some/model", "-o", "x.jsonl", *options, *files]) == 1
+    expected = {"max_seqs": 4, "kv_cache_gb": 1.5, "prefix_cache": False, "tensor_parallel": 2}
+    assert f"fggen: error: some/model {expected}\n" in capsys.readouterr().err
 
 
 def test_a_missing_chat_template_is_told_before_any_row(

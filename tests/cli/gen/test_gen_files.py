@@ -366,6 +366,9 @@ def test_ordered_is_the_order_of_the_input(fggen: Fggen) -> None:
 # ------------------------------------------------------------------------------------------------- going on
 
 
+ABOUT, RECORD = "out.jsonl.fggen.json", b'{"row": %b, "error": null}\n'
+
+
 @pytest.fixture
 def begun(fggen: Fggen) -> bytes:
     """Return the output (out.jsonl) of a finished job on in.jsonl with SHORT."""
@@ -391,51 +394,57 @@ def test_a_torn_file_stays_where_a_symlink_says_with_its_mode(fggen: Fggen, begu
     assert len(list(target.parent.iterdir())) == 2
 
 
-def test_a_job_on_stdin_goes_on(fggen: Fggen, begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, lines = by_row("out.jsonl"), begun.splitlines(keepends=True)
-    for kept in (0, 2):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path("in.jsonl").read_bytes())))
-        Path("out.jsonl").write_bytes(b"".join(lines[:kept]))
-        assert fggen("-", "-o", "out.jsonl", *SHORT) == 0
-        assert by_row("out.jsonl") == whole
-
-
-def test_a_row_removed_by_hand_is_done_again_in_order(fggen: Fggen) -> None:
-    assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.jsonl", "--ordered", *SHORT) == 0
+@pytest.mark.parametrize(
+    ("again", "kept", "options"), [("in.jsonl", [1, 3], SHORT[:2]), ("-", [1, 3], SHORT), ("-", [], SHORT)]
+)
+def test_the_rows_that_are_left_are_done_in_order_with_their_seeds(
+    fggen: Fggen, again: str, kept: list[int], options: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.jsonl", "--ordered", *options) == 0
     whole, lines = by_row("out.jsonl"), Path("out.jsonl").read_bytes().splitlines(keepends=True)
-    Path("out.jsonl").write_bytes(lines[1] + lines[3])
-    assert fggen("in.jsonl", "-o", "out.jsonl", "--ordered", *SHORT) == 0
-    assert [record["row"] for record in read("out.jsonl")] == [1, 3, 0, 2, 4]
+    Path("out.jsonl").write_bytes(b"".join(lines[row] for row in kept))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path("in.jsonl").read_bytes())))
+    assert fggen(again, "-o", "out.jsonl", "--ordered", *options) == 0
+    assert [record["row"] for record in read("out.jsonl")] == [*kept, *sorted({*range(5)} - {*kept})]
     assert by_row("out.jsonl") == whole
 
 
-def test_a_job_without_a_seed_goes_on_with_the_one_it_began_with(fggen: Fggen) -> None:
-    assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.jsonl", "--max-tokens", 5) == 0
-    whole, lines = by_row("out.jsonl"), Path("out.jsonl").read_bytes().splitlines(keepends=True)
-    Path("out.jsonl").write_bytes(b"".join(lines[:2]))
-    assert fggen("in.jsonl", "-o", "out.jsonl", "--max-tokens", 5) == 0
-    assert by_row("out.jsonl") == whole
+def rewritten(name: str, content: bytes) -> tuple[Any, ...]:
+    """Write a file, and return the options of the job that has begun."""
+    Path(name).write_bytes(content)
+    return SHORT
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda: ["--max-tokens", 6, "--seed", 3], "begun with another max_tokens, as out.jsonl.fggen.json says"),
-        (lambda: [*SHORT, "--temperature", 0], "begun with another temperature, as"),
-        (lambda: ["--max-tokens", 5], "begun with another seed, as"),
-        (lambda: [*SHORT, "--ordered"], "begun with another ordered, as"),
-        (lambda: write("in.jsonl", *PROMPTS[::-1]) and SHORT, "begun with another input, as"),
-        (lambda: write("in.jsonl", *PROMPTS, PROMPTS[0]) and SHORT, "begun with another input, as"),
+        (lambda: ["--max-tokens", 6, "--seed", 3], "out.jsonl was begun with another max_tokens, as out.jsonl.fggen"),
+        (lambda: [*SHORT, "--temperature", 0], "out.jsonl was begun with another temperature, as"),
+        (lambda: ["--max-tokens", 5], "another seed, as out.jsonl.fggen.json says; give another -o, or what it was"),
+        (lambda: [*SHORT, "--ordered"], "out.jsonl was begun with another ordered, as"),
+        (lambda: write("in.jsonl", *PROMPTS[::-1]) and SHORT, "out.jsonl was begun with another input, as"),
+        (lambda: write("in.jsonl", *PROMPTS, PROMPTS[0]) and SHORT, "out.jsonl was begun with another input, as"),
+        (lambda: Path(ABOUT).unlink() or SHORT, f"no {ABOUT} describes their job; give another -o"),
+        (lambda: rewritten(ABOUT, b""), f"{ABOUT} describes the job of the output, and is damaged: Expecting value"),
+        (lambda: rewritten(ABOUT, b"\xff"), f"{ABOUT} describes the job of the output, and is damaged: 'utf-8' codec"),
+        (lambda: rewritten(ABOUT, b"[]"), "is damaged: it has no job and seed; restore it, or give another -o"),
+        (lambda: rewritten(ABOUT, b'{"job": {}, "seed": null}'), "is damaged: it has no job and seed"),
+        (lambda: rewritten(ABOUT, b'{"job": [], "seed": 1}'), "is damaged: it has no job and seed"),
+        (lambda: rewritten("out.jsonl", RECORD % b"0" + RECORD % b"0"), "out.jsonl has row 0 twice"),
+        (lambda: rewritten("out.jsonl", RECORD % b"-1"), "out.jsonl has row -1 twice, or the input does not have it"),
+        (lambda: rewritten("out.jsonl", RECORD % b"5"), "out.jsonl has row 5 twice, or the input does not have it"),
+        (lambda: rewritten("out.jsonl", RECORD % b"0" + b"nonsense\n"), "record 2 of out.jsonl is not of this job"),
+        (lambda: rewritten("out.jsonl", RECORD % b"1e999"), "record 1 of out.jsonl is not of this job"),
+        (lambda: rewritten("out.jsonl", b"[" * 10**5 + b"\n"), "record 1 of out.jsonl is not of this job"),
     ],
 )
-def test_another_job_is_refused(
+def test_what_is_not_of_this_job_is_refused_and_kept(
     fggen: Fggen, begun: bytes, capsys: pytest.CaptureFixture[str], change: Callable[[], Any], reason: str
 ) -> None:
-    assert fggen("in.jsonl", "-o", "out.jsonl", *change()) == 1
-    said = capsys.readouterr().err
-    assert f"out.jsonl was {reason}" in said
-    assert "give another -o" in said
-    assert Path("out.jsonl").read_bytes() == begun
+    options, before = change(), Path("out.jsonl").read_bytes()
+    assert fggen("in.jsonl", "-o", "out.jsonl", *options) == 1
+    assert reason in capsys.readouterr().err
+    assert Path("out.jsonl").read_bytes() == before
 
 
 def test_what_does_not_change_the_job_may_change(fggen: Fggen, begun: bytes) -> None:
@@ -445,54 +454,12 @@ def test_what_does_not_change_the_job_may_change(fggen: Fggen, begun: bytes) -> 
     assert fggen("in.jsonl", "-o", "out.jsonl", "--max-tokens", 2) == 0, "without records it is a new one"
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b'{"row": 0, "error": null}\n{"row": 0, "error": null}\n', "out.jsonl has row 0 twice"),
-        (b'{"row": -1, "error": null}\n', "out.jsonl has row -1 twice, or the input does not have it"),
-        (b'{"row": 5, "error": null}\n', "out.jsonl has row 5 twice, or the input does not have it"),
-        (b'{"row": 0, "error": null}\nnonsense\n', "record 2 of out.jsonl is not of this job"),
-        (b'{"row": 1e999, "error": null}\n', "record 1 of out.jsonl is not of this job"),
-        (b"[" * 10**5 + b"\n", "record 1 of out.jsonl is not of this job"),
-    ],
-)
-def test_an_output_with_other_lines_is_refused(
-    fggen: Fggen, begun: bytes, capsys: pytest.CaptureFixture[str], content: bytes, reason: str
-) -> None:
-    Path("out.jsonl").write_bytes(content)
-    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 1
-    assert reason in capsys.readouterr().err
-    assert Path("out.jsonl").read_bytes() == content
-
-
 @pytest.mark.parametrize("rows", [[0, None], ["0", "1"]])
 def test_a_part_of_another_job_is_refused(fggen: Fggen, rows: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.parquet", *SHORT) == 0
     pq.write_table(pa.table({"row": rows, "error": pa.nulls(2, pa.string())}), "out.parquet/part-00001.parquet")
     assert fggen("in.jsonl", "-o", "out.parquet", *SHORT) == 1
     assert "out.parquet/part-00001.parquet is not of this job; remove it" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (None, "no out.jsonl.fggen.json describes their job"),
-        (b"", "out.jsonl.fggen.json describes the job of the output, and is damaged: Expecting value"),
-        (b"\xff", "out.jsonl.fggen.json describes the job of the output, and is damaged: 'utf-8' codec"),
-        (b"[]", "out.jsonl.fggen.json describes the job of the output, and is damaged: it has no job and seed"),
-        (b'{"job": {}}', "is damaged: it has no job and seed; restore it, or give another -o"),
-        (b'{"job": {}, "seed": null}', "is damaged: it has no job and seed"),
-        (b'{"job": [], "seed": 1}', "is damaged: it has no job and seed"),
-    ],
-)
-def test_an_output_of_an_unknown_job_is_refused(
-    fggen: Fggen, begun: bytes, capsys: pytest.CaptureFixture[str], content: bytes | None, reason: str
-) -> None:
-    about = Path("out.jsonl.fggen.json")
-    about.unlink() if content is None else about.write_bytes(content)
-    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 1
-    assert reason in capsys.readouterr().err
-    assert Path("out.jsonl").read_bytes() == begun
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])

@@ -76,12 +76,8 @@ def arguments(folder: Path, output: Path, rows: int = ROWS) -> list[str]:
     return ["fastgen-tiny", str(prompts), "-o", str(output), *options]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(folder: Path, forks: Forks) -> list[dict]:
-    return in_peace(forks, folder, ROWS)
-
-
-def in_peace(forks: Forks, folder: Path, rows: int) -> list[dict]:
+def in_peace(forks: Forks, folder: Path, rows: int = ROWS) -> list[dict]:
+    """Return the records of an undisturbed job, which runs once."""
     output = folder / f"{rows}-out.jsonl"
     forks.start(*arguments(folder, output, rows))
     assert forks.end() == 0, forks.errors.read_text()
@@ -110,9 +106,9 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def killed(forks: Forks, folder: Path, output: Path, times: int, seed: int, rows: int = ROWS) -> int:
+def killed(forks: Forks, folder: Path, output: Path, times: int, rows: int) -> int:
     """Kill a job `times` times at random moments, then let it end; return how many of them had written rows."""
-    draw = random.Random(seed)
+    draw = random.Random(times)
     hits = 0
     for part in range(times):
         before, moment = written(output), draw.uniform(part, part + 1) * (rows - 4) / times
@@ -132,36 +128,24 @@ def killed(forks: Forks, folder: Path, output: Path, times: int, seed: int, rows
     return hits
 
 
-def test_killed_three_times_it_loses_and_doubles_nothing(
-    forks: Forks, folder: Path, undisturbed: list[dict], tmp_path: Path
-) -> None:
-    output = tmp_path / "out.jsonl"
-    assert killed(forks, folder, output, times=3, seed=1) >= 1
-    assert records(output) == undisturbed
-    assert [record["row"] for record in undisturbed] == list(range(ROWS))
-    assert all(len(record["completions"]) == record["n"] for record in undisturbed)
-
-
-def test_killed_while_it_writes_parquet(forks: Forks, folder: Path, undisturbed: list[dict], tmp_path: Path) -> None:
-    output = tmp_path / "out.parquet"
-    assert killed(forks, folder, output, times=2, seed=2) >= 1
-    assert len(list(output.glob("part-*.parquet"))) > 2
-    assert not list(output.glob("*.tmp"))
-    assert records(output) == undisturbed
-
-
-@pytest.mark.long
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(("times", "hits", "rows"), [(3, 1, ROWS), pytest.param(20, 10, 200, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
-def test_killed_twenty_times(forks: Forks, folder: Path, tmp_path: Path, name: str) -> None:
-    output = tmp_path / name
-    assert killed(forks, folder, output, times=20, seed=3, rows=200) >= 10
-    assert records(output) == in_peace(forks, folder, 200)
+def test_killed_it_loses_and_doubles_nothing(
+    forks: Forks, folder: Path, tmp_path: Path, name: str, times: int, hits: int, rows: int
+) -> None:
+    output, expected = tmp_path / name, in_peace(forks, folder, rows)
+    assert killed(forks, folder, output, times, rows) >= hits
+    assert records(output) == expected
+    assert [record["row"] for record in expected] == list(range(rows))
+    assert all(len(record["completions"]) == record["n"] for record in expected)
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert not output.is_dir() or len(list(output.glob("part-*.parquet"))) > 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(
-    forks: Forks, folder: Path, undisturbed: list[dict], tmp_path: Path, number: signal.Signals
+    forks: Forks, folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     output = tmp_path / "out.jsonl"
     process = forks.start(*arguments(folder, output))
@@ -176,4 +160,4 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(
     forks.start(*arguments(folder, output))
     assert forks.end() == 0
     assert f"fggen: {len(kept)} rows are in {output} already" in forks.errors.read_text()
-    assert records(output) == undisturbed
+    assert records(output) == in_peace(forks, folder)
