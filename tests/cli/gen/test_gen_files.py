@@ -328,9 +328,9 @@ def test_stdout_gets_lines_and_nothing_else(
 def test_rows_that_have_failed_are_done_again(
     fggen: Fggen, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def states() -> dict[int, bool]:
+    def states() -> list[tuple[int, bool]]:
         files = sorted(Path(name).glob("*.parquet")) if name.endswith("parquet") else [Path(name)]
-        return {int(row.columns["row"]): row.columns["error"] is None for row in read_rows(files)}
+        return sorted((int(row.columns["row"]), row.columns["error"] is None) for row in read_rows(files))
 
     ask, broken = RowJob.ask, [True]
 
@@ -340,13 +340,13 @@ def test_rows_that_have_failed_are_done_again(
     monkeypatch.setattr(RowJob, "ask", ask_or_fail)
     write("in.jsonl", *PROMPTS, {"prompt": "x", "n": -1})
     assert fggen("in.jsonl", "-o", name, *SHORT) == 0
-    assert states() == {0: False, 1: False, 2: True, 3: True, 4: True, 5: False}
+    assert states() == list(enumerate([False, False, True, True, True, False]))
     broken.clear()
     assert fggen("in.jsonl", "-o", name, *SHORT) == 0
     assert "nothing is left to do of 6 rows, 3 of them errors" in capsys.readouterr().err
     for _ in range(2):
         assert fggen("in.jsonl", "-o", name, *SHORT, "--temperature", 0.5, "--retry-errors") == 0
-        assert states() == {0: True, 1: True, 2: True, 3: True, 4: True, 5: False}
+        assert states() == list(enumerate([True] * 5 + [False]))
     assert fggen("in.jsonl", "-o", name, *SHORT, "--chat", "--retry-errors") == 1
     assert "begun with another chat" in capsys.readouterr().err
 
