@@ -87,11 +87,7 @@ def test_an_answer_follows_its_response_format(answer: Answer) -> None:
         ("nonsense", "line 3 of in.jsonl can not be read", None),
         ({"body": {"messages": HELLO}, "url": CHAT}, "custom_id is required", "custom_id"),
         ({"custom_id": "x", "url": CHAT}, "body is required", "body"),
-        (
-            {"custom_id": "x", "url": "/v1/embeddings", "body": {}},
-            "url should be '/v1/chat/completions' or",
-            "url",
-        ),
+        ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "url should be '/v1/chat/completions' or", "url"),
         ({"custom_id": "x", "method": "GET", "url": CHAT, "body": {}}, "method should be 'POST'", "method"),
         (asked(CHAT), "messages is required", "messages"),
         (asked(CHAT, messages=HELLO, stream=True), "stream is not supported in a batch", "stream"),

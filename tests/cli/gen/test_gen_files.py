@@ -86,17 +86,11 @@ def contents(name: str) -> list[Any]:
         (["open.csv", "-o", "out.jsonl"], "end of data, in the row that begins on line 4; check its quotes"),
         (["latin.csv", "-o", "out.jsonl"], "latin.csv can not be read: line 3002 is not UTF-8; save the file as UTF-8"),
         (["twice.csv", "-o", "out.jsonl"], "twice.csv has two columns of one name"),
-        (
-            ["in.jsonl", "-o", "in.jsonl"],
-            ".parquet, apart from those of the output",
-        ),
+        (["in.jsonl", "-o", "in.jsonl"], ".parquet, apart from those of the output"),
         (["torn.parquet", "-o", "out.jsonl"], "torn.parquet can not be read as Parquet: "),
         (["in.jsonl", "-o", "spark.parquet"], "no _fggen.json describes their job"),
         (["half.jsonl", "-o", "out.parquet"], "the columns can not be written as Parquet"),
-        (
-            ["in.jsonl", "-o", "nowhere/out.jsonl"],
-            "there is no folder nowhere for out.jsonl; make it, or give another -o",
-        ),
+        (["in.jsonl", "-o", "nowhere/out.jsonl"], "no folder nowhere for out.jsonl; make it, or give another -o"),
         (["in.jsonl", "-o", "file.parquet"], "is a file, and Parquet is written in parts in a folder"),
         (["mixed.jsonl", "-o", "out.parquet"], "written as Parquet: the values of a have no type in common: Could not"),
         (["hollow.jsonl", "-o", "out.parquet"], "the columns can not be written as Parquet"),
@@ -108,14 +102,8 @@ def test_what_can_not_be_read_or_written(
 ) -> None:
     Path("empty").mkdir()
     Path("spark.parquet").mkdir()
-    for name in (
-        "torn.jsonl.gz",
-        "in.txt",
-        "in.jsonl",
-        "file.parquet",
-        "torn.parquet",
-        "spark.parquet/part-0-ab.snappy.parquet",
-    ):
+    write("spark.parquet/part-0-ab.snappy.parquet", PROMPTS[0])
+    for name in ("torn.jsonl.gz", "in.txt", "in.jsonl", "file.parquet", "torn.parquet"):
         write(name, PROMPTS[0])
     write("open.csv", "prompt,b", '"x\n",1', 'x,"y', "x,1")
     write("twice.csv", "prompt,prompt", "x,y")

@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from serving import ROOT, until
 
-ROOT = Path(__file__).parents[3]
 ROWS = 30
 
 
@@ -99,13 +99,6 @@ def written(output: Path) -> int:
     return output.read_bytes().count(b"\n") if output.exists() else 0
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come to that"
-        time.sleep(0.001)
-
-
 def killed(forks: Forks, folder: Path, output: Path, times: int, rows: int) -> int:
     """Kill a job `times` times at random moments, then let it end; return how many of them had written rows."""
     draw = random.Random(times)
@@ -114,8 +107,8 @@ def killed(forks: Forks, folder: Path, output: Path, times: int, rows: int) -> i
         before, moment = written(output), draw.uniform(part, part + 1) * (rows - 4) / times
         process = forks.start(*arguments(folder, output, rows))
         if moment > before:
-            until(lambda moment=moment: written(output) >= moment)
-            time.sleep(draw.uniform(0, 0.01))
+            until(lambda moment=moment: written(output) >= moment, 60)
+            time.sleep(draw.uniform(0, 0.03))
         else:
             time.sleep(draw.uniform(0, 0.5))  # while it loads, perhaps
         with suppress(ProcessLookupError):  # it may have ended
@@ -149,7 +142,7 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(
 ) -> None:
     output = tmp_path / "out.jsonl"
     process = forks.start(*arguments(folder, output))
-    until(lambda: written(output) >= 1)
+    until(lambda: written(output) >= 1, 60)
     os.kill(process, number)
     assert forks.end() == 130
     said = forks.errors.read_text()
