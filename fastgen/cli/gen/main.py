@@ -70,9 +70,9 @@ SWITCHES = {
 }
 SEED = Option("seed", int, help="rows without a seed derive theirs from it", unset="a new one")
 STDOUT = "-"
-# Outside of a terminal, where each update of the bar is kept, the next one comes after this share of the run's time.
+# Share of the run's time between two updates of the bar outside of a terminal, where each update is kept.
 LOG_SHARE = 0.1
-LOG_SECONDS = 30.0  # at most
+LOG_SECONDS = 30.0  # maximum of that time
 
 
 @dataclass

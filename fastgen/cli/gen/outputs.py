@@ -96,7 +96,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     Where the path is a symlink, its target is replaced. An error removes the new file: a full disk needs the room.
     """
     target = path.resolve()
-    beside = target.with_name(f".{target.name}.fggen.tmp")  # hidden names are no parts of Parquet either
+    beside = target.with_name(f".{target.name}.fggen.tmp")  # Parquet readers skip hidden files
     beside.unlink(missing_ok=True)  # of a process that was killed
     try:
         with naming_full_disk(path, AGAIN), beside.open("xb") as file:
@@ -196,8 +196,8 @@ class Lines:
     def _read(self) -> Iterator[tuple[bytes, int, bool]]:
         """Yield each whole record, the index of its row, and True if the row has failed; note whether others are torn.
 
-        A power cut may leave NULs, also between records. In CSV they may hide a quote, so that the lines after them
-        are not divided into records as they were written.
+        A power cut may leave NULs anywhere in the file. In CSV they may replace a quote; then the lines after them
+        are divided into other records than those that were written.
         """
         records = self._records()
         torn = self._csv and b"\0" in next(records, b"")  # the names

@@ -41,7 +41,7 @@ class Row:
 
 
 class Survey(NamedTuple):
-    """What a file was when it was read first: its number of rows, and the SHA-256 of its bytes."""
+    """The number of rows in a file, and the SHA-256 of its bytes, when its rows were counted."""
 
     rows: int
     digest: bytes
@@ -69,7 +69,7 @@ class Source:
         self.batch = {"custom_id", "body"} <= self.columns.keys()
 
     def rows(self, done: Sequence[int]) -> Iterator[Row]:
-        """Yield the rows but those at whose indices `done` is 1. Raises ValueError for a file that has changed."""
+        """Yield the rows whose byte in `done` is 0. Raises ValueError for a file that has changed."""
         return read_rows(self.files, self._surveys, done)
 
 
@@ -129,7 +129,7 @@ def read_rows(
 ) -> Iterator[Row]:
     """Yield the rows of files in order.
 
-    surveys: what the files were; ValueError is raised for one that has changed. done: 1 at the indices of rows to leave
+    surveys: one per file; ValueError is raised for a file that does not match. done: 1 at the indices of rows to leave
     out; if it is empty, there are none.
     """
     for index, (where, load) in enumerate(chain.from_iterable(map(_surveyed_rows, files, surveys))):
@@ -143,10 +143,10 @@ def read_rows(
 
 
 def _surveyed_rows(path: Path, before: Survey | None) -> RowReader:
-    """Read a file. Raises ValueError if it is damaged as a whole, or was something else before.
+    """Read a file. Raises ValueError if it is damaged as a whole, or does not match its survey.
 
-    No row comes that was not counted, so that the indices of other files' rows stay theirs. The digest is that of the
-    opened file after its rows were read: a file that replaces it then does no harm.
+    Rows that were not counted are not read, since their indices belong to rows of the next file. The digest is taken
+    from the opened file after its rows: another file may be moved to this path meanwhile.
     """
     with path.open("rb") as file:
         number = 0
