@@ -356,7 +356,7 @@ def test_a_model_without_a_tokenizer_gives_ids(llama: Path, tmp_path: Path, caps
     command = [str(llama), str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--max-tokens", "3"]
     assert main.main(command) == 1
     assert "--logprobs gives their token ids" in capsys.readouterr().err
-    assert main.main([*command, "--logprobs"]) == 0
+    assert main.main([*command, "--logprobs", "--chat"]) == 0
     first, second = by_row(str(tmp_path / "out.jsonl"))
     assert len(first["token_ids"][0]) == 3
     assert "no tokenizer files" in second["error"]

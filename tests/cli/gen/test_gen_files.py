@@ -9,7 +9,8 @@ import io
 import json
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,18 +48,29 @@ def test_files_folders_globs_and_stdin(fggen: Fggen, monkeypatch: pytest.MonkeyP
 def test_a_full_disk_loses_nothing(fggen: Fggen, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     write("in.jsonl", *PROMPTS * 4)
     assert fggen("in.jsonl", "-o", f"whole-{name}", *SHORT) == 0
-    about = 300  # bytes of the file that describes the job
+    place = f"{name}/part-00000.parquet" if name == "out.parquet" else name
+    for cut in (None, -9)[: 1 + (place == name)]:  # a part of Parquet is never torn
+        before = Path(name).read_bytes()[:cut] if cut else None
+        if before:
+            Path(name).write_bytes(before)
+        with full_disk():
+            assert fggen("in.jsonl", "-o", name, *SHORT) == 1
+        assert f"File too large; make room, and give the same command again: '{place}'" in capsys.readouterr().err
+        assert not list(Path.cwd().rglob("*.tmp")), "it would take room"
+        assert not before or Path(name).read_bytes() == before
+        assert fggen("in.jsonl", "-o", name, *SHORT) == 0
+        assert contents(name) == contents(f"whole-{name}")
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Leave room for files of 300 bytes, as the one that describes the job."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (about, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
     try:
-        assert fggen("in.jsonl", "-o", name, *SHORT) == 1
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    place = f"{name}/part-00000.parquet" if name == "out.parquet" else name
-    assert f"File too large; make room, and give the same command again: '{place}'" in capsys.readouterr().err
-    assert not list(Path.cwd().rglob("*.tmp")), "it would take room"
-    assert fggen("in.jsonl", "-o", name, *SHORT) == 0
-    assert contents(name) == contents(f"whole-{name}")
 
 
 def contents(name: str) -> list[Any]:
