@@ -118,7 +118,7 @@ def test_options_are_what_bodies_do_not_say(answer: Answer, gen: Generator) -> N
     assert found[0]["response"]["body"]["choices"][0]["message"]["content"] == output.text
 
 
-def test_a_batch_goes_on_where_it_was_left(answer: Answer) -> None:
+def test_a_batch_goes_on_where_it_was_left(answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [asked(TEXT, f"id {row}", prompt="hello", max_tokens=4) for row in range(6)]
     whole = answer(*rows)
     assert len({record["response"]["body"]["choices"][0]["text"] for record in whole}) > 2
@@ -127,6 +127,8 @@ def test_a_batch_goes_on_where_it_was_left(answer: Answer) -> None:
     for before, after in zip(whole, answer(*rows), strict=True):
         assert after["custom_id"] == before["custom_id"]
         assert after["response"]["body"]["choices"] == before["response"]["body"]["choices"]
+    answer(*rows)
+    assert "nothing is left to do of 6 rows, 0 of them errors\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def contents(name: str) -> list[Any]:
         (["mixed.jsonl", "-o", "out.parquet"], "written as Parquet: the values of a have no type in common: Could not"),
         (["hollow.jsonl", "-o", "out.parquet"], "the columns can not be written as Parquet"),
         (["late.jsonl", "-o", "out.parquet"], "there is a column completions already"),
+        (["late.jsonl", "-o", "out.csv"], "there is a column completions already"),
     ],
 )
 def test_what_can_not_be_read_or_written(
