@@ -39,8 +39,7 @@ class DeferredInterrupt:
             found = self._found.pop()
             if callable(found):
                 signal.signal(signal.SIGINT, found)
-            if found != self._note:
-                self._call(found)
+            self._call(found)  # of a nested block, this object's own, which notes it again
 
     def check(self) -> None:
         """Call the handler that a deferred SIGINT waits for, if one has come."""
