@@ -185,6 +185,8 @@ def test_a_mask_may_abort_and_call_nothing_else_of_its_generator(gen: Generator)
     told = Counter(event.id for _ in range(60) for event in gen.step() for _ in event.token_ids)
     assert told["other"] == 6
     assert told["quitter"] < 50
+    gen.add([5, 6], SHORT, id="quitter")
+    assert sum(len(event.token_ids) for _ in range(9) for event in gen.step()) == 6, "its id is free again"
     calls = [gen.close, gen.step, gen.sleep, lambda: gen.add([5]), lambda: gen.generate([5]), lambda: gen.score([[5]])]
     right, *wrong = gen.generate([[5, 6]] * 7, [SHORT, *(replace(params, mask=Calls(call)) for call in calls)])
     assert len(right.completions[0].token_ids) == 6

@@ -218,6 +218,19 @@ def test_an_interrupted_call_ends_its_step_and_loses_nothing_of_others(
         assert gen.stats.prefilled_tokens <= prefilled + 34
 
 
+def test_an_interrupted_generate_ends_after_its_step(gen: Generator, error: type[BaseException]) -> None:
+    class Presses(Turns):
+        def fill(self, row: Any) -> None:
+            press()
+
+        def accept(self, token: int) -> None: ...
+
+    before = gen.stats.steps
+    with pytest.raises(error):
+        gen.generate([5, 6], replace(SHORT, mask=Presses(), max_tokens=50))
+    assert gen.stats.steps - before < 3
+
+
 def test_an_interrupted_add_has_added_nothing(
     gen: Generator, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
