@@ -7,16 +7,16 @@ import itertools
 import logging
 import time
 import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Generator as PyGenerator
-from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastgen.device.memory import MemoryRetry, release_memory
+from fastgen.device.memory import release_memory
 from fastgen.device.profiling import Tracer, span
 from fastgen.engine.inputs import InputProcessor, pair_scores, prompt_list
 from fastgen.engine.interrupts import OneCaller
@@ -101,8 +101,7 @@ class Generator:
         self.history = self._scheduler.history
         self._in_flight: Any = None  # the last launched step, until it is collected
         self._interrupt = OneCaller()
-        self._stepping = False
-        self._retry = MemoryRetry(self.config.device, possible=not isinstance(self._runner, Leader))
+        self._stepping = False  # True within a step
         self._late_aborts: list[str | int] = []  # requests that were aborted from within a step
         self._active: dict[str | int, ActiveRequest] = {}
         self._owners: dict[Sequence, tuple[ActiveRequest, ActiveSample]] = {}  # in order of arrival
@@ -132,7 +131,8 @@ class Generator:
         Raises ValueError or TypeError for what is wrong for all prompts, before anything runs: parameters that all
         share, a tokenizer or chat template that the model does not have.
         """
-        requests = [Request(prompt, p, self._new_id()) for prompt, p in self._inputs.pair(prompts, params)]
+        (pairs,) = self._interrupt.reading(map(self._inputs.pair, [prompts], [params]))
+        requests = [Request(prompt, p, self._new_id()) for prompt, p in pairs]
         with closing(self._serve(requests, ahead=AHEAD)) as done:
             outputs = {output.id: output for output in with_progress(done, len(requests), progress)}
         results = [outputs[request.id] for request in requests if request.id is not None]
@@ -199,8 +199,9 @@ class Generator:
                     return
                 yield output
         finally:
-            with self._interrupt:
-                outputs.close()
+            if not self._interrupt.exiting():
+                with self._interrupt:
+                    outputs.close()
 
     def _serve(self, requests: Iterable[Request | None], ahead: int) -> PyGenerator[RequestOutput, None, None]:
         """Yield outputs as `stream` does; the caller defers Ctrl-C around each item. After the first steps, at least
@@ -251,7 +252,7 @@ class Generator:
         one for each. The result has len - start floats for each sequence; position 0 has no logprob, and is NaN, as is
         a position whose logits are not finite. Raises ValueError for a sequence that can not be scored.
         """
-        sequences, starts = pair_scores(sequences, start, temperature)
+        ((sequences, starts),) = self._interrupt.reading(map(pair_scores, [sequences], [start], [temperature]))
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         queue = OutputQueue()
         try:
@@ -281,8 +282,8 @@ class Generator:
         return self._begin(Request(prompt, params, id, resume), queue=None).id
 
     def step(self) -> list[Event]:
-        """Run one step, and return the new events of requests that were added. Ctrl-C is raised at the end of the step;
-        the next call then returns its events."""
+        """Run one step, and return the new events of requests that were added. Ctrl-C is raised at the end of the step,
+        and the next call then returns its events."""
         with self._interrupt:
             new = self._step()
             self._events += new  # where a Ctrl-C at the end of this block leaves them for the next call
@@ -306,12 +307,12 @@ class Generator:
         return self._abort([ids] if isinstance(ids, str | int) else list(ids))
 
     def _abort(self, wanted: list[str | int]) -> list[RequestOutput]:
-        if self._stepping:  # called from within a step, by a mask or by a stream that is garbage-collected
+        if self._stepping or self._interrupt.exiting():  # by a mask, or by a stream that is garbage-collected
             self._late_aborts += wanted
             return []
         if not any(id in self._active for id in wanted):
             return []
-        self._drain()
+        self._within_step(self._collect)
         outputs = []
         for active in [self._active[id] for id in dict.fromkeys(wanted) if id in self._active]:
             for sample in active.samples:
@@ -425,7 +426,7 @@ class Generator:
         """
         self._check_open()
         wanted = check_tags(tags)
-        self._drain()
+        self._within_step(self._collect)
         if self._active:
             raise ValueError(f"{len(self._active)} requests are in flight; finish or abort them before sleep")
         new = wanted - self._weights.asleep
@@ -462,6 +463,7 @@ class Generator:
         if self._runner is None or self._interrupt.forked:
             return
         with self._interrupt:
+            self._check_open()
             runner, self._runner, self._team = self._runner, None, None  # other ranks may be gone
             for active in self._active.values():
                 active.finish("the Generator was closed")
@@ -480,31 +482,36 @@ class Generator:
     # --------------------------------------------------------------------------------------- the loop
 
     def _advance(self) -> None:
-        """Run one turn of the loop: schedule and launch a step, then collect the step before it and update.
+        """Run one turn of the loop, and then what had to wait for the end of the step: aborts and Ctrl-C."""
+        self._check_open()
+        self._weights.check()
+        start = time.perf_counter()
+        ran = self._within_step(self._turn)
+        late, self._late_aborts = self._late_aborts, []
+        self._abort(late)
+        self._count_step(start, bool(ran))
+        self._interrupt.check()
+
+    def _turn(self) -> bool:
+        """Schedule and launch a step, then collect the step before it and update. Return False if none was launched.
 
         A step with a mask draws its tokens last, since the mask depends on the tokens of the step before.
         """
-        self._weights.check()
-        start, batch, launched = time.perf_counter(), None, None
-        with self._retry, self._resetting():
-            with span("schedule"):
-                batch = self._scheduler.schedule()
-            if batch is not None:
-                with span("launch"):
-                    launched = self._runner.launch(batch)
+        launched = None
+        with span("schedule"):
+            batch = self._scheduler.schedule()
+        if batch is not None:
+            with span("launch"):
+                launched = self._runner.launch(batch)
+        self._collect()
+        if batch is not None and batch.masked:
+            with span("sample"):
+                masks = self._scheduler.fill_masks(batch, self.model_config.vocab_size)
+                self._runner.sample(launched, masks)
+        self._in_flight = launched
+        if not self._active:  # the step in flight computes only tokens too many
             self._collect()
-            if batch is not None and batch.masked:
-                with span("sample"):
-                    masks = self._scheduler.fill_masks(batch, self.model_config.vocab_size)
-                    self._runner.sample(launched, masks)
-            self._in_flight = launched
-            if not self._active:  # the step in flight computes only tokens too many
-                self._collect()
-        if self._late_aborts:
-            late, self._late_aborts = self._late_aborts, []
-            self._abort(late)
-        self._count_step(start, batch is not None)
-        self._interrupt.check()
+        return batch is not None
 
     def _collect(self) -> None:
         """Read the step in flight, and process the sequences that it changed."""
@@ -517,18 +524,12 @@ class Generator:
             for sequence in self._scheduler.update(launched.batch, result):
                 self._update_output(sequence)
 
-    def _drain(self) -> None:
-        """Read the step in flight without launching another."""
-        with self._resetting():
-            self._collect()
-
-    @contextmanager
-    def _resetting(self) -> Iterator[None]:
+    def _within_step(self, part: Callable[[], bool | None]) -> bool | None:
         """Run a part of a step. After an exception, drop the step in flight and preempt all running sequences, which
         compute again from the tokens that were read."""
-        self._stepping = True
         try:
-            yield
+            self._stepping = True
+            return part()
         except BaseException:
             self._reset()
             raise
@@ -613,7 +614,7 @@ class Generator:
         self._check_open()
         weights = self._weights
         following = weights.check_update(update, version, in_flight)
-        self._drain()
+        self._within_step(self._collect)
         check_in_flight(in_flight, len(self._active))
 
         def begin() -> None:
@@ -641,3 +642,5 @@ class Generator:
     def _check_open(self) -> None:
         if self._runner is None:
             raise RuntimeError("this Generator is closed; make a new one")
+        if self._stepping:
+            raise RuntimeError("a step of this Generator runs, from which only `abort` can be called")

@@ -290,22 +290,3 @@ class IpcMemory:
         with current(self._device):
             torch.cuda.synchronize(self._device)
             cuda_driver.call("cuMemFree_v2" if self._is_mine else "cuIpcCloseMemHandle", self._address)
-
-
-class MemoryRetry:
-    """Context manager of a step: an out-of-memory error ends it quietly, unless the step before had one too. The memory
-    that torch has cached is released before the next step. possible: False: every error is raised."""
-
-    def __init__(self, device: str, possible: bool) -> None:
-        self._device, self._possible = device, possible
-        self._failed = False
-
-    def __enter__(self) -> None:
-        if self._failed:  # not in __exit__, where the error still holds the tensors of its step
-            release_memory(self._device)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        self._failed = self._possible and not self._failed and isinstance(error, torch.OutOfMemoryError)
-        if self._failed:
-            log.warning("a step had too little memory; all running sequences compute again: %s", error)
-        return self._failed

@@ -1,90 +1,87 @@
-"""Deferral of Ctrl-C (SIGINT) to a moment at which the engine's state is consistent."""
+"""Ctrl-C (SIGINT) waits for the end of the step that runs."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-Handler = Callable[[int, FrameType | None], None]
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 class DeferredInterrupt:
-    """Context manager that defers Ctrl-C: `check`, or the end of the outermost block, raises KeyboardInterrupt.
+    """Context manager that defers SIGINT. The handler that was installed before the block is called by `check` and at
+    the end of the block: Python's own raises KeyboardInterrupt, and a user's does what it does. Blocks may be nested.
 
-    It replaces the handler of SIGINT within the block. It does nothing outside of the main thread, since Python handles
-    signals in the main thread alone, and nothing if the handler is not Python's default: a program with a handler of
-    its own decides itself. Blocks may be nested, also those of several objects. Ctrl-\\ ends a call that hangs.
+    It does nothing outside the main thread, which is where Python runs handlers, or while SIGINT is ignored. Ctrl-\\
+    ends a block that hangs.
     """
 
     def __init__(self) -> None:
-        self._handler = self._note  # one object, for comparisons with `is`
-        self._installed = False
-        self._depth = 0  # of nested blocks
-        self._count = 0  # deferred SIGINTs
+        self._found: list[Any] = []  # for each open block, the handler that was installed when it began
+        self._pending = False
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._depth += 1
-            if self._depth == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                self._replace(signal.default_int_handler, self._handler)
+        if _in_main_thread():
+            self._found.append(signal.getsignal(signal.SIGINT))
+            if callable(self._found[-1]):
+                signal.signal(signal.SIGINT, self._note)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._depth -= 1
-        if self._depth:
-            return
-        if self._installed:
-            self._replace(self._handler, signal.default_int_handler)
-        count, self._count = self._count, 0
-        if count and not isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt
+        if _in_main_thread():
+            found = self._found.pop()
+            if callable(found):
+                signal.signal(signal.SIGINT, found)
+            self._call(found)  # of a nested block, this object's own, which notes it again
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a SIGINT was deferred."""
-        if self._count:
-            self._count = 0
-            raise KeyboardInterrupt
+        """Call the handler that a deferred SIGINT waits for, if one has come."""
+        if self._pending:
+            self._call(self._found[self._outer()])
 
     def reading(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items of a user's iterable. Ctrl-C is not deferred while the iterable makes its next item."""
+        """Yield the items of a user's iterable. SIGINT is not deferred while the iterable makes its next item."""
         iterator = iter(items)
         while True:
-            installed = self._installed
             self.check()
+            deferring = _in_main_thread() and signal.getsignal(signal.SIGINT) == self._note
             try:
-                if installed:
-                    self._replace(self._handler, signal.default_int_handler)
+                if deferring:
+                    signal.signal(signal.SIGINT, self._found[self._outer()])
                 item = next(iterator)
             except StopIteration:
                 return
             finally:
-                if installed:
-                    self._replace(signal.default_int_handler, self._handler)
+                if deferring:  # a handler that the iterable has installed is the user's from now on
+                    self._found[self._outer()] = signal.signal(signal.SIGINT, self._note)
             yield item
             del item  # no reference is held while the next item is made
 
-    def _replace(self, old: Handler, new: Handler) -> None:
-        """Install `new` if the current handler is `old`. A handler that code in the block has installed stays."""
-        self._installed = False  # before the call: once Python's handler is installed, a SIGINT may raise at once
-        found = signal.signal(signal.SIGINT, new)
-        if found is not old:
-            signal.signal(signal.SIGINT, found)
-        else:
-            self._installed = new is self._handler
+    def _outer(self) -> int:
+        """Return the index of the innermost block that began while SIGINT was not deferred by this object."""
+        return max(at for at, found in enumerate(self._found) if found != self._note)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._count += 1
+    def _note(self, number: int, frame: object) -> None:
+        self._pending = True
+
+    def _call(self, handler: Any) -> None:
+        if self._pending:
+            self._pending = False
+            handler(signal.SIGINT, None)
 
 
 class OneCaller(DeferredInterrupt):
     """DeferredInterrupt whose blocks one thread of one process may be in at a time. Entering raises RuntimeError while
     another thread is in one, and in a fork of the process, where the threads that compute are missing."""
+
+    exiting = staticmethod(sys.is_finalizing)  # an attribute, as globals are None when the interpreter frees modules
 
     def __init__(self) -> None:
         super().__init__()
