@@ -18,9 +18,8 @@ from fastgen.text.tokenizer import Tokenizer
 
 SECONDS = 0.5
 # llguidance intersects the automata of the multiples, whose states multiply.
-NEVER = "start: " + json_rule(
-    {"allOf": [{"type": "integer", "multipleOf": m} for m in (7, 11, 13, 17, 19, 23)]}, strict=True
-)
+SLOW = {"allOf": [{"type": "integer", "multipleOf": m} for m in (7, 11, 13, 17, 19, 23)]}
+NEVER = "start: " + json_rule(SLOW, strict=True)
 EASY = 'start: "yes" | "no"'
 
 pytestmark = pytest.mark.timeout(60)
@@ -60,9 +59,29 @@ def test_tokens_do_not_hide_a_slow_grammar(pool: GrammarPool, marks: str) -> Non
         pool.compile(f"start: {marks} b\nb: {rule}", SECONDS).result()
 
 
-def test_errors_are_those_of_the_compiler(pool: GrammarPool) -> None:
-    with pytest.raises(ValueError, match="unknown name"):
-        pool.compile("start: nothing", SECONDS).result()
+@pytest.mark.parametrize(("opening", "closing"), [("<|", "|>"), ("<[", "]>")])
+def test_names_that_look_like_tokens_do_not_hide_a_slow_schema(pool: GrammarPool, opening: str, closing: str) -> None:
+    schema = {"type": "object", "required": [opening], "properties": {opening: SLOW, closing: {"type": "integer"}}}
+    with pytest.raises(ValueError, match="takes more than"):
+        pool.compile(f"start: {json_rule(schema, strict=True)}", SECONDS).result()
+
+
+def test_the_process_knows_every_token_that_a_grammar_may_name(pool: GrammarPool, compiler: Compiler) -> None:
+    names = [*compiler.marks.special.values(), "<[300-4095]>"]
+    assert "<|end|>" in names
+    assert pool.compile(f"start: {' '.join(names)}", SECONDS).result().words
+
+
+@pytest.mark.parametrize("grammar", ["start: no", "start: <|no|>", "start: <[4096]>", 'start: %json {"$ref": "#"}'])
+def test_errors_are_those_of_the_compiler_which_gets_no_wrong_grammar(
+    pool: GrammarPool, compiler: Compiler, grammar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"\w") as expected:
+        compiler.compile(grammar)
+    monkeypatch.setattr(compiler, "compile", lambda grammar: pytest.fail("reached the engine"))
+    with pytest.raises(ValueError, match=r"\w") as raised:
+        pool.compile(grammar, SECONDS).result()
+    assert str(raised.value).partition(";")[0] == str(expected.value).partition(";")[0]
 
 
 def test_a_process_that_dies_fails_its_grammar_alone(pool: GrammarPool) -> None:
