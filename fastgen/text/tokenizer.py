@@ -6,12 +6,14 @@ import inspect
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from fastgen.option import Option
 from fastgen.request import Prompt
+from fastgen.text.rendering import rendered
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 CONTEXT_IDS = 6  # prompt ids that are decoded before an output, so that its first token keeps its leading space
@@ -41,6 +43,7 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         plain = import_transformers()
         try:
+            _check_files(folder)
             with importing:
                 reader = _class_of(folder)
             self.hf: Any = reader.from_pretrained(folder)
@@ -98,16 +101,20 @@ class Tokenizer:
         self.check_template(variables)
         plain = [_plain_message(message) for message in messages]
         try:
-            text = self.hf.apply_chat_template(
-                plain,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **variables,
+            text = rendered(
+                partial(
+                    self.hf.apply_chat_template,
+                    plain,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **variables,
+                )
             )
         except Exception as error:  # jinja2's own errors and the templates' raise_exception
-            raise ValueError(f"the chat template does not take these messages: {error}") from error
-        return str(text)
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"the chat template does not take these messages: {reason}") from error
+        return text
 
     def check_template(self, variables: Collection[str] = ()) -> None:
         """Raise ValueError if there is no chat template, or if it can not have variables of these names."""
@@ -153,6 +160,13 @@ def import_transformers() -> Any:
         from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast
+
+
+def _check_files(folder: Path) -> None:
+    """Raise ValueError for a file of a folder that is none, such as a fifo, which readers would wait for."""
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path.name} is not a regular file")
 
 
 def _class_of(folder: Path) -> Any:
