@@ -115,13 +115,13 @@ def spawn(program: Sequence[str], started: list[subprocess.Popen[bytes]]) -> soc
 _spawn = processes.spawn
 
 
-def serve() -> int:
+def serve() -> None:
     from fastgen.cli.serve import main
 
     processes.spawn = spawn
     main.import_tokenizers = lambda: None  # type: ignore[attr-defined]
-    return main.main(sys.argv[1:])
+    main.command()
 
 
 if __name__ == "__main__":
-    sys.exit(be_an_engine() if sys.argv[1:2] == ["engine"] else serve())
+    be_an_engine() if sys.argv[1:2] == ["engine"] else serve()

@@ -2,14 +2,13 @@
 
     python -m fastgen.async_engine.grammars FD
 
-is a process that compiles grammars only to show that they do not take too long. FD is the number of its end of a
-socket. This module does not import torch.
+is a process that compiles grammars only to show that they have no error and do not take too long. FD is the number of
+its end of a socket. This module does not import torch.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from functools import cached_property, lru_cache
 from multiprocessing.connection import Connection
 
 from fastgen.processes import spawning as processes
-from fastgen.text.grammar import CACHED_GRAMMARS, Compiler, GrammarMask
+from fastgen.text.grammar import CACHED_GRAMMARS, Compiler, GrammarMask, MarkVocabulary, compile_grammar
 
 GRAMMAR_TIMEOUT = 10.0  # default of the seconds that a grammar may take
 WORKERS = 4  # grammars that are compiled at a time
@@ -29,9 +28,9 @@ MAX_BYTES = 4 * 2**30  # address space of a process, which must not take the eng
 
 
 class GrammarPool:
-    """Compiles grammars in threads. Each thread has a process that compiles a grammar first, over a vocabulary of
-    bytes, and is killed when the time is over: llguidance would need hours for some schemas of a hundred bytes, and a
-    thread can not be killed.
+    """Compiles grammars in threads. Each thread has a process that compiles the same text first, over a small
+    vocabulary, and is killed when the time is over: llguidance would need hours for some schemas of a hundred bytes,
+    and a thread cannot be killed. This process compiles only texts that the other one has compiled without an error.
 
     make_compiler: makes the Compiler, when the first grammar comes.
     """
@@ -55,9 +54,9 @@ class GrammarPool:
             checker.kill()
 
     def _compile(self, grammar: str, seconds: float) -> GrammarMask:
-        self._check(grammar, seconds)
         with self._lock:
             compiler = self._compiler
+        self._check(grammar, seconds)
         return compiler.compile(grammar)
 
     @cached_property
@@ -65,36 +64,43 @@ class GrammarPool:
         return self._make_compiler()
 
     def _check_anew(self, grammar: str, seconds: float) -> None:
-        """Compile a grammar in the process of this thread. Raises ValueError where that does not end in time."""
+        """Compile a grammar in the process of this thread. Raises ValueError where that fails or takes too long."""
         thread = threading.get_ident()
         if thread not in self._checkers:
-            self._checkers[thread] = _Checker()
+            self._checkers[thread] = _Checker(self._compiler.marks)
         try:
-            self._checkers[thread].compile(grammar, seconds)
+            error = self._checkers[thread].compile(grammar, seconds)
         except BaseException:
             self._checkers.pop(thread).kill()
             raise
+        if error is not None:
+            raise ValueError(error)
 
 
 class _Checker:
-    """A process that compiles grammars, one after another."""
+    """A process that compiles grammars over a small vocabulary, one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, marks: MarkVocabulary) -> None:
         started: list[subprocess.Popen[bytes]] = []
         connection = processes.spawn(("-m", "fastgen.async_engine.grammars"), started)
         self._connection = Connection(connection.detach())
         (self._process,) = started
+        self._unsent = [marks]
 
-    def compile(self, grammar: str, seconds: float) -> None:
-        """Compile a grammar. Raises ValueError where that takes more than `seconds`, or the process ends."""
+    def compile(self, grammar: str, seconds: float) -> str | None:
+        """Compile a grammar; return the reason where it is wrong. Raises ValueError where that takes more than
+        `seconds`, or the process ends."""
         try:
-            self._connection.send(grammar)
+            for message in (*self._unsent, grammar):
+                self._connection.send(message)
+            self._unsent = []
             if not self._connection.poll(seconds):
                 raise ValueError(f"the grammar takes more than {seconds:g} seconds to compile; simplify it")
-            self._connection.recv()
+            error: str | None = self._connection.recv()
         except (EOFError, OSError):
             how = processes.describe_exit(self._process.wait())
             raise ValueError(f"the process that compiled the grammar {how}; simplify the grammar") from None
+        return error
 
     def kill(self) -> None:
         self._process.kill()
@@ -103,25 +109,23 @@ class _Checker:
 
 def main() -> None:
     """Compile grammars until the other end of the socket closes."""
-    from llguidance import LLMatcher, LLTokenizer
-
     processes.end_with_parent()
     os.nice(NICENESS)
     if sys.platform == "linux" and resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    tokens = LLTokenizer("byte")
     with Connection(int(sys.argv[-1])) as connection:
+        tokens = connection.recv().tokens()
         while True:
             try:
                 grammar = connection.recv()
             except EOFError:
                 return
-            # Bytes stand for the tokens that this vocabulary does not have. The engine's compiler reports errors.
-            known = re.sub(r"<\[[^\]]*\]>|<\|[^|]*\|>", "<[1]>", grammar)
-            matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(known), log_level=0)
-            if not matcher.is_error():
-                matcher.compute_logit_bias()  # some take their time here
-            connection.send(None)
+            error = None
+            try:
+                compile_grammar(tokens, grammar)
+            except ValueError as wrong:
+                error = str(wrong)
+            connection.send(error)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, GrammarPool
+from fastgen.async_engine.log_pipe import LOG_SECONDS, LogPipe
 from fastgen.engine.outputs import Stats
 from fastgen.processes.channel import Channel, Failed, Start
 from fastgen.processes.errors import DepartedError, portable
@@ -333,6 +334,7 @@ def main() -> None:
     """Be the process of an engine, which ends with its socket and with the process that started it. The last argument
     of the program is the number of its end of the socket."""
     faulthandler.enable()
+    sys.stderr = log = LogPipe()  # a log that nobody reads must not stop the steps
     end_with_parent()
     connection = socket.socket(fileno=int(sys.argv[-1]))
     incoming: SimpleQueue[Any] = SimpleQueue()
@@ -353,4 +355,5 @@ def main() -> None:
     except BaseException as error:
         with suppress(OSError):  # the other process may be gone
             channel.send(Failed.of(error))
+        log.drain(LOG_SECONDS)
         os._exit(1)

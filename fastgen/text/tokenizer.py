@@ -6,13 +6,14 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from fastgen.option import Option
 from fastgen.request import Prompt
+from fastgen.text.rendering import rendered
 from fastgen.text.special_tokens import TextGuard
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -47,6 +48,7 @@ class Tokenizer:
         self.allow_special_tokens = allow_special_tokens
         plain = import_transformers()
         try:
+            _check_files(folder)
             with importing:
                 reader = _class_of(folder)
             self.hf: Any = reader.from_pretrained(folder)
@@ -123,16 +125,20 @@ class Tokenizer:
         self.check_template(variables)
         plain = [_plain_message(message) for message in messages]
         try:
-            text = self.hf.apply_chat_template(
-                plain,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **variables,
+            text = rendered(
+                partial(
+                    self.hf.apply_chat_template,
+                    plain,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **variables,
+                )
             )
         except Exception as error:  # jinja2's own errors and the templates' raise_exception
-            raise ValueError(f"the chat template does not take these messages: {error}") from error
-        return str(text)
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"the chat template does not take these messages: {reason}") from error
+        return text
 
     def check_template(self, variables: Mapping[str, Any] | None = None) -> None:
         """Raise ValueError if there is no chat template, or if it can not have these variables."""
@@ -197,6 +203,13 @@ def import_transformers() -> Any:
         from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast
+
+
+def _check_files(folder: Path) -> None:
+    """Raise ValueError for a file of a folder that is none, such as a fifo, which readers would wait for."""
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path.name} is not a regular file")
 
 
 def _class_of(folder: Path) -> Any:

@@ -399,6 +399,12 @@ def test_a_long_call_is_no_hang() -> None:
         assert call.result() == 0
 
 
+def test_samples_without_end_are_refused() -> None:
+    with Server(STUB, "--rollout", "--max-queued-requests=3") as server:
+        told = server.await_ready().post("/generate", {"prompt": [5], "params": {"n": 4}})
+        assert (told.status_code, "n is 4; one request may have 3" in told.text) == (400, True)
+
+
 def test_a_dead_engine_is_not_started_with_old_weights() -> None:
     with Server(STUB, "--rollout") as server:
         server.await_ready().signal_engines(signal.SIGKILL)

@@ -20,7 +20,7 @@ import fastgen
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.prompts import answer_rule
 from fastgen.cli.serve.replies import Vocabulary as Words
-from fastgen.text.grammar import Compiler, json_rule, regex_rule
+from fastgen.text.grammar import Compiler, choice_rule, json_rule, regex_rule
 from fastgen.text.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -304,6 +304,25 @@ def test_answers_have_the_structure_that_parameters_ask_for(
     assert len(ended) >= 4
     for completion in ended:
         assert re.fullmatch(shape, completion.text), completion.text
+
+
+HARD = "a/b\\[c]|(d)^$ {2}*+?#&-~<>"
+
+
+@pytest.mark.parametrize("choices", [["yes", "yes or no", "y.s", HARD], ["", "\n\r\t\0é"], [""]])
+def test_a_choice_is_taken_literally(vocabulary: Vocabulary, compiler: Compiler, choices: list[str]) -> None:
+    tokenizer, size, ends = vocabulary
+    for text in [*choices, "yxs"]:
+        mask = compiler.compile(f"start: {choice_rule(choices)}")
+        fits = accepts(mask, encoded(tokenizer, text), size) and ends[0] in allowed(mask, size)
+        assert fits == (text in choices), text
+
+
+@pytest.mark.timeout(20)
+def test_very_many_choices_compile_at_once(compiler: Compiler, vocabulary: Vocabulary) -> None:
+    tokenizer, size, ends = vocabulary
+    mask = compiler.compile(f"start: {choice_rule(f'choice {i} ' * 3 for i in range(60_000))}")
+    assert accepts(mask, [*encoded(tokenizer, "choice 59999 " * 3), ends[0]], size)
 
 
 @pytest.mark.parametrize(

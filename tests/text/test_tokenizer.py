@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from properties import EXAMPLES, holds_for
 from transformers import AutoTokenizer
 
 from fastgen.model.loader import BUNDLED
+from fastgen.text import rendering
 from fastgen.text.tokenizer import BROKEN, CLEARLY_MORE, Detokenizer, OutputText, StopFinder, Tokenizer, encode_prompt
 
 TEXTS = [
@@ -294,6 +297,39 @@ def test_files_that_can_not_be_read_are_an_error_with_their_folder(broken: str, 
     (tmp_path / broken).write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ValueError, match=rf"the tokenizer in {tmp_path} can not be read \(.*; fetch its files again"):
         Tokenizer(tmp_path)
+
+
+def test_a_fifo_among_the_files_is_an_error(talker: Path, tmp_path: Path) -> None:
+    shutil.copytree(talker, tmp_path, dirs_exist_ok=True)
+    os.mkfifo(tmp_path / "special_tokens_map.json")
+    with pytest.raises(ValueError, match=r"special_tokens_map\.json is not a regular file"):
+        Tokenizer(tmp_path)
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (ENDLESS.replace("BODY", ""), "takes more than 0.2 seconds; look for a loop"),
+        ("{% macro m(n) %}{% if n %}{{ m(n - 1) ~ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "than 0.2 seconds"),
+        (ENDLESS.replace("BODY", "{{ messages[0].content * 9999 }}"), "takes more than 64 MiB of memory"),
+        ("{{ messages[0].content * 2001 }}", "it renders 10005 characters, above the maximum of 10000"),
+        ("{{ messages[0].content * 10**14 }}", "messages: MemoryError"),
+    ],
+)
+def test_a_template_that_loops_or_multiplies_text_is_an_error(
+    tokenizer: Tokenizer, template: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "TEMPLATE_SECONDS", 20 if "MiB" in reason else 0.2)
+    monkeypatch.setattr(rendering, "TEMPLATE_BYTES", 2**26)
+    monkeypatch.setattr(rendering, "TEMPLATE_CHARS", 10_000)
+    monkeypatch.setattr(tokenizer.hf, "chat_template", template)
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        tokenizer.render_chat([{"role": "user", "content": "hello"}])
+    assert sum(1 for _ in range(10**6)) == 10**6, "nothing is raised later"
 
 
 def test_a_chat_template_has_variables_of_its_own_alone(tokenizer: Tokenizer) -> None:

@@ -8,7 +8,7 @@ from fastgen.cli.command import needed, note
 def command() -> int:
     """Run fgserve and return its exit status, which is 2 where the extra is not installed."""
     try:
-        main = needed("fastgen.cli.serve.main", "serve", "fgserve").main
+        main = needed("fastgen.cli.serve.main", "serve", "fgserve").command
     except ValueError as error:
         note("fgserve", f"error: {error}")
         return 2

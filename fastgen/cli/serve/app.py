@@ -45,7 +45,8 @@ from fastgen.cli.serve.protocol import (
 from fastgen.cli.serve.rollout import Rollout
 from fastgen.cli.serve.service import ServedModel, Service
 
-OPEN = ("/", "/docs", "/openapi.json", "/health", "/ping", "/ready", "/metrics")  # routes without the API key
+PROBES = ("/health", "/ping", "/ready")
+OPEN = ("/", "/docs", "/openapi.json", "/metrics", *PROBES)  # routes without the API key
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # others are replaced
 LARGE = 65536  # bytes; larger bodies are parsed in a thread
 DISCARDED = 8  # multiple of the size limit that is read of a larger body, so that its client reads the response
@@ -123,25 +124,32 @@ class _Guard:
 
     A browser sends a page's post to any server, a local one too, and asks the server beforehand (CORS) only for content
     types such as JSON's. It does not ask where the page's own name leads to this server, which the owner of a name can
-    arrange (DNS rebinding). So a server for this machine alone, without a key, takes posts of pages at localhost or at
-    an address alone.
+    arrange (DNS rebinding). So a server for this machine only, without a key, takes posts of pages at localhost or at
+    an address only. Browsers send no origin with a page's GET to its own name, so those are refused by the Host header.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._origins = app, options.origins
         self._rebindable = options.api_key is None and options.host in LOCAL
+        # With Ray, the option says nothing about where Ray listens.
+        self._named = self._rebindable and options.replicas is None and "*" not in options.origins
         self._key = None if options.api_key is None else options.api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers, app = Headers(scope=scope), self._app
-        if self._key is not None and scope["path"].removeprefix("/v1") not in OPEN and not self._knows_key(headers):
+        path, host = scope["path"].removeprefix("/v1"), headers.get("host", "localhost")
+        if self._key is not None and path not in OPEN and not self._knows_key(headers):
             error = ApiError(401, "the API key is wrong or missing; send it as a bearer token", code="invalid_api_key")
             app = error_response(error, scope["path"], {"WWW-Authenticate": "Bearer"})
         elif scope["method"] == "POST" and self._is_foreign(headers):
             message = f"pages of {headers['origin']} may not use this server; --allow-origin allows it"
             app = error_response(ApiError(403, message, code="foreign_origin"), scope["path"])
+        elif scope["method"] != "POST" and self._named and path not in PROBES and not self._is_own(host):
+            message = f"this server answers at localhost and addresses, not at {host}; --allow-origin http://{host} or "
+            message += "--api-key changes that"
+            app = error_response(ApiError(403, message, code="foreign_host"), scope["path"])
         await app(scope, receive, send)
 
     def _knows_key(self, headers: Headers) -> bool:
@@ -155,10 +163,32 @@ class _Guard:
         origin = headers.get("origin")
         if origin is None or {"*", origin} & set(self._origins):
             return False
-        place = urlsplit(origin)
-        if place.netloc == headers.get("host"):
-            return self._rebindable and not _is_address(place.hostname or "")
+        if _netloc(origin) == headers.get("host"):
+            return self._rebindable and not _is_address(_hostname(origin))
         return headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json"
+
+    def _is_own(self, host: str) -> bool:
+        """Return whether a Host header names this machine, a machine that public names do not lead to, or the place of
+        an allowed origin."""
+        name = _hostname(f"//{host}")
+        local = bool(name) and ("." not in name or name.endswith(".internal"))  # as Docker calls its host
+        return local or _is_address(name) or host in map(_netloc, self._origins)
+
+
+def _netloc(url: str) -> str:
+    """Return the host and port of a URL; "" where it is none."""
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return ""
+
+
+def _hostname(url: str) -> str:
+    """Return the host of a URL; "" where it is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
 
 
 def _is_address(host: str) -> bool:
@@ -237,7 +267,9 @@ class _Routes:
         return GenerationResponse(self._service, await asyncio.to_thread(wanted.chat), partial(reply, wanted))
 
     async def _compute(self, function: Callable[..., Any], wanted: Any, request: Request) -> Response:
-        return json_response(await asyncio.to_thread(function, wanted, self._service.choose(wanted.model).facts))
+        facts = self._service.choose(wanted.model).facts
+        async with limited(self._service, request.receive):
+            return json_response(await self._service.compute(function, wanted, facts))
 
     async def tokenizer_info(self, request: Request) -> Response:
         model = self._service.choose(request.query_params.get("model"))

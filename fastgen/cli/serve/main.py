@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import errno
 import math
+import os
 import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import h11
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from fastgen.async_engine.log_pipe import LOG_SECONDS, LogPipe
 from fastgen.cli.command import note, run_tool
 from fastgen.cli.serve.answers import FAREWELL_SECONDS
 from fastgen.cli.serve.app import make_app
@@ -28,6 +30,7 @@ UNREAD_SECONDS = 120  # a connection ends if the client has read nothing for so 
 MAX_HEAD = 65536  # bytes of a request's first line and headers
 SHORTAGE_SECONDS = 60  # between two lines about connections that can not be accepted
 KEEP_ALIVE_SECONDS = 120  # longer than clients keep an idle connection, so that they close it
+CLOSE_SECONDS = 7.0  # for the engines to end; those that live on end with this process
 
 
 class _Protocol(H11Protocol):
@@ -48,17 +51,28 @@ class _Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         before = self.conn.their_state
         super().data_received(data)
-        now = self.conn.their_state
-        if self._late is not None and not before is now is h11.IDLE:
-            self._late.cancel()
-            self._late = None
-        if self._late is None and now in (h11.IDLE, h11.SEND_BODY):
-            self._late = self.loop.call_later(self.read_timeout, self.transport.close)
+        if not before is self.conn.their_state is h11.IDLE:
+            self._unset_late()
+        self._set_late()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.trailing_data[0] or self.conn.their_state is h11.SEND_BODY:  # a part of the next request has come
+            self._set_late()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._unset_late()
+
+    def _set_late(self) -> None:
+        """Set the timer of a request that is incomplete, unless it is set."""
+        if self._late is None and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self._late = self.loop.call_later(self.read_timeout, self.transport.close)
+
+    def _unset_late(self) -> None:
         if self._late is not None:
             self._late.cancel()
+            self._late = None
 
 
 class _Server(uvicorn.Server):
@@ -162,8 +176,23 @@ async def serve(options: Options) -> None:
     finally:
         for task in (keeping, stopped):
             task.cancel()
-        await asyncio.wait((keeping, stopped))
-        await service.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):  # engines are closed in worker threads, which may all be busy
+                await asyncio.wait((keeping, stopped))
+                await service.close()
+
+
+def command() -> NoReturn:
+    """Be the process of fgserve, which ends with the command even if a worker thread is busy (with a chat template, for
+    instance), and whose log may be a pipe that nobody reads."""
+    sys.stderr = log = LogPipe()
+    try:
+        status = main()
+    finally:  # also after argparse's SystemExit
+        log.drain(LOG_SECONDS)
+        sys.stderr = sys.__stderr__
+    sys.stdout.flush()
+    os._exit(status)  # Python's own end would wait for all threads
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -180,9 +209,13 @@ def _run(options: Options) -> int:
             port = listener.getsockname()[1]
         serve_replicas(options, port)
     else:
-        asyncio.run(serve(options))
+        loop = asyncio.new_event_loop()  # asyncio.run would wait for busy worker threads
+        try:
+            loop.run_until_complete(serve(options))
+        finally:
+            loop.close()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -207,16 +207,27 @@ def tokenize(request: TokenizeRequest, model: ModelFacts) -> dict[str, Any]:
     tokenizer, vocabulary = needed(model.tokenizer), model.vocabulary
     assert vocabulary is not None
     if request.messages is not None:
-        ids = encode_chat(request, tokenizer, Calling(tokenizer, []))
+        ids = encode_chat(request, tokenizer, Calling(tokenizer, []), model.max_model_len)
     else:
-        ids = tokenizer.encode(request.prompt or "", special=request.add_special_tokens is not False)
+        special = request.add_special_tokens is not False
+        ids = tokenizer.encode(request.prompt or "", special, most=model.max_model_len)
+    check_length(ids, "prompt" if request.messages is None else "messages", model)
     names = [vocabulary.name(id) for id in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": names}
+
+
+def check_length(ids: Sequence[int], param: str, model: ModelFacts) -> None:
+    """Check that ids which nothing follows fit in the context. Raises ApiError."""
+    if len(ids) > model.max_model_len:
+        least = "at least " if len(ids) > model.max_model_len + CLEARLY_MORE else ""  # encoding has stopped there
+        message = f"{param} has {least}{len(ids)} tokens, above this model's maximum context length of "
+        raise ApiError(400, f"{message}{model.max_model_len}; shorten it", param, "context_length_exceeded")
 
 
 def detokenize(request: DetokenizeRequest, model: ModelFacts) -> dict[str, str]:
     """Answer /detokenize; the text shows special tokens. Raises ApiError."""
     tokenizer = needed(model.tokenizer)
+    check_length(request.tokens, "tokens", model)
     _check_ids(request.tokens, "tokens", model.vocab_size)
     return {"prompt": tokenizer.decode(request.tokens, special=True)}
 

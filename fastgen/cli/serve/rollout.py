@@ -92,7 +92,7 @@ class Rollout:
         self._service = service
         self._updating: set[AsyncGenerator] = set()
         calls: dict[str, tuple[type[Strict], Call]] = {
-            "/generate": (GenerateRequest, lambda engine, wanted: engine.generate(wanted.prompt, wanted.params)),
+            "/generate": (GenerateRequest, self._generate),
             "/init_weight_group": (GroupRequest, self._init_group),
             "/close_weight_group": (
                 CloseRequest,
@@ -126,6 +126,12 @@ class Rollout:
             raise ApiError(409, message, code="conflict") from None
         body = to_json({} if result is None else result, inf_nan_mode="constants")  # as Python's json reads them
         return Response(body, media_type="application/json")
+
+    async def _generate(self, engine: AsyncGenerator, wanted: GenerateRequest) -> Any:
+        samples, most = (wanted.params or {}).get("n"), self._service.options.max_queued_requests
+        if isinstance(samples, int) and samples > most:
+            raise ValueError(f"n is {samples}; one request may have {most} samples (max_queued_requests)")
+        return await engine.generate(wanted.prompt, wanted.params)
 
     async def _init_group(self, engine: AsyncGenerator, wanted: GroupRequest) -> Any:
         arguments = wanted.backend, wanted.gpu, wanted.timeout, wanted.bucket_bytes, wanted.replace

@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from fastgen.request import Event
 from fastgen.text.tokenizer import Tokenizer, importing
 
 log = logging.getLogger(__name__)
+
+COMPUTING_THREADS = 2  # for the routes about tokens, apart from the threads that generation needs
+MAX_COMPUTED = 64  # requests to these routes at a time; each may have a body of megabytes
 
 
 class AdmissionQueue:
@@ -135,6 +139,8 @@ class Service:
         self.loaded = asyncio.Event()
         self.expired = False
         self.deadlines: set[asyncio.Timeout] = set()
+        self._threads = ThreadPoolExecutor(COMPUTING_THREADS, "fastgen-tokens")
+        self._computed = 0  # requests to routes about tokens that wait or run
 
     async def run(self) -> None:
         """Start the models one after another, and keep them running. Raises the error of the first that fails."""
@@ -154,6 +160,19 @@ class Service:
     async def close(self) -> None:
         """End the engines."""
         await asyncio.gather(*(model.engine.close() for model in self.models.values()))
+
+    async def compute(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a function, called in the threads of routes about tokens. Raises ApiError where too many
+        requests wait for them. A cancelled call does not begin, or ends unnoticed."""
+        if self._computed >= MAX_COMPUTED:
+            raise ApiError(
+                503, f"{self._computed} requests about tokens are waiting; try again later", code="overloaded"
+            )
+        self._computed += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        finally:
+            self._computed -= 1
 
     def expire(self) -> None:
         """End all running requests; later ones end at once."""

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,39 @@ def test_connections_send_small_pieces_at_once_and_to_those_that_take_them() -> 
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         if sys.platform == "linux":
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * UNREAD_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/tokenize", {"prompt": "a" * 7_900_000}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * 7_900_000}]}),
+        ("/messages/count_tokens", {"messages": [{"role": "user", "content": "a" * 7_900_000}]}),
+        ("/detokenize", {"tokens": [300] * 1_900_000}),
+    ],
+)
+def test_a_text_beyond_the_context_is_not_tokenized(server: Server, path: str, fields: dict[str, Any]) -> None:
+    before = memory(server)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: server.post(path, fields), range(8)))
+    assert {answer.status_code for answer in answers} == {400}
+    assert re.search(r"has (at least )?\d+ tokens, above this model's maximum", answers[0].text)
+    assert memory(server) - before < 500e6
+
+
+def memory(server: Server) -> int:
+    """Return the largest memory so far of the HTTP process, in bytes."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+)", status)[0])
+
+
+def test_a_looping_template_is_an_error_and_requests_about_tokens_have_an_end(tmp_path: Path) -> None:
+    template = tmp_path / "loop.jinja"
+    template.write_text("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+    with Server(FGSERVE, "--request-timeout=0.5", f"--chat-template={template}") as server:
+        late = server.await_ready().post("/tokenize", {"messages": SUM})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        assert server.post("/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
 def test_tokens_and_models(server: Server, client: OpenAI) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import ssl
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from serve_stub import STEP_SECONDS
-from serving import STUB, Server, request_bytes, until
+from serving import ROOT, STUB, Server, request_bytes, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -104,9 +106,11 @@ def test_pages_of_allowed_origins_are_answered(server: Server) -> None:
 # ------------------------------------------------------------------------------------------------ slow clients
 
 
-@pytest.mark.parametrize(
-    "begun", [b"", b"GET /hea", b"POST /completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{", JAVA[:-2]]
-)
+WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HALF = b"POST /completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /hea", HALF, JAVA[:-2], WHOLE + b"GET /hea", WHOLE + HALF])
 def test_a_request_that_does_not_come_ends(server: Server, begun: bytes) -> None:
     with server.send(begun) as connection:
         until(lambda: not connection.recv(65536), 5)
@@ -176,6 +180,22 @@ def test_a_path_leads_to_no_file(server: Server, path: str) -> None:
     head = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: bearer secret\r\nConnection: close\r\n\r\n"
     with server.send(head.encode()) as connection:
         assert connection.recv(65536).startswith(b"HTTP/1.1 404 ")
+
+
+def test_a_log_that_nobody_reads_stops_nothing() -> None:
+    command = [sys.executable, *STUB, "--access-log"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stderr is not None
+        url = process.stderr.readline().split()[-1]
+        try:
+            for _ in range(60):  # 1.8 MB of lines
+                assert httpx.get(f"{url}/{'a' * 30_000}", timeout=10).status_code == 404
+            process.terminate()
+            said = process.stderr.read()
+        finally:
+            process.kill()
+    assert re.search(r"^\d+ lines of the log were dropped: nobody read them in time$", said, re.M)
+    assert said.count("aaa 404") > 20
 
 
 def test_a_path_can_not_forge_a_line(server: Server) -> None:

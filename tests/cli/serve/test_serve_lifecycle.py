@@ -25,7 +25,8 @@ from serving import STUB, Server, alive, request_bytes, until
 from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.main import main
 from fastgen.cli.serve.options import read_options
-from fastgen.cli.serve.service import Service
+from fastgen.cli.serve.protocol import ApiError
+from fastgen.cli.serve.service import MAX_COMPUTED, Service
 from fastgen.processes import spawning as processes
 
 pytestmark = pytest.mark.timeout(60)
@@ -165,6 +166,30 @@ def test_a_name_that_leads_here_opens_no_local_server() -> None:
     assert asyncio.run(post(page, "--host=0.0.0.0")) == loading, "names of this machine are in use"
     assert asyncio.run(post(page, f"--allow-origin={page}")) == loading
     assert asyncio.run(post(page, "--api-key=secret")) == 401
+
+
+def test_a_get_by_a_name_that_leads_here_is_refused() -> None:
+    async def get(host: str, *options: str, path: str = "/v1/version", origin: str | None = None) -> int:
+        app = make_app(Service(read_options(["one", *options], {})))
+        headers = {"Host": host} if origin is None else {"Host": host, "Origin": origin}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
+            return (await client.get(path, headers=headers)).status_code
+
+    for host in ("localhost:5678", "127.0.0.1", "[::1]:5678", "a.localhost", "box", "host.docker.internal:5678"):
+        assert asyncio.run(get(host)) == 200
+    for host in ("evil.example:5678", "127.0.0.1.evil.example", "[", ""):
+        assert asyncio.run(get(host)) == 403
+    for path in ("/", "/openapi.json", "/metrics", "/v1/models"):
+        assert asyncio.run(get("evil.example", path=path)) == 403
+    assert asyncio.run(get("evil.example", path="/v1/health")) == 200, "a proxy asks"
+    for option in ("--allow-origin=http://page.example", "--host=0.0.0.0", "--allow-origin=*"):
+        assert asyncio.run(get("page.example", option)) == 200
+    assert asyncio.run(get("page.example", "--api-key=secret", path="/health")) == 200
+
+
+def test_an_origin_that_is_no_url_is_foreign(server: Server) -> None:
+    told = httpx.post(f"{server.url}/completions", content=b"{}", headers={"Origin": "http://["})
+    assert (told.status_code, told.json()["error"]["code"]) == (403, "foreign_origin")
 
 
 @pytest.mark.parametrize("size", [1001, 20_000])
@@ -389,6 +414,46 @@ def test_a_second_signal_does_not_wait(start: Start) -> None:
             list(stream)
         server.signal_engines(signal.SIGCONT)
     assert server.end()[0] == 0
+
+
+def test_a_signal_ends_a_server_whose_worker_threads_are_all_busy() -> None:
+    busy = "from fastgen.cli.serve import answers; answers.prepare = lambda *args: time.sleep(1000)"
+    program = f"import sys, time; sys.path.insert(0, 'tests'); import serve_stub; {busy}; serve_stub.serve()"
+    with Server(("-c", program), "--port=0", "--shutdown-timeout=0.2") as server:
+        server.await_ready()
+        waiting = [server.send(request_bytes("/completions", LONG)) for _ in range(40)]
+        time.sleep(0.5)  # they reach the threads
+        server.process.send_signal(signal.SIGTERM)
+        assert b"shutting_down" in reply(waiting[0])
+        assert server.end()[0] == 0
+
+
+# ------------------------------------------------------------------------------------------------ routes about tokens
+
+
+def test_routes_about_tokens_have_a_bound_and_threads_of_their_own() -> None:
+    async def main() -> None:
+        service, release, begun = Service(read_options(["one"], {})), threading.Event(), list[int]()
+
+        def work(number: int) -> int:
+            begun.append(number)
+            release.wait(30)
+            return number
+
+        calls = [asyncio.create_task(service.compute(work, number)) for number in range(MAX_COMPUTED)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="try again later") as refused:
+            await service.compute(work, -1)
+        assert refused.value.status == 503
+        assert await asyncio.to_thread(lambda: 5) == 5
+        calls[-1].cancel()
+        await asyncio.wait(calls[-1:])
+        release.set()
+        assert await asyncio.gather(*calls[:-1]) == list(range(MAX_COMPUTED - 1))
+        assert MAX_COMPUTED - 1 not in begun, "the client had gone before"
+        assert await service.compute(work, 7) == 7
+
+    asyncio.run(main())
 
 
 def test_a_signal_while_a_model_loads_ends_that(start: Start) -> None:

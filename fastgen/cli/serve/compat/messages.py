@@ -14,7 +14,7 @@ from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import from_json, to_json
 
 from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, translated
-from fastgen.cli.serve.prompts import ModelFacts, calling_of, encode_chat, needed
+from fastgen.cli.serve.prompts import ModelFacts, calling_of, check_length, encode_chat, needed
 from fastgen.cli.serve.protocol import INT32, ApiError, ChatRequest, Strict, check_request, wrong
 from fastgen.request import SamplingParams
 
@@ -168,7 +168,9 @@ class _Chat(ChatRequest):
 def count_tokens(request: CountRequest, model: ModelFacts) -> dict[str, int]:
     """Answer /messages/count_tokens. Raises ApiError."""
     chat, tokenizer = request.chat(), needed(model.tokenizer)
-    return {"input_tokens": len(encode_chat(chat, tokenizer, calling_of(chat, tokenizer)))}
+    ids = encode_chat(chat, tokenizer, calling_of(chat, tokenizer), model.max_model_len)
+    check_length(ids, "messages", model)
+    return {"input_tokens": len(ids)}
 
 
 # ------------------------------------------------------------------------------------------------- responses
