@@ -47,7 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
 
 def pools(gen: Generator) -> tuple[int, int]:
     """Addresses of the KV pool and of a weight."""
-    return gen._runner.pool.whole.data_ptr(), gen._runner.model.embedding.data_ptr()
+    return gen._runner.pool.whole.data_ptr(), gen._runner.model.parameters.embedding.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
