@@ -39,7 +39,7 @@ class FakeGPU:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
     """In place of the CPU's memory; in bfloat16 all weights are there."""
     made = FakeGPU()
-    for module in ("kv_pool", "transformer"):
+    for module in ("kv_pool", "parameters"):
         monkeypatch.setattr(f"fastgen.model.{module}.memory_on", made.memory)
     yield made
     assert not any(driver.ranges or driver.mapped for driver in made.made), "all is given back at the end"
