@@ -26,7 +26,7 @@ from fastgen.engine.scheduler import NOT_FINITE, Scheduler
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
-from fastgen.model.transformer import checkpoint_shards
+from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.weights import DROPPED, TAGS, TORN, Tensors, Update, WeightState, check_in_flight, check_tags
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fastgen.model.config import read_config
-from fastgen.model.transformer import checkpoint_shards
+from fastgen.model.parameters import checkpoint_shards
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG: dict[str, Any] = {

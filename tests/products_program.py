@@ -6,10 +6,12 @@ import os
 import numpy as np
 import torch
 
+from fastgen.kernels.batch_invariant import Fused
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.kv_pool import KVPool
-from fastgen.model.transformer import PACKED_ROW_TILE, Linear
+from fastgen.model.linear import Linear
+from fastgen.model.packed import PACKED_ROW_TILE, pack, unpack
 
 SHAPES = [
     (16, 64), (128, 64), (128, 128), (200, 96), (256, 704), (392, 96), (456, 352), (512, 256), (520, 300), (896, 1024),
@@ -20,22 +22,21 @@ ROWS = [1, 2, 3, 4, 5, 7, 8, 11, 16, 25, 33, 64, 150, 256]  # of PACKED_ROW_TILE
 
 def check(outputs: int, inputs: int) -> None:
     weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
-    plain, packed, x = Linear(weight, bias), Linear(weight, bias), torch.randn(ROWS[-1] * PACKED_ROW_TILE, inputs)
+    plain, x = Linear(weight, bias), torch.randn(ROWS[-1] * PACKED_ROW_TILE, inputs)
     torch.set_num_threads(32)
-    packed.pack()
-    packed.unpack()
-    assert torch.equal(packed.weight, weight)
-    packed.pack()
+    packed = pack(plain)
+    assert pack(packed) is packed
+    assert torch.equal(unpack(packed).weight, weight)
     expected, stream = packed.apply(x), torch.randn(len(x), outputs)
     torch.testing.assert_close(expected, plain.apply(x), atol=1e-3, rtol=1e-5)
-    added = packed.add_to(stream.clone(), x)
+    added = packed.apply(x, Fused(add=stream.clone()))
     torch.testing.assert_close(added, stream + expected, atol=1e-3, rtol=1e-5)
     for threads in (1, 3, 16, 64):
         torch.set_num_threads(threads)
         for rows in ROWS:
             part = slice(rows * PACKED_ROW_TILE)
             assert torch.equal(packed.apply(x[part]), expected[part]), (outputs, inputs, threads, rows)
-            assert torch.equal(packed.add_to(stream[part].clone(), x[part]), added[part])
+            assert torch.equal(packed.apply(x[part], Fused(add=stream[part].clone())), added[part])
 
 
 def check_attention(head_size: int, kv_heads: int, page_size: int) -> None:

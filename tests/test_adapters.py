@@ -21,10 +21,10 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def held(gen: Generator) -> dict[str, Tensor]:
-    model = gen._runner.model
-    model.unpack()
-    weights = {name: shard.view.clone() for name, shard in model.targets().items()}
-    model.pack()
+    parameters = gen._runner.model.parameters
+    parameters.unpack()
+    weights = {name: shard.view.clone() for name, shard in parameters.targets().items()}
+    parameters.pack()
     return weights
 
 
@@ -101,7 +101,7 @@ def test_the_adapter_of_a_folder_is_there_from_the_start(llama: Path, tmp_path: 
     with Generator(llama, adapter=path, **OPTIONS) as gen:
         assert gen.weight_version == 0
         assert equal(held(gen), merged(llama, state), 1e-6)
-        assert gen._runner.model.bases._copies == {}, "memory for a base that nobody has asked for"
+        assert gen._runner.model.parameters.bases._copies == {}, "memory for a base that nobody has asked for"
         with pytest.raises(ValueError, match=r"partial=True with an adapter .* update_adapter\(None\) first"):
             gen.update_weights({"model.norm.weight": torch.ones(64)}, partial=True)
         gen.update_adapter(other, CONFIG | {"target_modules": ["v_proj"]})

@@ -33,7 +33,7 @@ SHORT = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 def test_not_finite_logits_fail_alone_and_leave_nothing_behind(llama: Path) -> None:
     with Generator(llama, page_size=16, num_pages=12, max_seqs=4) as gen:
         right = gen.generate([random_ids(40)], SHORT)
-        gen._runner.model.embedding[7] = torch.nan
+        gen._runner.model.parameters.embedding[7] = torch.nan
         clean = [token for token in random_ids(40) if token != 7]
         before = gen.generate([clean], SHORT)[0].completions[0].token_ids
         poisoned, beside = gen.generate([[1, 7, 9] * 10, clean], SHORT)

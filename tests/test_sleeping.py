@@ -39,7 +39,7 @@ class FakeGPU:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
     """In place of the CPU's memory; in bfloat16 all weights are there."""
     made = FakeGPU()
-    for module in ("kv_pool", "transformer"):
+    for module in ("kv_pool", "parameters"):
         monkeypatch.setattr(f"fastgen.model.{module}.memory_on", made.memory)
     yield made
     assert not any(driver.ranges or driver.mapped for driver in made.made), "all is given back at the end"
@@ -47,7 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
 
 def pools(gen: Generator) -> tuple[int, int]:
     """Addresses of the KV pool and of a weight."""
-    return gen._runner.pool.whole.data_ptr(), gen._runner.model.embedding.data_ptr()
+    return gen._runner.pool.whole.data_ptr(), gen._runner.model.parameters.embedding.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

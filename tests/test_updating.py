@@ -112,12 +112,12 @@ def test_any_float_becomes_the_models_own(given: torch.dtype, dtype: str, llama:
 
 def test_the_models_tensors_stay_where_graphs_know_them(llama: Path) -> None:
     with Generator(llama, dtype="bfloat16", **OPTIONS) as gen:
-        model = gen._runner.model
-        before = {name: part.view.data_ptr() for name, part in model.targets().items()}
+        parameters = gen._runner.model.parameters
+        before = {name: part.view.data_ptr() for name, part in parameters.targets().items()}
         gen.update_weights(new_weights(llama))
-        assert {name: part.view.data_ptr() for name, part in model.targets().items()} == before
+        assert {name: part.view.data_ptr() for name, part in parameters.targets().items()} == before
         for name, tensor in new_weights(llama).items():
-            assert torch.equal(model.targets()[name].view, tensor.bfloat16())
+            assert torch.equal(parameters.targets()[name].view, tensor.bfloat16())
 
 
 def test_the_head_of_a_tied_model_may_be_given_or_not(checkpoint: Checkpoint, saved: Saved) -> None:

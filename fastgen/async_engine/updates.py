@@ -16,7 +16,7 @@ from fastgen.async_engine.wire import Header, Wire, placeholders
 from fastgen.device.memory import gpu_id
 from fastgen.generator import Generator
 from fastgen.model.loader import read_tensors
-from fastgen.model.transformer import checkpoint_shards
+from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.weights import Update
 
 

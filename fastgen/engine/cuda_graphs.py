@@ -144,7 +144,7 @@ class PrefillGraphs:
         self.sizes = sizes
         self._model, self._pool = model, pool
         self._layers = len(model.layers)
-        heads, head_size, like = model.config.num_heads, model.config.head_size, model.embedding
+        heads, head_size, like = model.config.num_heads, model.config.head_size, model.parameters.embedding
         most = sizes[-1]
         # The inputs of the graphs, and what they hand to each other and to attention, at fixed addresses.
         self._ids, self._positions, self._slots = torch.zeros(3, most, dtype=torch.int64, device=like.device)

@@ -169,7 +169,7 @@ class Runner:
     @torch.inference_mode()
     def rehearse_decodes(self, sizes: list[int]) -> None:
         """Run decode steps of these sizes on padding, as they will be captured, through one layer of each kind."""
-        layers = self.model.distinct
+        layers = self.model.parameters.distinct
         self._decode_input.lanes.fill_(self.config.max_seqs)  # the padding lane
         for size in sizes:
             self.decode_body(size, layers=layers)
@@ -201,31 +201,31 @@ class Runner:
         """Copy whole tensors, by Hugging Face name, over the model's in place, where CUDA graphs read them. Merge the
         factors of adapters, by layer, into the bases."""
         with self._unpacked() as shards:
-            write({**shards, **self.model.bases.targets(shards)}, tensors)
+            write({**shards, **self.model.parameters.bases.targets(shards)}, tensors)
         self.synchronize()
 
     @property
     def adapted(self) -> frozenset[str]:
         """The layers that adapters have changed."""
-        return self.model.bases.layers
+        return self.model.parameters.bases.layers
 
     def keep_bases(self, layers: Collection[str], place: str) -> None:
         """Keep the weights of layers that an adapter will change; see `AdapterBases.keep`. No layers: all weights will
         be replaced."""
         if not layers:
-            self.model.bases.forget()
-        elif not self.model.bases.valid.issuperset(layers):
+            self.model.parameters.bases.forget()
+        elif not self.model.parameters.bases.valid.issuperset(layers):
             with self._unpacked() as shards:
-                self.model.bases.keep(layers, shards, place)
+                self.model.parameters.bases.keep(layers, shards, place)
 
     @contextmanager
     def _unpacked(self) -> Iterator[dict[str, Shard]]:
         """Yield the model's shards, by name."""
-        self.model.unpack()
+        self.model.parameters.unpack()
         try:
-            yield self.model.targets()
+            yield self.model.parameters.targets()
         finally:
-            self.model.pack()
+            self.model.parameters.pack()
 
     @torch.inference_mode()
     def find_not_finite(self) -> list[str]:
@@ -243,7 +243,7 @@ class Runner:
             self.synchronize()
             before = device_memory(self.config.device)
             if "weights" in tags:
-                self.model.memory.release(keep_weights)
+                self.model.parameters.memory.release(keep_weights)
             if "kv_cache" in tags:
                 self.pool.memory.release(keep=False)
             release_memory(self.config.device)
@@ -253,7 +253,7 @@ class Runner:
         """Take the memory back. Raises torch.OutOfMemoryError if there is too little; it may then be called again."""
         with current(self.device):
             if "weights" in tags:
-                self.model.memory.restore()
+                self.model.parameters.memory.restore()
             if "kv_cache" in tags:
                 self.pool.memory.restore()
             self.synchronize()

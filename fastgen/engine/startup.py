@@ -29,18 +29,23 @@ from fastgen.engine.cuda_graphs import batch_sizes, prefill_sizes, shared_sizes
 from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.runner import SCORE_ROWS, Runner, speculative_sizes
 from fastgen.engine.step import largest_half
-from fastgen.kernels import batch_invariant, fp8
+from fastgen.kernels import batch_invariant
 from fastgen.kernels.ahead import compile_ahead
+from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.launch import kernels_of, slower_than_possible, triton
+from fastgen.kernels.rope import SlotMapping
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.attention.interface import Attention
 from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.config import ModelConfig
 from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
+from fastgen.model.linear import Linear
 from fastgen.model.loader import fill_random
 from fastgen.model.loader import load as load_checkpoint
-from fastgen.model.transformer import Transformer, checkpoint_shards
+from fastgen.model.parameters import Parameters, checkpoint_shards
+from fastgen.model.quantized import Fp8Linear, check_fp8
+from fastgen.model.transformer import Transformer
 from fastgen.parallel.group import Group
 from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams, ScoreRequest
 
@@ -140,24 +145,12 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
     memory, kernels = group.minimum(device_memory(device)), kernels_of(torch.device(device))
     config = EngineConfig.make(model_config.split(group.size), replace(options, device=device), memory, kernels)
     if model_config.quantization and torch.device(device).type == "cuda":
-        _check_fp8(model_config.split(group.size), config.dtype, kernels)
+        check_fp8(model_config.split(group.size), config.dtype, kernels)
     if config.kv_cache_dtype == "fp8" and kernels != "torch" and Chip.of(torch.device(device)).capability < (8, 9):
         raise ValueError("kv_cache_dtype='fp8' needs an Ada or Hopper GPU or a newer one; leave it out")
     if slower := slower_than_possible(torch.device(device)):
         log.warning("%s: %s", device, slower)
     return build_runner(model_config, config, folder, options.load, group)
-
-
-def _check_fp8(model: ModelConfig, dtype: str, kernels: str) -> None:
-    """Raise ValueError if a GPU can not run a model in fp8. model: as a rank holds it."""
-    sizes = model.input_sizes
-    if kernels != "gluon" or dtype == "float32" or any(size % fp8.ALIGN for size in sizes):
-        raise ValueError(
-            "linear layers in fp8 need a Hopper GPU (H100, H200), bfloat16 or float16, a known Triton (3.6 to 3.9, as "
-            f"torch 2.11 to 2.15 bring it) and inputs in multiples of {fp8.ALIGN}; here are {dtype}, {kernels!r} "
-            f"kernels and {', '.join(map(str, sizes))} inputs on each rank: leave quantization out, or use a "
-            "checkpoint that is not in fp8"
-        )
 
 
 def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Runner:
@@ -186,23 +179,23 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
 
 def _build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Transformer:
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    half = largest_half(config.max_step_tokens)
     if config.deterministic and device.type == "cuda" and triton is None:
         raise ValueError("deterministic=True needs Triton on a GPU; install it, or leave deterministic out")
     update = None
     if config.adapter is not None:  # before the weights are loaded, since it raises what is wrong with the adapter
         update = AdapterUpdate.read(config.adapter, checkpoint_shards(model_config))
-    model = Transformer(model_config, dtype, device, config.max_model_len, group, half, config.deterministic)
+    group.prepare(model_config.hidden_size, dtype, largest_half(config.max_step_tokens))
+    parameters = Parameters(model_config, dtype, device, group, config.deterministic)
     if load == "dummy":
         if update is not None:
             raise ValueError("adapter needs the weights of the checkpoint; leave load='dummy' out")
-        fill_random(model.targets())
+        fill_random(parameters.targets())
     else:
-        load_checkpoint(model.targets(stored=True), folder, progress=sys.stderr.isatty() and group.rank == 0)
+        load_checkpoint(parameters.targets(stored=True), folder, progress=sys.stderr.isatty() and group.rank == 0)
     if update is not None:
-        model.bases.merge(update, model.targets(), folder)
-    model.pack()
-    return model
+        parameters.bases.merge(update, parameters.targets(), folder)
+    parameters.pack()
+    return Transformer(parameters, config.max_model_len)
 
 
 def _make_runner(model: Transformer, config: EngineConfig) -> Runner:
@@ -280,7 +273,7 @@ def _launch_all(runner: Runner) -> None:
     _run_largest_steps(runner)
     if runner.attention.capturable:
         runner.rehearse_decodes(batch_sizes(config.max_seqs))
-    deterministic = model.lm_head.batch_invariant
+    deterministic = model.parameters.lm_head.batch_invariant
     _launch_products(model, runner.pool, [*batch_invariant.SIZES, config.max_step_tokens] if deterministic else [])
     if deterministic:
         return
@@ -299,18 +292,26 @@ def _launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None
     their tiles depend."""
     device = pool.keys.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    for linear, fused in model.products(model.slot_mapping(pool, zero, zero - 1, 1), pool):
-        x = linear.weight.new_zeros(1, linear.weight.shape[1])
-        if linear.scales is not None:
-            weight, scale = fp8.Quantized(linear.weight, linear.scales), linear.scales.new_ones(1)
-            fused = fused._replace(out_dtype=fused.out_dtype or model.norm.weight.dtype)
-            for kind in fp8.KINDS:
-                fp8.launch_as(kind, x, scale, weight, linear.bias, fused)
+    for linear, fused in _products(model, model.slot_mapping(pool, zero, zero - 1, 1), pool):
+        if isinstance(linear, Fp8Linear):
+            linear.launch_all(fused, model.parameters.dtype)
             continue
+        x = linear.weight.new_zeros(1, linear.weight.shape[1])
         for size in sizes:
             found = batch_invariant.config(size, *linear.weight.shape, linear.weight.dtype, Chip.of(device))
             rope = fused.rope if batch_invariant.fuses_rope(size) else None
             batch_invariant.launch_as(found, x, linear.weight, linear.bias, fused._replace(rope=rope))
+
+
+def _products(model: Transformer, mapping: SlotMapping, pool: KVPool) -> list[tuple[Linear, Fused]]:
+    """Return each kind of linear layer, in fp8 and not where layers differ, with the operations fused with it for one
+    token at `mapping`."""
+    head, layers = model.parameters.lm_head, model.layers
+    rope = None if layers[0].head_norm or pool.fp8 else RopeWrite(mapping, pool.keys[0], pool.values[0])
+    adds = Fused(add=model.parameters.norm.weight.new_zeros(1, model.config.hidden_size))
+    fused = Fused(rope=rope), adds, Fused(swiglu=True), adds  # in the order of Layer.linears
+    kinds = {(at, type(linear)): (linear, fused[at]) for layer in layers for at, linear in enumerate(layer.linears)}
+    return [*kinds.values(), (head, Fused(out_dtype=torch.float32))]
 
 
 def _run_largest_steps(runner: Runner) -> None:

@@ -5,16 +5,26 @@ Letters: T tokens, R rows that are read, N ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
+from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import RMSNorm
 from fastgen.parallel.group import Group
-from fastgen.parallel.overlap import Exchange, PendingGather
+from fastgen.parallel.overlap import HALVES, Exchange, PendingGather
 
-ProductInput = tuple[Tensor, RMSNorm | None, Tensor | None]
-"""The input of a product: x [T, hidden]; a norm that the product applies first, or None where x is normed; and a delta
-[T, hidden], which the product adds to x in place before the norm, or None."""
+UNFUSED = Fused()
+
+
+class Linear(Protocol):
+    """A linear layer; see `fastgen.model.linear`."""
+
+    def apply(
+        self, x: Tensor, fused: Fused = UNFUSED, norm: RMSNorm | None = None, delta: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class ReplicatedResidual:
@@ -28,18 +38,21 @@ class ReplicatedResidual:
     def __len__(self) -> int:
         return len(self._x)
 
-    def input(self, norm: RMSNorm) -> ProductInput:
-        """Return the input of a product whose input is normed. The product adds the delta to the stream."""
+    def project(self, linear: Linear, norm: RMSNorm, fused: Fused = UNFUSED) -> Tensor:
+        """Return a linear layer of the normed stream."""
         delta, self._delta = self._delta, None
-        return self._x, norm, delta
+        return linear.apply(self._x, fused, norm, delta)
 
-    def add(self, y: Tensor, following: RMSNorm | None) -> None:
-        """Add the sum of all ranks' y [T, hidden], which is overwritten. following: the norm that comes next, or
+    def apply(self, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:
+        """Add a linear layer of x to the stream, summed over the ranks. following: the norm that comes next, or
         None."""
-        self._delta = self._group.add(self._x, y)
+        if self._group.size == 1:
+            linear.apply(x, Fused(add=self._x))
+        else:
+            self._delta = self._group.add(self._x, linear.apply(x))
 
     def select(self, rows: Tensor) -> Tensor:
-        """Return the rows [R, hidden] with these numbers [R]. Call it between `input` and `add`."""
+        """Return the rows [R, hidden] with these numbers [R]. Call it between `project` and `apply`."""
         assert self._delta is None
         return self._x[rows]
 
@@ -65,23 +78,28 @@ class ShardedResidual:
     def begin(cls, group: Group, exchange: Exchange, half: int, y: Tensor, following: RMSNorm) -> ShardedResidual:
         """Make the stream that is the sum of all ranks' y [T, hidden]."""
         residual = cls(group, exchange, half, len(y), torch.zeros_like(y[exchange.rows_of(len(y))]))
-        residual.add(y, following)
+        residual._add(y, following)
         return residual
 
     def __len__(self) -> int:
         return self._count
 
-    def input(self, norm: RMSNorm) -> ProductInput:
-        """Return the input of a product. `norm` is the one that `add` was given, which has applied it."""
-        return self._wait(), None, None
+    def project(self, linear: Linear, norm: RMSNorm, fused: Fused = UNFUSED) -> Tensor:
+        """Return a linear layer of the normed stream. `norm` is the one that `apply` was given, which has applied
+        it."""
+        return linear.apply(self.whole(), fused)
 
-    def add(self, y: Tensor, following: RMSNorm | None) -> None:
-        """Add the sum of all ranks' y [T, hidden]. following: the norm that comes next; None: `whole` comes next."""
+    def apply(self, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:
+        """Add a linear layer of x to the stream, summed over the ranks. following: the norm that comes next; None:
+        `whole` comes next."""
+        self._add(linear.apply(x), following)
+
+    def _add(self, y: Tensor, following: RMSNorm | None) -> None:
         assert self._pending is None
         self._pending = self._exchange.add(self._half, self._xs, y, following)
 
     def select(self, rows: Tensor) -> Tensor:
-        """Return the rows [R, hidden] with these numbers [R]. Call it between `input` and `add`."""
+        """Return the rows [R, hidden] with these numbers [R]. Call it between `project` and `apply`."""
         assert self._pending is None
         own = self._exchange.rows_of(self._count)
         if not len(rows) or own.start == own.stop:
@@ -92,13 +110,22 @@ class ShardedResidual:
         return self._group.all_reduce(found) if len(rows) else found
 
     def whole(self) -> Tensor:
-        """Return the stream [T, hidden], after an `add` without a following norm. The next step overwrites it."""
-        return self._wait()
-
-    def _wait(self) -> Tensor:
+        """Return the rows of all ranks [T, hidden]: of the stream, or of the norm that followed. The next step
+        overwrites them."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
         return pending.wait()
 
 
 Residual = ReplicatedResidual | ShardedResidual
+
+
+def begin(group: Group, sizes: Sequence[int], number: int, y: Tensor, following: RMSNorm) -> Residual:
+    """Return the residual stream of part `number` of a step: the sum of all ranks' y [T, hidden].
+
+    sizes: the tokens of the step's parts. following: the norm that comes next.
+    """
+    exchange = group.exchange
+    if exchange is None or len(sizes) != HALVES or max(sizes) > exchange.tokens:
+        return ReplicatedResidual(group, group.all_reduce(y))
+    return ShardedResidual.begin(group, exchange, number, y, following)

@@ -24,7 +24,7 @@ from fastgen import Generator
 from fastgen.model import loader
 from fastgen.model.config import parse_config
 from fastgen.model.loader import fill_random
-from fastgen.model.transformer import Transformer
+from fastgen.model.parameters import Parameters
 
 PERF_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
@@ -37,7 +37,7 @@ def bench_load(arguments: argparse.Namespace) -> None:
     smoke = arguments.smoke
     device, dtype = torch.device("cpu" if smoke else "cuda"), torch.bfloat16
     config = parse_config(settings(arguments.model, smoke))
-    targets = Transformer(config, dtype, device, context=128).targets()
+    targets = Parameters(config, dtype, device).targets()
     views = {name: part.view for name, part in targets.items()}
     with tempfile.TemporaryDirectory(prefix="fastgen-bench-") as name:
         folder = Path(name)

@@ -16,7 +16,7 @@ from bench_engine import write_report
 
 from fastgen import Generator
 from fastgen.model.config import ModelConfig
-from fastgen.model.transformer import checkpoint_shards
+from fastgen.model.parameters import checkpoint_shards
 
 REPEATS = 5
 RANK = 32

@@ -84,9 +84,9 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("tensor.narrow(self.dim, self.start,", "tensor.narrow(self.dim, 0,"),
         ("if name in self._seen:", "if False:"),
     ],
-    ("model/transformer.py", "tests/model/test_transformer.py"): [
-        ('"k_proj": kv_heads, attention + "v_proj"', '"v_proj": kv_heads, attention + "k_proj"'),
-        ("self.group.rank * (whole // size) // self.group.size * size", "self.group.rank * size % whole"),
+    ("model/parameters.py", "tests/model/test_parameters.py"): [
+        ('Module(attention + "k_proj", "qkv"', 'Module(attention + "v_proj", "qkv"'),
+        ("return rank * parts // ranks * shape[self.split]", "return rank % parts * shape[self.split]"),
     ],
     ("model/attention/reference.py", "tests/model/test_attention_reference.py"): [
         ("kv_head, of_group = np.divmod(np.arange(self._heads), group)",

@@ -179,7 +179,7 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
 
     from fastgen.engine import startup
     from fastgen.kernels import attention, batch_invariant, fp8
-    from fastgen.model import linear, transformer
+    from fastgen.model import linear, parameters
     from fastgen.model.attention.paged import PagedAttention
 
     def call(self: Kernel, *args: Any, **options: Any) -> Any:
@@ -200,9 +200,9 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
     zeros(batch_invariant.product)
     zeros(fp8.product)
     zeros(attention.attention, out=1)
-    linear.Linear._by_blas = lambda self, x, dtype=None: x.new_zeros(*x.shape[:-1], len(self.weight), dtype=dtype)  # type: ignore[method-assign]
+    linear.Linear._by_blas = lambda self, x, dtype: x.new_zeros(*x.shape[:-1], len(self.weight), dtype=dtype)  # type: ignore[method-assign]
     Kernel.__call__, Kernel.runs_on = call, lambda self, device: True  # type: ignore[method-assign]
-    transformer.Transformer.pack = lambda self: None  # type: ignore[method-assign]  # a GPU's weights are as they are
+    parameters.Parameters.pack = lambda self: None  # type: ignore[method-assign]  # a GPU's weights are as they are
     startup.make_attention = lambda name, *arguments: PagedAttention(*arguments)
     yield compiled
 
@@ -249,9 +249,8 @@ def run(name: str, dtype: str, deterministic: bool, **options: Any) -> None:
 
 def fix(model: Any) -> None:
     """Have its products made as on a GPU."""
-    linears = [getattr(layer, name) for layer in model.layers for name in ("qkv", "o", "gate_up", "down")]
-    for linear in (*linears, model.lm_head):
-        object.__setattr__(linear, "batch_invariant", True)  # they are frozen
+    for linear in (model.parameters.lm_head, *(linear for layer in model.layers for linear in layer.linears)):
+        linear.batch_invariant = True
 
 
 def faults(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -19,7 +19,8 @@ from fastgen.engine.cuda_graphs import batch_sizes, shared_sizes
 from fastgen.engine.speculation import Speculation
 from fastgen.kernels.state import DecodeInput
 from fastgen.model.attention.reference import ReferenceAttention
-from fastgen.model.transformer import PACKED_ROW_TILE, ROW_TILE
+from fastgen.model.linear import ROW_TILE
+from fastgen.model.packed import PACKED_ROW_TILE
 
 PROMPTS = [random_ids(length) for length in (1, 2, 40, 90, 17)]
 

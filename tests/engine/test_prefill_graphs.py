@@ -22,7 +22,8 @@ from fastgen import Generator, SamplingParams
 from fastgen.engine.cuda_graphs import PREFILL_SIZES, prefill_sizes
 from fastgen.engine.runner import Runner
 from fastgen.kernels.rope import SlotMapping
-from fastgen.model.transformer import ROW_TILE, StepPart
+from fastgen.model.linear import ROW_TILE
+from fastgen.model.transformer import StepPart
 from fastgen.request import Batch, Prefill
 
 LAYERS = 3

@@ -20,7 +20,7 @@ from handmade import run as run_batch
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.runner import SCORE_ROWS
-from fastgen.model.transformer import ROW_TILE
+from fastgen.model.linear import ROW_TILE
 from fastgen.parallel.group import Group
 from fastgen.request import Batch, Prefill, ScoreRequest
 

@@ -25,6 +25,7 @@ from fastgen.engine.startup import (
     _launch_products,
     _make_runner,
     _measure_pages,
+    _products,
     _run_largest_steps,
     device_memory,
     find_device,
@@ -34,7 +35,9 @@ from fastgen.kernels.batch_invariant import Fused, ProductConfig
 from fastgen.model.config import read_config
 from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
+from fastgen.model.parameters import Parameters
 from fastgen.model.quantization import Quantization
+from fastgen.model.quantized import Fp8Linear
 from fastgen.model.transformer import Transformer
 from fastgen.parallel.group import Group
 from fastgen.request import SamplingParams
@@ -224,10 +227,10 @@ def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
 ) -> None:
     monkeypatch.setattr(hopper_products, "GLUON", gluon)
     config, cpu, ran = read_config(llama), torch.device("cpu"), set()
-    model = Transformer(config, torch.bfloat16, cpu, context=64)
+    model = Transformer(Parameters(config, torch.bfloat16, cpu), context=64)
     pool = KVPool(config.num_layers, 2, config.num_kv_heads, 16, config.head_size, torch.bfloat16, cpu)
     zero = torch.zeros(1, dtype=torch.int64)
-    products = model.products(model.slot_mapping(pool, zero, zero, 1), pool)
+    products = _products(model, model.slot_mapping(pool, zero, zero, 1), pool)
 
     def about(weight: torch.Tensor, behind: Fused, found: ProductConfig) -> tuple[object, ...]:
         parts = (each is not None and each is not False for each in behind)
@@ -249,19 +252,16 @@ def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
 def test_products_of_layers_in_fp8_and_not_are_launched_at_the_start(llama: Path) -> None:
     config = replace(read_config(llama), quantization=Quantization(ignored=("model.layers.0.mlp.down_proj",)))
     cpu = torch.device("cpu")
-    model = Transformer(config, torch.bfloat16, cpu, context=64)
+    model = Transformer(Parameters(config, torch.bfloat16, cpu), context=64)
     pool = KVPool(config.num_layers, 2, config.num_kv_heads, 16, config.head_size, torch.bfloat16, cpu)
     zero = torch.zeros(1, dtype=torch.int64)
-    found = model.products(model.slot_mapping(pool, zero, zero, 1), pool)
-    downs = [linear.scales is None for linear, _ in found if linear.weight.shape == model.layers[0].down.weight.shape]
+    found = _products(model, model.slot_mapping(pool, zero, zero, 1), pool)
+    downs = [
+        isinstance(linear, Fp8Linear) for linear, _ in found if linear.weight.shape == model.layers[0].down.weight.shape
+    ]
     assert sorted(downs) == [False, True]
     assert len(found) == 6
-    assert model.distinct == [0, config.num_layers - 1]
-
-
-def test_decodes_at_the_start_run_one_layer_of_each_kind(llama: Path) -> None:
-    config = replace(read_config(llama), num_layers=5, windows=(0, 8, 8, 0, 8))
-    assert Transformer(config, torch.bfloat16, torch.device("meta"), context=64).distinct == [3, 4]
+    assert model.parameters.distinct == [0, config.num_layers - 1]
 
 
 def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:

@@ -161,7 +161,11 @@ def test_a_checkpoint_comes_onto_the_gpu_as_it_is(dtype: torch.dtype, tmp_path: 
 
 def test_the_bundled_checkpoint_is_the_same_on_both_devices() -> None:
     with Generator(device="cpu", dtype="bfloat16") as there, Generator(device="cuda", dtype="bfloat16") as here:
-        pairs = zip(there._runner.model.targets().items(), here._runner.model.targets().values(), strict=True)
+        pairs = zip(
+            there._runner.model.parameters.targets().items(),
+            here._runner.model.parameters.targets().values(),
+            strict=True,
+        )
         for (name, one), other in pairs:
             assert torch.equal(one.view, other.view.cpu()), name
 

@@ -71,7 +71,11 @@ def test_the_schedule_never_shows(folder: Path) -> None:
 def test_updates_are_quantized_under_graphs(folder: Path) -> None:
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     with Generator(folder, **OPTIONS) as gen, Generator(folder, **{**OPTIONS, "quantization": None}) as plain:
-        weights = {name: shard.view.clone() for name, shard in plain._runner.model.targets().items() if shard.is_whole}
+        weights = {
+            name: shard.view.clone()
+            for name, shard in plain._runner.model.parameters.targets().items()
+            if shard.is_whole
+        }
         expected = gen.generate([[5] * 40], params)[0].completions[0]
         gen.update_weights({name: tensor * 1.5 for name, tensor in weights.items()})
         assert gen.generate([[5] * 40], params)[0].completions[0].raw_logprobs != expected.raw_logprobs

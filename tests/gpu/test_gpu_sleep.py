@@ -38,7 +38,7 @@ def test_memory_goes_and_graphs_replay_the_same_tokens(host_cache_gb: float) -> 
         graphs, where = runner.graphs, runner.pool.whole.data_ptr()
         assert graphs
         before, awake = answers(gen), free()
-        weights = sum(part.view.nbytes for part in runner.model.targets().values())
+        weights = sum(part.view.nbytes for part in runner.model.parameters.targets().values())
         for tags, least in (
             (("weights", "kv_cache"), runner.pool.whole.nbytes + weights),
             ("kv_cache", runner.pool.whole.nbytes),

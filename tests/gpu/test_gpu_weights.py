@@ -38,10 +38,10 @@ def answers(gen: Generator) -> list[tuple[list[int], list[float]]]:
 def test_graphs_go_on_with_the_new_weights(where: str, dtype: torch.dtype, old: dict[str, Tensor]) -> None:
     with Generator(load="dummy", **OPTIONS) as gen, Generator(**OPTIONS) as other:
         assert gen._runner.graphs
-        views = {name: part.view.data_ptr() for name, part in gen._runner.model.targets().items()}
+        views = {name: part.view.data_ptr() for name, part in gen._runner.model.parameters.targets().items()}
         before, expected = answers(gen), answers(other)
         gen.update_weights({name: tensor.to(where, dtype) for name, tensor in old.items()})
-        assert {name: part.view.data_ptr() for name, part in gen._runner.model.targets().items()} == views
+        assert {name: part.view.data_ptr() for name, part in gen._runner.model.parameters.targets().items()} == views
         assert answers(gen) == expected != before
 
 
@@ -52,7 +52,7 @@ def test_graphs_go_on_with_an_adapter_and_with_the_base(where: str, dtype: torch
     """The weights are rounded once: where the base and the product are rounded apart, 30 in 100 differ."""
     state, rounding = adapter(BUNDLED), 0 if dtype == torch.float32 else 2**-7
     with Generator(adapter_base=base, **OPTIONS | {"dtype": str(dtype)[6:]}) as gen:
-        views = {name: part.view for name, part in gen._runner.model.targets().items()}
+        views = {name: part.view for name, part in gen._runner.model.parameters.targets().items()}
         weights, before = {name: view.clone() for name, view in views.items()}, answers(gen)
         gen.update_adapter({name: tensor.to(where) for name, tensor in state.items()}, CONFIG)
         for name, weight in merged(BUNDLED, state, dtype=dtype).items():

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +12,9 @@ from conftest import VOCAB, Checkpoint, hf_logits, hf_model, random_ids
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
-from fastgen.device import mkl
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.config import read_config
-from fastgen.model.transformer import ROW_TILE, StepPart, Transformer
+from fastgen.model.linear import ROW_TILE
+from fastgen.model.transformer import StepPart
 
 PROMPTS = [random_ids(length) for length in (1, 130, 16, 37)]
 
@@ -56,18 +51,6 @@ def check_logits(folder: Path) -> None:
     with Generator(folder, page_size=16, max_seqs=8) as gen:
         for prompt, logits in zip(PROMPTS, prefill_logits(gen, PROMPTS), strict=True):
             torch.testing.assert_close(logits, hf_logits(folder, prompt), atol=1e-4, rtol=0)
-
-
-def test_ranks_that_hold_the_same_kv_head_are_neighbours(checkpoint: Checkpoint) -> None:
-    """So that each has the KV head of its own query heads."""
-    config = read_config(checkpoint("Llama", num_attention_heads=8, num_key_value_heads=2))
-    starts: dict[str, list[int]] = {"q_proj": [], "k_proj": [], "v_proj": []}
-    for rank in range(4):
-        group: Any = SimpleNamespace(rank=rank, size=4, prepare=lambda *given: None)
-        targets = Transformer(config, torch.float32, torch.device("meta"), 16, group).targets()
-        for name, found in starts.items():
-            found.append(targets[f"model.layers.0.self_attn.{name}.weight"].start // config.head_size)
-    assert starts == {"q_proj": [0, 2, 4, 6], "k_proj": [0, 0, 1, 1], "v_proj": [0, 0, 1, 1]}
 
 
 def test_prefill_logits_are_those_of_transformers(family: Path) -> None:
@@ -125,13 +108,3 @@ def test_dummy_weights_generate(llama: Path) -> None:
         ids = gen.generate([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))[0].completions[0].token_ids
     assert len(ids) == 8
     assert all(0 <= token < VOCAB for token in ids)
-
-
-@pytest.mark.skipif(not mkl.PACKS, reason="this torch has no MKL")
-@pytest.mark.parametrize("instructions", [pytest.param("AVX2", marks=pytest.mark.long), "AVX512"])
-def test_products_on_the_cpu_have_the_same_bits_for_any_number_of_rows_and_threads(instructions: str) -> None:
-    """MKL takes the instructions that the variable names where the CPU has them, and older ones elsewhere."""
-    program = Path(__file__).parent.parent / "products_program.py"
-    environment = {**os.environ, "MKL_ENABLE_INSTRUCTIONS": instructions}
-    done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout == "equal\n", done.stderr

@@ -1,0 +1,59 @@
+"""Linear layers on the CPU whose weights are in the order of MKL's products (`fastgen.device.mkl`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fastgen.device import mkl
+from fastgen.device.threads import at_most
+from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels.norm import RMSNorm, rms_norm
+from fastgen.model.linear import UNFUSED, Linear, finish
+
+PACKED_ROW_TILE = 4
+"""`ROW_TILE` for packed weights."""
+
+PACKING_THREADS = 8
+"""Maximum number of threads that pack a weight. Products of few rows take as many threads at most."""
+
+
+@dataclass(eq=False)
+class PackedLinear(Linear):
+    """A linear layer in float32 with a packed weight. packed: see `mkl.pack`. `weight` has a shape, and no memory."""
+
+    packed: Tensor = field(kw_only=True)
+
+    def apply(
+        self, x: Tensor, fused: Fused = UNFUSED, norm: RMSNorm | None = None, delta: Tensor | None = None
+    ) -> Tensor:
+        if norm is not None:
+            x = rms_norm(x, norm.weight, norm.eps, delta)
+        outputs = len(self.weight)
+        width = mkl.packed_outputs(outputs)
+        if fused.add is not None and width == outputs:
+            y = fused.add if self.bias is None else fused.add.add_(self.bias)
+            return mkl.multiply_packed(x, self.packed, y, keep=1)
+        y = mkl.multiply_packed(x, self.packed, x.new_empty(len(x), width), keep=0)
+        y = y if width == outputs else y[:, :outputs].contiguous()
+        return finish(y if self.bias is None else y.add_(self.bias), fused)
+
+
+def pack(linear: Linear) -> Linear:
+    """Return a linear layer with its weight packed."""
+    if isinstance(linear, PackedLinear):
+        return linear
+    packed = linear.weight.new_empty(mkl.pack_size(*linear.weight.shape))
+    with at_most(PACKING_THREADS):
+        mkl.pack(linear.weight, packed)
+    return PackedLinear(linear.weight.new_empty(()).expand(linear.weight.shape), linear.bias, packed=packed)
+
+
+def unpack(linear: Linear) -> Linear:
+    """Return a linear layer with a plain weight: the product with the identity matrix, which rounds nothing."""
+    if not isinstance(linear, PackedLinear):
+        return linear
+    transposed = replace(linear, bias=None).apply(torch.eye(linear.weight.shape[1], dtype=torch.float32))
+    return Linear(transposed.t().contiguous(), linear.bias)

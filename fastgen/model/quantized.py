@@ -1,0 +1,95 @@
+"""Linear layers in fp8 (`fastgen.kernels.fp8`). What a checkpoint says about them is in quantization.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fastgen.kernels import fp8
+from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels.norm import RMSNorm, rms_norm_fp8
+from fastgen.model.config import ModelConfig
+from fastgen.model.linear import UNFUSED, Linear
+from fastgen.model.quantization import Quantization
+from fastgen.model.weights import Shard
+
+
+@dataclass(eq=False)
+class Fp8Linear(Linear):
+    """A linear layer whose weight is in E4M3. scales: float32 [out], or [out / 128, in / 128] for blocks."""
+
+    scales: Tensor = field(kw_only=True)
+
+    @classmethod
+    def zeros(
+        cls, form: Quantization, rows: Mapping[str, int], size_in: int, bias: Tensor | None, new: Callable[..., Tensor]
+    ) -> Fp8Linear:
+        """Make a layer. rows: the outputs of each of its Hugging Face modules, on this rank. new: makes zeros of a
+        shape and a dtype.
+
+        Raises ValueError if the checkpoint has only some of the modules in fp8, and for sizes that are not whole
+        blocks.
+        """
+        if not all(map(form.covers, rows)):
+            raise ValueError(
+                f"quantization_config leaves some of {', '.join(rows)} unquantized and not all of them, which is not "
+                "supported"
+            )
+        if form.blocks and any(size % fp8.BLOCK for size in (size_in, *rows.values())):
+            raise ValueError(
+                f"{', '.join(rows)} of {size_in} inputs and {', '.join(map(str, rows.values()))} outputs, on each "
+                f"rank, are not whole blocks of {fp8.BLOCK} x {fp8.BLOCK}; run the model on fewer ranks"
+            )
+        size_out = sum(rows.values())
+        shape = (size_out // fp8.BLOCK, size_in // fp8.BLOCK) if form.blocks else (size_out,)
+        weight, scales = new(size_out, size_in, dtype=fp8.E4M3), new(*shape, dtype=torch.float32)
+        return cls(weight, bias, weight.device.type == "cuda", scales=scales)
+
+    def apply(
+        self, x: Tensor, fused: Fused = UNFUSED, norm: RMSNorm | None = None, delta: Tensor | None = None
+    ) -> Tensor:
+        values, scales = fp8.quantize(x) if norm is None else rms_norm_fp8(x, norm.weight, norm.eps, delta)
+        product = fp8.product.launch if self.batch_invariant else fp8.product
+        fused = fused._replace(out_dtype=fused.out_dtype or x.dtype)
+        y: Tensor = product(values, scales, fp8.Quantized(self.weight, self.scales), self.bias, fused)
+        return y
+
+    def shards(self, name: str, weight: Shard, rows: slice, stored: str) -> dict[str, Shard]:
+        """Return the shards of a module's tensors. weight: that of its weight, which is `rows` of this layer's.
+
+        stored: the form of the scales that the checkpoint has; "": the shard quantizes what is written.
+        """
+        step = len(self.weight) // len(self.scales)  # rows with one scale
+        scales = self.scales[rows.start // step : rows.stop // step]
+        if not stored:
+            return {f"{name}.weight": replace(weight, scales=scales)}
+        if stored == "tensor":
+            scale = Shard(scales, ())
+        elif stored == "channel":
+            scale = Shard(scales[:, None], (weight.shape[0], 1), 0, weight.start if weight.dim == 0 else 0)
+        else:
+            blocks = -(-weight.shape[0] // fp8.BLOCK), -(-weight.shape[1] // fp8.BLOCK)
+            scale = Shard(scales, blocks, weight.dim, weight.start // fp8.BLOCK)
+        return {f"{name}.weight": weight, f"{name}.weight_scale": scale}
+
+    def launch_all(self, fused: Fused, dtype: torch.dtype) -> None:
+        """Launch each kind of kernel that the layer's products may take. fused, dtype: as of `apply`, for one row."""
+        x, weight = self.weight.new_zeros(1, self.weight.shape[1]), fp8.Quantized(self.weight, self.scales)
+        fused = fused._replace(out_dtype=fused.out_dtype or dtype)
+        for kind in fp8.KINDS:
+            fp8.launch_as(kind, x, self.scales.new_ones(1), weight, self.bias, fused)
+
+
+def check_fp8(model: ModelConfig, dtype: str, kernels: str) -> None:
+    """Raise ValueError if a GPU can not run a model in fp8. model: as a rank holds it."""
+    sizes = model.input_sizes
+    if kernels != "gluon" or dtype == "float32" or any(size % fp8.ALIGN for size in sizes):
+        raise ValueError(
+            "linear layers in fp8 need a Hopper GPU (H100, H200), bfloat16 or float16, a known Triton (3.6 to 3.9, as "
+            f"torch 2.11 to 2.15 bring it) and inputs in multiples of {fp8.ALIGN}; here are {dtype}, {kernels!r} "
+            f"kernels and {', '.join(map(str, sizes))} inputs on each rank: leave quantization out, or use a "
+            "checkpoint that is not in fp8"
+        )

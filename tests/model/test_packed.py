@@ -1,0 +1,22 @@
+"""Packed linear layers have the same bits for any number of rows and threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastgen.device import mkl
+
+
+@pytest.mark.skipif(not mkl.PACKS, reason="this torch has no MKL")
+@pytest.mark.parametrize("instructions", [pytest.param("AVX2", marks=pytest.mark.long), "AVX512"])
+def test_products_on_the_cpu_have_the_same_bits_for_any_number_of_rows_and_threads(instructions: str) -> None:
+    """MKL takes the instructions that the variable names where the CPU has them, and older ones elsewhere."""
+    program = Path(__file__).parent.parent / "products_program.py"
+    environment = {**os.environ, "MKL_ENABLE_INSTRUCTIONS": instructions}
+    done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "equal\n", done.stderr

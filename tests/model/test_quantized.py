@@ -1,0 +1,273 @@
+"""Models in fp8: checkpoints of the published forms, made here with their quantizers' arithmetic, against transformers;
+bf16 checkpoints that are quantized as they are loaded; updates."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitwise import alone, answers, random_options, random_requests
+from conftest import Checkpoint, hf_model, random_ids
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fastgen import Generator
+from fastgen.kernels import fp8
+from fastgen.model.config import read_config
+from fastgen.model.loader import load
+from fastgen.model.parameters import Parameters
+from fastgen.model.quantization import Quantization, parse_quantization
+from fastgen.model.weights import write
+from fastgen.parallel.group import Group
+
+E4M3 = torch.float8_e4m3fn
+CPU = {"device": "cpu", "seed": 0, "max_seqs": 8, "max_step_tokens": 64, "page_size": 16, "num_pages": 64}
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 64, "initializer_range": 0.06}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Form:
+    """A published form of fp8: the quantization_config, the strategy of its scales, and the ends of the names of a
+    module's scale and of a tensor that is not read."""
+
+    config: dict[str, Any]
+    strategy: str
+    scale: str = "weight_scale"
+    other: str = "input_scale"
+
+    @property
+    def parsed(self) -> Quantization:
+        found = parse_quantization({"quantization_config": self.config})
+        assert found is not None
+        return found
+
+    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a weight in fp8 with its scales, and what it stands for: the arithmetic of all publishers."""
+        sizes = {"tensor": weight.shape, "channel": (1, weight.shape[1]), "block": (128, 128)}
+        rows, columns = sizes[self.strategy]
+        tiles = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        scales = tiles.abs().amax(dim=(1, 3), keepdim=True) / 448
+        if self.strategy == "channel":
+            scales = scales.bfloat16().float()  # compressed-tensors' have the checkpoint's dtype
+        values = (tiles / scales).clamp(-448, 448).to(E4M3)
+        meant = (values.float() * scales).reshape(weight.shape)
+        stored = scales[0, 0, 0, 0] if self.strategy == "tensor" else scales[:, 0, :, 0].contiguous()
+        return values.reshape(weight.shape), stored, meant
+
+
+def compressed(strategy: str, ignore: list[str]) -> dict[str, Any]:
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = {**numbers, "strategy": strategy, "dynamic": False, "block_structure": [128, 128]}
+    inputs = {**numbers, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": ignore, "kv_cache_scheme": None}  # fmt: skip
+
+
+QWEN = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.layers.1.mlp"]}  # fmt: skip
+MISTRAL = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
+           "modules_to_not_convert": ["lm_head", "model.vision_tower"]}  # fmt: skip
+AUTOFP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "model.layers.2*"]}
+FORMS = {
+    "Qwen3": Form(QWEN, "block", "weight_scale_inv"),
+    "Mistral": Form(MISTRAL, "tensor", "weight_scale_inv", "activation_scale"),
+    "AutoFP8": Form(AUTOFP8, "tensor"),
+    "ModelOpt": Form(MODELOPT, "tensor"),
+    "channel": Form(compressed("channel", ["lm_head", r"re:.*\.down_proj$"]), "channel"),
+    "tensor": Form(compressed("tensor", ["lm_head"]), "tensor"),
+    "block": Form(compressed("block", ["lm_head"]), "block"),
+}
+BLOCKS = FORMS["block"].config
+FAMILY = {"Qwen3": "Qwen3", "Mistral": "Mistral"}  # others: Llama
+
+
+def modules(form: Quantization, tensors: dict[str, Tensor]) -> list[str]:
+    """Return the names of the modules that a checkpoint has in fp8."""
+    names = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+    return [name for name in names if form.covers(name)]
+
+
+def make(folder: Path, source: Path, form: Form) -> dict[str, Tensor]:
+    """Write the fp8 form of a checkpoint; return the weights that it stands for."""
+    shutil.copytree(source, folder)
+    tensors = load_file(source / "model.safetensors")
+    meant = dict(tensors)
+    for name in modules(form.parsed, tensors):
+        weight, scale, meant[name + ".weight"] = form.quantized(tensors[name + ".weight"])
+        tensors |= {f"{name}.weight": weight, f"{name}.{form.scale}": scale, f"{name}.{form.other}": torch.tensor(0.5)}
+    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(1.0)
+    save_file(tensors, folder / "model.safetensors")
+    configure(folder, form.config)
+    return meant
+
+
+def configure(folder: Path, config: dict[str, Any]) -> None:
+    """Replace the quantization_config of a checkpoint."""
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": config}))
+
+
+def round_inputs(module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A hook before a linear layer: its input in E4M3, with a scale a token."""
+    (x,) = given
+    scale = (x.abs().amax(-1, keepdim=True) / 448).clamp(min=1 / (448 * 512))
+    return ((x / scale).clamp(-448, 448).to(E4M3).float() * scale,)
+
+
+def hf_logprobs(
+    source: Path, weights: dict[str, Tensor], names: list[str], ids: list[list[int]], rounded: bool
+) -> Tensor:
+    """Return transformers' logprobs of ids[..., 1:] with other weights; rounded: with the inputs of `names` in fp8."""
+    model = hf_model(source)
+    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(weights, strict=False)
+    hooks = [model.get_submodule(name).register_forward_pre_hook(round_inputs) for name in names if rounded]
+    try:
+        with torch.inference_mode():
+            logits = model(torch.tensor(ids)).logits.float()
+    finally:
+        model.load_state_dict(old)
+        for hook in hooks:
+            hook.remove()
+    return logits[:, :-1].log_softmax(2).gather(2, torch.tensor(ids)[:, 1:, None])[..., 0]
+
+
+def check_scores(gen: Generator, source: Path, weights: dict[str, Tensor], names: list[str]) -> None:
+    """Compare scores with transformers', whose inputs of the modules `names` are in fp8, too.
+
+    Sums in another order round few inputs to the next number of fp8, and this changes all tokens behind. So pairs of
+    tokens are the same but for few, and a long sequence is about the same.
+    """
+    pairs, long = [random_ids(2, seed=seed) for seed in range(40)], [random_ids(40)]
+    for ids, quantile, tolerance in ((pairs, 0.5, 1e-4), (long, 0.5, 0.06)):
+        found = torch.tensor(gen.score(ids))[:, 1:]
+        exact = hf_logprobs(source, weights, names, ids, rounded=True)
+        assert (found - exact).abs().quantile(quantile) < tolerance
+        plain = hf_logprobs(source, weights, names, ids, rounded=False)
+        assert (found - plain).abs().mean() < 0.15
+        assert (found - plain).abs().mean() > (found - exact).abs().mean()
+
+
+def source_of(checkpoint: Checkpoint, name: str) -> Path:
+    family = FAMILY.get(name, "Llama")
+    return checkpoint(family, **SIZES)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_published_checkpoints(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source, folder = source_of(checkpoint, name), tmp_path / "fp8"
+    meant = make(folder, source, FORMS[name])
+    names = modules(FORMS[name].parsed, meant)
+    assert names
+    with Generator(folder, **CPU) as gen:
+        check_scores(gen, source, meant, names)
+
+
+def quantized(source: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the weights that fastgen's own fp8 form of a checkpoint stands for, and the modules in fp8."""
+    weights = load_file(source / "model.safetensors")
+    names = modules(Quantization(), weights)
+    rounded = {f"{name}.weight": fp8.quantize_weight(weights[f"{name}.weight"]).dequantized() for name in names}
+    return {**weights, **rounded}, names
+
+
+def test_a_checkpoint_is_quantized_as_it_is_loaded(checkpoint: Checkpoint) -> None:
+    source = checkpoint("Llama", **SIZES)
+    with Generator(source, quantization="fp8", **CPU) as gen:
+        check_scores(gen, source, *quantized(source))
+        with pytest.raises(ValueError, match="the model is in fp8"):
+            gen.update_adapter({}, {"r": 8, "lora_alpha": 8})
+        name = "model.layers.1.mlp.down_proj.weight"
+        gen.update_weights({name: torch.full((256, 384), torch.nan)}, partial=True)
+        assert gen._runner.find_not_finite() == [name]
+        linear = gen._runner.model.layers[0].gate_up
+        assert linear.weight.dtype == E4M3
+        assert gen._runner.model.parameters.lm_head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "channel"])
+def test_the_schedule_never_shows(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source, folder = source_of(checkpoint, name), tmp_path / "fp8"
+    make(folder, source, FORMS[name])
+    requests = random_requests(320, 8, 60, 10)
+    with Generator(folder, **CPU) as gen:
+        expected = alone(gen, requests)
+    for seed in range(2):
+        with Generator(folder, **{**CPU, **random_options(seed, 80)}) as gen:
+            assert answers(gen, requests) == expected
+
+
+@pytest.mark.parametrize("name", ["", "Qwen3", "Mistral"])
+def test_an_update_is_quantized_in_place(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Its scores are those of a checkpoint of the new weights, quantized alike."""
+    source, folder, ids = source_of(checkpoint, name), tmp_path / "fp8", random_ids(30)
+    changed, options = tmp_path / "changed", {**CPU, "quantization": "fp8"}
+    weights = {key: (tensor * 1.5).bfloat16() for key, tensor in load_file(source / "model.safetensors").items()}
+    shutil.copytree(source, changed)
+    save_file({key: tensor.float() for key, tensor in weights.items()}, changed / "model.safetensors")
+    if name:
+        make(folder, source, FORMS[name])
+    if name == "Qwen3":
+        make(tmp_path / "again", changed, FORMS[name])
+        changed = tmp_path / "again"
+    with Generator(folder if name else source, **options) as gen, Generator(changed, **options) as expected:
+        before = gen._runner.model.layers[0].down.weight.data_ptr()
+        gen.update_weights(weights)
+        assert gen._runner.model.layers[0].down.weight.data_ptr() == before
+        assert gen.score([ids])[0][1:] == expected.score([ids])[0][1:]
+
+
+class Rank(Group):
+    """One of two ranks, without the other."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, 2
+
+
+@pytest.mark.parametrize("name", ["", "Qwen3", "Mistral", "channel"])
+def test_the_parts_of_two_ranks_are_the_whole(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """A stored checkpoint is exact in parts. What is quantized here has scales of a rank's own rows and blocks."""
+    source, folder = checkpoint("Llama", **{**SIZES, "head_dim": 128, "intermediate_size": 512}), tmp_path / "fp8"
+    weights = load_file(source / "model.safetensors")
+    if name:
+        weights = make(folder, source, FORMS[name])
+    new = {key: tensor * 1.5 for key, tensor in weights.items()}
+    config = read_config(folder if name else source, in_fp8=True)
+    for rank in range(2):
+        parameters = Parameters(config, torch.float32, torch.device("cpu"), Rank(rank))
+        load(parameters.targets(stored=True), folder if name else source)
+        check_parts(parameters, weights, 1e-6 if name else 0.04)
+        write(parameters.targets(), new.items())
+        check_parts(parameters, new, 0.04)
+
+
+def check_parts(parameters: Parameters, weights: dict[str, Tensor], tolerance: float) -> None:
+    """Compare a rank's weights in fp8 with its parts of the whole; tolerance: a share of the largest number."""
+    for name, shard in parameters.targets().items():
+        if shard.scales is not None:
+            found, wanted = fp8.Quantized(shard.view, shard.scales).dequantized(), shard.slice(weights[name])
+            assert (found - wanted).abs().max() <= tolerance * wanted.abs().max(), name
+
+
+def test_errors_of_loading(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder, small = tmp_path / "fp8", tmp_path / "small"
+    partly = {**QWEN, "modules_to_not_convert": ["model.layers.0.self_attn.k_proj"]}
+    make(folder, checkpoint("Llama", **SIZES), Form(partly, "block", "weight_scale_inv"))
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj, .*k_proj, .* unquantized"):
+        Generator(folder, **CPU)
+    configure(folder, {**QWEN, "modules_to_not_convert": []})
+    with pytest.raises(ValueError, match=r"k_proj.weight' is torch.float32; quantization_config says that it is in"):
+        Generator(folder, **CPU)
+    shutil.copytree(checkpoint("Llama"), small)
+    configure(small, QWEN)
+    with pytest.raises(ValueError, match="are not whole blocks of 128 x 128"):
+        Generator(small, **CPU)
