@@ -375,6 +375,11 @@ class Sequence:
         return len(self.token_ids) + self.pending
 
     @property
+    def prefill_left(self) -> int:
+        """Known tokens that no scheduled step computes, while it holds a lane and does not decode."""
+        return self.prefill_len - self.computed
+
+    @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.prompt_len :]
 

@@ -124,8 +124,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ('if reason in ("stop", "length") and sequence.output_len:', "if sequence.output_len:"),
         ("if (masked or token < 0) and not accepts", "if masked and not accepts"),
         ("self._count_cached(sequence, known - 1)", "self._count_cached(sequence, known)"),
-        ("            budget -= len(chunk.tokens)\n", ""),
-        ("        if self._in_prefill:\n            self._preempt(self.running[-1])\n", ""),
+        ("            budget -= count\n", "            budget -= 1\n"),
+        ("        while self.prefilling:\n", "        if self.prefilling:\n"),
+        ("spare = budget - min(oldest.prefill_left, reserve)", "spare = budget"),
+        ("return tokens[at:end] == others[at:end] and", "return False and"),
     ],
     ("engine/pages.py", SCHEDULES): [
         ("self._refs[node.page] += 1", "self._refs[node.page] = 1"),

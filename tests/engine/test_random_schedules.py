@@ -173,7 +173,7 @@ def test_any_schedule_gives_the_answers_of_no_schedule(first: int) -> None:
     run_seeds(range(first, first + SEEDS_A_TEST))
 
 
-@pytest.mark.parametrize("seed", [2_165_979, 2_236_948])
+@pytest.mark.parametrize("seed", [2_165_979])
 def test_drafts_let_a_sequence_overtake_another_that_is_then_preempted(seed: int) -> None:
     seen = run_seeds(range(seed, seed + 1))
     assert seen["preempted"] > seen["computed again"]
