@@ -217,6 +217,8 @@ class Simulation:
         on = {lane: s for lane, s in enumerate(self.scheduler.lanes) if s is not None}
         lanes = [*batch.decodes, *(lane for chunk in batch.prefills for lane in (chunk.lane, *chunk.forks))]
         assert 0 < num_tokens(batch) <= self.config.max_step_tokens, "over the token budget"
+        prefilled = sum(len(chunk.tokens) for chunk in batch.prefills)
+        assert not batch.decodes or prefilled <= self.config.max_prefill_tokens, "a step of decodes has too long chunks"
         assert {on[lane] for lane in batch.decodes} == {*ready}, "a decode waits"
         assert len(set(lanes)) == len(lanes), "a lane is twice in a step"
         assert all(on[lane].status is Status.RUNNING for lane in lanes), "an ended sequence goes on"
@@ -239,7 +241,10 @@ class Simulation:
     def _check_queue(self, batch: Batch) -> None:
         """Check that the first in the queue does not wait where there is room for it until all that run have ended."""
         scheduler, config = self.scheduler, self.config
-        full = not scheduler.waiting or not scheduler._free_lanes or num_tokens(batch) == config.max_step_tokens
+        prefills = num_tokens(batch) - len(batch.decodes)
+        full = (
+            not scheduler.waiting or not scheduler._free_lanes or prefills == config.prefill_tokens(len(batch.decodes))
+        )
         if full or len(scheduler.prefilling) == MAX_PREFILLS or scheduler.closed:
             self.passed = 0
             return
@@ -264,7 +269,7 @@ class Simulation:
             if oldest is not None:
                 known = len(oldest.token_ids)
                 # At least half of what the decodes of all other lanes leave of a step.
-                prefills = -(-2 * known // (self.config.max_step_tokens - self.config.max_seqs + 1))
+                prefills = -(-2 * known // self.config.prefill_tokens(self.config.max_seqs - 1))
                 decodes = 2 * (oldest.max_len - known)  # twice, since each may wait for a page
                 self.turns_left = RETRY_STEPS + prefills + decodes + TURNS_TO_LEAVE
         self.turns_left -= 1

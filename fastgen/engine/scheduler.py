@@ -21,7 +21,6 @@ from fastgen.engine.options import EngineConfig
 from fastgen.engine.outputs import Stats
 from fastgen.engine.pages import PageAllocator
 from fastgen.engine.speculation import History, Speculator, kept_lanes
-from fastgen.engine.step_times import StepTimes, StepWork
 from fastgen.request import Batch, LaneStart, Prefill, Scored, ScoreRequest, Sequence, Status, StepResult
 
 NOT_FINITE = "the logits are not finite"
@@ -45,9 +44,6 @@ class Scheduler:
     of a prompt is scheduled, the next waiting sequences with the same tokens become its forks: they share its pages,
     draw from its last row, and compute nothing. A last page that is partly filled is copied for each fork.
 
-    **Time.** With `max_step_ms`, the chunks of a step with decodes are so small that the step is predicted to take no
-    longer (`times`).
-
     **Preemption.** If predictions were too low and pages run out, the youngest running sequence gives up its lane and
     its pages, and later computes again what is not cached. `running` is in order of arrival.
 
@@ -60,7 +56,6 @@ class Scheduler:
         self.estimate = estimate or LengthEstimate()
         self.closed = False  # True: nothing will be added before all current sequences have ended
         self.stats = Stats(pages=config.num_pages)
-        self.times = StepTimes(config.max_step_ms / 1000)
         self.history = History(config.speculate.history_tokens if config.speculate else 0)
         self.reset()
 
@@ -141,7 +136,7 @@ class Scheduler:
         if planned is None:
             return None
         decodes, rows = planned
-        prefills = self._schedule_prefills(self.config.max_step_tokens - len(decodes))
+        prefills = self._schedule_prefills(self.config.prefill_tokens(len(decodes)))
         if not decodes and not prefills:
             return None
         drawing = [lane for chunk in prefills if chunk.sample for lane in (chunk.lane, *chunk.forks)]
@@ -236,8 +231,6 @@ class Scheduler:
         """Admit sequences, and schedule `budget` tokens of those in their prefill, or all if these are fewer."""
         chunks: list[Prefill] = []
         self._pause = max(0, self._pause - 1)
-        first = self.prefilling[0].computed if self.prefilling else 0
-        budget = self.times.room(StepWork(len(self._decodes)), first, budget)
         reserve = budget - budget // 2
         while budget:
             while len(self.prefilling) < MAX_PREFILLS and self._admit():
@@ -382,8 +375,6 @@ class Scheduler:
     def update(self, batch: Batch, result: StepResult) -> list[Sequence]:
         """Append the tokens that a step drew; return the sequences that finished, or changed with `every_token` set."""
         self.in_flight -= 1
-        if result.seconds:
-            self.times.learn(batch, result.seconds)
         for scored in result.scored:
             keep_scores(self._on(scored.lane), scored)
         changed, dropped = [], 0

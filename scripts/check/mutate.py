@@ -26,9 +26,9 @@ LOADING = "tests/model/test_loader.py tests/model/test_loader_slices.py"
 
 # (file, tests): the bugs, each as (text, other text).
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
-    ("engine/step_times.py", "tests/engine/test_step_times.py"): [
-        ("tokens -= total % self.multiple", "tokens += total % self.multiple"),
-        ("1 / MOST_RATIO), MOST_RATIO) ** RATE", "1 / MOST_RATIO), MOST_RATIO)"),
+    ("engine/options.py", "tests/engine/test_options.py"): [
+        ("max(limit - decodes, min(limit, MIN_PREFILL_TOKENS))", "max(limit, min(limit, MIN_PREFILL_TOKENS))"),
+        ("if decodes else room", "if room else room"),
     ],
     ("engine/outputs.py", CALLS): [
         ("            end -= 1  # a stop id", "            end -= 0  # a stop id"),
