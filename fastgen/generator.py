@@ -367,8 +367,9 @@ class Generator:
             each rank gives the same tensors, from an iterable of its own.
         version: a number of your own, other than the current one. partial: tensors that are not given stay as they are.
         in_flight: the treatment of requests in the engine: "error" refuses the update; "keep" continues them with the
-            KV of the old weights; "recompute" computes their KV again with the new weights; "abort" ends them with the
-            finish_reason "abort" and their tokens so far.
+            KV of the old weights, but a prompt in the middle of its prefill begins again, and so do requests after it;
+            "recompute" computes their KV again with the new weights; "abort" ends them with the finish_reason "abort"
+            and their tokens so far.
             `Completion.weight_versions` holds the version of each token. Later requests never use KV of old weights.
 
         Raises ValueError with the first 20 names, shapes and dtypes that do not fit. A mapping, its items and a

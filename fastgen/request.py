@@ -375,6 +375,11 @@ class Sequence:
         return len(self.token_ids) + self.pending
 
     @property
+    def prefill_left(self) -> int:
+        """Known tokens that no scheduled step computes, while it holds a lane and does not decode."""
+        return self.prefill_len - self.computed
+
+    @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.prompt_len :]
 
@@ -487,7 +492,7 @@ class StepResult(Drawn):
     A token is -1 where none could be drawn: the mask allowed none, or a logit is not finite. If the batch drafts, there
     are for each lane: kept, the number of its tokens, which can be more than one in a speculative step alone; verified,
     the number of drafted tokens that the step computed; and guesses, the first of the tokens that are drafted next, or
-    -1. seconds: that the step took; 0 if it was not measured.
+    -1.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -495,7 +500,6 @@ class StepResult(Drawn):
     verified: list[int] = field(default_factory=list)
     guesses: list[int] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 @dataclass(slots=True)

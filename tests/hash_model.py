@@ -214,7 +214,6 @@ class HashRunner:
         self.started: list[LaneStart | None] = [None] * config.max_seqs
         self.counted: list[list[int]] = [[] for _ in range(config.max_seqs)]
         self.trip: Callable[[], None] = lambda: None  # may raise a TroubleError
-        self.seconds: Callable[[], float] = lambda: 0.0  # of a step
 
     def launch(self, batch: Batch) -> Launched:
         self._move_pages(batch)
@@ -253,7 +252,7 @@ class HashRunner:
         for chunk in batch.prefills:
             if chunk.sample:
                 states += [[self._state(lane, chunk.lane)] for lane in (chunk.lane, *chunk.forks)]
-        launched = Launched(batch, rows, states, StepResult(seconds=self.seconds()))
+        launched = Launched(batch, rows, states, StepResult())
         self._score(launched)
         if not batch.masked:
             self.sample(launched)
@@ -362,7 +361,7 @@ class HashRunner:
 CONFIG: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "attention": "reference", "memory_fraction": 0.9, "prefix_cache": True,
     "host_pages": 0, "tensor_parallel": 1, "deterministic": False, "kernels": "torch", "context_given": False,
-    "max_step_ms": 0.0, "kv_cache_dtype": "float32",
+    "kv_cache_dtype": "float32",
 }  # fmt: skip
 
 
@@ -370,7 +369,7 @@ def make_config(**changed: Any) -> EngineConfig:
     """Return the config of a small engine. max_model_len is at most the pool less a page, as in EngineConfig.make."""
     given = {"max_seqs": 4, "max_step_tokens": 16, "page_size": 4, "num_pages": 64, "max_model_len": 64} | changed
     given["max_model_len"] = min(given["max_model_len"], (given["num_pages"] - 1) * given["page_size"])
-    return EngineConfig(**CONFIG | given)
+    return EngineConfig(**CONFIG | {"max_prefill_tokens": given["max_step_tokens"]} | given)
 
 
 class InexactEstimate(LengthEstimate):

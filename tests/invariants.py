@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from fastgen.engine.pages import Node, PageAllocator
-from fastgen.engine.scheduler import Scheduler
+from fastgen.engine.scheduler import MAX_PREFILLS, Scheduler
 from fastgen.request import Status
 
 
@@ -32,10 +32,12 @@ def _check_derived(scheduler: Scheduler) -> None:
     """The state which is updated from step to step equals what follows from the sequences."""
     running, pages = scheduler.running, scheduler.pages
     alive = [s for s in running if s.status is Status.RUNNING]
-    assert all(s.computed >= s.prefill_len for s in running[:-1])
+    assert scheduler.prefilling == [s for s in running if s.computed < s.prefill_len]
+    assert len(scheduler.prefilling) <= MAX_PREFILLS
     # A sequence whose last token is in flight leaves `_decoding` when the next step is scheduled.
     decoding = [s for s in scheduler._decoding.values() if s.length < s.max_len]
-    assert decoding == [s for s in alive if s.computed >= s.prefill_len and s.length < s.max_len]
+    assert len(set(decoding)) == len(decoding)
+    assert {*decoding} == {s for s in alive if s.computed >= s.prefill_len and s.length < s.max_len}
     for sequence in scheduler._decoding.values():
         limit = min(len(sequence.pages) * scheduler.config.page_size, sequence.max_len - 1)
         assert sequence.computed <= sequence.limit == limit

@@ -22,7 +22,7 @@ from hash_model import (
 from invariants import check_scheduler
 
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.scheduler import RETRY_STEPS, Scheduler
+from fastgen.engine.scheduler import MAX_PREFILLS, RETRY_STEPS, Scheduler
 from fastgen.request import Batch, SamplingParams, Sequence, Status
 
 TURNS_TO_LEAVE = 6  # from the step that computes the last token of a sequence until its pages are free
@@ -196,6 +196,7 @@ class Simulation:
             assert not drained or not scheduler.busy, "nothing to run and nothing to wait for"
             return None
         self._check_queue(batch)
+        self._check_oldest(batch, before)
         if self.checks:
             kept = [s for s in before if s not in preempted]
             self._check_batch(batch, kept, [s for s in kept if s in ready])
@@ -216,7 +217,9 @@ class Simulation:
         on = {lane: s for lane, s in enumerate(self.scheduler.lanes) if s is not None}
         lanes = [*batch.decodes, *(lane for chunk in batch.prefills for lane in (chunk.lane, *chunk.forks))]
         assert 0 < num_tokens(batch) <= self.config.max_step_tokens, "over the token budget"
-        assert [on[lane] for lane in batch.decodes] == ready, "a decode waits"
+        prefilled = sum(len(chunk.tokens) for chunk in batch.prefills)
+        assert not batch.decodes or prefilled <= self.config.max_prefill_tokens, "a step of decodes has too long chunks"
+        assert {on[lane] for lane in batch.decodes} == {*ready}, "a decode waits"
         assert len(set(lanes)) == len(lanes), "a lane is twice in a step"
         assert all(on[lane].status is Status.RUNNING for lane in lanes), "an ended sequence goes on"
         assert all(on[lane].computed < on[lane].max_len for lane in batch.sampling), "a known end is overrun"
@@ -238,14 +241,25 @@ class Simulation:
     def _check_queue(self, batch: Batch) -> None:
         """Check that the first in the queue does not wait where there is room for it until all that run have ended."""
         scheduler, config = self.scheduler, self.config
-        full = not scheduler.waiting or not scheduler._free_lanes or num_tokens(batch) == config.max_step_tokens
-        if full or scheduler._in_prefill or scheduler.closed or config.max_step_ms:
+        prefills = num_tokens(batch) - len(batch.decodes)
+        full = (
+            not scheduler.waiting or not scheduler._free_lanes or prefills == config.prefill_tokens(len(batch.decodes))
+        )
+        if full or len(scheduler.prefilling) == MAX_PREFILLS or scheduler.closed:
             self.passed = 0
             return
         every = (next(iter(scheduler.waiting)), *scheduler.running)
         fits = sum(scheduler.pages.count(sequence.max_len) for sequence in every) <= config.num_pages
         self.passed = self.passed + 1 if fits else 0
         assert self.passed <= RETRY_STEPS, "a sequence waits though there is room for it"
+
+    def _check_oldest(self, batch: Batch, before: list[Sequence]) -> None:
+        """Check that the oldest sequence in its prefill gets half of a step's prefill tokens, if it lacks so many."""
+        counts = {chunk.lane: len(chunk.tokens) for chunk in batch.prefills}
+        oldest = next((s for s in before if s.lane >= 0 and (s.lane in counts or s.prefill_left > 0)), None)
+        if oldest is not None:
+            half = 2 * counts.get(oldest.lane, 0) >= sum(counts.values())
+            assert half or oldest.prefill_left <= 0, "a prompt starves"
 
     def _check_progress(self) -> None:
         """Check that the oldest open sequence ends in time."""
@@ -254,7 +268,8 @@ class Simulation:
             self.oldest = oldest
             if oldest is not None:
                 known = len(oldest.token_ids)
-                prefills = -(-known // self.config.max_step_tokens)
+                # At least half of what the decodes of all other lanes leave of a step.
+                prefills = -(-2 * known // self.config.prefill_tokens(self.config.max_seqs - 1))
                 decodes = 2 * (oldest.max_len - known)  # twice, since each may wait for a page
                 self.turns_left = RETRY_STEPS + prefills + decodes + TURNS_TO_LEAVE
         self.turns_left -= 1

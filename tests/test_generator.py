@@ -414,6 +414,7 @@ def test_names_of_others_are_errors_that_say_ours(gen: Generator) -> None:
     for name, ours in (
         ("gpu_memory_utilization", "use memory_fraction"),
         ("max_num_seqs", "use max_seqs"),
+        ("max_step_ms", "use max_prefill_tokens"),
         ("enforce_eager", "leave it out"),
         ("data_parallel_size", "use --replicas of fgserve"),
     ):

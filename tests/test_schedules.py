@@ -78,13 +78,9 @@ def test_batched_and_chunked_as_alone(schedule: str, family: Path, alone: list[A
         assert answers(gen) == alone
 
 
-def test_chunks_that_their_time_limits_as_alone(
-    family: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fastgen.engine.step_times.LEAST_TOKENS", 5)
-    with Generator(family, page_size=16, max_seqs=3, max_step_ms=0.001) as gen:
+def test_short_chunks_beside_decodes_as_alone(family: Path, alone: list[Answer]) -> None:
+    with Generator(family, page_size=16, max_seqs=3, max_prefill_tokens=5) as gen:
         assert answers(gen) == alone
-        assert gen._scheduler.times.pace > 0, "steps are timed"
 
 
 def test_a_token_a_step_as_alone(family: Path, alone: list[Answer]) -> None:

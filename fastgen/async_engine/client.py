@@ -31,8 +31,6 @@ from fastgen.text.grammar import params_grammar, structure_name
 
 log = logging.getLogger(__name__)
 
-STEP_MS = 55.0  # default of `max_step_ms`: readers of streams wait for each token
-
 
 def joined(events: list[Event]) -> list[Event]:
     """Merge the events of each sample into one; return them in the order of prompts (`id`) and samples."""
@@ -141,7 +139,7 @@ class AsyncGenerator:
         self.name = name or ("the bundled model" if model is None else str(model))
         self.dead: str | None = None
         self.stats = Stats()
-        self._options = {"model": model, "max_step_ms": STEP_MS, **options}
+        self._options = {"model": model, "max_prefill_tokens": 0, **options}  # readers of streams wait for each token
         self._grammar_timeout = grammar_timeout
         self._next_number = 0
         self._streams: dict[str | int, EventStream] = {}

@@ -117,9 +117,8 @@ class PageReservations:
         Each decoding sequence grows by a token a step, so that its length at any step is known, and also the step at
         which it leaves at the latest, because of its max_len. Shared pages count once for each holder. A sequence that
         is admitted later is checked against all that run then, so that the result stays valid. All prefills are assumed
-        to last until the known tokens of all are computed, in steps of the whole budget. Two options break these
-        assumptions, and a sequence may then be preempted: prefills last longer with `max_step_ms`, and sequences with
-        right drafts overtake others with `speculate`.
+        to last until the known tokens of all are computed, in steps of the least budget. With
+        `speculate`, sequences with right drafts overtake others, and one of these may then be preempted.
         """
         known, room = len(sequence.token_ids), self.pages.num_pages
         if self.pages.references + self.pages.count(known) * count > room:
@@ -127,7 +126,7 @@ class PageReservations:
         rows = [(s.length, s.prefill_len - s.computed, s.max_len, s.reserved, 1) for s in running]
         rows.append((known, known, sequence.max_len, expected, count))
         lengths, prefills, most, reserved, counts = np.array([*zip(*rows, strict=True)], dtype=np.int32)
-        budget = self.config.max_step_tokens - min(len(running) + count, self.config.max_seqs) + 1  # for prefills
+        budget = self.config.prefill_tokens(min(len(running) + count, self.config.max_seqs) - 1)
         delay = np.maximum(prefills, 0) @ counts // budget + 1
         ends = most - lengths + np.where(prefills > 0, delay, 0) + LEAVING_STEPS
         times = np.unique(ends)[::-1]

@@ -26,6 +26,7 @@ LANE_BYTES = 22  # of a lane for each token of the vocabulary: penalty counts, l
 DEFAULT_KV_CACHE_GB = 4.0  # without a GPU, whose memory is measured
 GPU_ROWS, CPU_ROWS = 64, 32  # most rows of a speculative step: beyond, arithmetic costs more than drafts save
 GPU_ROW_COST, CPU_ROW_COST = 0.004, 0.08  # the time of a row over that of a step
+MIN_PREFILL_TOKENS = 256  # a smaller step takes about as long on a GPU, since it reads all weights
 DECODE_KEYS, DECODE_GROUP = 64, 32  # keys of a block and most heads per KV head of the decode kernel in Gluon
 
 
@@ -73,9 +74,9 @@ class GeneratorOptions:
     max_step_tokens: int | None = option(
         None, "tokens that one step computes at most", unset="as many as suit the device", low=1
     )
-    max_step_ms: float = option(
-        0.0, "target in ms for a step that computes prompts beside answers, met by smaller chunks of prompts; "
-        "0: no limit", unset="0; 55 in fgserve and AsyncGenerator", low=0,
+    max_prefill_tokens: int | None = option(
+        None, "prefill tokens of a step that also decodes, at most; 0: measured at the start, for steps of about 50 ms",
+        unset="no limit; 0 in fgserve and AsyncGenerator", low=0,
     )  # fmt: skip
     page_size: int = option(64, "tokens of a page of the KV cache", low=1)
     num_pages: int | None = option(None, "pages of the KV cache", unset="what kv_cache_gb holds", low=2)
@@ -171,10 +172,11 @@ def takes_fields_of(
 class EngineConfig:
     """The configuration of an engine. The fields with an option's name have its value, or the one chosen for it.
 
-    Memory and pages are those of each rank. num_pages is 0 until a GPU's memory is measured (`with_pages`). host_pages:
-    pages of the host tier. kv_cache_dtype: "fp8", or dtype. kernels: the kind that runs, "gluon" (beside Triton's),
-    "triton" or "torch". context_given: the user gave max_model_len; else it is what the model and the pool allow.
-    adapter: the folder of the one that the start merges. speculate: with max_rows and row_cost; None: no speculation.
+    Memory and pages are those of each rank. num_pages is 0 until a GPU's memory is measured (`with_pages`), and
+    max_prefill_tokens is 0 until the speed of prefills is measured, where the user asks for that. host_pages: pages of
+    the host tier. kv_cache_dtype: "fp8", or dtype. kernels: the kind that runs, "gluon" (beside Triton's), "triton" or
+    "torch". context_given: the user gave max_model_len; else it is what the model and the pool allow. adapter: the
+    folder of the one that the start merges. speculate: with max_rows and row_cost; None: no speculation.
     """
 
     device: str
@@ -182,7 +184,7 @@ class EngineConfig:
     max_model_len: int
     max_seqs: int
     max_step_tokens: int
-    max_step_ms: float
+    max_prefill_tokens: int
     page_size: int
     num_pages: int
     attention: str
@@ -219,6 +221,7 @@ class EngineConfig:
         if options.attention == "flash" and kv_dtype == "fp8":
             raise ValueError("attention is 'flash', whose kernels do not read fp8; leave it or kv_cache_dtype out")
         max_seqs, max_step_tokens = _step_size(model, options, dtype, kv_dtype, memory)
+        limit = options.max_prefill_tokens
         page_bytes = token_bytes(model, kv_dtype) * options.page_size * options.tensor_parallel  # on all ranks
         config = cls(
             device=options.device,
@@ -226,7 +229,7 @@ class EngineConfig:
             max_model_len=model.max_position if context is None else context,
             max_seqs=max_seqs,
             max_step_tokens=max_step_tokens,
-            max_step_ms=options.max_step_ms,
+            max_prefill_tokens=max_step_tokens if limit is None else min(limit, max_step_tokens),
             page_size=options.page_size,
             num_pages=0,
             attention=auto_attention if options.attention == "auto" else options.attention,
@@ -268,6 +271,15 @@ class EngineConfig:
             f"{self.device}{ranks}, {self.dtype}, context of {self.max_model_len} tokens, KV cache of "
             f"{self.num_pages * self.page_size} tokens{kv}, kernels: {self.kernels}, attention: {self.attention}{mode}"
         )
+
+    def prefill_tokens(self, decodes: int) -> int:
+        """Return the maximum number of prefill tokens in a step with so many decodes.
+
+        The decodes count towards `max_prefill_tokens` where MIN_PREFILL_TOKENS remain: in a large step the tokens are
+        then a whole number of tiles of the products.
+        """
+        room, limit = self.max_step_tokens - decodes, self.max_prefill_tokens
+        return min(room, max(limit - decodes, min(limit, MIN_PREFILL_TOKENS))) if decodes else room
 
     def page_bytes(self, model: ModelConfig) -> int:
         """Return the bytes of a page on one rank: keys and values of all layers."""

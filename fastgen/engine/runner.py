@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -63,8 +62,7 @@ class _PendingScores(NamedTuple):
 class Launched:
     """A step in flight. Its results are on the host when the event `arrived` has passed (None: now).
 
-    began: passes when a GPU begins with a step that is timed. seconds: of such a step on the CPU. In a speculative step
-    a lane may have several rows, one behind another.
+    In a speculative step a lane may have several rows, one after another.
     """
 
     batch: Batch
@@ -76,8 +74,6 @@ class Launched:
     followed: Tensor | None = None  # int32 [3, S], see kernels.drafts.follow
     expired: Tensor | None = None  # see Group
     arrived: torch.cuda.Event | None = None
-    began: torch.cuda.Event | None = None
-    seconds: float = 0.0
 
 
 class Runner:
@@ -315,10 +311,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Launch the forward pass, and the sampler unless the batch is masked. Does not wait for the device."""
-        timed = bool(self.config.max_step_ms and batch.prefills)
-        start = time.perf_counter()
         with self._step_context():
-            began = self._record(timed) if timed and self.device.type == "cuda" else None
             arrivals = self._move_pages(batch)
             self._apply_changes(batch)
             shared = self._detect_sharing(batch.decodes)
@@ -328,14 +321,11 @@ class Runner:
                 launched = self._replay(batch, shared)
             else:
                 launched = self._launch_uploaded(batch, shared, arrivals)
-            launched.began = began
             if batch.copies:  # of pages that this step has filled
                 sources, targets = zip(*batch.copies, strict=True)
                 self.pool.copy(*upload_together([np.array(sources), np.array(targets)], self.device))
             if not batch.masked:
                 self._sample(launched, None)
-        if timed and began is None:
-            launched.seconds = time.perf_counter() - start
         return launched
 
     @torch.inference_mode()
@@ -347,13 +337,6 @@ class Runner:
     def _step_context(self) -> AbstractContextManager[object]:
         """Return the context of a step: on the CPU as many threads as cores are free."""
         return self._free_cores.step() if self.device.type == "cpu" else current(self.device)
-
-    @staticmethod
-    def _record(timed: bool) -> torch.cuda.Event:
-        """Return an event that passes when the GPU has done all that was launched."""
-        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
     def _sample(self, launched: Launched, masks: np.ndarray | None) -> None:
         """Draw tokens, and start copying the step's results to the host."""
@@ -377,7 +360,8 @@ class Runner:
         if self.group.rank == 0:  # the other ranks do not collect
             launched.expired = self._to_host(self.group.expired)
         if self.device.type == "cuda":
-            launched.arrived = self._record(timed=launched.began is not None)
+            launched.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            launched.arrived.record()
 
     def _follow(self, launched: Launched, tokens: Tensor) -> None:
         """Keep the draws of a step that drafts, int32 [R], and draft the next tokens."""
@@ -393,9 +377,7 @@ class Runner:
             launched.arrived.synchronize()
         if launched.expired is not None and int(launched.expired):
             raise DepartedError("a rank has not taken part in a step for too long; make a new Generator")
-        result = StepResult(scored=[scores.read() for scores in launched.scored], seconds=launched.seconds)
-        if launched.began is not None and launched.arrived is not None:
-            result.seconds = launched.began.elapsed_time(launched.arrived) / 1000
+        result = StepResult(scored=[scores.read() for scores in launched.scored])
         output = launched.sampled
         if output is None:
             return result

@@ -21,31 +21,28 @@ from fastgen.engine.options import EngineConfig
 from fastgen.engine.outputs import Stats
 from fastgen.engine.pages import PageAllocator
 from fastgen.engine.speculation import History, Speculator, kept_lanes
-from fastgen.engine.step_times import StepTimes, StepWork
 from fastgen.request import Batch, LaneStart, Prefill, Scored, ScoreRequest, Sequence, Status, StepResult
 
 NOT_FINITE = "the logits are not finite"
+MAX_PREFILLS = 8  # sequences in the middle of their prefill
 RETRY_STEPS = 8  # from a rejected admission until the next attempt, if no sequence leaves meanwhile
 
 
 class Scheduler:
     """Turns sequences into Batches, and the results of Batches into longer sequences.
 
-    Within the token budget of a step, decodes go first, then prefill chunks in order of arrival. So at most one
-    sequence, the youngest, is in the middle of its prefill when a step is complete. A step may be scheduled before the
-    step before it is read. If a sequence then turns out to have ended, it keeps its lane until the token too many is
-    read and dropped.
+    Within the token budget of a step, decodes go first, then prefill chunks, which `next_chunk` chooses. A step may be
+    scheduled before the step before it is read. If a sequence then turns out to have ended, it keeps its lane until the
+    token too many is read and dropped.
 
     **Admission.** The first waiting sequence gets a lane, and pages for its known tokens, when `PageReservations.fits`
-    finds that the pages it is expected to fill fit beside those of all running sequences.
+    finds that the pages it is expected to fill fit beside those of all running sequences. Up to `MAX_PREFILLS` may be
+    in the middle of their prefill, so that a short prompt is seen while long ones are computed.
 
     **Sharing.** The full pages of a prompt are indexed when the step that computes them is scheduled, the pages of an
     output when the sequence leaves. An admitted sequence begins behind its longest cached prefix. When the last chunk
     of a prompt is scheduled, the next waiting sequences with the same tokens become its forks: they share its pages,
     draw from its last row, and compute nothing. A last page that is partly filled is copied for each fork.
-
-    **Time.** With `max_step_ms`, the chunks of a step with decodes are so small that the step is predicted to take no
-    longer (`times`).
 
     **Preemption.** If predictions were too low and pages run out, the youngest running sequence gives up its lane and
     its pages, and later computes again what is not cached. `running` is in order of arrival.
@@ -59,7 +56,6 @@ class Scheduler:
         self.estimate = estimate or LengthEstimate()
         self.closed = False  # True: nothing will be added before all current sequences have ended
         self.stats = Stats(pages=config.num_pages)
-        self.times = StepTimes(config.max_step_ms / 1000)
         self.history = History(config.speculate.history_tokens if config.speculate else 0)
         self.reset()
 
@@ -74,11 +70,12 @@ class Scheduler:
         self.reservations = PageReservations(config, self.pages, self.estimate)
         self.waiting: OrderedDict[Sequence, int] = OrderedDict()  # with the pages that it was expected to reserve
         self.running: list[Sequence] = []
+        self.prefilling: list[Sequence] = []  # the running ones with known tokens to compute, in order of arrival
         self.lanes: list[Sequence | None] = [None] * config.max_seqs
         self.in_flight = 0  # steps scheduled and not yet updated
         self._free_lanes = list(range(config.max_seqs))
-        # By lane, in order of arrival, without sequences that have ended. A sequence whose last token is in flight
-        # leaves it at the next `schedule`.
+        # By lane, without sequences that have ended. A sequence whose last token is in flight leaves it at the next
+        # `schedule`.
         self._decoding: dict[int, Sequence] = {}
         self._decodes: tuple[int, ...] = ()  # of the last step
         self._masked: set[int] = set()  # lanes
@@ -111,9 +108,12 @@ class Scheduler:
         self._pause = 0
 
     def drop_prefixes(self) -> None:
-        """Empty the prefix cache: KV of the old weights is not given to another sequence. A prefill that is not
-        complete begins again, so that forks share KV of the new weights alone. No step may be in flight."""
-        if self._in_prefill:
+        """Empty the prefix cache: KV of the old weights is not given to another sequence. No step may be in flight.
+
+        Prefills that are not complete begin again, so that forks share only KV of the new weights; so do all sequences
+        that came after the first of them, to keep the order of arrival.
+        """
+        while self.prefilling:
             self._preempt(self.running[-1])
         for sequence in self.running:
             sequence.tip = None
@@ -136,7 +136,7 @@ class Scheduler:
         if planned is None:
             return None
         decodes, rows = planned
-        prefills = self._schedule_prefills(self.config.max_step_tokens - len(decodes))
+        prefills = self._schedule_prefills(self.config.prefill_tokens(len(decodes)))
         if not decodes and not prefills:
             return None
         drawing = [lane for chunk in prefills if chunk.sample for lane in (chunk.lane, *chunk.forks)]
@@ -172,7 +172,7 @@ class Scheduler:
     def _plan_rows(self, speculator: Speculator) -> tuple[int, ...] | None:
         """Return the most rows of each decode; () for one each. None if the step in flight must be read first."""
         decoding = self._decoding.values()
-        prefills = self._in_prefill or (self.waiting and self._free_lanes and self._pause <= 1)
+        prefills = self.prefilling or (self.waiting and self._free_lanes and self._pause <= 1)
         rows: list[int] = []
         if not prefills and len(decoding) <= speculator.options.most_lanes:
             lacking = speculator.lacking(decoding)
@@ -227,37 +227,30 @@ class Scheduler:
         # The last token is drawn when all tokens before it are computed.
         sequence.limit = min(len(sequence.pages) * self.config.page_size, sequence.max_len - 1)
 
-    @property
-    def _in_prefill(self) -> bool:
-        """True if known tokens of the youngest running sequence are to be computed; those of all others are."""
-        return bool(self.running) and self.running[-1].computed < self.running[-1].prefill_len
-
     def _schedule_prefills(self, budget: int) -> list[Prefill]:
-        """Continue the prefill that is not complete, then admit sequences, until `budget` tokens are scheduled or the
-        step has no time for more."""
+        """Admit sequences, and schedule `budget` tokens of those in their prefill, or all if these are fewer."""
         chunks: list[Prefill] = []
-        step = StepWork(len(self._decodes))
         self._pause = max(0, self._pause - 1)
-        while budget and (self._in_prefill or self._admit()):
-            room = self.times.room(step, self.running[-1].computed, budget)
-            if not room:
+        reserve = budget - budget // 2
+        while budget:
+            while len(self.prefilling) < MAX_PREFILLS and self._admit():
+                pass
+            if not self.prefilling:
                 break
-            chunk = self._chunk(self.running[-1], room)
-            chunks.append(chunk)
-            step.add(chunk.start, len(chunk.tokens))
-            budget -= len(chunk.tokens)
-            if self._in_prefill:  # the step has no time for the rest of this prompt
-                break
+            sequence, count = next_chunk(self.prefilling, budget, reserve)
+            chunks.append(self._chunk(sequence, count))
+            budget -= count
         return chunks
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Prefill:
-        """Schedule the next known tokens of a sequence, at most `budget`."""
-        start = sequence.computed
-        end = min(sequence.prefill_len, start + budget)
+    def _chunk(self, sequence: Sequence, count: int) -> Prefill:
+        """Schedule the next `count` known tokens of a sequence."""
+        start, end = sequence.computed, sequence.computed + count
         sample = sequence.prefill_len == end < sequence.max_len
         sequence.computed = end
         sequence.pending += sample
-        self.stats.prefilled_tokens += end - start
+        if not sequence.prefill_left:
+            self.prefilling.remove(sequence)
+        self.stats.prefilled_tokens += count
         self._index(sequence, end)
         if sample:
             self._start_decoding(sequence)
@@ -283,10 +276,12 @@ class Scheduler:
 
     def _admit(self) -> bool:
         """Admit the first waiting sequence if its reservation fits: it gets a lane, the cached pages that match its
-        known tokens, and pages for the other known tokens."""
+        known tokens, and pages for the other known tokens. It waits while its next pages are in another's prefill."""
         if not self.waiting or not self._free_lanes or self._pause:
             return False
         sequence = next(iter(self.waiting))
+        if any(begins_like(sequence, other, self.config.page_size) for other in self.prefilling):
+            return False
         nodes = self.pages.match(sequence.token_ids, cacheable(sequence) if self.config.prefix_cache else 0)
         expected = self.reservations.expected(sequence)
         if not self._fits(sequence, expected, expected - self.pages.held(nodes)):
@@ -301,6 +296,7 @@ class Scheduler:
         self._send_pages(sequence, 0)
         grown = self._grow(sequence, sequence.prefill_len)
         assert grown, "admitted without enough pages"
+        self.prefilling.append(sequence)
         return True
 
     def _admit_forks(self, source: Sequence) -> tuple[int, ...]:
@@ -379,8 +375,6 @@ class Scheduler:
     def update(self, batch: Batch, result: StepResult) -> list[Sequence]:
         """Append the tokens that a step drew; return the sequences that finished, or changed with `every_token` set."""
         self.in_flight -= 1
-        if result.seconds:
-            self.times.learn(batch, result.seconds)
         for scored in result.scored:
             keep_scores(self._on(scored.lane), scored)
         changed, dropped = [], 0
@@ -502,6 +496,8 @@ class Scheduler:
         lane = sequence.lane
         self._index(sequence, min(len(sequence.token_ids), sequence.computed))
         self.running.remove(sequence)
+        if sequence in self.prefilling:
+            self.prefilling.remove(sequence)
         self.pages.release(sequence.pages)
         self.reservations.reserve(sequence, 0)
         self._pause = 0
@@ -521,6 +517,29 @@ class Scheduler:
 
 
 # ------------------------------------------------------------------------------------------------- one sequence
+
+
+def next_chunk(prefilling: list[Sequence], budget: int, reserve: int) -> tuple[Sequence, int]:
+    """Return the sequence whose known tokens a step computes next, and how many of them.
+
+    The oldest sequence goes first, unless the shortest one lacks less than half as many tokens: overtaking then saves
+    the short one more time than it costs the oldest. `reserve` tokens of each step are left to the oldest, so that it
+    never starves. prefilling: the sequences in their prefill, in order of arrival. budget: prefill tokens that the step
+    has left.
+    """
+    oldest = prefilling[0]
+    shortest = min(prefilling, key=lambda sequence: sequence.prefill_left)
+    spare = budget - min(oldest.prefill_left, reserve)
+    if 2 * shortest.prefill_left < oldest.prefill_left and spare > 0:
+        return shortest, min(shortest.prefill_left, spare)
+    return oldest, min(oldest.prefill_left, budget)
+
+
+def begins_like(sequence: Sequence, other: Sequence, page_size: int) -> bool:
+    """Return True if a waiting sequence can share the page that another one's prefill has reached, or be its fork."""
+    at = other.computed
+    end, tokens, others = min((at // page_size + 1) * page_size, other.prefill_len), sequence.token_ids, other.token_ids
+    return tokens[at:end] == others[at:end] and tokens[:at] == others[:at]
 
 
 def cacheable(sequence: Sequence) -> int:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +28,7 @@ from fastgen.device.chip import Chip, current
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.disk import naming_full_disk
 from fastgen.engine.cuda_graphs import batch_sizes, prefill_sizes, shared_sizes
-from fastgen.engine.options import EngineConfig, GeneratorOptions
+from fastgen.engine.options import MIN_PREFILL_TOKENS, EngineConfig, GeneratorOptions
 from fastgen.engine.runner import SCORE_ROWS, Runner, speculative_sizes
 from fastgen.engine.step import largest_half
 from fastgen.kernels import batch_invariant
@@ -52,6 +54,9 @@ from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingPar
 log = logging.getLogger(__name__)
 
 GRAPH_BYTES = 4e6  # memory of the graphs of one step size, beside their tensors
+STEP_SECONDS = 0.06  # a step of prefills beside decodes takes no longer at the measured rate, 50 ms in the middle
+MULTIPLE = 1024  # tokens; for Mistral 7B on an H200, 2176 take 21 % longer than 2048
+CPU_RATE_TOKENS = 64  # of the step that measures the speed of prefills on the CPU
 LEAST_CAPABILITY = 8  # Ampere, the first with bfloat16
 
 
@@ -162,18 +167,24 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
     with _explain_out_of_memory(config, free), naming_full_disk(kernels, remedy), current(device):
         with group.agreeing():  # if one rank can not load its weights, the others must not wait for it
             model = _build_model(model_config, config, folder, load, group)
-        if device.type == "cpu":
-            return _make_runner(model, config)
-        measured = not config.num_pages
-        if measured:
-            config = config.with_pages(_measure_pages(model, config, free))
-        runner = _make_runner(model, config)
-        if not measured:  # _measure_pages has not compiled the kernels
-            _compile(runner)
-            _run_largest_steps(runner)
-        if runner.attention.capturable:
-            runner.capture()
+        runner = _make_runner(model, config) if device.type == "cpu" else _start_gpu(model, config, free)
+        if not config.max_prefill_tokens:
+            runner.config = replace(runner.config, max_prefill_tokens=_measure_prefill_tokens(runner))
+    return runner
+
+
+def _start_gpu(model: Transformer, config: EngineConfig, free: int) -> Runner:
+    """Return a runner whose kernels are compiled and whose graphs are captured. free: bytes free before the weights."""
+    measured = not config.num_pages
+    if measured:
+        config = config.with_pages(_measure_pages(model, config, free))
+    runner = _make_runner(model, config)
+    if not measured:  # _measure_pages has not compiled the kernels
+        _compile(runner)
         _run_largest_steps(runner)
+    if runner.attention.capturable:
+        runner.capture()
+    _run_largest_steps(runner)
     return runner
 
 
@@ -329,6 +340,31 @@ def _run_largest_steps(runner: Runner) -> None:
         for batch in _largest_batches(size, params):
             runner.collect(runner.launch(batch))
     runner.clear_lanes()
+
+
+def _measure_prefill_tokens(runner: Runner) -> int:
+    """Return the prefill tokens of a step of about 50 ms: the least of all ranks, since their schedules are one.
+
+    The largest step of a GPU gives the rate, a short one on the CPU, where the largest may take seconds.
+    """
+    config = runner.config
+    if runner.device.type == "cpu":
+        config = replace(config, max_seqs=1, max_step_tokens=min(config.max_step_tokens, CPU_RATE_TOKENS))
+    largest = next(_largest_batches(config, SamplingParams()))
+    batch, seconds = Batch(prefills=largest.prefills, starts=largest.starts), math.inf
+    for _ in range(2):
+        start = time.perf_counter()
+        runner.collect(runner.launch(batch))
+        seconds = min(seconds, time.perf_counter() - start)
+    runner.clear_lanes()
+    rate = sum(len(chunk.tokens) for chunk in batch.prefills) / seconds
+    return runner.group.minimum(min(even_tokens(rate * STEP_SECONDS), runner.config.max_step_tokens))
+
+
+def even_tokens(most: float) -> int:
+    """Return the largest number of tokens up to `most` whose tiles fill a GPU evenly; MIN_PREFILL_TOKENS at least."""
+    unit = MULTIPLE if most >= MULTIPLE else MIN_PREFILL_TOKENS
+    return max(int(most) // unit * unit, MIN_PREFILL_TOKENS)
 
 
 def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[Batch]:

@@ -5,7 +5,7 @@ between two tokens, and to the end; against the requests in flight. Writes JSON 
     python scripts/bench/bench_serve.py --serve bundled                     # 1 to 512 in flight, at a server of its own
     python scripts/bench/bench_serve.py --preset headline --serve mistral7  # random weights, as in bench.py gpu
     python scripts/bench/bench_serve.py --preset beside --clients 8 --serve mistral7       # long prompts beside chats
-    python scripts/bench/bench_serve.py --preset beside --name beside-whole --clients 8 --serve mistral7 --max-step-ms 0
+    python scripts/bench/bench_serve.py --preset beside --name whole --serve mistral7 --max-prefill-tokens 99999
     python scripts/bench/bench_serve.py --clients 8 --serve Qwen/Qwen3-8B --max-seqs 256
     python scripts/bench/bench_serve.py --url http://localhost:8000/v1 --concurrency 1,8,64
     python scripts/bench/bench_serve.py --cost                              # fgserve beside Generator.stream

@@ -26,9 +26,9 @@ LOADING = "tests/model/test_loader.py tests/model/test_loader_slices.py"
 
 # (file, tests): the bugs, each as (text, other text).
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
-    ("engine/step_times.py", "tests/engine/test_step_times.py"): [
-        ("tokens -= total % self.multiple", "tokens += total % self.multiple"),
-        ("1 / MOST_RATIO), MOST_RATIO) ** RATE", "1 / MOST_RATIO), MOST_RATIO)"),
+    ("engine/options.py", "tests/engine/test_options.py"): [
+        ("max(limit - decodes, min(limit, MIN_PREFILL_TOKENS))", "max(limit, min(limit, MIN_PREFILL_TOKENS))"),
+        ("if decodes else room", "if room else room"),
     ],
     ("engine/outputs.py", CALLS): [
         ("            end -= 1  # a stop id", "            end -= 0  # a stop id"),
@@ -129,8 +129,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ('if reason in ("stop", "length") and sequence.output_len:', "if sequence.output_len:"),
         ("if (masked or token < 0) and not accepts", "if masked and not accepts"),
         ("self._count_cached(sequence, known - 1)", "self._count_cached(sequence, known)"),
-        ("            budget -= len(chunk.tokens)\n", ""),
-        ("        if self._in_prefill:\n            self._preempt(self.running[-1])\n", ""),
+        ("            budget -= count\n", "            budget -= 1\n"),
+        ("        while self.prefilling:\n", "        if self.prefilling:\n"),
+        ("spare = budget - min(oldest.prefill_left, reserve)", "spare = budget"),
+        ("return tokens[at:end] == others[at:end] and", "return False and"),
     ],
     ("engine/pages.py", SCHEDULES): [
         ("self._refs[node.page] += 1", "self._refs[node.page] = 1"),

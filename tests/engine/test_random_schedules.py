@@ -34,7 +34,7 @@ def random_config(rng: random.Random, crowd: bool) -> EngineConfig:
         num_pages=-(-context // page_size) + 1 + rng.choice((0, 0, 1, 2, 4) if crowd else (0, 1, 4, 30)),
         prefix_cache=crowd or rng.random() < 0.9,
         host_pages=rng.choice((1, 2, 3, 5, 10, 40) if crowd else (0, 0, 1, 40)),
-        max_step_ms=rng.choice((0, 0, 10)),
+        max_prefill_tokens=rng.choice((budget, rng.randint(1, budget))),
         speculate=random_speculation(rng, budget),
     )
 
@@ -131,7 +131,7 @@ def random_simulation(seed: int, make_scheduler: MakeScheduler = Scheduler, chec
         turn = rng.randrange(span)
         before = [sequence for _, sequence in arrivals]
         arrivals += [(turn, sequence) for sequence in random_request(rng, config, before)]
-    simulation = Simulation(
+    return Simulation(
         config,
         arrivals,
         rng=rng,
@@ -143,11 +143,6 @@ def random_simulation(seed: int, make_scheduler: MakeScheduler = Scheduler, chec
         scheduler=make_scheduler(config, random_estimate(rng, crowd)),
         check=check,
     )
-    if config.max_step_ms:
-        times = simulation.scheduler.times
-        times.least, times.multiple = rng.choice((1, 2, 5)), rng.choice((1, 4))
-        simulation.runner.seconds = lambda: rng.choice((0.0, 0.001, 0.01, 0.02, 0.1))
-    return simulation
 
 
 def run_seeds(seeds: range) -> Counter[str]:
@@ -158,8 +153,7 @@ def run_seeds(seeds: range) -> Counter[str]:
             simulation = random_simulation(seed).run()
             scheduler = simulation.scheduler
             longer = scheduler.estimate.average > 28  # than all answers
-            foreseen = not simulation.config.max_step_ms and not simulation.config.speculate  # when sequences leave
-            if longer and foreseen and not simulation.seen["reset"]:
+            if longer and not simulation.config.speculate and not simulation.seen["reset"]:
                 asked = simulation.seen["computed again"]
                 assert scheduler.stats.preemptions == asked, "preempted where no answer got longer than expected"
         except Exception as error:
@@ -171,12 +165,6 @@ def run_seeds(seeds: range) -> Counter[str]:
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_A_TEST))
 def test_any_schedule_gives_the_answers_of_no_schedule(first: int) -> None:
     run_seeds(range(first, first + SEEDS_A_TEST))
-
-
-@pytest.mark.parametrize("seed", [2_165_979, 2_236_948])
-def test_drafts_let_a_sequence_overtake_another_that_is_then_preempted(seed: int) -> None:
-    seen = run_seeds(range(seed, seed + 1))
-    assert seen["preempted"] > seen["computed again"]
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from invariants import check_scheduler
 from simulation import Simulation, request, run
 
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.scheduler import Scheduler
+from fastgen.engine.scheduler import MAX_PREFILLS, Scheduler
 from fastgen.request import Sequence, Status
 
 # -------------------------------------------------------------------------------------- what goes into a step
@@ -28,11 +28,71 @@ def test_decodes_are_never_starved_by_prefills() -> None:
     assert all(num_tokens(batch) == 5 for batch in batches[:15]), "prefills fill what decodes leave of the budget"
 
 
+def chunks_of(simulation: Simulation) -> list[list[tuple[int, int, int]]]:
+    """Return the lane, start and number of tokens of each chunk, for each step."""
+    return [[(chunk.lane, chunk.start, len(chunk.tokens)) for chunk in batch.prefills] for batch in simulation.batches]
+
+
 def test_prefills_of_one_step_go_in_order_of_arrival_and_share_the_budget() -> None:
     config = make_config(max_seqs=4, max_step_tokens=10)
-    batches = run(config, *(request(config, length, 1, seed=length) for length in (4, 9, 3))).batches
-    chunks = [[(chunk.lane, chunk.start, len(chunk.tokens)) for chunk in batch.prefills] for batch in batches]
-    assert chunks == [[(0, 0, 4), (1, 0, 6)], [(1, 6, 3), (2, 0, 3)]]
+    done = run(config, *(request(config, length, 1, seed=length) for length in (4, 9, 5)))
+    assert chunks_of(done) == [[(0, 0, 4), (1, 0, 6)], [(1, 6, 3), (2, 0, 5)]]
+
+
+def test_a_short_prompt_does_not_wait_for_long_ones_and_these_get_half_of_each_step() -> None:
+    config = make_config(max_seqs=4, max_step_tokens=10)
+    lengths = (30, 40, 5, 12)
+    done = run(config, *(request(config, length, 1, seed=seed) for seed, length in enumerate(lengths)))
+    assert chunks_of(done)[:5] == [
+        [(2, 0, 5), (0, 0, 5)], [(3, 0, 5), (0, 5, 5)], [(3, 5, 5), (0, 10, 5)], [(3, 10, 2), (0, 15, 8)],
+        [(0, 23, 7), (1, 0, 3)],
+    ]  # fmt: skip
+
+
+def test_a_long_prompt_does_not_starve_behind_many_short_ones() -> None:
+    """Two short prompts arrive at each turn, more than there is room for beside the long one."""
+    config = make_config(max_seqs=12, max_step_tokens=12, num_pages=200, max_model_len=140)
+    long = request(config, 120, 1)
+    shorts = [request(config, 5, 1, seed=seed) for seed in range(1, 81)]
+    simulation = Simulation(config, [(0, long), *((number // 2, short) for number, short in enumerate(shorts))]).run()
+    chunks = chunks_of(simulation)
+    steps = next(at for at, step in enumerate(chunks) if any(start + n == 120 for _, start, n in step)) + 1
+    assert 120 / 12 < steps <= 2 * 120 / 12
+    assert sum(len(batch.sampling) for batch in simulation.batches[:steps]) > steps, "short ones have the other half"
+
+
+def test_prompts_that_begin_alike_are_computed_once_though_several_may_be_in_their_prefill() -> None:
+    config = make_config(max_seqs=8, max_step_tokens=10, page_size=4, prefix_cache=True)
+    long = request(config, 30, 3)
+    twin, longer = request(config, 30, 3), request(config, 30, 3)
+    longer.token_ids += [9, 9]
+    longer.prompt_len, longer.max_len = 32, 35
+    done = run(config, long, twin, longer, request(config, 4, 1, seed=1))
+    assert done.scheduler.stats.prefilled_tokens == 30 + 0 + 32 - 28 + 4
+    assert done.seen["forks"] == 1
+
+
+def test_no_more_than_eight_prompts_are_in_the_middle_of_their_prefill() -> None:
+    config = make_config(max_seqs=12, max_step_tokens=12, num_pages=200)
+    simulation = run(config, *(request(config, 20 + seed, 1, seed=seed) for seed in range(12)))
+    assert [len(batch.starts) for batch in simulation.batches[:4]] == [MAX_PREFILLS, 1, 0, 1]
+
+
+def test_new_weights_begin_incomplete_prefills_again_and_keep_the_order_of_arrival() -> None:
+    config = make_config(max_seqs=4, max_step_tokens=10)
+    sequences = old, long, short = [request(config, length, 20, seed=length) for length in (3, 40, 4)]
+    simulation = Simulation(config, [])
+    for sequence in sequences:
+        simulation.expected[sequence] = expected(sequence)
+        simulation.add(sequence)
+    simulation.advance()
+    simulation.advance()
+    simulation.drain()
+    assert [sequence.prefill_left > 0 for sequence in sequences] == [False, True, False]
+    simulation.scheduler.drop_prefixes()
+    check_scheduler(simulation.scheduler)
+    assert simulation.scheduler.running == [old]
+    assert [*simulation.scheduler.waiting] == [long, short]
 
 
 def test_nobody_overtakes_a_request_that_waits_for_pages() -> None:
@@ -70,7 +130,7 @@ def test_a_lone_sequence_fills_the_whole_context_of_the_pool(page_size: int, num
 def test_a_step_with_a_masked_lane_that_draws_is_flagged() -> None:
     config = make_config(max_step_tokens=4, max_seqs=2)
     masked = request(config, 10, 3, mask=HashMask(0))
-    simulation = run(config, masked, request(config, 2, 9, seed=1))
+    simulation = run(config, masked, request(config, 5, 9, seed=1))
     batches = simulation.batches
     # Its prompt takes three steps, and only the last of them draws; then it decodes twice.
     assert [batch.masked for batch in batches[:6]] == [False, False, True, True, True, False]

@@ -273,6 +273,25 @@ def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:
         )
 
 
+def test_the_start_measures_the_prefill_tokens_of_a_step_and_ranks_take_the_least(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower of two steps of 64 tokens in 2 ms takes 1 ms longer, and another rank is slower still."""
+    clock = iter((0.0, 0.003, 1.0, 1.002))
+    monkeypatch.setattr(startup, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    found: list[int] = []
+    monkeypatch.setattr(Group, "minimum", lambda _, number: found.append(number) or number // 2)
+    with Generator(llama, max_prefill_tokens=0, max_step_tokens=4096) as gen:
+        assert found[-1] == 60 / 2 * 64 // 1024 * 1024
+        assert gen.config.max_prefill_tokens == found[-1] // 2
+        assert not gen._runner.kv_lens.any(), "the lanes are empty again"
+
+
+@pytest.mark.parametrize(("most", "tokens"), [(9, 256), (700, 512), (1023, 768), (2047, 1024), (2500, 2048)])
+def test_prefill_tokens_of_a_step_are_whole_tiles(most: float, tokens: int) -> None:
+    assert startup.even_tokens(most) == tokens
+
+
 def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, free: list[float], **options: Any) -> EngineConfig:
     """_measure_pages on a made-up GPU, whose free memory is `free` after the weights and after the rehearsal."""
     readings = iter(free[1:])

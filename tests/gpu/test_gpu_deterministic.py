@@ -270,11 +270,14 @@ def test_under_a_random_schedule_as_alone(model: Model, seed: int) -> None:
         assert gen.stats.preemptions > 3
 
 
-def test_chunks_that_their_time_limits_as_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgen.engine.step_times.LEAST_TOKENS", 48)
-    with model.generator(max_seqs=8, max_step_ms=0.01) as gen:
+def test_short_chunks_beside_decodes_as_alone(model: Model) -> None:
+    with model.generator(max_seqs=8, max_prefill_tokens=48) as gen:
         check(model, answers(gen, model.requests))
-        assert 0 < gen._scheduler.times.pace < 0.01, "seconds of a token"
+
+
+def test_the_start_measures_the_prefill_tokens_of_a_step(model: Model) -> None:
+    with model.generator(max_prefill_tokens=0) as gen:
+        assert 256 <= gen.config.max_prefill_tokens <= gen.config.max_step_tokens
 
 
 def test_it_is_the_default_on_hopper() -> None:

@@ -18,7 +18,7 @@ CHECK = Path(__file__).parents[2] / "scripts" / "check"
     ("script", "options", "count"),
     [
         ("simulate.py", ("--schedules", "600", "--processes", "2"), "schedules"),
-        ("mutate.py", ("--only", "step_times"), "found"),
+        ("mutate.py", ("--only", "engine/options"), "found"),
     ],
 )
 def test_the_scripts_find_what_they_should(script: str, options: tuple[str, ...], count: str, tmp_path: Path) -> None:
