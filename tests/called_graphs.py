@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastgen.engine.cuda_graphs import Graphs
-from fastgen.model.attention.reference import ReferenceAttention
+from fastgen.model.attention.cpu import CpuAttention
 
 
 class Called(Graphs[Any]):
@@ -30,4 +30,4 @@ def capturable(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a Runner captures from now on is `Called`."""
     monkeypatch.setattr("fastgen.engine.runner.Graphs", Called)
     monkeypatch.setattr("fastgen.engine.cuda_graphs.Graphs", Called)
-    monkeypatch.setattr(ReferenceAttention, "capturable", True)
+    monkeypatch.setattr(CpuAttention, "capturable", True)

@@ -359,7 +359,7 @@ class HashRunner:
 
 
 CONFIG: dict[str, Any] = {
-    "device": "cpu", "dtype": "float32", "attention": "reference", "memory_fraction": 0.9, "prefix_cache": True,
+    "device": "cpu", "dtype": "float32", "attention": "cpu", "memory_fraction": 0.9, "prefix_cache": True,
     "host_pages": 0, "tensor_parallel": 1, "deterministic": False, "kernels": "torch", "context_given": False,
     "kv_cache_dtype": "float32",
 }  # fmt: skip

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from fastgen.kernels.batch_invariant import Fused
+from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.linear import Linear
 from fastgen.model.packed import PACKED_ROW_TILE, pack, unpack
@@ -45,7 +45,7 @@ def check_attention(head_size: int, kv_heads: int, page_size: int) -> None:
     pool = KVPool(1, len(lens) * columns, kv_heads, page_size, head_size, torch.float32, torch.device("cpu"))
     pool.whole.normal_()
     table = torch.arange(len(lens) * columns, dtype=torch.int32).view(len(lens), columns)
-    attention = ReferenceAttention(pool, heads)
+    attention = CpuAttention(pool, heads)
     queries = [torch.randn(length, heads, head_size) for length in lens]
 
     def attend(members: list[int], most: int) -> list[torch.Tensor]:

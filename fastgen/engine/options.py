@@ -95,9 +95,9 @@ class GeneratorOptions:
         0, "pinned memory of the host for pages that the KV cache evicts, in 10^9 bytes", low=0, high=MOST_GB
     )
     attention: str = option(
-        "auto", "attention kernels; auto is paged on a GPU and reference on the CPU, flash is paged with flash-attn "
-        "for prefills",
-        choices=("auto", "flash", "paged", "reference"),
+        "auto", "attention kernels; auto is paged on a GPU and cpu on the CPU, flash is paged with flash-attn for "
+        "prefills, reference is slow and plain torch",
+        choices=("auto", "cpu", "flash", "paged", "reference"),
     )  # fmt: skip
     tensor_parallel: int = option(
         1, "GPUs that hold the model together; this process drives the first, and starts a process for each other one",
@@ -210,10 +210,14 @@ class EngineConfig:
         """
         assert options.device is not None
         gpu = options.device.split(":")[0] != "cpu"
-        auto_dtype, auto_attention = (model.dtype, "paged") if gpu else ("float32", "reference")
+        auto_dtype, auto_attention = (model.dtype, "paged") if gpu else ("float32", "cpu")
         dtype = auto_dtype if options.dtype == "auto" else options.dtype
         if options.attention in ("flash", "paged") and not gpu:
-            raise ValueError(f"attention is {options.attention!r}, which needs a GPU; use 'auto' or 'reference'")
+            raise ValueError(f"attention is {options.attention!r}, which needs a GPU; use 'auto', 'cpu' or 'reference'")
+        if options.attention == "cpu" and gpu:
+            raise ValueError("attention is 'cpu', which does not run on a GPU; use 'auto', 'paged' or 'reference'")
+        if options.attention == "reference" and options.deterministic:
+            raise ValueError("deterministic=True needs another attention than 'reference'; use 'auto'")
         context = options.max_model_len
         if context is not None and context > model.max_position:
             raise ValueError(f"max_model_len is {context}, above the model's {model.max_position} positions; lower it")
@@ -237,7 +241,8 @@ class EngineConfig:
             prefix_cache=options.prefix_cache,
             host_pages=_host_pages(options, page_bytes),
             tensor_parallel=options.tensor_parallel,
-            deterministic=_deterministic(model, options, (dtype, kv_dtype), gpu, kernels),
+            deterministic=options.attention != "reference"
+            and _deterministic(model, options, (dtype, kv_dtype), gpu, kernels),
             kernels="triton" if kernels == "gluon" and dtype == "float32" else kernels,
             context_given=context is not None,
             kv_cache_dtype=kv_dtype,

@@ -37,6 +37,7 @@ from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.launch import kernels_of, slower_than_possible, triton
 from fastgen.kernels.rope import SlotMapping
 from fastgen.model.adapter import AdapterUpdate
+from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.attention.interface import Attention
 from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.config import ModelConfig
@@ -223,10 +224,12 @@ def _make_runner(model: Transformer, config: EngineConfig) -> Runner:
 
 
 def make_attention(name: str, pool: KVPool, num_heads: int, *sizes: Any) -> Attention:
-    """Make the implementation "reference" (torch), "paged" (fastgen's kernels) or "flash" (flash-attn).
+    """Make the implementation "cpu", "reference" (plain torch), "paged" (fastgen's kernels) or "flash" (flash-attn).
 
     sizes: see PagedAttention. Raises ValueError if flash-attn does not run here.
     """
+    if name == "cpu":
+        return CpuAttention(pool, num_heads)
     if name == "reference":
         return ReferenceAttention(pool, num_heads)
     if name == "flash":

@@ -89,6 +89,9 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("return rank * parts // ranks * shape[self.split]", "return rank % parts * shape[self.split]"),
     ],
     ("model/attention/reference.py", "tests/model/test_attention_reference.py"): [
+        ("(ahead >= (window or math.inf))", "(ahead > (window or math.inf))"),
+    ],
+    ("model/attention/cpu.py", "tests/model/test_attention_cpu.py"): [
         ("kv_head, of_group = np.divmod(np.arange(self._heads), group)",
          "of_group, kv_head = np.divmod(np.arange(self._heads), heads)"),
         ("hidden.logical_or_(ahead >= window)", "hidden.logical_or_(ahead > window)"),

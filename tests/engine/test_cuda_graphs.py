@@ -18,7 +18,7 @@ from fastgen.device.pinned import upload
 from fastgen.engine.cuda_graphs import batch_sizes, shared_sizes
 from fastgen.engine.speculation import Speculation
 from fastgen.kernels.state import DecodeInput
-from fastgen.model.attention.reference import ReferenceAttention
+from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.linear import ROW_TILE
 from fastgen.model.packed import PACKED_ROW_TILE
 
@@ -125,8 +125,8 @@ def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, mon
     padding: lanes that ended long ago would write into pages that others have."""
     shares = [False]
     capturable(monkeypatch)
-    monkeypatch.setattr(ReferenceAttention, "shares", True)
-    monkeypatch.setattr(ReferenceAttention, "share", lambda *_: shares[0])
+    monkeypatch.setattr(CpuAttention, "shares", True)
+    monkeypatch.setattr(CpuAttention, "share", lambda *_: shares[0])
     with Generator(llama, max_seqs=8, max_model_len=128, page_size=16, seed=0, num_pages=30, speculate=False) as gen:
         runner = gen._runner
         runner.capture()

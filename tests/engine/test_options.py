@@ -54,7 +54,7 @@ def test_the_defaults() -> None:
         max_prefill_tokens=2048,
         page_size=64,
         num_pages=256 * 16 + 1,  # what every lane could ever use, and one more; far below the default size
-        attention="reference",
+        attention="cpu",
         memory_fraction=0.9,
         prefix_cache=True,
         host_pages=0,
@@ -137,7 +137,8 @@ def test_a_pool_of_its_own_making_never_lowers_the_context() -> None:
 
 
 def test_deterministic_mode() -> None:
-    assert make(deterministic=True).attention == make().attention == "reference"
+    assert make(deterministic=True).attention == make().attention == "cpu"
+    assert not make(attention="reference").deterministic, "its bits depend on the batch"
     assert make(device="cuda", deterministic=True).attention == "paged"
     odd = replace(MODEL, intermediate_size=100)
     assert make(odd, deterministic=True).deterministic
@@ -212,9 +213,14 @@ def test_the_smallest_values_work() -> None:
         ({"deterministic": 1}, TypeError, "deterministic must be True or False, not 1"),
         ({"deterministic": True, "tensor_parallel": 2}, ValueError, "with 2 ranks.*leave deterministic or tensor par"),
         ({"deterministic": True, "attention": "flash", "device": "cuda"}, ValueError, "not 'flash'; use 'auto'"),
+        (
+            {"deterministic": True, "attention": "reference"},
+            ValueError,
+            "than 'reference'; use 'auto'",
+        ),
         ({"dtype": "float64"}, ValueError, "dtype is 'float64'.*'float32', 'bfloat16', 'float16'"),
         ({"load": "never"}, ValueError, "load is 'never'; it must be one of 'auto', 'dummy'"),
-        ({"attention": "flash9"}, ValueError, "attention is 'flash9'.*'auto', 'flash', 'paged', 'reference'"),
+        ({"attention": "flash9"}, ValueError, "attention is 'flash9'.*'auto', 'cpu', 'flash', 'paged', 'reference'"),
         ({"max_seqs": 0}, ValueError, "max_seqs is 0; it must be at least 1"),
         ({"max_seqs": 8193}, ValueError, "max_seqs is 8193; it must be at least 1 and at most 8192"),
         ({"max_step_tokens": -1}, ValueError, "max_step_tokens is -1"),
@@ -292,8 +298,10 @@ def test_a_pool_that_is_measured_limits_the_context() -> None:
 
 def test_kernels_for_a_gpu_are_not_for_the_cpu() -> None:
     for name in ("flash", "paged"):
-        with pytest.raises(ValueError, match=f"attention is '{name}', which needs a GPU; use 'auto' or 'reference'"):
+        with pytest.raises(ValueError, match=f"'{name}', which needs a GPU; use 'auto', 'cpu' or 'reference'"):
             make(attention=name)
+    with pytest.raises(ValueError, match="'cpu', which does not run on a GPU; use 'auto', 'paged' or 'reference'"):
+        make(attention="cpu", device="cuda")
     for fraction in (0, 1.1, -1):
         with pytest.raises(ValueError, match=r"memory_fraction is .*; it must be above 0 and at most 1"):
             make(memory_fraction=fraction)

@@ -177,7 +177,7 @@ from fastgen.engine import runner
 from fastgen.engine import step as step_sequences
 from fastgen.engine import startup
 from fastgen import Generator
-from fastgen.model.attention.reference import ReferenceAttention
+from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.transformer import Transformer
 from called_graphs import Called
 from gathering import cut_steps
@@ -190,7 +190,7 @@ rank, folder, store = int(sys.argv[1]), *sys.argv[2:]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 step_sequences.CUT_TOKENS, step_sequences.CUT_MULTIPLE = 20, 8
 runner.Graphs = sys.modules["fastgen.engine.cuda_graphs"].Graphs = Called
-ReferenceAttention.capturable = True
+CpuAttention.capturable = True
 forward, parts = Transformer.forward, []
 Transformer.forward = lambda self, steps, *rest: parts.append(len(steps)) or forward(self, steps, *rest)
 assemble, runners = startup._make_runner, []

@@ -241,8 +241,7 @@ def test_keys_in_fp8(head_size: int, page_size: int, deterministic: bool) -> Non
         kernel.attention.twin(case.q, twin, *arguments)
     close(twin, case.expected(0))
     reference = ReferenceAttention(case.pool, case.q.shape[1])
-    case.pool.wipe(torch.arange(case.pool.spare + 1, device=DEVICE)[:0])
-    close(reference.attend(reference.plan(case.layout), 1, case.q, 0)[:1], case.expected(0)[:1])
+    close(reference.attend(reference.plan(case.layout), 1, case.q, 0), case.expected(0))
 
 
 @pytest.mark.parametrize(

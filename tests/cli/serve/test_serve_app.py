@@ -47,7 +47,7 @@ def client(server: Server) -> OpenAI:
 
 def test_the_start_says_what_runs(server: Server) -> None:
     server.await_said("ready: fastgen-tiny", 5)
-    kinds = r"context of \d+ tokens, KV cache of 4800 tokens, kernels: torch, attention: reference, deterministic"
+    kinds = r"context of \d+ tokens, KV cache of 4800 tokens, kernels: torch, attention: cpu, deterministic"
     assert re.search(f"^fgserve: fastgen-tiny: cpu, float32, {kinds}$", server.said, re.M)
 
 

@@ -1,0 +1,347 @@
+"""Fast attention for the CPU, in torch and MKL.
+
+The bits of a query's result do not depend on the rest of the step (docs/determinism.md):
+
+- Keys are taken in blocks of KEY_BLOCK positions, starting at position 0. Each block has a matrix product of its own
+  with the queries, and another one with the weights; the results of the latter are added in the order of the blocks.
+- The softmax runs over whole blocks. Hidden keys have weight 0.
+- BLAS sums the rows of small matrices in another order, so matrices are padded to a number of rows that it sums alike
+  (`padded_rows`), and the columns of values are split where it sums the last ones differently (`_columns`).
+
+Query tokens are grouped into tiles, each of one sequence: a decode is one tile, a prefill chunk several. MKL's batched
+product takes the address of each matrix, so it reads blocks where they lie in the pool. Where torch has no MKL, or a
+block is not one contiguous piece of float32 memory, keys and values are copied for torch's batched product.
+
+Shape letters beside those of the interface: n tiles; N head tiles, one per tile and KV head, number tile * K + head; R
+query rows of a head tile, with padding; B blocks of the longest tile; M pairs of a block and a head tile that sees it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastgen.device import mkl
+from fastgen.kernels import pages
+from fastgen.model.attention.interface import StepLayout
+from fastgen.model.kv_pool import KVPool
+
+KEY_BLOCK = 64
+KEY_STEP = 16  # products read a multiple of this many keys of a block
+TILE_ROWS = 48  # maximum number of query rows of a prefill tile
+SCORES = 2**20  # approximate number of scores that are in memory at a time
+
+Indices = NDArray[np.int64]
+
+
+def padded_rows(rows: int, head_size: int) -> int:
+    """Return the smallest number of rows >= `rows` whose matrix product has the same bits as one of TILE_ROWS rows.
+
+    MKL sums few rows in another order: with AVX-512 and a head size above 64 up to 4 rows, with AVX2 the last rows
+    after a multiple of 6.
+    """
+    return 4 if rows <= 4 and head_size <= 64 else -(-rows // 12) * 12
+
+
+def _columns(head_size: int) -> list[tuple[int, int]]:
+    """Return (first column, number of columns) of the values for each product; the last two may overlap.
+
+    On AMD processors, MKL sums the last columns after a multiple of 16 in an order that depends on the threads.
+    """
+    whole = head_size // 16 * 16
+    return [(0, whole), (head_size - 16, 16)] if 0 < whole < head_size else [(0, head_size)]
+
+
+@dataclass
+class _Tiles:
+    """Tiles of one size, sorted by falling length, so that the head tiles that see a block are the first ones.
+
+    targets: int64 [tokens], the step's token of each result. queries: int64 [N * R], the row of q.view(T * H, D) of
+    each query row; padding repeats a row. results: int64 [tokens * H], the row of sums.view(R * M, D) of each result.
+    rows: number of query rows of a head tile without the padding of a decode. sequences: int64 [n], the sequence of
+    each tile. position: int64 [R or 1, n, 1, 1], the position of each query row.
+
+    Pairs are sorted by their blocks, int64 [M]: owner, the head tile; pairs, owner * B + block; seen, the number of
+    keys of the block up to the last one that the tile sees. runs: int64 [M, runs], the runs of keys in the pool that
+    the block consists of.
+
+    Memory, which all tiles of a step share: q [N, R, D]; scores and weights [R, N, B * KEY_BLOCK]; sums [R, M, D], the
+    products of weights and values. others: for each block after the first, the part of the first block's sums to which
+    this block's sums are added, and this block's sums, [rows, head tiles that see it, D] each.
+    """
+
+    targets: Tensor
+    queries: Tensor
+    results: Tensor
+    rows: int
+    sequences: Indices
+    position: Tensor
+    owner: Indices
+    pairs: Indices
+    seen: Indices
+    runs: Indices
+    q: Tensor
+    scores: Tensor
+    weights: Tensor
+    sums: Tensor
+    others: list[tuple[Tensor, Tensor]]
+    _hidden: dict[int, Tensor] = field(default_factory=dict)
+
+    def move(self, ends: Indices) -> None:
+        """Set the positions of decodes. ends: int64 [S], the KV lengths. Each tile must still see the same number of
+        KEY_STEPs."""
+        self.position = torch.from_numpy(ends[self.sequences] - 1).view(1, -1, 1, 1)
+        self._hidden.clear()
+
+    def hidden(self, window: int) -> Tensor:
+        """Return whether a key is hidden from a query row: bool [R or 1, n, 1, B * KEY_BLOCK]."""
+        if window not in self._hidden:
+            ahead = self.position - torch.arange(self.scores.shape[2])
+            hidden = ahead < 0
+            self._hidden[window] = hidden.logical_or_(ahead >= window) if window else hidden
+        return self._hidden[window]
+
+
+class _InPlace:
+    """The products of tiles by MKL, which reads blocks where they lie in a layer's pool [pages, K, P, D].
+
+    Only the keys of a block that the tile sees are read, rounded up to a multiple of KEY_STEP.
+    """
+
+    def __init__(self, tiles: _Tiles) -> None:
+        rows, pairs, size = tiles.sums.shape
+        count = tiles.scores[0].numel()
+        keys, place, groups = np.unique(-(-tiles.seen // KEY_STEP) * KEY_STEP, return_inverse=True, return_counts=True)
+        order = np.argsort(place, kind="stable")  # MKL wants products of one size together
+        self._blocks = tiles.runs[order, 0] * (KEY_BLOCK * size * 4)  # bytes from the start of the pool
+        self._at = np.empty_like(self._blocks)
+        q = _addresses(tiles.q, tiles.owner[order] * (rows * size))
+        scores, weights = (_addresses(x, tiles.pairs[order] * KEY_BLOCK) for x in (tiles.scores, tiles.weights))
+        sums = _addresses(tiles.sums, order * size)
+        at, same = (self._at, size), np.ones_like(keys)
+        self._score = mkl.batch(groups, rows * same, keys, size * same, (q, size), at, (scores, count), transposed=True)
+        self._sums = {
+            first: mkl.batch(
+                groups, rows * same, width * same, keys, (weights, count), at, (sums + 4 * first, pairs * size)
+            )
+            for first, width in _columns(size)
+        }
+
+    def score(self, keys: Tensor) -> None:
+        np.add(self._blocks, keys.data_ptr(), out=self._at)
+        self._score()
+
+    def sum(self, values: Tensor) -> None:
+        for first, multiply in self._sums.items():
+            np.add(self._blocks, values.data_ptr() + 4 * first, out=self._at)
+            multiply()
+
+
+def _addresses(x: Tensor, numbers: Indices) -> Indices:
+    """Return the addresses of these elements of a float32 tensor."""
+    return numbers * 4 + x.data_ptr()
+
+
+class _Copied:
+    """The products of tiles by torch, which reads copies of the blocks, from a pool of any dtype and page size."""
+
+    def __init__(self, tiles: _Tiles) -> None:
+        self._tiles = tiles
+        self._owner, self._pairs, self._runs = map(_flat, (tiles.owner, tiles.pairs, tiles.runs))
+
+    def score(self, keys: Tensor) -> None:
+        rows = self._tiles.q.index_select(0, self._owner)
+        scores = torch.bmm(rows, self._blocks(keys).transpose(1, 2))
+        _by_block(self._tiles.scores).index_copy_(1, self._pairs, scores.transpose(0, 1))
+
+    def sum(self, values: Tensor) -> None:
+        weights = _by_block(self._tiles.weights).index_select(1, self._pairs)
+        weights, blocks = weights.transpose(0, 1), self._blocks(values)
+        for first, width in _columns(blocks.shape[2]):
+            product = torch.bmm(weights, blocks.narrow(2, first, width))
+            self._tiles.sums.narrow(2, first, width).copy_(product.transpose(0, 1))
+
+    def _blocks(self, pool: Tensor) -> Tensor:
+        """Return the block of each pair, float32 [M, KEY_BLOCK, D]."""
+        copy = pages.read(pool, self._runs, KEY_BLOCK // self._tiles.runs.shape[1])
+        return copy.view(-1, KEY_BLOCK, pool.shape[-1])
+
+
+def _by_block(scores: Tensor) -> Tensor:
+    """Return scores [R, N, B * KEY_BLOCK] as [R, N * B, KEY_BLOCK]."""
+    return scores.view(len(scores), -1, KEY_BLOCK)
+
+
+def _flat(array: Indices) -> Tensor:
+    """Return the array as a flat tensor."""
+    return torch.from_numpy(array.reshape(-1))
+
+
+_Plan = list[tuple[_Tiles, _InPlace | _Copied]]
+
+
+class CpuAttention:
+    """Attention on the CPU (see Attention). num_heads: H."""
+
+    capturable = False
+    needs_clean_pages = True
+    shares = False
+
+    def __init__(self, pool: KVPool, num_heads: int) -> None:
+        self.pool = pool
+        _, _, self._kv_heads, self._page_size, self._head_size = pool.keys.shape
+        self._heads, self._group = num_heads, num_heads // self._kv_heads
+        self._each = np.arange(self._kv_heads)
+        self._run = math.gcd(self._page_size, KEY_BLOCK)  # number of keys that always lie together
+        self._layers = list(zip(pool.keys, pool.values, strict=True))
+        in_place = mkl.BATCHES and pool.keys.dtype == torch.float32 and self._run == KEY_BLOCK
+        self._products: type[_InPlace | _Copied] = _InPlace if in_place else _Copied
+        self._memory = torch.zeros(0, dtype=torch.float32)
+        self._key: tuple[object, ...] | None = None  # of `_plan`, the last plan of a step that only decodes
+        self._plan: _Plan = []
+        self._hide = torch.tensor(-math.inf, dtype=torch.float32)
+
+    def plan(self, layout: StepLayout) -> _Plan:
+        """Lay out decodes in tiles of one token, and prefill chunks in tiles of up to TILE_ROWS query rows.
+
+        The result is valid until the next call. Steps that decode the same sequences share a plan, until a sequence
+        needs another page or another KEY_STEP.
+        """
+        query_lens, kv_lens = layout.query_lens, layout.kv_lens
+        columns = -(-int(kv_lens.max()) // self._page_size)
+        table = layout.page_table.numpy()[layout.lanes, :columns].astype(np.int64)
+        decode = query_lens == 1
+        key = (table.shape, table.tobytes(), (-(-kv_lens // KEY_STEP)).tobytes()) if decode.all() else None
+        if key is not None and key == self._key:
+            for tiles, _ in self._plan:
+                tiles.move(kv_lens)
+            return self._plan
+        groups = []
+        for size, members in ((1, decode), (max(TILE_ROWS // self._group, 1), ~decode)):
+            if members.any():
+                groups += self._tiles(size, np.flatnonzero(members), layout, table)
+        if key is not None:
+            self._key, self._plan = key, groups
+        return groups
+
+    def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
+        """Return False: each sequence reads its own keys."""
+        return False
+
+    def plan_decode(
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
+    ) -> _Plan:
+        ones = np.ones(len(lanes), dtype=np.int64)
+        return self.plan(StepLayout(ones, kv_lens.long().numpy(), len(lanes), lanes.numpy(), page_table))
+
+    def _tiles(self, size: int, sequences: Indices, layout: StepLayout, table: Indices) -> _Plan:
+        """Lay out the query tokens of these sequences in tiles of `size` tokens, about SCORES scores at a time.
+
+        table: [S, columns], the pages of each sequence of the step.
+        """
+        lens = layout.query_lens
+        query_lens, first = lens[sequences], (lens.cumsum() - lens)[sequences]
+        before = layout.kv_lens[sequences] - query_lens
+        per_sequence = -(-query_lens // size)
+        owner = np.repeat(np.arange(len(sequences)), per_sequence)  # tile -> sequence
+        number = np.arange(len(owner)) - (per_sequence.cumsum() - per_sequence)[owner]
+        offset = number[:, None] * size + np.arange(size)  # [n, size]: the query token's number in its sequence
+        last = query_lens[owner, None] - 1
+        ends = before[owner] + np.minimum(offset[:, -1], last[:, 0])  # the position of each tile's last token
+        order = np.argsort(-ends, kind="stable")
+        found = []
+        while len(order):
+            blocks = int(ends[order[0]]) // KEY_BLOCK + 1
+            rows = padded_rows(size * self._group, self._head_size)
+            here, order = np.split(order, [max(SCORES // (rows * self._kv_heads * blocks * KEY_BLOCK), 1)])
+            real = offset[here] <= last[here]
+            inside = np.minimum(offset[here], last[here])  # the padding of a tile repeats its last token
+            of = owner[here]
+            tokens, position = first[of, None] + inside, before[of, None] + inside
+            tiles = self._lay_out(sequences[of], tokens, position, real, table[sequences[of]])
+            found.append((tiles, self._products(tiles)))
+        return found
+
+    def _lay_out(
+        self, sequences: Indices, tokens: Indices, position: Indices, real: NDArray[np.bool_], table: Indices
+    ) -> _Tiles:
+        """Lay out tiles. sequences: [n]. tokens, position: [n, size], the step's tokens in each tile, and their
+        positions. real: bool [n, size], False for padding. table: [n, columns], the pages of each tile's sequence."""
+        (count, size), heads, group = tokens.shape, self._kv_heads, self._group
+        rows = np.arange(padded_rows(size * group, self._head_size))
+        token, head = np.minimum(rows // group, size - 1), rows % group
+        queries = self._by_head(tokens[:, token]).swapaxes(1, 2) * group + head  # [n, K, R]
+        seen = position[:, -1:] >= np.arange(0, position[0, -1] + 1, KEY_BLOCK)  # [n, B]
+        block, tile = np.nonzero(seen.T)
+        blocks = seen.shape[1]
+        # The runs of keys of each pair.
+        key = block[:, None] * KEY_BLOCK + np.arange(0, KEY_BLOCK, self._run)  # the first key of each run
+        page = table[tile[:, None], np.minimum(key // self._page_size, table.shape[1] - 1)]
+        runs = (self._by_head(page) * self._page_size + (key % self._page_size)[..., None]).swapaxes(1, 2) // self._run
+        owner = self._by_head(tile).reshape(-1)
+        # Results, in the order of the step's tokens.
+        real_tile, real_token = np.nonzero(real)
+        number = np.argsort(tokens[real_tile, real_token])
+        real_tile, real_token = real_tile[number, None], real_token[number, None]
+        kv_head, of_group = np.divmod(np.arange(self._heads), group)
+        results = (real_token * group + of_group) * len(owner) + real_tile * heads + kv_head  # [tokens, H]
+        head_tiles, width = count * heads, blocks * KEY_BLOCK
+        shapes = [(head_tiles, len(rows), self._head_size), *[(len(rows), head_tiles, width)] * 2]
+        q, scores, weights, sums = self._take([*shapes, (len(rows), len(owner), self._head_size)])
+        kept = group if size == 1 else len(rows)
+        first, *others = (part[:kept] for part in torch.split(sums, (seen.sum(0) * heads).tolist(), 1))
+        return _Tiles(
+            targets=_flat(tokens[real_tile, real_token]),
+            queries=_flat(queries),
+            results=_flat(results),
+            rows=kept,
+            sequences=sequences,
+            position=_flat(position if size == 1 else position[:, token]).view(count, -1).t()[..., None, None],
+            owner=owner,
+            pairs=owner * blocks + np.repeat(block, heads),
+            seen=np.repeat(np.minimum(position[tile, -1] + 1 - block * KEY_BLOCK, KEY_BLOCK), heads),
+            runs=runs.reshape(len(owner), -1),
+            q=q, scores=scores, weights=weights, sums=sums,
+            others=[(first[:, : part.shape[1]], part) for part in others],
+        )  # fmt: skip
+
+    def _by_head(self, numbers: Indices) -> Indices:
+        """Return numbers * K + head, [..., K]: the head tiles of tiles, or the heads of pages."""
+        return numbers[..., None] * self._kv_heads + self._each
+
+    def _take(self, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+        """Return float32 tensors of these shapes, in memory that all tiles share."""
+        sizes = [math.prod(shape) for shape in shapes]
+        if len(self._memory) < sum(sizes):
+            self._memory = torch.zeros(sum(sizes), dtype=torch.float32)
+        parts = torch.split(self._memory[: sum(sizes)], sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def attend(self, plan: _Plan, layer: int, q: Tensor, window: int) -> Tensor:
+        rows = (q.float() * self._head_size**-0.5).view(-1, self._head_size)
+        found = [self._attend(*each, layer, rows, window).view(-1, *q.shape[1:]).to(q.dtype) for each in plan]
+        if len(found) == 1:
+            return found[0]
+        out = torch.empty_like(q)
+        for (tiles, _), part in zip(plan, found, strict=True):
+            out[tiles.targets] = part
+        return out
+
+    def _attend(self, tiles: _Tiles, products: _InPlace | _Copied, layer: int, q: Tensor, window: int) -> Tensor:
+        """Return the results of tiles, float32 [tokens * H, D]. q: the step's scaled queries [T * H, D]."""
+        keys, values = self._layers[layer]
+        torch.index_select(q, 0, tiles.queries, out=tiles.q.view(-1, self._head_size))
+        products.score(keys)
+        scores, weights = tiles.scores[: tiles.rows], tiles.weights[: tiles.rows]
+        by_head = scores.view(tiles.rows, -1, self._kv_heads, scores.shape[2])
+        torch.where(tiles.hidden(window), self._hide, by_head, out=by_head)
+        torch.softmax(scores, -1, out=weights)
+        products.sum(values)
+        for first, other in tiles.others:
+            first += other
+        return tiles.sums.view(-1, self._head_size).index_select(0, tiles.results)

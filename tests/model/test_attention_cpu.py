@@ -1,0 +1,127 @@
+"""attention/cpu.py against the reference, over random ragged steps, and the bits of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from ragged import KV_HEADS, LAYER, Ragged, assert_within
+from torch import Tensor
+
+from fastgen.kernels import pages
+from fastgen.model.attention.cpu import CpuAttention
+from fastgen.model.attention.interface import StepLayout
+from fastgen.model.attention.reference import ReferenceAttention
+from fastgen.model.kv_pool import KVPool
+
+SHAPES = [(16, 1), (24, 4), (64, 8), (96, 5), (128, 4)]  # head size, query heads per KV head
+LENS = [1, 70, 2, 31, 1, 33, 32]
+
+
+class Steps:
+    """Steps over the sequences of a case, with a CpuAttention each."""
+
+    def __init__(self, case: Ragged) -> None:
+        self.case, self.pool = case, case.pool()
+        self.q = torch.split(case.q, case.query_lens)
+
+    def attend(self, members: Sequence[int], window: int = 0, begin: int = 0, end: int | None = None) -> list[Tensor]:
+        """Attend the query tokens begin .. end - 1 of these sequences in one step; a negative begin counts from the
+        last one."""
+        queries = [self.q[member][begin:end] for member in members]
+        query_lens = np.array([len(part) for part in queries])
+        ends = np.array([slice(begin, end).indices(self.case.query_lens[member])[1] for member in members])
+        known = np.array([self.case.kv_lens[member] - self.case.query_lens[member] for member in members])
+        lanes = self.case.lanes.numpy()[list(members)]
+        attention = CpuAttention(self.pool, self.case.q.shape[1])
+        plan = attention.plan(StepLayout(query_lens, known + ends, 0, lanes, self.case.table))
+        return list(attention.attend(plan, LAYER, torch.cat(queries), window).split(query_lens.tolist()))
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("head_size", "group"), SHAPES)
+def test_it_agrees_with_the_reference(head_size: int, group: int, page_size: int) -> None:
+    for seed, window in enumerate((0, 1, 20, 64, 100)):
+        case = Ragged(head_size, group, page_size, torch.float32, seed)
+        attention = CpuAttention(case.pool(), case.q.shape[1])
+        out = attention.attend(attention.plan(case.layout()), LAYER, case.q, window)
+        torch.testing.assert_close(out, case.expected(window)[0], atol=2e-6, rtol=2e-5)
+
+
+def test_half_precision_is_rounded_once() -> None:
+    case = Ragged(64, 4, 16, torch.bfloat16)
+    attention = CpuAttention(case.pool(), case.q.shape[1])
+    out = attention.attend(attention.plan(case.layout()), LAYER, case.q, 0)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), case.expected(0)[0], atol=1e-5, rtol=2**-8)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_it_reads_keys_in_fp8(page_size: int) -> None:
+    case = Ragged(64, 4, page_size, torch.bfloat16)
+    plain = case.pool(garbage=0)
+    pool = KVPool(2, plain.spare, KV_HEADS, page_size, 64, torch.bfloat16, torch.device("cpu"), fp8=True)
+    rows = torch.arange((plain.spare + 1) * KV_HEADS * page_size)[:, None]
+    for source, target in ((plain.keys, pool.keys), (plain.values, pool.values)):
+        pages.put(target[LAYER], rows, source[LAYER].nan_to_num().view(-1, 1, 64))
+    out, expected = (
+        attention.attend(attention.plan(case.layout()), LAYER, case.q.float(), 20)
+        for attention in (CpuAttention(pool, case.q.shape[1]), ReferenceAttention(pool, case.q.shape[1]))
+    )
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-5)
+    assert not torch.allclose(out, case.expected(20)[0], atol=1e-3, rtol=1e-3), "the numbers were rounded to fp8"
+
+
+def test_decodes_follow_the_device_and_rows_of_one_lane_differ_in_length() -> None:
+    """A speculative step has several rows per lane. Steps of the same lanes reuse the plan."""
+    case = Ragged(64, 4, 64, torch.float32, query_lens=[1] * 6)
+    rows = torch.tensor([0, 0, 0, 1, 2, 2])
+    lanes, attention = case.lanes[rows], CpuAttention(case.pool(), case.q.shape[1])
+    reference = ReferenceAttention(case.pool(), case.q.shape[1])
+    whole = torch.tensor(case.kv_lens)[rows]
+    for back in (0, 1, 17):
+        lens = (whole - torch.tensor([2, 1, 0, 0, 1, 0]) - back).clamp(min=1).int()
+        for window in (0, 20):
+            out, expected = (
+                each.attend(each.plan_decode(lanes, lens, case.table), LAYER, case.q, window)
+                for each in (attention, reference)
+            )
+            assert_within(out, (expected, torch.tensor(1e-5)))
+
+
+@pytest.mark.parametrize(("head_size", "group"), [*SHAPES, (128, 1), (64, 5)])
+def test_a_sequence_gets_the_same_bits_in_any_company(head_size: int, group: int) -> None:
+    rng = np.random.default_rng(0)
+    for seed, window in enumerate((0, 20)):
+        steps = Steps(Ragged(head_size, group, 16, torch.float32, seed, LENS))
+        alone = [steps.attend([member], window)[0] for member in range(len(LENS))]
+        for _ in range(3):
+            members = rng.permutation(len(LENS))[: rng.integers(2, len(LENS) + 1)].tolist()
+            for member, out in zip(members, steps.attend(members, window), strict=True):
+                assert torch.equal(out, alone[member])
+
+
+def test_a_token_gets_the_same_bits_in_a_chunk_of_any_size() -> None:
+    """A prefill chunk, its pieces, and decodes, which take tiles of another size."""
+    steps = Steps(Ragged(24, 4, 16, torch.float32, query_lens=[70]))
+    (whole,) = steps.attend([0])
+    for size in (1, 7, 32, 40):
+        for begin in range(0, 70, size):
+            (part,) = steps.attend([0], 0, begin, begin + size)
+            assert torch.equal(part, whole[begin : begin + size])
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("head_size", [32, 64, 96, 128])
+def test_a_decode_gets_the_bits_of_a_prefill_in_batches_of_any_size(head_size: int, group: int) -> None:
+    """Keys are read in place where pages are blocks and lie close together, else copied."""
+    lens = [70, 33, 2, 64, 1, 31, 1, 65, 47, 1, 3, 50]
+    for page_size in (64, 16):
+        steps = Steps(Ragged(head_size, group, page_size, torch.float32, query_lens=lens))
+        everyone = list(range(len(lens)))
+        chunks = steps.attend(everyone)
+        for members in (everyone, everyone[::3], everyone[:2], everyone[3:8], *([member] for member in everyone)):
+            for member, out in zip(members, steps.attend(members, begin=-1), strict=True):
+                assert torch.equal(out[0], chunks[member][-1])
