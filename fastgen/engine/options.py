@@ -371,7 +371,7 @@ def _step_size(
     arithmetic better; and a budget at which its products run at full speed.
     """
     max_seqs, max_step_tokens = options.max_seqs, options.max_step_tokens
-    budget = 2048
+    budget = 512  # on the CPU, where a step of 2048 tokens may take seconds that a newcomer waits
     if memory:  # 66 tiles of 128 tokens share out evenly among the 132 processors of an H100 or H200
         budget = 8448 if memory > 60e9 else 4096 if memory > 30e9 else 2048
     if max_seqs is None:

@@ -50,8 +50,8 @@ def test_the_defaults() -> None:
         dtype="float32",
         max_model_len=1000,
         max_seqs=256,
-        max_step_tokens=2048,
-        max_prefill_tokens=2048,
+        max_step_tokens=512,
+        max_prefill_tokens=512,
         page_size=64,
         num_pages=256 * 16 + 1,  # what every lane could ever use, and one more; far below the default size
         attention="cpu",
@@ -67,8 +67,8 @@ def test_the_defaults() -> None:
 
 
 def test_prefill_tokens_are_limited_only_beside_decodes_and_these_count_where_256_remain() -> None:
-    assert make().prefill_tokens(200) == 2048 - 200
-    limited = make(max_prefill_tokens=1024)
+    assert make(max_step_tokens=2048).prefill_tokens(200) == 2048 - 200
+    limited = make(max_step_tokens=2048, max_prefill_tokens=1024)
     assert [limited.prefill_tokens(decodes) for decodes in (0, 24, 768, 1000, 1900)] == [2048, 1000, 256, 256, 148]
     assert make(max_prefill_tokens=5).prefill_tokens(3) == 5
     assert make(max_prefill_tokens=0).max_prefill_tokens == 0, "to be measured"
