@@ -22,7 +22,7 @@ from conftest import FAMILIES, Checkpoint, check_idle, new_weights, random_ids
 from hash_model import hopeful
 from ranks_program import FEW, OPTIONS, REQUESTS, SCORED, SHORT, STARTS
 from safetensors.torch import load_file
-from test_ranks_processes import wait_until_gone
+from test_ranks_start import wait_until_gone
 
 from fastgen import Generator, Request, RequestOutput, SamplingParams
 from fastgen.engine.options import token_bytes
