@@ -58,7 +58,7 @@ def preempting(gen: Generator, steps: int) -> Generator:
 
     def advance_anew() -> None:
         if next(count) % steps == 0:
-            gen._drain()
+            gen._within_step(gen._collect)
             gen._scheduler.preempt_all()
         advance()
 

@@ -99,7 +99,7 @@ def test_a_replayed_step_is_the_launched_one() -> None:
             gen.add(prompt, PARAMS)
         for _ in range(6):
             gen.step()
-        gen._drain()
+        gen._within_step(gen._collect)
         runner = gen._runner
         assert runner._sharing
         assert len(runner._sharing_of) == len(tree_prompts(4)) * PARAMS.n

@@ -19,8 +19,8 @@ from fastgen.rl.remote import RemoteGenerator
 for package in ("httpx", "pydantic", "starlette", "uvicorn"):
     pytest.importorskip(package, reason=f"fgserve needs {package}")
 
+from sending import KEY, SENDER, Sharded, refusal  # noqa: E402
 from serving import FGSERVE, ROOT, Server  # noqa: E402
-from test_remote import KEY, SENDER, Sharded, refusal  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use"),

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ import pytest
 import torch
 from conftest import new_weights, random_ids
 from safetensors.torch import load_file, save_file
+from sending import KEY, SENDER, Sharded, refusal
 from serving import FGSERVE, ROOT, STUB, Server, until
 from torch import Tensor
 
@@ -30,7 +31,6 @@ from fastgen.rl.remote import RemoteGenerator
 
 pytestmark = pytest.mark.timeout(120)
 
-KEY = "secret"
 SHORT = SamplingParams(n=2, max_tokens=8, seed=7, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, seed=7, ignore_eos=True, speculate=False)
 PROMPTS: list[Any] = ["hello", random_ids(20), [{"role": "user", "content": "how are you?"}], {"prompt": "the"}]
@@ -73,12 +73,6 @@ def drawn(outputs: list[RequestOutput]) -> list[Any]:
         for completion in output.completions:
             completion.weight_versions = []
     return [(o.prompt_token_ids, o.prompt, o.error, o.completions, (o.prompt_logprobs or [])[1:]) for o in outputs]
-
-
-def refusal(call: Callable[[], Any], kind: type[Exception] = RuntimeError) -> str:
-    with pytest.raises(kind) as error:
-        call()
-    return str(error.value)
 
 
 # ------------------------------------------------------------------------------------------------ outputs
@@ -156,26 +150,6 @@ def test_agents_see_which_weights_drew_their_tokens(server: Server, gen: RemoteG
 
 
 # ------------------------------------------------------------------------------------------------ weights
-
-
-class Sharded:
-    """A tensor that is gathered as a DTensor is. error: raised then. before: is called then."""
-
-    device = torch.device("cpu")
-    gathered = 0
-
-    def __init__(
-        self, tensor: Tensor, error: Exception | None = None, before: Callable[[], object] = lambda: None
-    ) -> None:
-        self._tensor, self._error, self._before = tensor, error, before
-        self.dtype, self.shape = tensor.dtype, tensor.shape
-
-    def full_tensor(self) -> Tensor:
-        Sharded.gathered += 1
-        self._before()
-        if self._error is not None:
-            raise self._error
-        return self._tensor
 
 
 def test_updates_by_every_way(gen: RemoteGenerator, here: Generator, talker: Path, tmp_path: Path) -> None:
@@ -309,25 +283,6 @@ def test_only_one_group_and_one_update(gen: RemoteGenerator, server: Server, wei
     gen.close()
     assert other.update_weights(weights) == gen.weight_version  # after `close`, another program may have a group
     other.close()
-
-
-SENDER = """
-import os, signal, sys, threading
-from safetensors.torch import load_file
-from fastgen.rl.remote import RemoteGenerator
-
-url, key, folder, end, device = sys.argv[1:]
-tensors = load_file(folder + "/model.safetensors", device)
-class Last:
-    tensor = tensors["model.norm.weight"]
-    dtype, shape, device = tensor.dtype, tensor.shape, tensor.device
-    def full_tensor(self):  # when all others have been sent
-        print("sending", flush=True)
-        os.kill(os.getpid(), getattr(signal, end))
-del tensors["model.norm.weight"]
-gen = RemoteGenerator(url, api_key=key, timeout=1, replace_group=True, bucket_bytes=1)
-gen.update_weights({**tensors, "model.norm.weight": Last()})
-"""
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP"])
