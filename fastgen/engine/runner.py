@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.device.chip import current
-from fastgen.device.memory import device_memory, release_memory
 from fastgen.device.pinned import upload, upload_together
 from fastgen.device.threads import FreeCores
 from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, batch_sizes, prefill_sizes, shared_sizes, smallest_size
@@ -26,9 +25,9 @@ from fastgen.kernels.state import DecodeInput, advance
 from fastgen.model.attention.interface import Attention
 from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
+from fastgen.model.live_weights import LiveWeights
 from fastgen.model.sampler import LARGE, LaneState, SampleOutput, SamplePlan, draw
 from fastgen.model.transformer import StepPart, Transformer
-from fastgen.model.weights import Shard, Update, write
 from fastgen.processes.errors import DepartedError
 from fastgen.request import Batch, LaneStart, SamplingParams, Scored, StepResult
 
@@ -98,6 +97,7 @@ class Runner:
         self.pool = pool
         self.host = host
         self.attention = attention
+        self.weights = LiveWeights(model, pool)
         self.config = config
         self.group = model.group
         self.device = torch.device(config.device)
@@ -185,74 +185,6 @@ class Runner:
         if self.drafts is not None:
             self.drafts.counts.zero_()
         self._sharing_of, self._sharing = (), self.attention.share(none, none, self._tables)
-
-    def update_weights(self, update: Update, begin: Callable[[], None]) -> None:
-        """Check an update as far as possible, call `begin`, and write it. No step may be in flight. Raises ValueError
-        as `Update.tensors` does."""
-        update.check()
-        begin()
-        self.write_weights(update.tensors())
-
-    def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy whole tensors, by Hugging Face name, over the model's in place, where CUDA graphs read them. Merge the
-        factors of adapters, by layer, into the bases."""
-        with self._unpacked() as shards:
-            write({**shards, **self.model.parameters.bases.targets(shards)}, tensors)
-        self.synchronize()
-
-    @property
-    def adapted(self) -> frozenset[str]:
-        """The layers that adapters have changed."""
-        return self.model.parameters.bases.layers
-
-    def keep_bases(self, layers: Collection[str], place: str) -> None:
-        """Keep the weights of layers that an adapter will change; see `AdapterBases.keep`. No layers: all weights will
-        be replaced."""
-        if not layers:
-            self.model.parameters.bases.forget()
-        elif not self.model.parameters.bases.valid.issuperset(layers):
-            with self._unpacked() as shards:
-                self.model.parameters.bases.keep(layers, shards, place)
-
-    @contextmanager
-    def _unpacked(self) -> Iterator[dict[str, Shard]]:
-        """Yield the model's shards, by name."""
-        self.model.parameters.unpack()
-        try:
-            yield self.model.parameters.targets()
-        finally:
-            self.model.parameters.pack()
-
-    @torch.inference_mode()
-    def find_not_finite(self) -> list[str]:
-        """Return the Hugging Face names of this rank's weights that hold NaN or an infinity."""
-        with self._unpacked() as shards:
-            return [name for name, shard in shards.items() if not shard.is_finite()]
-
-    def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
-        """Release the memory of "weights", "kv_cache" or both; return the bytes that this freed, 0 on the CPU.
-
-        keep_weights: `wake` restores the weights; else they must be written again. The contents of the KV pool are
-        lost. Raises ValueError, and the weights stay, if the host has too little memory for their copies.
-        """
-        with current(self.device):
-            self.synchronize()
-            before = device_memory(self.config.device)
-            if "weights" in tags:
-                self.model.parameters.memory.release(keep_weights)
-            if "kv_cache" in tags:
-                self.pool.memory.release(keep=False)
-            release_memory(self.config.device)
-            return max(device_memory(self.config.device) - before, 0)
-
-    def wake(self, tags: Collection[str]) -> None:
-        """Take the memory back. Raises torch.OutOfMemoryError if there is too little; it may then be called again."""
-        with current(self.device):
-            if "weights" in tags:
-                self.model.parameters.memory.restore()
-            if "kv_cache" in tags:
-                self.pool.memory.restore()
-            self.synchronize()
 
     def synchronize(self) -> None:
         """Wait for the device. Call it before the next launch if a step in flight will not be collected, or if an
