@@ -23,8 +23,8 @@ from fastgen.engine.interface import StepRunner
 from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.options import GeneratorOptions, takes_fields_of
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats, error_output, with_progress
-from fastgen.engine.runner import Launched
 from fastgen.engine.scheduler import NOT_FINITE, Scheduler
+from fastgen.engine.step import Launched
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve

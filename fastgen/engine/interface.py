@@ -11,7 +11,7 @@ from fastgen.engine.options import EngineConfig
 from fastgen.request import Batch, StepResult
 
 if TYPE_CHECKING:  # they load torch
-    from fastgen.engine.runner import Launched
+    from fastgen.engine.step import Launched
     from fastgen.model.weights import Update
 
 

@@ -1,4 +1,4 @@
-"""The weights of a running model: replaced in place, changed by adapters, checked, and put to sleep with the KV pool."""
+"""The weights of a running model: replaced in place, changed by adapters, checked, and asleep with the KV pool."""
 
 from __future__ import annotations
 

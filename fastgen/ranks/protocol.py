@@ -30,7 +30,8 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 from torch import Tensor
 
-from fastgen.engine.runner import Launched, Runner
+from fastgen.engine.runner import Runner
+from fastgen.engine.step import Launched
 from fastgen.model.live_weights import LiveWeights
 from fastgen.model.weights import Update
 from fastgen.parallel.group import Group
