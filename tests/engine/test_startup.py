@@ -286,7 +286,7 @@ def test_the_start_measures_the_prefill_tokens_of_a_step_and_ranks_take_the_leas
     with Generator(llama, max_prefill_tokens=0, max_step_tokens=4096) as gen:
         assert found[-1] == 60 / 2 * 64 // 1024 * 1024
         assert gen.config.max_prefill_tokens == found[-1] // 2
-        assert not gen._runner.kv_lens.any(), "the lanes are empty again"
+        assert not gen._runner.lanes.kv_lens.any(), "the lanes are empty again"
 
 
 @pytest.mark.parametrize(("most", "tokens"), [(9, 256), (700, 512), (1023, 768), (2047, 1024), (2500, 2048)])
