@@ -16,8 +16,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from handmade import PARAMS, continued, make_runner, mover, run, siblings, start, table
+from hash_model import page_moves
 from torch import Tensor
 
+from fastgen.engine.pages import PageMoves
 from fastgen.engine.runner import Runner
 from fastgen.engine.step import Launched
 from fastgen.model import host_tier
@@ -61,8 +63,9 @@ class Expected:
         self.host: dict[int, Tensor] = {}
 
     def follow(self, batch: Batch) -> None:
-        self.host |= {host_page: self.pages[:, :, page].clone() for page, host_page in batch.saves}
-        for host_page, page in batch.loads:
+        moves = page_moves(batch)
+        self.host |= {host_page: self.pages[:, :, page].clone() for page, host_page in moves.saves}
+        for host_page, page in moves.loads:
             self.pages[:, :, page] = self.host[host_page]
         copied = {target: self.pages[:, :, source].clone() for source, target in batch.copies}
         for page, content in copied.items():
@@ -82,7 +85,7 @@ def traffic(draw: random.Random, filled: list[int], before: Batch) -> Batch:
     count = draw.randint(0, 3)
     copies = tuple(zip(cold[-count:] if count else (), cold[at : at + count], strict=True))
     prefills = (Prefill(4, 0, (5, 6, 7), sample=False),) if loads else ()
-    return Batch(decodes=(0, 1, 2), prefills=prefills, saves=saves, loads=loads, copies=copies)
+    return Batch(decodes=(0, 1, 2), prefills=prefills, copies=copies, features=(PageMoves((), saves, loads),))
 
 
 @pytest.mark.parametrize("staging", [64, 5, 1])
@@ -103,8 +106,9 @@ def test_random_traffic_beside_steps_in_flight(dtype: str, staging: int) -> None
             hold_up(runner, draw)
             flying.append(runner.launch(batch))
             expected.follow(batch)
-            for name in seen:
-                seen[name] += len(getattr(batch, name))
+            moves = page_moves(batch)
+            for name, moved in (("saves", moves.saves), ("loads", moves.loads), ("copies", batch.copies)):
+                seen[name] += len(moved)
             if len(flying) > 1:
                 runner.collect(flying.pop(0))
         runner.synchronize()
