@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastgen.async_engine.client import AsyncGenerator, EngineError
-    from fastgen.engine.speculation import Speculation
+    from fastgen.engine.speculation.planning import Speculation
     from fastgen.generator import Generator
     from fastgen.request import Completion, Event, Request, RequestOutput, SamplingParams, TokenMask
 
@@ -28,7 +28,7 @@ _HOMES = {
     "AsyncGenerator": "fastgen.async_engine.client",
     "EngineError": "fastgen.async_engine.client",
     "Generator": "fastgen.generator",
-    "Speculation": "fastgen.engine.speculation",
+    "Speculation": "fastgen.engine.speculation.planning",
 }
 
 

@@ -14,15 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fastgen.device.memory import release_memory
 from fastgen.device.profiling import Tracer, span
 from fastgen.engine.inputs import InputProcessor, pair_scores, prompt_list
+from fastgen.engine.interface import StepRunner
 from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.options import GeneratorOptions, takes_fields_of
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats, error_output, with_progress
 from fastgen.engine.scheduler import NOT_FINITE, Scheduler
+from fastgen.engine.step import Launched
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
@@ -77,17 +79,18 @@ class Generator:
                 if options.load == "auto":
                     self.folder = resolve(options.model, options.revision)
             me = weakref.proxy(self)  # so that ranks end with what holds them
-            # A Runner; of several ranks, a Leader or Follower, which have a Runner's methods.
             arguments = self.model_config, resolved, self.folder
-            self._runner: Any = start_runner(arguments, options.tp_group, status=lambda: me.stats)
+            runner = start_runner(arguments, options.tp_group, status=lambda: me.stats)
             try:
                 with agreeing(options.tp_group):
                     self.tokenizer = tokenizer.result()
             except BaseException:
-                self._runner.close()
+                runner.close()
                 raise
-        self._team: Leader | Follower | None = None if options.tp_group is None else self._runner
-        self.config = self._runner.config  # only now is it known how large the KV pool is
+        self._closed = False
+        self._runner = cast(StepRunner, runner)  # a Follower replays the leader's steps, and none is launched here
+        self._team = None if options.tp_group is None else cast(Leader | Follower, runner)
+        self.config = runner.config  # only now is it known how large the KV pool is
         self.max_model_len = self.config.max_model_len
         log_start(self.folder.name, time.perf_counter() - start, self.config, self.model_config)
         self._tracer = Tracer()
@@ -99,7 +102,7 @@ class Generator:
         self._adapter_base = options.adapter_base
         self._scheduler = Scheduler(self.config)
         self.history = self._scheduler.history
-        self._in_flight: Any = None  # the last launched step, until it is collected
+        self._in_flight: Launched | None = None  # the last launched step, until it is collected
         self._interrupt = OneCaller()
         self._stepping = False  # True within a step
         self._late_aborts: list[str | int] = []  # requests that were aborted from within a step
@@ -391,7 +394,7 @@ class Generator:
         ValueError, and the old weights stay, for all that does not fit or is not plain LoRA of linear layers.
         """
         self._check_open()
-        update = AdapterUpdate(named, config, checkpoint_shards(self.model_config), self._runner.adapted)
+        update = AdapterUpdate(named, config, checkpoint_shards(self.model_config), self._runner.weights.adapted)
         return self._update_on_all("update_adapter", update, version, in_flight)
 
     def _update_on_all(self, name: str, update: Update, version: int | None, in_flight: str) -> int:
@@ -437,7 +440,7 @@ class Generator:
             self._weights.torn = DROPPED
         self._weights.asleep |= new  # before the memory goes: after an exception, `wake` restores all of it
         try:
-            freed: int = self._runner.sleep(sorted(new), keep_weights)
+            freed = self._runner.weights.sleep(sorted(new), keep_weights)
         except ValueError:
             self.wake(new)
             raise
@@ -454,18 +457,19 @@ class Generator:
         wanted = check_tags(TAGS if tags is None else tags) & self._weights.asleep
         if not wanted:
             return
-        self._runner.wake(sorted(wanted))
+        self._runner.weights.wake(sorted(wanted))
         if "kv_cache" in wanted:
             self._scheduler.drop_prefixes()
         self._weights.asleep -= wanted
 
     def close(self) -> None:
         """Abort all requests and release the memory."""
-        if self._runner is None or self._interrupt.forked:
+        if self._closed or self._interrupt.forked:
             return
         with self._interrupt:
             self._check_open()
-            runner, self._runner, self._team = self._runner, None, None  # other ranks may be gone
+            runner, self._team, self._closed = self._runner, None, True  # other ranks may be gone
+            del self._runner
             for active in self._active.values():
                 active.finish("the Generator was closed")
             self._active, self._owners, self._events, self._in_flight = {}, {}, [], None
@@ -505,14 +509,14 @@ class Generator:
             with span("launch"):
                 launched = self._runner.launch(batch)
         self._collect()
-        if batch is not None and batch.masked:
+        if launched is not None and launched.batch.masked:
             with span("sample"):
-                masks = self._scheduler.fill_masks(batch, self.model_config.vocab_size)
+                masks = self._scheduler.fill_masks(launched.batch, self.model_config.vocab_size)
                 self._runner.sample(launched, masks)
         self._in_flight = launched
         if not self._active:  # the step in flight computes only tokens too many
             self._collect()
-        return batch is not None
+        return launched is not None
 
     def _collect(self) -> None:
         """Read the step in flight, and process the sequences that it changed."""
@@ -553,7 +557,7 @@ class Generator:
         """Update the text and the events of a sequence, and close its request if all its samples have finished."""
         active, sample = self._owners[sequence]
         if sequence.error == NOT_FINITE:
-            sequence.error += self._weights.blame(self._runner.find_not_finite)
+            sequence.error += self._weights.blame(self._runner.weights.find_not_finite)
         if active.first_token is None and sequence.output_len > sample.emitted[0]:
             active.first_token = time.perf_counter()
         shown = sample.text is not None or sequence.status is Status.FINISHED
@@ -619,7 +623,7 @@ class Generator:
         check_in_flight(in_flight, len(self._active))
 
         def begin() -> None:
-            self._runner.keep_bases(update.adapted, self._adapter_base)
+            self._runner.weights.keep_bases(update.adapted, self._adapter_base)
             weights.torn = TORN
             self._scheduler.drop_prefixes()
             if in_flight == "recompute":
@@ -629,7 +633,7 @@ class Generator:
                 self._update_output(sequence)
 
         try:
-            self._runner.update_weights(update, begin)
+            self._runner.weights.update(update, begin)
         except BaseException as error:
             if weights.torn:
                 error.add_note("until update_weights is called with all weights again, nothing can be generated")
@@ -641,7 +645,7 @@ class Generator:
         return following
 
     def _check_open(self) -> None:
-        if self._runner is None:
+        if self._closed:
             raise RuntimeError("this Generator is closed; make a new one")
         if self._stepping:
             raise RuntimeError("a step of this Generator runs, from which only `abort` can be called")

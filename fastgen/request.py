@@ -12,13 +12,15 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastgen.names import explains_names
 from fastgen.option import Option, option, options_of
 
 if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
     import numpy as np
+
+Payload = TypeVar("Payload")
 
 Message = Mapping[str, Any]
 """A chat message: {"role": ..., "content": ...}."""
@@ -336,11 +338,6 @@ class Sequence:
     every_token: bool = True  # `Scheduler.update` returns it after each new token, and not only at its end
     started: float | None = None  # time.monotonic() when it first took a lane
     cached_tokens: int = 0  # prompt tokens that needed no computation when it first took a lane
-    # State of the Speculator, which alone writes it. guess: the first drafted token as of the last result, -1 for none.
-    # quiet: results since one had a draft. rate: estimated share of drafted tokens that are right.
-    guess: int = -1
-    quiet: int = 0
-    rate: float = 0.0
 
     drawn: Drawn = field(init=False)  # of the output
     prompt_logprobs: list[float] = field(default_factory=list)
@@ -407,19 +404,6 @@ class LaneStart:
     token_ids: tuple[int, ...] = ()  # prompt and output so far if penalties count them, else empty
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreRequest:
-    """The prompt logprobs wanted of a prefill chunk: its row `row + i` predicts the token `targets[i]` (int32 [n]).
-
-    top: the number of alternatives. temperature: divides the logits.
-    """
-
-    row: int
-    targets: np.ndarray
-    top: int = 0
-    temperature: float = 1.0
-
-
 @dataclass(slots=True)
 class Prefill:
     """A chunk of known tokens (int32 [n]) of one lane, at positions `start` and up.
@@ -432,7 +416,6 @@ class Prefill:
     start: int
     tokens: np.ndarray
     sample: bool
-    score: ScoreRequest | None = None
     forks: tuple[int, ...] = ()
 
 
@@ -444,29 +427,21 @@ class Batch:
     follow. starts: new lanes. page_updates: entries of page tables (lane, index of the first page, pages). masked: a
     lane that samples has a TokenMask, so that the sampler waits for the tokens of the step before.
 
-    fresh: newly allocated pages, whose contents are undefined. saves: (page, host page), copied to the host tier before
-    the step computes; loads: (host page, page), from it, after the saves. copies: (page, page), partly filled pages for
-    the forks, copied when the step has computed.
-
-    rows: of a speculative step, which has no prefills: the most rows of each decode, its last token and drafted ones;
-    else empty. lengths: (lane, KV length), which speculative steps advanced on the device. texts: (lane, start, int32
-    [n]) of lanes that draft from now on: tokens of earlier outputs, and from `start` on their own. drafts: the tokens
-    that the step draws are appended to the texts, and the next ones are drafted.
+    copies: (page, page), partly filled pages for the forks, copied when the step has computed. features: what features
+    do in this step, an object of a type of its own for each; see engine.step.StepFeature.
     """
 
     decodes: tuple[int, ...] = ()
     prefills: tuple[Prefill, ...] = ()
     starts: tuple[LaneStart, ...] = ()
     page_updates: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
-    masked: bool = False
-    fresh: tuple[int, ...] = ()
-    saves: tuple[tuple[int, int], ...] = ()
-    loads: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
-    rows: tuple[int, ...] = ()
-    lengths: tuple[tuple[int, int], ...] = ()
-    texts: tuple[tuple[int, int, np.ndarray], ...] = ()
-    drafts: bool = False
+    masked: bool = False
+    features: tuple[Any, ...] = ()
+
+    def find(self, kind: type[Payload]) -> Payload | None:
+        """Return what a feature does, by the type of its payload."""
+        return next((payload for payload in self.features if type(payload) is kind), None)
 
     @property
     def sampling(self) -> tuple[int, ...]:
@@ -476,30 +451,18 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Scored:
-    """The logprobs of the prompt tokens at positions start, start + 1, ... of one lane."""
-
-    lane: int
-    start: int
-    logprobs: list[float]
-    top_logprobs: list[dict[int, float]] | None = None
-
-
-@dataclass(slots=True)
 class StepResult(Drawn):
-    """The result of a Batch: a token and its values for each lane of `Batch.sampling`, and scores of prefill chunks.
+    """The result of a Batch: a token and its values for each lane of `Batch.sampling`, and the results of features.
 
-    A token is -1 where none could be drawn: the mask allowed none, or a logit is not finite. If the batch drafts, there
-    are for each lane: kept, the number of its tokens, which can be more than one in a speculative step alone; verified,
-    the number of drafted tokens that the step computed; and guesses, the first of the tokens that are drafted next, or
-    -1.
+    A token is -1 where none could be drawn: the mask allowed none, or a logit is not finite.
     """
 
     tokens: list[int] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)
-    verified: list[int] = field(default_factory=list)
-    guesses: list[int] = field(default_factory=list)
-    scored: list[Scored] = field(default_factory=list)
+    features: list[Any] = field(default_factory=list)
+
+    def find(self, kind: type[Payload]) -> Payload | None:
+        """Return the result of a feature, by its type."""
+        return next((payload for payload in self.features if type(payload) is kind), None)
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ def adversary(monkeypatch: pytest.MonkeyPatch, outputs: Iterable[RequestOutput],
 def adversary_on_device(monkeypatch: pytest.MonkeyPatch, gen: Generator, outputs: list[RequestOutput]) -> None:
     """Replace the drafts behind each step on the device, without a wait. The seed of a request is its number, and n is
     1; the lengths of all outputs must be equal."""
-    device, vocab, state = gen._runner.device, gen.model_config.vocab_size, gen._runner.state
+    device, vocab, state = gen._runner.device, gen.model_config.vocab_size, gen._runner.lanes.state
     rows = [out.prompt_token_ids + out.completions[0].token_ids for out in outputs]
     longest = max(map(len, rows)) + 64
     script = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
@@ -55,4 +55,4 @@ def adversary_on_device(monkeypatch: pytest.MonkeyPatch, gen: Generator, outputs
         found[1] = torch.where(counts > 0, waiting.tokens[lanes, 0], -1)
         return found
 
-    monkeypatch.setattr("fastgen.engine.runner.follow", follow)
+    monkeypatch.setattr("fastgen.engine.speculation.drafting.follow", follow)

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 
 from fastgen.engine.options import EngineConfig, GeneratorOptions
+from fastgen.engine.page_moves import PageMover
+from fastgen.engine.pages import PageMoves
+from fastgen.engine.prompt_scores import ScorePlan, ScoreRequest
 from fastgen.engine.runner import Runner
 from fastgen.engine.startup import build_runner
 from fastgen.model.config import read_config
 from fastgen.parallel.group import Group
-from fastgen.request import Batch, LaneStart, Prefill, SamplingParams, ScoreRequest, StepResult
+from fastgen.request import Batch, LaneStart, Prefill, SamplingParams, StepResult
 
 PAGE = 16
 PARAMS = [  # of lanes 0, 1 and 2
@@ -34,6 +37,13 @@ def make_runner(folder: Path, **options: Any) -> Runner:
     return build_runner(model, EngineConfig.make(model, given), folder, "auto", Group())
 
 
+def mover(runner: Runner) -> PageMover:
+    """The feature that moves pages."""
+    found = runner.features[PageMoves]
+    assert isinstance(found, PageMover)
+    return found
+
+
 def start(lane: int, params: SamplingParams, tokens: Sequence[int], prompt_len: int, seed: int = 0) -> LaneStart:
     return LaneStart(lane, params, seed, 0, prompt_len, frozenset((2,)), tuple(tokens) if params.penalized else ())
 
@@ -51,7 +61,7 @@ def run(runner: Runner, batch: Batch, masks: Mapping[int, np.ndarray] | None = N
         free = np.full(words, -1, dtype=np.int32)
         runner.sample(launched, np.stack([(masks or {}).get(lane, free) for lane in batch.sampling]))
     result = runner.collect(launched)
-    assert runner.kv_lens.tolist() == runner._kv_lens.tolist(), "the host knows the lengths"
+    assert runner.lanes.kv_lens.tolist() == runner.lanes.host_kv_lens.tolist(), "the host knows the lengths"
     tops = [top or None for top in result.top_logprobs or [{}] * len(result.tokens)]
     logprobs = result.logprobs, result.untruncated_logprobs, result.raw_logprobs
     rows = zip(result.tokens, *logprobs, tops, strict=True)
@@ -88,15 +98,20 @@ def siblings(
             prefills=(Prefill(3, 0, tuple(others[3]), sample=True),),
             starts=tuple(starts[3:4]),
             page_updates=tuple(chain.from_iterable(table(lane, pages) for lane, pages in everyone)),
-            fresh=tuple(sorted({page for _, pages in everyone for page in pages})),
+            features=(PageMoves(fresh=tuple(sorted({page for _, pages in everyone for page in pages}))),),
         ),
     )
-    first = Prefill(0, 0, tuple(prompt), sample=True, score=score, forks=(1, 2) if forked else ())
+    first = Prefill(0, 0, tuple(prompt), sample=True, forks=(1, 2) if forked else ())
     rest = () if forked else tuple(Prefill(lane, 0, tuple(prompt), sample=True) for lane in (1, 2))
     chunks = (Prefill(4, 0, (5, 6, 7, 8), sample=False), first, *rest, Prefill(5, 0, (11,), sample=True))
     copies = tuple((held[0][shared], held[lane][shared]) for lane in (1, 2)) if forked and partial else ()
     batch = Batch(
-        decodes=(3,), prefills=chunks, starts=(*starts[:3], starts[4]), masked=masks is not None, copies=copies
+        decodes=(3,),
+        prefills=chunks,
+        starts=(*starts[:3], starts[4]),
+        masked=masks is not None,
+        copies=copies,
+        features=() if score is None else (ScorePlan((score,)),),
     )
     said, prefilled = run(runner, batch, masks)
     following = [run(runner, Batch(decodes=(0, 1, 2, 3, 5)))[0] for _ in range(steps)]
@@ -111,20 +126,19 @@ def continued(runner: Runner, prompt: Sequence[int], steps: int, moved: bool) ->
     params, full = PARAMS[1], (len(prompt) - 1) // PAGE
     pages = list(range(-(-(len(prompt) + steps) // PAGE)))
     first = (Prefill(0, 0, tuple(prompt), sample=False),)
-    run(runner, Batch(prefills=first, page_updates=table(0, pages), fresh=tuple(pages)))
+    run(runner, Batch(prefills=first, page_updates=table(0, pages), features=(PageMoves(tuple(pages)),)))
     rest, loads = [50 + page for page in pages[full:]], ()
     if moved:
         saves = tuple((page, 2 * page + 1) for page in pages[:full])
         over = Prefill(2, 0, tuple(reversed(prompt)), sample=False)
-        run(runner, Batch(prefills=(over,), page_updates=table(2, pages), fresh=tuple(pages), saves=saves))
+        run(runner, Batch(prefills=(over,), page_updates=table(2, pages), features=(PageMoves(tuple(pages), saves),)))
         loads = tuple((slot, 30 - page) for page, slot in saves)
     places = [page for _, page in loads] or pages[:full]
     batch = Batch(
         prefills=(Prefill(1, full * PAGE, tuple(prompt[full * PAGE :]), sample=True),),
         starts=(start(1, params, prompt, len(prompt), seed=3),),
         page_updates=table(1, [*places, *rest]),
-        fresh=tuple(rest),
-        loads=loads,
+        features=(PageMoves(fresh=tuple(rest), loads=loads),),
     )
     said = [run(runner, batch)[0]]
     return said + [run(runner, Batch(decodes=(1,)))[0] for _ in range(steps - 1)]

@@ -21,8 +21,11 @@ import numpy as np
 
 from fastgen.engine.admission import LengthEstimate
 from fastgen.engine.options import EngineConfig
+from fastgen.engine.pages import PageMoves
+from fastgen.engine.prompt_scores import Scored, ScorePlan
 from fastgen.engine.scheduler import Scheduler
-from fastgen.request import Batch, Drawn, LaneStart, SamplingParams, Scored, Sequence, StepResult
+from fastgen.engine.speculation.planning import Drafted, DraftPlan
+from fastgen.request import Batch, Drawn, LaneStart, SamplingParams, Sequence, StepResult
 
 VOCAB = 40  # two words of mask
 POISON = VOCAB  # a token whose KV is not finite; it is never drawn
@@ -185,6 +188,14 @@ def num_tokens(batch: Batch) -> int:
     return len(batch.decodes) + sum(len(chunk.tokens) for chunk in batch.prefills)
 
 
+def draft_plan(batch: Batch) -> DraftPlan:
+    return batch.find(DraftPlan) or DraftPlan()
+
+
+def page_moves(batch: Batch) -> PageMoves:
+    return batch.find(PageMoves) or PageMoves()
+
+
 @dataclass
 class Launched:
     batch: Batch
@@ -216,25 +227,26 @@ class HashRunner:
         self.trip: Callable[[], None] = lambda: None  # may raise a TroubleError
 
     def launch(self, batch: Batch) -> Launched:
-        self._move_pages(batch)
+        plan = draft_plan(batch)
+        self._move_pages(page_moves(batch))
         for start in batch.starts:
             self.started[start.lane], self.counted[start.lane] = start, list(start.token_ids)
             self.texts.pop(start.lane, None)
         for lane, first, pages in batch.page_updates:
             self.table[lane][first : first + len(pages)] = pages
-        if not batch.drafts:
+        if not plan.drafts:
             self.texts.clear()
-        for lane, start, tokens in batch.texts:
+        for lane, start, tokens in plan.texts:
             self.texts[lane], self.drafts[lane] = tokens[start:].tolist(), ()
-        for lane, length in batch.lengths:
+        for lane, length in plan.lengths:
             self.kv_len[lane] = length
         self.trip()
-        most = batch.rows or [1] * len(batch.decodes)
+        most = plan.rows or [1] * len(batch.decodes)
         rows = [
             (self.last_token[lane], *self.drafts[lane][: count - 1])
             for lane, count in zip(batch.decodes, most, strict=True)
         ]
-        while self.config.speculate and sum(map(len, rows)) > self.config.speculate.max_rows and batch.rows:
+        while self.config.speculate and sum(map(len, rows)) > self.config.speculate.max_rows and plan.rows:
             longest = max(range(len(rows)), key=lambda row: len(rows[row]))
             rows[longest] = rows[longest][:-1]
         for lane, tokens in zip(batch.decodes, rows, strict=True):
@@ -263,13 +275,13 @@ class HashRunner:
         self.memory = [JUNK] * len(self.memory)
         self.host = [[JUNK] * self.config.page_size for _ in self.host]
 
-    def _move_pages(self, batch: Batch) -> None:
-        for page, slot in batch.saves:
+    def _move_pages(self, moves: PageMoves) -> None:
+        for page, slot in moves.saves:
             self.host[slot] = self.memory[self._page(page)]
             self.trip()
-        for page in batch.fresh:
+        for page in moves.fresh:
             self.memory[self._page(page)] = [JUNK] * self.config.page_size
-        for slot, page in batch.loads:
+        for slot, page in moves.loads:
             self.memory[self._page(page)] = self.host[slot]
             self.trip()
 
@@ -277,7 +289,10 @@ class HashRunner:
         return slice(page * self.config.page_size, (page + 1) * self.config.page_size)
 
     def sample(self, launched: Launched, masks: np.ndarray | None = None) -> None:
-        result, every = launched.result, list(range(VOCAB))
+        result, every, plan = launched.result, list(range(VOCAB)), launched.batch.find(DraftPlan)
+        drafted = Drafted([], [], [])
+        if plan is not None and plan.drafts and launched.batch.sampling:
+            result.features.append(drafted)
         for row, (lane, states) in enumerate(zip(launched.batch.sampling, launched.states, strict=True)):
             words = [] if masks is None else masks[row].view(np.uint32).tolist()
             allowed = [t for t in every if words[t // 32] >> t % 32 & 1] if words else every
@@ -291,20 +306,20 @@ class HashRunner:
                 if token not in drafts[kept - 1 : kept]:
                     break
             self.kv_len[lane] -= len(states) - kept
-            if launched.batch.drafts:
-                result.verified.append(len(drafts))
-                self._draft(lane, result, kept)
+            if drafted in result.features:
+                drafted.verified.append(len(drafts))
+                self._draft(lane, result.tokens[-kept:], drafted)
 
-    def _draft(self, lane: int, result: StepResult, kept: int) -> None:
+    def _draft(self, lane: int, tokens: list[int], drafted: Drafted) -> None:
         """Append to a lane's text, and draft its next tokens."""
         if lane in self.texts:
-            self.texts[lane] += result.tokens[-kept:]
+            self.texts[lane] += tokens
             if -1 not in self.texts[lane]:
                 values = self._read(lane, self.kv_len[lane])
                 assert values == kv_values(self.texts[lane][:-1], self.version) or self.version, "another text"
         self.drafts[lane] = self._foresee(lane) if lane in self.texts else ()
-        result.kept.append(kept)
-        result.guesses.append(self.drafts[lane][0] if self.drafts[lane] else -1)
+        drafted.kept.append(len(tokens))
+        drafted.guesses.append(self.drafts[lane][0] if self.drafts[lane] else -1)
 
     def _foresee(self, lane: int) -> tuple[int, ...]:
         """Return the next tokens, of which some may be wrong."""
@@ -344,15 +359,17 @@ class HashRunner:
         return state_of(start.seed, start.index, self._read(row_of, self.kv_len[row_of] + end), counted)
 
     def _score(self, launched: Launched) -> None:
+        plan = launched.batch.find(ScorePlan) or ScorePlan(())
+        requests = {request.lane: request for request in plan.requests}
         for chunk in launched.batch.prefills:
-            if (wanted := chunk.score) is not None:
+            if (wanted := requests.get(chunk.lane)) is not None:
                 first = chunk.start + wanted.row + 1
                 assert first + len(wanted.targets) <= chunk.start + len(chunk.tokens) + 1, "a row that is not there"
                 logprobs = [
                     prompt_logprob(self._read(chunk.lane, at), target, wanted.temperature)
                     for at, target in enumerate(wanted.targets.tolist(), first)
                 ]
-                launched.result.scored.append(Scored(chunk.lane, first, logprobs))
+                launched.result.features.append(Scored(chunk.lane, first, logprobs))
 
 
 # --------------------------------------------------------------------------------------------------- set-up

@@ -13,10 +13,12 @@ from hash_model import (
     Launched,
     Outcome,
     TroubleError,
+    draft_plan,
     drawn_first,
     expected,
     make_sequence,
     num_tokens,
+    page_moves,
     text_stop,
 )
 from invariants import check_scheduler
@@ -203,12 +205,13 @@ class Simulation:
         self.batches.append(batch)
         self.seen["steps"] += 1
         self.seen["masked"] += batch.masked
-        self.seen["speculative"] += bool(batch.rows)
+        self.seen["speculative"] += bool(draft_plan(batch).rows)
         self.seen["mixed"] += bool(batch.decodes and batch.prefills)
         self.seen["chunked"] += any(chunk.start for chunk in batch.prefills)
         self.seen["forks"] += sum(len(chunk.forks) for chunk in batch.prefills)
-        for name in ("saves", "loads", "copies"):
-            self.seen[name] += len(getattr(batch, name))
+        moves = page_moves(batch)
+        for name, moved in (("saves", moves.saves), ("loads", moves.loads), ("copies", batch.copies)):
+            self.seen[name] += len(moved)
         return batch
 
     def _check_batch(self, batch: Batch, kept: list[Sequence], ready: list[Sequence]) -> None:
@@ -224,8 +227,8 @@ class Simulation:
         assert all(on[lane].status is Status.RUNNING for lane in lanes), "an ended sequence goes on"
         assert all(on[lane].computed < on[lane].max_len for lane in batch.sampling), "a known end is overrun"
         assert all(len(chunk.tokens) for chunk in batch.prefills)
-        assert not (batch.rows and batch.prefills)
-        assert len(batch.rows) in (0, len(batch.decodes))
+        assert not (draft_plan(batch).rows and batch.prefills)
+        assert len(draft_plan(batch).rows) in (0, len(batch.decodes))
         assert all(on[lane].computed <= on[lane].limit for lane in batch.decodes)
         assert batch.masked == any(on[lane].mask is not None for lane in batch.sampling)
         for lane, first, pages in batch.page_updates:
@@ -277,15 +280,16 @@ class Simulation:
 
     def _check_pages(self, batch: Batch) -> None:
         """Check that each page written before the step computes is written once, and not read after that."""
-        slots = [slot for _, slot in batch.saves]
-        written = [*batch.fresh, *(page for _, page in batch.loads), *(page for _, page in batch.copies)]
+        moves = page_moves(batch)
+        slots = [slot for _, slot in moves.saves]
+        written = [*moves.fresh, *(page for _, page in moves.loads), *(page for _, page in batch.copies)]
         assert len(set(slots)) == len(slots)
         assert len(set(written)) == len(written)
         copied = {source for source, _ in batch.copies}
-        assert not copied & {page for pairs in (batch.loads, batch.copies) for _, page in pairs}
+        assert not copied & {page for pairs in (moves.loads, batch.copies) for _, page in pairs}
         held = {page for sequence in self.scheduler.running for page in sequence.pages}
         assert held >= copied | set(written), "a page that nobody holds"
-        self.seen["saved and loaded at once"] += not {slot for slot, _ in batch.loads}.isdisjoint(slots)
+        self.seen["saved and loaded at once"] += not {slot for slot, _ in moves.loads}.isdisjoint(slots)
 
     def _collect(self) -> None:
         if self.in_flight is None:

@@ -20,7 +20,7 @@ from hash_model import hopeful
 import fastgen.generator
 from fastgen import Event, Generator, Request, RequestOutput, SamplingParams, names
 from fastgen.engine.options import OPTIONS, GeneratorOptions
-from fastgen.engine.runner import Launched
+from fastgen.engine.step import Launched
 from fastgen.request import Batch, Sequence
 
 pytestmark = pytest.mark.timeout(60)  # a loop that waits for what never comes is what goes wrong here

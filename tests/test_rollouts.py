@@ -16,7 +16,7 @@ from hash_model import hopeful
 from invariants import check_scheduler
 
 from fastgen import Completion, Event, Generator, Request, SamplingParams
-from fastgen.engine.runner import Launched
+from fastgen.engine.step import Launched
 from fastgen.request import Batch
 
 pytestmark = pytest.mark.timeout(60)

@@ -163,7 +163,7 @@ def test_the_prefix_cache_and_the_host_tier_are_empty(llama: Path) -> None:
 def test_the_bytes_that_are_told_are_those_that_went(
     llama: Path, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastgen.engine.runner.device_memory", lambda device: 10**9 - gpu.mapped)
+    monkeypatch.setattr("fastgen.model.live_weights.device_memory", lambda device: 10**9 - gpu.mapped)
     with Generator(llama, dtype="bfloat16", **OPTIONS) as gen:
         pool, whole = gen._runner.pool, gpu.mapped
         freed = gen.sleep("kv_cache")
@@ -234,14 +234,14 @@ def test_wake_sets_right_what_an_interrupt_has_cut_short(
     method: str, llama: Path, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Generator(llama, dtype="bfloat16", **OPTIONS) as gen:
-        before, whole = answers(gen), getattr(gen._runner, method)
+        before, whole = answers(gen), getattr(gen._runner.weights, method)
 
         def cut(*arguments: Any) -> None:
             whole(*arguments)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(gen._runner, method, cut)
+            patch.setattr(gen._runner.weights, method, cut)
             with pytest.raises(KeyboardInterrupt):  # noqa: PT012
                 gen.sleep()
                 gen.wake()

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -77,6 +77,16 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
     from memory that is not pinned."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+Sent = TypeVar("Sent", Tensor, Tensor | None)
+
+
+def to_host(tensor: Sent) -> Sent:
+    """Start a copy to the host. It is complete when all launches so far have run."""
+    if tensor is None or tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def upload_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -1,13 +1,26 @@
 """The page allocator with its prefix cache: which sequences hold which pages of the KV pool, and the tokens in them.
 
-It handles page numbers only, no tensors. Once a step, `take_changes` returns the work that a step must do on pages.
+It handles page numbers only, no tensors. `take_moves` and `take_copies` return the work that a step must do on pages.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from typing import Any
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PageMoves:
+    """What happens to pages before a step computes; the payload of a Batch.
+
+    saves: (page, host page), copied to the host tier first. fresh: newly allocated pages, whose contents are undefined.
+    loads: (host page, page), from the host tier, after the saves.
+    """
+
+    fresh: tuple[int, ...] = ()
+    saves: tuple[tuple[int, int], ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
 
 
 class Node:
@@ -238,15 +251,19 @@ class PageAllocator:
 
     # ------------------------------------------------------------------------------------------ once a step
 
-    def take_changes(self) -> dict[str, Any]:
-        """Return the fields about pages of the batch that is now complete: fresh, saves, loads and copies."""
+    def take_moves(self) -> tuple[PageMoves, ...]:
+        """Return the moves of the batch that is now complete, if there are any."""
+        if not (self._fresh or self._saves or self._loads):
+            return ()
         saves = tuple((page, host_page) for host_page, page in self._saves.items())
-        changes = {
-            "fresh": tuple(self._fresh), "saves": saves, "loads": tuple(self._loads.items()),
-            "copies": tuple(self._copies),
-        }  # fmt: skip
+        moves = PageMoves(tuple(self._fresh), saves, tuple(self._loads.items()))
         self._fresh.clear()
         self._saves.clear()
         self._loads.clear()
+        return (moves,)
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """Return the copies that the end of the batch makes: (page, page)."""
+        copies = tuple(self._copies)
         self._copies.clear()
-        return changes
+        return copies

@@ -20,8 +20,9 @@ from fastgen.engine.admission import LengthEstimate, PageReservations
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.outputs import Stats
 from fastgen.engine.pages import PageAllocator
-from fastgen.engine.speculation import History, Speculator, kept_lanes
-from fastgen.request import Batch, LaneStart, Prefill, Scored, ScoreRequest, Sequence, Status, StepResult
+from fastgen.engine.prompt_scores import Scored, ScorePlan, ScoreRequest, chunk_score, keep_scores
+from fastgen.engine.speculation.planning import Drafted, DraftPlan, History, Speculator, kept_lanes
+from fastgen.request import Batch, LaneStart, Prefill, Sequence, Status, StepResult
 
 NOT_FINITE = "the logits are not finite"
 MAX_PREFILLS = 8  # sequences in the middle of their prefill
@@ -81,6 +82,7 @@ class Scheduler:
         self._masked: set[int] = set()  # lanes
         self._pause = 0  # steps without an attempt to admit
         self._starts: list[LaneStart] = []
+        self._scores: list[ScoreRequest] = []
         self._page_updates: list[tuple[int, int, tuple[int, ...]]] = []
         padded = config.device != "cpu"
         self._speculator = Speculator(config.speculate, self.history, padded) if config.speculate else None
@@ -141,15 +143,22 @@ class Scheduler:
             return None
         drawing = [lane for chunk in prefills if chunk.sample for lane in (chunk.lane, *chunk.forks)]
         masked = not (self._masked.isdisjoint(decodes) and self._masked.isdisjoint(drawing))
-        drafting = self._take_drafting(decodes, rows, len(decodes) + len(drawing)) if self._speculator else {}
+        features: list[Any] = [*self.pages.take_moves()]
+        for moves in features:
+            self.stats.pages_saved += len(moves.saves)
+            self.stats.pages_loaded += len(moves.loads)
+        if self._scores:
+            features.append(ScorePlan(tuple(self._scores)))
+            self._scores.clear()
+        if self._speculator:
+            on = dict(zip(decodes, map(self._on, decodes), strict=True)) if self._speculator.moved else {}
+            features += self._speculator.take_plan(rows, decodes, on, len(decodes) + len(drawing))
         batch = Batch(
-            decodes=decodes, prefills=tuple(prefills), starts=tuple(self._starts),
-            page_updates=tuple(self._page_updates), masked=masked, rows=rows, **drafting, **self.pages.take_changes(),
+            decodes, tuple(prefills), tuple(self._starts), tuple(self._page_updates), self.pages.take_copies(), masked,
+            tuple(features),
         )  # fmt: skip
         self._starts.clear()
         self._page_updates.clear()
-        self.stats.pages_saved += len(batch.saves)
-        self.stats.pages_loaded += len(batch.loads)
         self.in_flight += 1
         return batch
 
@@ -190,20 +199,6 @@ class Scheduler:
         if wanted > sequence.limit and self._grow(sequence, wanted):
             self._set_limit(sequence)
         return min(rows, sequence.limit - sequence.computed)
-
-    def _take_drafting(self, decodes: tuple[int, ...], rows: tuple[int, ...], sampling: int) -> dict[str, Any]:
-        """Return the fields of the next batch about drafts."""
-        assert self._speculator is not None
-        moved = self._speculator.moved
-        lengths: tuple[tuple[int, int], ...] = ()
-        if rows:
-            self._speculator.in_flight += 1
-            moved.update(decodes)
-        elif moved:
-            lengths = tuple((lane, self._on(lane).computed - 1) for lane in decodes if lane in moved)
-            moved.clear()
-        texts, drafts = self._speculator.take_texts(sampling)
-        return {"lengths": lengths, "texts": texts, "drafts": drafts}
 
     def _pass_limit(self, sequence: Sequence) -> bool:
         """Give a sequence its next page, or stop decoding if its last token is in flight. Return False if it must wait
@@ -252,6 +247,8 @@ class Scheduler:
             self.prefilling.remove(sequence)
         self.stats.prefilled_tokens += count
         self._index(sequence, end)
+        if (score := chunk_score(sequence, start, end)) is not None:
+            self._scores.append(score)
         if sample:
             self._start_decoding(sequence)
         forks = self._admit_forks(sequence) if sample else ()
@@ -262,7 +259,6 @@ class Scheduler:
             start=start,
             tokens=np.array(sequence.token_ids[start:end], dtype=np.int32),
             sample=sample,
-            score=chunk_score(sequence, start, end),
             forks=forks,
         )
 
@@ -375,13 +371,14 @@ class Scheduler:
     def update(self, batch: Batch, result: StepResult) -> list[Sequence]:
         """Append the tokens that a step drew; return the sequences that finished, or changed with `every_token` set."""
         self.in_flight -= 1
-        for scored in result.scored:
-            keep_scores(self._on(scored.lane), scored)
+        for found in result.features:
+            if type(found) is Scored:
+                keep_scores(self._on(found.lane), found)
         changed, dropped = [], 0
         lanes, alive, masked = self.lanes, Status.RUNNING, batch.masked
-        if batch.drafts:
-            self._learn(batch, result)
-        sampling = kept_lanes(batch, result) if batch.rows else batch.sampling
+        drafted = result.find(Drafted) if result.features else None
+        speculative = drafted is not None and self._learn(batch, result, drafted)
+        sampling = kept_lanes(batch, drafted) if drafted and speculative else batch.sampling
         for lane, token, row in zip(sampling, result.tokens, result.per_token(), strict=True):
             sequence = lanes[lane]
             assert sequence is not None, "a lane is empty"
@@ -412,24 +409,27 @@ class Scheduler:
                 if chunk.start + len(chunk.tokens) == sequence.max_len:  # the end of a prompt that is only scored
                     self.finish(sequence, "length")
                     changed.append(sequence)
-        return list(dict.fromkeys(changed)) if batch.rows else changed
+        return list(dict.fromkeys(changed)) if speculative else changed
 
-    def _learn(self, batch: Batch, result: StepResult) -> None:
-        """Learn how many rows each lane has kept, and which drafts were right."""
-        speculator, stats, first = self._speculator, self.stats, 0
+    def _learn(self, batch: Batch, result: StepResult, drafted: Drafted) -> bool:
+        """Learn how many rows each lane has kept, and which drafts were right. Return True for a speculative step."""
+        speculator, stats, first, plan = self._speculator, self.stats, 0, batch.find(DraftPlan)
         assert speculator is not None
-        speculator.in_flight -= bool(batch.rows)
-        most = batch.rows or itertools.repeat(1)
-        found = zip(batch.sampling, most, result.kept, result.guesses, result.verified, strict=False)
-        for lane, rows, kept, guess, verified in found:
+        assert plan is not None
+        speculator.in_flight -= bool(plan.rows)
+        most = plan.rows or itertools.repeat(1)
+        for lane, rows, kept, guess, verified in zip(
+            batch.sampling, most, drafted.kept, drafted.guesses, drafted.verified, strict=False
+        ):
             sequence = self._on(lane)
             sequence.pending -= rows - kept
             sequence.computed -= rows - kept
             stats.drafted += verified
             stats.accepted += kept - 1
-            speculator.learn(sequence, result.tokens[first : first + kept], verified, guess)
+            speculator.learn(lane, result.tokens[first : first + kept], verified, guess)
             first += kept
-        stats.saved_steps += first / len(result.kept) - 1 if batch.rows else 0
+        stats.saved_steps += first / len(drafted.kept) - 1 if plan.rows else 0
+        return bool(plan.rows)
 
     def _end_at(self, sequence: Sequence, token: int) -> None:
         """Finish a sequence if its last token, `token`, ends it."""
@@ -547,25 +547,6 @@ def cacheable(sequence: Sequence) -> int:
     from, and so is the token before each position whose prompt logprob is wanted."""
     known = len(sequence.token_ids)
     return max(0, min(known, known if sequence.score_start is None else sequence.score_start) - 1)
-
-
-def chunk_score(sequence: Sequence, start: int, end: int) -> ScoreRequest | None:
-    """Return the prompt logprobs to take from the chunk of positions start .. end - 1, whose rows predict the tokens
-    one position later."""
-    if sequence.score_start is None:
-        return None
-    first = max(start, sequence.score_start - 1)
-    targets = np.array(sequence.token_ids[first + 1 : min(end, sequence.prompt_len - 1) + 1], dtype=np.int32)
-    if not len(targets):
-        return None
-    return ScoreRequest(first - start, targets, sequence.params.prompt_logprobs or 0, sequence.score_temperature)
-
-
-def keep_scores(sequence: Sequence, scored: Scored) -> None:
-    end = scored.start + len(scored.logprobs)
-    sequence.prompt_logprobs[scored.start : end] = scored.logprobs
-    if scored.top_logprobs is not None:
-        sequence.prompt_top_logprobs[scored.start : end] = scored.top_logprobs
 
 
 def accepts(sequence: Sequence, token: int) -> bool:

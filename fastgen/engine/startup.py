@@ -27,9 +27,15 @@ import torch
 from fastgen.device.chip import Chip, current
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.disk import naming_full_disk
-from fastgen.engine.cuda_graphs import batch_sizes, prefill_sizes, shared_sizes
+from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, batch_sizes, prefill_sizes, shared_sizes
 from fastgen.engine.options import MIN_PREFILL_TOKENS, EngineConfig, GeneratorOptions
-from fastgen.engine.runner import SCORE_ROWS, Runner, speculative_sizes
+from fastgen.engine.page_moves import PageMover
+from fastgen.engine.pages import PageMoves
+from fastgen.engine.prompt_scorer import SCORE_ROWS, PromptScorer
+from fastgen.engine.prompt_scores import ScorePlan, ScoreRequest
+from fastgen.engine.runner import Runner
+from fastgen.engine.speculation.drafting import Drafting, speculative_sizes
+from fastgen.engine.speculation.planning import DraftPlan
 from fastgen.engine.step import largest_half
 from fastgen.kernels import batch_invariant
 from fastgen.kernels.ahead import compile_ahead
@@ -50,7 +56,7 @@ from fastgen.model.parameters import Parameters, checkpoint_shards
 from fastgen.model.quantized import Fp8Linear, check_fp8
 from fastgen.model.transformer import Transformer
 from fastgen.parallel.group import Group
-from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams, ScoreRequest
+from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +190,7 @@ def _start_gpu(model: Transformer, config: EngineConfig, free: int) -> Runner:
         _compile(runner)
         _run_largest_steps(runner)
     if runner.attention.capturable:
-        runner.capture()
+        capture(runner)
     _run_largest_steps(runner)
     return runner
 
@@ -219,8 +225,13 @@ def _make_runner(model: Transformer, config: EngineConfig) -> Runner:
         config.attention, pool, c.num_heads, c.windows, config.most_rows, config.max_step_tokens, config.max_model_len,
         config.deterministic,
     )  # fmt: skip
+    runner = Runner(model, pool, attention, config)
     host = HostTier(pool, config.host_pages) if config.host_pages else None
-    return Runner(model, pool, attention, config, host)
+    runner.features[PageMoves] = PageMover(pool, host, attention.needs_clean_pages)
+    runner.features[ScorePlan] = PromptScorer(model)
+    if config.speculate is not None:
+        runner.features[DraftPlan] = Drafting(config, runner.lanes, pool.page_size, model.group.rank == 0)
+    return runner
 
 
 def make_attention(name: str, pool: KVPool, num_heads: int, *sizes: Any) -> Attention:
@@ -251,11 +262,11 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     _run_largest_steps(probe)
     prefills = prefill_sizes(config.max_step_tokens)
     if probe.attention.capturable:
-        probe.capture([config.max_seqs], prefills[-1:])
+        capture(probe, [config.max_seqs], prefills[-1:])
         _run_largest_steps(probe)  # again, since the graphs may have taken its memory
     left = device_memory(config.device)  # torch keeps the memory of the largest step
     sizes = batch_sizes(config.max_seqs)
-    graphs = len(sizes) + len(shared_sizes(sizes)) * probe.share_prefixes + len(prefills)
+    graphs = len(sizes) + len(shared_sizes(sizes)) * _shares(probe) + len(prefills)
     graphs += len(speculative_sizes(config))
     del probe
     gc.collect()
@@ -274,6 +285,60 @@ def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     return min(pages, config.useful_pages())
 
 
+@torch.inference_mode()
+def capture(runner: Runner, sizes: list[int] | None = None, prefills: list[int] | None = None) -> None:
+    """Capture the CUDA graphs of decode steps, speculative steps and PrefillGraphs.
+
+    sizes: lanes of decode steps; None: all. With `sizes`, only the largest speculative step is captured. prefills:
+    tokens of the PrefillGraphs; None: all."""
+    config, device, group = runner.config, runner.device, runner.group
+    speculative = speculative_sizes(config)[-1 if sizes else 0 :]
+    sizes = sizes or batch_sizes(config.max_seqs)
+    prefills = prefill_sizes(config.max_step_tokens) if prefills is None else prefills
+    with current(device):
+        rehearse_decodes(runner, sizes)  # compiles all kernels; those that do not compile disable attention.prefixes
+        if not runner.attention.capturable:
+            return
+        plain = Graphs(sizes, device)
+        plain.capture(runner.decode_body, compiled=True)
+        runner.graphs = {False: plain}
+        if _shares(runner):
+            runner.graphs[True] = Graphs(shared_sizes(sizes), device, beside=plain)
+            runner.graphs[True].capture(lambda size: runner.decode_body(size, shared=True), compiled=True)
+        for graphs in runner.graphs.values():
+            group.register_graphs(graphs)
+        if drafting := _drafting(runner):
+            drafting.graphs = Graphs(speculative, device, beside=plain)
+            drafting.graphs.capture(lambda size: runner.decode_body(size, source=drafting), compiled=True)
+            group.register_graphs(drafting.graphs)
+        if prefills:
+            runner.prefill_graphs = PrefillGraphs(runner.model, runner.pool, prefills, beside=plain)
+            group.register_graphs(runner.prefill_graphs.graphs)
+
+
+@torch.inference_mode()
+def rehearse_decodes(runner: Runner, sizes: list[int]) -> None:
+    """Run decode steps of these sizes on padding, as they will be captured, through one layer of each kind."""
+    layers, lanes = runner.model.parameters.distinct, runner.lanes
+    lanes.input.lanes.fill_(lanes.padding)
+    for size in sizes:
+        runner.decode_body(size, layers=layers)
+    for size in shared_sizes(sizes) if _shares(runner) else ():
+        runner.decode_body(size, shared=True, layers=layers)
+    for size in speculative_sizes(runner.config):
+        runner.decode_body(size, source=_drafting(runner), layers=layers)
+    lanes.forget_decodes()
+
+
+def _shares(runner: Runner) -> bool:
+    return runner.prefixes is not None and runner.prefixes.enabled
+
+
+def _drafting(runner: Runner) -> Drafting | None:
+    found = runner.features.get(DraftPlan)
+    return found if isinstance(found, Drafting) else None
+
+
 def _compile(runner: Runner) -> None:
     """Compile the kernels that steps need."""
     show = sys.stderr.isatty() and runner.group.rank == 0
@@ -286,7 +351,7 @@ def _launch_all(runner: Runner) -> None:
     config, model = runner.config, runner.model
     _run_largest_steps(runner)
     if runner.attention.capturable:
-        runner.rehearse_decodes(batch_sizes(config.max_seqs))
+        rehearse_decodes(runner, batch_sizes(config.max_seqs))
     deterministic = model.parameters.lm_head.batch_invariant
     _launch_products(model, runner.pool, [*batch_invariant.SIZES, config.max_step_tokens] if deterministic else [])
     if deterministic:
@@ -295,8 +360,10 @@ def _launch_all(runner: Runner) -> None:
         count = min(size, config.max_step_tokens, config.max_model_len - 1)
         start = LaneStart(0, SamplingParams(), prompt_len=count)
         zeros = np.zeros(count, dtype=np.int32)
-        scored = Prefill(0, 0, zeros, True, ScoreRequest(0, zeros))  # so that the head is run too
-        runner.collect(runner.launch(Batch(prefills=(scored,), starts=(start,))))
+        scores = ScorePlan((ScoreRequest(0, 0, zeros),))  # so that the head is run too
+        runner.collect(
+            runner.launch(Batch(prefills=(Prefill(0, 0, zeros, True),), starts=(start,), features=(scores,)))
+        )
     runner.clear_lanes()
 
 
@@ -383,14 +450,12 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
         lengths[lane], left = 1 + more, left - more
     scored = min(lengths[0] - 1, SCORE_ROWS) if params.logprobs else 0
     starts = tuple(LaneStart(lane, params, 0, 0, lengths[lane], frozenset((0,)), (0,)) for lane in range(lanes))
-    score = ScoreRequest(0, np.zeros(scored, dtype=np.int32), params.logprobs or 0) if scored else None
-    prefills = tuple(
-        Prefill(lane, 0, np.zeros(lengths[lane], dtype=np.int32), True, None if lane else score)
-        for lane in range(lanes)
-    )
+    score = ScoreRequest(0, 0, np.zeros(scored, dtype=np.int32), params.logprobs or 0)
+    prefills = tuple(Prefill(lane, 0, np.zeros(lengths[lane], dtype=np.int32), True) for lane in range(lanes))
     spare = config.num_pages
     saves, loads = (((spare, 0),), ((0, spare),)) if config.host_pages else ((), ())
-    yield Batch(prefills=prefills, starts=starts, fresh=(spare,), saves=saves, loads=loads)
+    scores = (ScorePlan((score,)),) if scored else ()
+    yield Batch(prefills=prefills, starts=starts, features=(PageMoves((spare,), saves, loads), *scores))
     yield Batch(decodes=tuple(range(lanes)), copies=((0, spare),))
     if config.speculate:
         lanes = speculative_sizes(config)[-1]
@@ -398,8 +463,8 @@ def _largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[B
         token = np.zeros(1, dtype=np.int32)
         texts = tuple((lane, 0, token) for lane in range(lanes))
         first = tuple(Prefill(lane, 0, token, True) for lane in range(lanes))
-        yield Batch(prefills=first, texts=texts, drafts=True)
-        yield Batch(decodes=tuple(range(lanes)), rows=rows, drafts=True)
+        yield Batch(prefills=first, features=(DraftPlan(texts=texts, drafts=True),))
+        yield Batch(decodes=tuple(range(lanes)), features=(DraftPlan(rows=rows, drafts=True),))
 
 
 @contextmanager

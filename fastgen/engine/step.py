@@ -1,14 +1,22 @@
-"""The sequences of a step and their tokens, as arrays on the host, and the parts that ranks cut a step in."""
+"""The state of the lanes, the arrays of a step, and what is in flight until its results are read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from fastgen.device.pinned import upload
+from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs
+from fastgen.engine.options import EngineConfig
+from fastgen.kernels.state import DecodeInput, advance
 from fastgen.model.attention.interface import StepLayout
-from fastgen.request import Batch
+from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan
+from fastgen.model.transformer import StepPart
+from fastgen.request import Batch, SamplingParams, StepResult
 
 CUT_TOKENS = 2048
 """Ranks cut a step of at least so many tokens in two: one part is summed over the ranks while the other computes."""
@@ -94,3 +102,173 @@ class StepSequences:
         zeros = np.zeros(len(batch.decodes) + padding, dtype=np.int64)
         known = [chunk.tokens for chunk in batch.prefills]
         return np.concatenate([zeros[padding:], *known, zeros[:padding]])
+
+
+class Lanes:
+    """The rows of device state that running sequences hold: page table, KV length, sampling state.
+
+    The last lane, `padding`, is for rows that a CUDA graph has beyond those of a step; they run on the page `spare`.
+    host_table and host_kv_lens are copies on the host. input: the decodes of a step, one row for each lane, at fixed
+    addresses. samples: this rank draws the tokens.
+    """
+
+    alone = True  # see RowSource
+
+    def __init__(
+        self, config: EngineConfig, vocab: int, page_size: int, spare: int, device: torch.device, samples: bool
+    ) -> None:
+        self.padding = config.max_seqs
+        count, columns = config.max_seqs + 1, -(-config.max_model_len // config.page_size)
+        self.page_table = torch.full((count, columns), spare, dtype=torch.int32, device=device)
+        self.kv_lens = torch.zeros(count, dtype=torch.int32, device=device)
+        self.state = LaneState(count, vocab, device, samples)
+        self.host_table = np.full((count, columns), spare, dtype=np.int32)
+        self.host_kv_lens = np.zeros(count, dtype=np.int64)
+        self.params = [SamplingParams()] * count
+        self.input = DecodeInput.empty(config.max_seqs, device)
+        self.graphs: Graphs[int] | None = None
+        self._plans = np.zeros((len(SamplePlan._fields), count), dtype=np.int64)  # by lane
+        self._decodes: tuple[int, ...] = ()  # the lanes in `input`
+        self._decode_lanes = np.zeros(0, dtype=np.int64)
+        self._page_size, self._spare, self._device, self._samples = page_size, spare, device, samples
+
+    def apply(self, batch: Batch) -> None:
+        """Start new lanes and update page tables."""
+        if batch.starts and self._samples:
+            self.state.start(batch.starts)
+            for start in batch.starts:
+                self.params[start.lane] = start.params
+                self._plans[:, start.lane] = SamplePlan.of(start.params)
+        if batch.page_updates:
+            rows = [(lane, at, page) for lane, first, new in batch.page_updates for at, page in enumerate(new, first)]
+            updates = np.array(rows, dtype=np.int64).T.copy()
+            self.host_table[updates[0], updates[1]] = updates[2]
+            lanes, columns, pages = upload(updates, self._device)
+            self.page_table.index_put_((lanes, columns), pages.int())
+
+    def set_decodes(self, decodes: tuple[int, ...]) -> None:
+        """Send the lanes that decode, if they changed."""
+        if decodes is not self._decodes and decodes != self._decodes:
+            self._decode_lanes = np.array(decodes, dtype=np.int64)
+            lanes = np.full(self.padding, self.padding, dtype=np.int64)  # padding for any size
+            lanes[: len(decodes)] = self._decode_lanes
+            self.input.lanes.copy_(upload(lanes, self._device))
+        self._decodes = decodes
+
+    def count_decodes(self) -> None:
+        """Add the tokens of the lanes that decode to host_kv_lens."""
+        self.host_kv_lens[self._decode_lanes] += 1
+
+    def fill(self, size: int, exact: bool = False) -> DecodeInput:
+        """Make the rows of the first `size` lanes that decode, and count their tokens in kv_lens."""
+        rows = self.input.first(size)
+        advance(self.state.last_token, self.kv_lens, self.page_table, rows, self._page_size)
+        return rows
+
+    def filled(self, size: int, count: int) -> DecodeInput:
+        return self.input.first(count)
+
+    def plan_of(self, lanes: tuple[int, ...]) -> SamplePlan:
+        """Return what the sampler does for these lanes."""
+        return SamplePlan.together(self._plans.take(lanes, 1))
+
+    def slots(self, lanes: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return the slots of the KV pool for tokens of these lanes at these positions: int64 [T]."""
+        pages = self.host_table[lanes, positions // self._page_size].astype(np.int64)
+        slots: np.ndarray = pages * self._page_size + positions % self._page_size
+        return slots
+
+    def clear(self) -> None:
+        """Empty all lanes."""
+        self.kv_lens.zero_()
+        self.host_kv_lens[:] = 0
+        self.page_table.fill_(self._spare)
+        self.host_table.fill(self._spare)
+
+    def forget_decodes(self) -> None:
+        """Send the lanes that decode anew in the next step."""
+        self._decodes = ()
+
+
+class RowSource(Protocol):
+    """Makes the rows of a step of decodes from the lanes on the device: Lanes, or a feature that adds rows.
+
+    alone: see Attention.plan_decode. graphs: CUDA graphs of such steps, by the number of lanes.
+    """
+
+    @property
+    def alone(self) -> bool: ...
+
+    @property
+    def graphs(self) -> Graphs[int] | None: ...
+
+    def fill(self, size: int, exact: bool = False) -> DecodeInput:
+        """Launch what makes the rows of the first `size` lanes of `Lanes.input`, and return them. A CUDA graph can hold
+        it, but with `exact`, which may leave padding out."""
+
+    def filled(self, size: int, count: int) -> DecodeInput:
+        """Return the rows that tokens are drawn from, of a step of `size` lanes with padding, and `count` without."""
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """The tensors of a step: its parts, each with token ids, positions, slots and the plan of attention, and what is
+    drawn.
+
+    rows: int64 [R], of the tokens that are drawn from in the result of the layers; None: the first R. lanes: int64 [R],
+    that draw; positions: int32 [R], of the tokens to draw. out: for the logits, float32 [R, V], if they go to fixed
+    addresses. graphs: those that the layers run in, piece by piece.
+    """
+
+    parts: list[StepPart]
+    lanes: Tensor
+    positions: Tensor
+    rows: Tensor | None = None
+    out: Tensor | None = None
+    graphs: PrefillGraphs | None = None
+
+
+@dataclass(eq=False)
+class Launched:
+    """A step in flight. Its results are on the host when the event `arrived` has passed (None: now).
+
+    sampling: the lanes of the results. lanes, positions, logits: see StepInput; the logits until tokens are drawn.
+
+    For features: source makes the rows of a step of decodes; all_rows: the layers compute the results of all tokens;
+    arrivals: of HostTier.load; held: what a feature keeps until `collect`, by the type of its payload.
+    """
+
+    batch: Batch
+    sampling: tuple[int, ...]
+    lanes: Tensor = field(init=False)
+    positions: Tensor = field(init=False)
+    logits: Tensor | None = None
+    sampled: SampleOutput | None = None
+    expired: Tensor | None = None  # see Group
+    arrived: torch.cuda.Event | None = None
+    source: RowSource | None = None
+    all_rows: bool = False
+    arrivals: dict[int, torch.cuda.Event] = field(default_factory=dict)
+    held: dict[type, Any] = field(default_factory=dict)
+
+
+Payload = TypeVar("Payload")
+
+
+class StepFeature(Generic[Payload]):
+    """What a feature does in each step whose Batch has a payload for it."""
+
+    def clear(self) -> None:
+        """Forget what the lanes hold."""
+
+    def before(self, step: Launched, payload: Payload) -> None:
+        """Act before the step is built."""
+
+    def after(self, step: Launched, payload: Payload, x: Tensor) -> None:
+        """Act when the layers have been launched. x: their results, [T, hidden size]; not in a step of decodes."""
+
+    def drawn(self, step: Launched, payload: Payload, tokens: Tensor) -> None:
+        """Act when the draws, int32 [R], have been launched."""
+
+    def collect(self, step: Launched, payload: Payload, result: StepResult) -> None:
+        """Act when the results are on the host: change step.sampled and step.sampling, or add to result.features."""

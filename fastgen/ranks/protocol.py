@@ -23,13 +23,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial, wraps
+from operator import attrgetter
 from queue import Empty
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from fastgen.engine.runner import Launched, Runner
+from fastgen.engine.runner import Runner
+from fastgen.engine.step import Launched
+from fastgen.model.live_weights import LiveWeights
 from fastgen.model.weights import Update
 from fastgen.parallel.group import Group
 from fastgen.processes.channel import Failed, Peers
@@ -66,7 +69,7 @@ class Signal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Invoke:
-    """Sent to followers: an RPC of a method of the runner."""
+    """Sent to followers: an RPC of a method of the runner, or of its `weights`."""
 
     number: int
     method: str
@@ -156,11 +159,11 @@ def perform(request: Invoke | WriteGiven, runner: Runner, update: Update | None)
     """Execute a request on this rank. Its error becomes a part of the result, and all ranks go on."""
     try:
         if isinstance(request, Invoke):
-            return Result(request.number, getattr(runner, request.method)(*request.arguments))
+            return Result(request.number, attrgetter(request.method)(runner)(*request.arguments))
         assert update is not None
         update.partial = request.partial
         if request.write:
-            runner.write_weights(update.tensors())
+            runner.weights.write(update.tensors())
         else:
             update.check()
         return Result(request.number, frozenset(update.names))
@@ -187,11 +190,6 @@ class Rank(ABC):
             raise
         self.config = self._runner.config
         self._end = weakref.finalize(self, _end, self._runner, peers, group, spawned, os.getpid())
-
-    @property
-    def adapted(self) -> frozenset[str]:
-        """See Runner."""
-        return self._runner.adapted
 
     @abstractmethod
     def call(self, name: str, function: Callable[[], T], update: Update | None = None) -> T:
@@ -278,14 +276,14 @@ class Leader(Rank):
 
     def launch(self, batch: Batch) -> Launched:
         """Launch a step on all ranks."""
-        self._check_all()
+        self.check_all()
         with self._failing_together():
             self._peers.send(replace(batch, starts=()))
             return self._runner.launch(batch)
 
-    def sample(self, launched: Launched, masks: np.ndarray) -> None:
+    def sample(self, launched: Launched, masks: np.ndarray | None) -> None:
         """Draw the tokens of the last step, whose batch is masked. masks: int32 [R, ceil(V / 32)]."""
-        self._check_all()
+        self.check_all()
         with self._failing_together():
             self._peers.send(Signal.SAMPLE)
             self._runner.sample(launched, masks)
@@ -297,47 +295,22 @@ class Leader(Rank):
         except DepartedError as error:
             cause = self._fail(error)
         else:
-            self._check_all()  # a failure interrupts the collectives, so that the result is wrong
+            self.check_all()  # a failure interrupts the collectives, so that the result is wrong
             return result
         raise cause
 
     def synchronize(self) -> None:
         """Wait for all launched work on all ranks. Does nothing after a failure."""
         if self._failure is None and self._end.alive:
-            self._invoke("synchronize")
+            self.invoke("synchronize")
 
-    def find_not_finite(self) -> list[str]:
-        """See Runner; of the weights of all ranks."""
-        return list(dict.fromkeys(itertools.chain.from_iterable(self._invoke("find_not_finite"))))
+    @property
+    def weights(self) -> WeightsOfRanks:
+        """The weights of all ranks."""
+        return WeightsOfRanks(self, self._runner.weights, self._spawned)
 
-    def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
-        """See Runner; returns the bytes of all ranks."""
-        return sum(self._invoke("sleep", tuple(tags), keep_weights))
-
-    def wake(self, tags: Collection[str]) -> None:
-        """See Runner."""
-        self._invoke("wake", tuple(tags))
-
-    def keep_bases(self, layers: Collection[str], place: str) -> None:
-        """See Runner."""
-        self._invoke("keep_bases", tuple(layers), place)
-
-    def update_weights(self, update: Update, begin: Callable[[], None]) -> None:
-        """See Runner. Spawned followers receive the tensors from here; the programs of other followers give the
-        same."""
-        if self._spawned is not None:
-            self._check_all()
-            update.check()
-            begin()
-            self._write_and_send(update, self._spawned.memory)
-        else:
-            self._write_given(update, write=False)
-            begin()
-            self._write_given(update, write=True)
-
-    def _write_and_send(self, update: Update, memory: SharedMemory) -> None:
+    def send_update(self, update: Update, memory: SharedMemory) -> None:
         """Write an update on all ranks, one tensor after the other."""
-
         request = WriteSent(next(self._numbers))
 
         def sent() -> Iterator[tuple[str, Tensor]]:
@@ -349,23 +322,24 @@ class Leader(Rank):
 
         self._peers.send(request)
         try:
-            self._runner.write_weights(sent())
+            self._runner.weights.write(sent())
         finally:
             self._peers.send(Signal.END_OF_WEIGHTS)
         self._gather(Result, request.number)
         memory.clear()
 
-    def _write_given(self, update: Update, write: bool) -> None:
+    def write_given(self, update: Update, write: bool) -> None:
+        """Check the tensors that each rank's program has given, or write them, on all ranks."""
         names = self._perform_on_all(WriteGiven(next(self._numbers), write, update.partial), update)
         check_same_names(names, written=write)
 
-    def _invoke(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of the runner on each rank; return the results."""
+    def invoke(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the runner, or of its `weights`, on each rank; return the results."""
         return list(self._perform_on_all(Invoke(next(self._numbers), method, arguments)).values())
 
     def _perform_on_all(self, request: Invoke | WriteGiven, update: Update | None = None) -> dict[int, Any]:
         """Execute a request on all ranks. Return the values by rank, or raise the error of the lowest rank."""
-        self._check_all()
+        self.check_all()
         self._peers.send(request)
         results = {0: perform(request, self._runner, update), **self._gather(Result, request.number)}
         raise_first({rank: result.error for rank, result in results.items()})
@@ -373,7 +347,7 @@ class Leader(Rank):
 
     def _wait_for_calls(self, name: str) -> None:
         """Wait until all ranks have called this."""
-        self._check_all()
+        self.check_all()
         called = self._gather(Call, self._calls)
         for rank in sorted(called):
             if called[rank].name != name:
@@ -392,7 +366,8 @@ class Leader(Rank):
                 found[rank] = message
         return found
 
-    def _check_all(self) -> None:
+    def check_all(self) -> None:
+        """Raise an error if a rank has failed, or if this one is closed."""
         self._check()
         if self._peers.failures:
             raise self._fail(DepartedError())
@@ -409,6 +384,44 @@ class Leader(Rank):
         return error
 
 
+@dataclass(frozen=True)
+class WeightsOfRanks:
+    """The weights of all ranks, with the interface of LiveWeights. own: those of the leader."""
+
+    leader: Leader
+    own: LiveWeights
+    spawned: Spawned | None
+
+    @property
+    def adapted(self) -> frozenset[str]:
+        return self.own.adapted
+
+    def update(self, update: Update, begin: Callable[[], None]) -> None:
+        """Spawned followers receive the tensors from here; the programs of other followers give the same."""
+        if self.spawned is not None:
+            self.leader.check_all()
+            update.check()
+            begin()
+            self.leader.send_update(update, self.spawned.memory)
+        else:
+            self.leader.write_given(update, write=False)
+            begin()
+            self.leader.write_given(update, write=True)
+
+    def keep_bases(self, layers: Collection[str], place: str) -> None:
+        self.leader.invoke("weights.keep_bases", tuple(layers), place)
+
+    def find_not_finite(self) -> list[str]:
+        return list(dict.fromkeys(itertools.chain.from_iterable(self.leader.invoke("weights.find_not_finite"))))
+
+    def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
+        """Return the bytes of all ranks."""
+        return sum(self.leader.invoke("weights.sleep", tuple(tags), keep_weights))
+
+    def wake(self, tags: Collection[str]) -> None:
+        self.leader.invoke("weights.wake", tuple(tags))
+
+
 class Follower(Rank):
     """Any rank but 0. status: the leader's, at the end of the last call."""
 
@@ -416,6 +429,11 @@ class Follower(Rank):
         super().__init__(build, peers, group)
         self.status: Any = None
         self._unsampled: Launched | None = None
+
+    @property
+    def weights(self) -> LiveWeights:
+        """The weights of this rank."""
+        return self._runner.weights
 
     def call(self, name: str, function: object = None, update: Update | None = None) -> Any:
         self._check()
@@ -452,7 +470,7 @@ class Follower(Rank):
                     self._peers.send(result if result.error is None else replace(result, error=portable(result.error)))
                 case WriteSent():
                     confirm = partial(self._peers.send, Result(message.number))
-                    self._runner.write_weights(received(self._next, confirm, SharedMemory(memory)))
+                    self._runner.weights.write(received(self._next, confirm, SharedMemory(memory)))
                     confirm()
                 case Outcome() if message.number == self._calls:
                     return message

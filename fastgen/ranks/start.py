@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastgen.device.chip import current
+from fastgen.engine.interface import StepRunner
 from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.startup import build_rank, find_device
 from fastgen.model.config import ModelConfig
@@ -59,7 +60,7 @@ def resolve_options(model_config: ModelConfig, options: GeneratorOptions) -> Gen
     return options
 
 
-def start_runner(arguments: BuildArguments, tp_group: Any, status: Callable[[], Any]) -> Any:
+def start_runner(arguments: BuildArguments, tp_group: Any, status: Callable[[], Any]) -> StepRunner | Follower:
     """Load the weights on all ranks; return the Runner, Leader or Follower of this one.
 
     arguments: with the options from `resolve_options`. tp_group: the program's process group or DeviceMesh, or None.

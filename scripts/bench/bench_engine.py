@@ -203,12 +203,15 @@ def measure_shared(generator: Generator, workload: Workload, repeats: int = 3) -
 @contextmanager
 def unshared(generator: Generator) -> Iterator[None]:
     """Let attention read a shared prefix once a lane, instead of once a step."""
-    runner = generator._runner
-    before, runner.share_prefixes = runner.share_prefixes, False
+    prefixes = generator._runner.attention.prefixes
+    if prefixes is None:  # on the CPU
+        yield
+        return
+    before, prefixes.wanted = prefixes.wanted, False
     try:
         yield
     finally:
-        runner.share_prefixes = before
+        prefixes.wanted = before
 
 
 def figures(workload: Workload, runs: list[Run]) -> dict[str, Any]:

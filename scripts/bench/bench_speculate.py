@@ -30,6 +30,7 @@ from bench_engine import ready_generator, write_report
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine import runner
+from fastgen.engine.speculation.planning import DraftPlan
 
 RUN = 12  # mean length of a copied run
 NEW = 9  # most new tokens between two
@@ -163,21 +164,22 @@ def step_times(generator: Generator) -> list[dict[str, float]]:
     """Return the milliseconds of plain and of speculative steps whose rows are all in use, by lanes and tokens of each.
     Overwrites the KV cache."""
     runner, found = generator._runner, []
-    drafts, graphs, options = runner.drafts, runner.speculative_graphs, generator.config.speculate
-    if drafts is None or graphs is None or options is None:  # on the CPU
+    drafting, options, lanes_of = runner.features.get(DraftPlan), generator.config.speculate, runner.lanes
+    if drafting is None or drafting.graphs is None or options is None:  # on the CPU
         return []
-    columns = runner.page_table.shape[1]
+    drafts, graphs = drafting._drafts, drafting.graphs
+    columns = lanes_of.page_table.shape[1]
     sizes = [lanes for lanes in (1, 2, 4, 8, 16, 32, 64) if lanes <= options.most_lanes]
     for lanes, length in itertools.product(sizes, (512, 2048)):
         begin = torch.arange(lanes, device=runner.device)
-        runner._decode_input.lanes.fill_(generator.config.max_seqs)[:lanes] = begin
+        lanes_of.input.lanes.fill_(generator.config.max_seqs)[:lanes] = begin
         drafts.most[:lanes] = options.max_draft + 1
         drafts.counts[:lanes] = options.max_draft
         pages = begin[:, None] * columns + torch.arange(columns, device=runner.device)
-        runner.page_table[:lanes] = (pages % generator.config.num_pages).int()
+        lanes_of.page_table[:lanes] = (pages % generator.config.num_pages).int()
         times = {}
         for kind, replayed in (("plain", runner.graphs[False]), ("speculative", graphs)):
-            runner.kv_lens[:lanes] = length
+            lanes_of.kv_lens[:lanes] = length
             times[kind] = milliseconds(partial(replayed.run, lanes))
         rows = options.rows(lanes)
         cost = (times["speculative"] / times["plain"] - 1) / (rows - lanes)

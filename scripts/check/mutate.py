@@ -109,6 +109,9 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("self.min_tokens > self.max_tokens:", "self.min_tokens >= self.max_tokens:"),
         ("self.versions[-1][0] != version:", "self.versions[-1][0] == version:"),
     ],
+    ("engine/prompt_scores.py", SCHEDULES): [
+        ("first = max(start, sequence.score_start - 1)", "first = max(start, sequence.score_start)"),
+    ],
     ("engine/scheduler.py", SCHEDULES): [
         ("sequence.computed -= rows - kept", "sequence.computed -= rows - kept + 1"),
         ("sequence.pending += sample\n", "sequence.pending += 1\n"),
@@ -123,7 +126,6 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("copy = known + 1 < sequence.max_len and", "copy = False and"),
         ("self._page_updates = [update for update in self._page_updates if update[0] != lane]", "pass"),
         ("sequence.score_start) - 1)", "sequence.score_start))"),
-        ("first = max(start, sequence.score_start - 1)", "first = max(start, sequence.score_start)"),
         ("            sequence.tip = None\n        self.pages", "            pass\n        self.pages"),
         ("self._pause = RETRY_STEPS", "self._pause = 30"),
         ("self._masked.discard(lane)", "pass"),

@@ -244,7 +244,7 @@ def run(name: str, dtype: str, deterministic: bool, **options: Any) -> None:
                     outputs = gen.generate([[5] * length for length in lengths], params)
                     assert all(output.error is None for output in outputs)
             gen.score([[5] * 100])  # more rows than go through our own products in ordinary mode
-            gen._runner.rehearse_decodes([1, 8, 32])  # what graphs hold; without a GPU there are none
+            startup.rehearse_decodes(gen._runner, [1, 8, 32])  # what graphs hold; without a GPU there are none
 
 
 def fix(model: Any) -> None:

@@ -16,9 +16,11 @@ from drafting import adversary
 from fastgen import Generator, SamplingParams
 from fastgen.device.pinned import upload
 from fastgen.engine.cuda_graphs import batch_sizes, shared_sizes
-from fastgen.engine.speculation import Speculation
+from fastgen.engine.speculation.drafting import Drafting
+from fastgen.engine.speculation.planning import DraftPlan, Speculation
+from fastgen.engine.startup import capture
 from fastgen.kernels.state import DecodeInput
-from fastgen.model.attention.cpu import CpuAttention
+from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.linear import ROW_TILE
 from fastgen.model.packed import PACKED_ROW_TILE
 
@@ -44,7 +46,7 @@ def with_graphs(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     runner = gen._runner
     capturable(monkeypatch)
     # A multiple of ROW_TILE rows, as without graphs, or the products of the CPU would round otherwise.
-    runner.capture([ROW_TILE, 2 * ROW_TILE])
+    capture(runner, [ROW_TILE, 2 * ROW_TILE])
     graphs = runner.graphs[False]
     assert isinstance(graphs, Called)
     return graphs.ran
@@ -83,13 +85,15 @@ def test_speculative_steps_from_graphs_give_the_same_bits(
     with Generator(llama, max_seqs=8, page_size=16, speculate=options) as gen:
         runner = gen._runner
         capturable(monkeypatch)
-        runner.capture(None, [])
+        capture(runner, None, [])
         runner.graphs[False].keys = [PACKED_ROW_TILE, 2 * PACKED_ROW_TILE]  # as in `with_graphs`
-        assert isinstance(runner.speculative_graphs, Called)
+        drafting = runner.features[DraftPlan]
+        assert isinstance(drafting, Drafting)
+        assert isinstance(drafting.graphs, Called)
         runner.pool.keys[:, :-1].fill_(7)
         found = gen.generate(prompts, params)
         assert [output.completions for output in found] == [output.completions for output in outputs]
-        assert lanes in runner.speculative_graphs.ran
+        assert lanes in drafting.graphs.ran
         assert gen.stats.drafted > gen.stats.accepted > 5 * lanes
         check_idle(gen)
 
@@ -113,11 +117,11 @@ def test_padding_lanes_write_to_the_spare_page_alone(llama: Path, monkeypatch: p
         runner = gen._runner
         runner.pool.keys.fill_(7)
         with torch.inference_mode():
-            runner._decode_input.lanes.fill_(ROW_TILE)
+            runner.lanes.input.lanes.fill_(ROW_TILE)
             runner.decode_body(ROW_TILE)
         assert bool((runner.pool.keys[:, :-1] == 7).all())
         assert bool((runner.pool.keys[:, -1] != 7).any())
-        assert runner.kv_lens.tolist() == [0] * (ROW_TILE + 1)
+        assert runner.lanes.kv_lens.tolist() == [0] * (ROW_TILE + 1)
 
 
 def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,11 +129,11 @@ def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, mon
     padding: lanes that ended long ago would write into pages that others have."""
     shares = [False]
     capturable(monkeypatch)
-    monkeypatch.setattr(CpuAttention, "shares", True)
-    monkeypatch.setattr(CpuAttention, "share", lambda *_: shares[0])
+    monkeypatch.setattr(SharedPrefixes, "find", lambda *_: shares[0])
     with Generator(llama, max_seqs=8, max_model_len=128, page_size=16, seed=0, num_pages=30, speculate=False) as gen:
         runner = gen._runner
-        runner.capture()
+        runner.prefixes = SharedPrefixes(runner.pool, 1, None, 8, 1, False)
+        capture(runner)
         plain, shared = runner.graphs[False], runner.graphs[True]
         assert isinstance(plain, Called)
         assert isinstance(shared, Called)
@@ -138,7 +142,7 @@ def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, mon
         shares[0] = True
         gen.generate([random_ids(9)], SamplingParams(max_tokens=1, ignore_eos=True))  # no decodes: looked into anew
         seen = []
-        monkeypatch.setattr(shared, "_step", lambda size: seen.append(runner._decode_input.lanes[:size].tolist()))
+        monkeypatch.setattr(shared, "_step", lambda size: seen.append(runner.lanes.input.lanes[:size].tolist()))
         gen.generate([random_ids(20)] * 5, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
     assert plain.ran[-2:] == [5, 5]
     assert shared.ran[-2:] == [8, 8]
@@ -151,7 +155,7 @@ def test_lanes_are_sent_when_they_change(llama: Path, monkeypatch: pytest.Monkey
         with_graphs(gen, monkeypatch)
         sent: list[np.ndarray] = []
         monkeypatch.setattr(
-            "fastgen.engine.runner.upload", lambda array, device: sent.append(array) or upload(array, device)
+            "fastgen.engine.step.upload", lambda array, device: sent.append(array) or upload(array, device)
         )
         gen.generate(PROMPTS[:2], SamplingParams(max_tokens=30, ignore_eos=True, temperature=0))
         assert len(sent) <= 6, [len(array) for array in sent]

@@ -9,8 +9,7 @@ from collections import Counter
 import pytest
 from invariants import check_pages
 
-from fastgen.engine.pages import Node, PageAllocator
-from fastgen.request import Batch
+from fastgen.engine.pages import Node, PageAllocator, PageMoves
 
 
 def brute_missing(pages: list[int], num_tokens: int, page_size: int) -> int:
@@ -112,17 +111,18 @@ class Pool:
         self.seen["matched"] += matched
         return table
 
-    def step(self) -> Batch:
-        changes = Batch(**self.allocator.take_changes())
+    def step(self) -> PageMoves:
+        changes = next(iter(self.allocator.take_moves()), PageMoves())
+        copies = self.allocator.take_copies()
         check_pages(self.allocator, self.tables)
         for page, slot in changes.saves:
             self.host[slot] = self.memory[page]
         for slot, page in changes.loads:
             self.memory[page] = self.host[slot]
-        for source, page in changes.copies:
+        for source, page in copies:
             self.memory[page] = self.memory[source]
-        for name in ("saves", "loads", "copies"):
-            self.seen[name] += len(getattr(changes, name))
+        for name, moved in (("saves", changes.saves), ("loads", changes.loads), ("copies", copies)):
+            self.seen[name] += len(moved)
         return changes
 
     def release(self, table: list[int]) -> None:
@@ -320,8 +320,8 @@ def test_forks_hold_all_but_the_last_page_of_their_source_and_copies_of_that() -
         allocator.fork(fork, source, copy=True)
     check_pages(allocator, [source, *forks])
     assert [fork[0] for fork in forks] == [source[0]] * 2
-    assert allocator.take_changes()["copies"] == tuple((source[1], fork[1]) for fork in forks)
-    assert allocator.take_changes()["copies"] == ()
+    assert allocator.take_copies() == tuple((source[1], fork[1]) for fork in forks)
+    assert allocator.take_copies() == ()
     allocator.release(source)
     check_pages(allocator, forks)
     assert allocator.available == 8 - 3
@@ -347,11 +347,11 @@ def test_what_was_to_be_saved_is_forgotten_too() -> None:
     assert allocator.grow(table, 2)
     allocator.index(allocator.root, table, [1, 2], 2)
     allocator.release(table)
-    allocator.take_changes()
+    allocator.take_moves()
     assert allocator.grow(table, 1)
     allocator.drop_index()
     check_pages(allocator, [table])
-    assert allocator.take_changes()["saves"] == ()
+    assert not any(moves.saves for moves in allocator.take_moves())
 
 
 def test_a_page_whose_tokens_are_indexed_already_is_not_indexed_nor_are_those_behind_it() -> None:

@@ -20,7 +20,10 @@ from test_sharing import REQUESTS, each_apart, host_gb
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.cuda_graphs import PREFILL_SIZES, prefill_sizes
+from fastgen.engine.pages import PageMoves
+from fastgen.engine.prompt_scores import ScorePlan
 from fastgen.engine.runner import Runner
+from fastgen.engine.startup import capture
 from fastgen.kernels.rope import SlotMapping
 from fastgen.model.linear import ROW_TILE
 from fastgen.model.transformer import StepPart
@@ -32,7 +35,7 @@ LAYERS = 3
 def in_pieces(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From now on; the numbers of the pieces that run."""
     capturable(monkeypatch)
-    runner.capture([ROW_TILE])
+    capture(runner, [ROW_TILE])
     assert runner.prefill_graphs is not None
     assert isinstance(runner.prefill_graphs.graphs, Called)
     return runner.prefill_graphs.graphs.ran
@@ -92,8 +95,8 @@ def test_any_schedule_says_in_pieces_what_it_says_without(
     assert (len(few) < len(seen)) == (budget > 32)
     assert {num_tokens(batch) > 16 for batch in few} == {False, True}
     assert any(batch.decodes for batch in few)
-    assert any(batch.loads for batch in few)
-    assert any(chunk.score for batch in few for chunk in batch.prefills)
+    assert any(moves.loads for batch in few if (moves := batch.find(PageMoves)))
+    assert any(batch.find(ScorePlan) for batch in few)
     assert any(chunk.forks for batch in few for chunk in batch.prefills)
     if budget == 32:
         assert any(not batch.sampling for batch in few), "parts of prompts alone: the last layer ends with their keys"
@@ -144,11 +147,11 @@ def test_a_layer_that_is_loaded_is_waited_for_before_its_piece(llama: Path, monk
     prompt, order = random_ids(40), []
     pages = (*table(0, [0, 1, 2]), *table(1, [5, 6, 2]))
     run(runner, Batch(prefills=(Prefill(0, 0, tuple(prompt), sample=False),), page_updates=pages))
-    run(runner, Batch(prefills=(Prefill(0, 0, (5,), sample=False),), saves=((0, 3), (1, 4))))
+    run(runner, Batch(prefills=(Prefill(0, 0, (5,), sample=False),), features=(PageMoves(saves=((0, 3), (1, 4))),)))
     ran.clear()
     monkeypatch.setattr(StepPart, "wait", lambda self, layer: order.append((layer, len(ran))))
     last = Prefill(1, 32, tuple(prompt[32:]), sample=False)
-    run(runner, Batch(prefills=(last,), loads=((3, 5), (4, 6))))
+    run(runner, Batch(prefills=(last,), features=(PageMoves(loads=((3, 5), (4, 6))),)))
     assert order == [(layer, layer) for layer in range(LAYERS)]
     assert len(ran) == LAYERS
 
@@ -163,7 +166,7 @@ def test_they_end_with_the_group(llama: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_steps_too_small_for_pieces_have_none(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(llama, max_step_tokens=15)
     capturable(monkeypatch)
-    runner.capture([8])
+    capture(runner, [8])
     assert runner.prefill_graphs is None
     first = Prefill(0, 0, (5, 6, 7), sample=True)
     said, _ = run(runner, Batch(prefills=(first,), starts=(start(0, SamplingParams(), (), 3),)))
@@ -173,7 +176,6 @@ def test_steps_too_small_for_pieces_have_none(llama: Path, monkeypatch: pytest.M
 RANK = """
 import sys
 import torch.distributed as dist
-from fastgen.engine import runner
 from fastgen.engine import step as step_sequences
 from fastgen.engine import startup
 from fastgen import Generator
@@ -189,7 +191,7 @@ REQUESTS = ALL[1:6]
 rank, folder, store = int(sys.argv[1]), *sys.argv[2:]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 step_sequences.CUT_TOKENS, step_sequences.CUT_MULTIPLE = 20, 8
-runner.Graphs = sys.modules["fastgen.engine.cuda_graphs"].Graphs = Called
+startup.Graphs = sys.modules["fastgen.engine.cuda_graphs"].Graphs = Called
 CpuAttention.capturable = True
 forward, parts = Transformer.forward, []
 Transformer.forward = lambda self, steps, *rest: parts.append(len(steps)) or forward(self, steps, *rest)
@@ -197,7 +199,7 @@ assemble, runners = startup._make_runner, []
 
 def captured(*arguments):
     made = assemble(*arguments)
-    made.capture([16])
+    startup.capture(made, [16])
     runners.append(made)
     return made
 

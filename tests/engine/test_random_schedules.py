@@ -5,17 +5,27 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import pytest
-from hash_model import POISON, VOCAB, HashMask, InexactEstimate, drawn_first, expected, make_config, make_sequence
+from hash_model import (
+    POISON,
+    VOCAB,
+    HashMask,
+    InexactEstimate,
+    draft_plan,
+    drawn_first,
+    expected,
+    make_config,
+    make_sequence,
+)
 from simulation import Simulation, WrongAnswerError
 
 from fastgen.engine.admission import LengthEstimate
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.pages import PageAllocator
+from fastgen.engine.pages import PageAllocator, PageMoves
 from fastgen.engine.scheduler import Scheduler
-from fastgen.engine.speculation import Speculation
+from fastgen.engine.speculation.planning import Drafted, Speculation
 from fastgen.request import Batch, SamplingParams, Sequence, Status, StepResult
 
 SEEDS_A_TEST = 100
@@ -226,8 +236,8 @@ class ForgetsCopies(PageAllocator):
 
 
 class ForgetsSaves(PageAllocator):
-    def take_changes(self) -> dict[str, Any]:
-        return super().take_changes() | {"saves": ()}
+    def take_moves(self) -> tuple[PageMoves, ...]:
+        return tuple(replace(moves, saves=()) for moves in super().take_moves())
 
 
 class RemembersOldWeights(PageAllocator):
@@ -263,17 +273,19 @@ class KeepsTokenTooMany(Scheduler):
 
 
 class CountsARowTooMany(Scheduler):
-    def _learn(self, batch: Batch, result: StepResult) -> None:
-        super()._learn(batch, result)
-        for lane in batch.decodes if batch.rows else ():
+    def _learn(self, batch: Batch, result: StepResult, drafted: Drafted) -> bool:
+        speculative = super()._learn(batch, result, drafted)
+        for lane in batch.decodes if draft_plan(batch).rows else ():
             self._on(lane).computed += 1
+        return speculative
 
 
 class CountsARowTooFew(Scheduler):
-    def _learn(self, batch: Batch, result: StepResult) -> None:
-        super()._learn(batch, result)
-        for lane in batch.decodes if batch.rows else ():
+    def _learn(self, batch: Batch, result: StepResult, drafted: Drafted) -> bool:
+        speculative = super()._learn(batch, result, drafted)
+        for lane in batch.decodes if draft_plan(batch).rows else ():
             self._on(lane).computed -= 1
+        return speculative
 
 
 @pytest.mark.parametrize(

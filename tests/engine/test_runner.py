@@ -19,10 +19,13 @@ from handmade import make_runner, siblings, start, table
 from handmade import run as run_batch
 
 from fastgen import Generator, SamplingParams
-from fastgen.engine.runner import SCORE_ROWS
+from fastgen.engine.pages import PageMoves
+from fastgen.engine.prompt_scorer import SCORE_ROWS
+from fastgen.engine.prompt_scores import Scored, ScoreRequest
+from fastgen.engine.startup import capture
 from fastgen.model.linear import ROW_TILE
 from fastgen.parallel.group import Group
-from fastgen.request import Batch, Prefill, ScoreRequest
+from fastgen.request import Batch, Prefill
 
 pytestmark = pytest.mark.timeout(60)  # a loop that waits for what never comes is what goes wrong here
 PROMPTS = [random_ids(length) for length in (1, 2, 40, 90)]
@@ -72,14 +75,14 @@ def test_long_prompts_are_scored_piece_by_piece(llama: Path) -> None:
         whole = gen.score([ids])[0]
         gen._runner.model.logits = limited(gen._runner.model.logits, 100)  # type: ignore[method-assign]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fastgen.engine.runner.SCORE_ROWS", 100)
+            patch.setattr("fastgen.engine.prompt_scorer.SCORE_ROWS", 100)
             assert gen.score([ids])[0][1:] == whole[1:]
     assert SCORE_ROWS >= 100
     assert close(whole, target_logprobs(llama, ids))
 
 
 def limited(logits: Callable[[torch.Tensor], torch.Tensor], rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def checked(hidden: torch.Tensor) -> torch.Tensor:
+    def checked(hidden: torch.Tensor, *out: object) -> torch.Tensor:
         assert len(hidden) <= rows
         return logits(hidden)
 
@@ -215,7 +218,7 @@ def test_forks_go_on_in_graphs(llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
     runner, prompt = make_runner(llama, max_seqs=ROW_TILE), random_ids(21)
     expected, _ = siblings(runner, prompt, forked=False)
     capturable(monkeypatch)
-    runner.capture([ROW_TILE])
+    capture(runner, [ROW_TILE])
     runner.clear_lanes()
     assert siblings(runner, prompt, forked=True)[0] == expected
     graphs = runner.graphs[False]
@@ -225,12 +228,14 @@ def test_forks_go_on_in_graphs(llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_forks_and_scores_of_a_prompt_go_together(llama: Path) -> None:
     runner, prompt = make_runner(llama), random_ids(37)
-    score = ScoreRequest(3, tuple(prompt[4:]), 2, 1.0)
+    score = ScoreRequest(0, 3, np.array(prompt[4:]), 2, 1.0)
     expected, alone = siblings(runner, prompt, forked=False, steps=3, score=score)
     found, together = siblings(runner, prompt, forked=True, steps=3, score=score)
     assert found == expected
-    assert together.scored == alone.scored
-    assert len(alone.scored[0].logprobs) == 33
+    assert together.features == alone.features
+    scored = alone.find(Scored)
+    assert scored is not None
+    assert len(scored.logprobs) == 33
 
 
 def test_a_fork_has_a_mask_of_its_own(llama: Path) -> None:
@@ -270,7 +275,7 @@ def test_of_a_step_in_two_parts_the_first_alone_has_the_decodes_that_share(
     )  # a model's alone, but steps are cut
     runner.group.exchange = cast(Any, object())
     monkeypatch.setattr(runner.group, "broadcast", lambda x: None)
-    monkeypatch.setattr(runner, "_detect_sharing", lambda decodes: True)
+    runner.prefixes = cast(Any, SimpleNamespace(update=lambda *_: True))
     plan, seen = runner.attention.plan, []
     monkeypatch.setattr(
         runner.attention, "plan", lambda layout: seen.append((layout.lanes.tolist(), layout.shared)) or plan(layout)
@@ -288,7 +293,7 @@ def test_only_fresh_pages_are_wiped(llama: Path) -> None:
     first = Prefill(0, 0, (5, 6, 7), sample=True)
     updates = *table(0, [4]), *table(1, [9])
     begun = (start(0, SamplingParams(), (), 3),)
-    batch = Batch(prefills=(first,), starts=begun, page_updates=updates, fresh=(4,))
+    batch = Batch(prefills=(first,), starts=begun, page_updates=updates, features=(PageMoves((4,)),))
     said, _ = run_batch(runner, batch)
     assert said[0][0] >= 0
     assert runner.pool.values[:, 4].isfinite().all()

@@ -19,6 +19,7 @@ from fastgen import Generator
 from fastgen.device.chip import Chip
 from fastgen.engine import startup
 from fastgen.engine.options import EngineConfig, GeneratorOptions
+from fastgen.engine.pages import PageMoves
 from fastgen.engine.startup import (
     _build_model,
     _largest_batches,
@@ -207,10 +208,11 @@ def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
     """So that all kernels are compiled, and what they take is known."""
     config = make(llama, max_seqs=4, num_pages=9, host_cache_gb=1)
     prefill, decode, *_ = _largest_batches(config, SamplingParams())
-    assert (prefill.saves, prefill.loads, prefill.fresh) == (((9, 0),), ((0, 9),), (9,)), "the spare page alone"
+    assert prefill.find(PageMoves) == PageMoves((9,), ((9, 0),), ((0, 9),)), "only the spare page"
     assert decode.copies == ((0, 9),)
     config = make(llama, max_seqs=4, num_pages=9)
-    assert not any(batch.saves or batch.loads for batch in _largest_batches(config, SamplingParams()))
+    moves = [batch.find(PageMoves) for batch in _largest_batches(config, SamplingParams())]
+    assert not any(each.saves or each.loads for each in moves if each)
     runner = _make_runner(
         _build_model(read_config(llama), config, llama, "dummy", Group()), replace(config, host_pages=3)
     )
@@ -284,7 +286,7 @@ def test_the_start_measures_the_prefill_tokens_of_a_step_and_ranks_take_the_leas
     with Generator(llama, max_prefill_tokens=0, max_step_tokens=4096) as gen:
         assert found[-1] == 60 / 2 * 64 // 1024 * 1024
         assert gen.config.max_prefill_tokens == found[-1] // 2
-        assert not gen._runner.kv_lens.any(), "the lanes are empty again"
+        assert not gen._runner.lanes.kv_lens.any(), "the lanes are empty again"
 
 
 @pytest.mark.parametrize(("most", "tokens"), [(9, 256), (700, 512), (1023, 768), (2047, 1024), (2500, 2048)])

@@ -15,7 +15,7 @@ from test_gpu_fp8 import folder  # noqa: F401
 from fastgen import Generator, SamplingParams
 from fastgen.kernels import pages
 from fastgen.kernels.rope import SlotMapping, rope_write
-from fastgen.model.attention import paged
+from fastgen.model.attention import shared
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="there is no GPU with fp8"
@@ -47,8 +47,8 @@ def test_the_schedule_never_shows(
         assert gen.config.deterministic
         expected = alone(gen, requests)
     for seed in range(3):
-        monkeypatch.setattr(paged, "SHARING_PAYS", 1 if seed else 16e6)
-        monkeypatch.setattr(paged, "FILLS", 0 if seed else 0.5)
+        monkeypatch.setattr(shared, "SHARING_PAYS", 1 if seed else 16e6)
+        monkeypatch.setattr(shared, "FILLS", 0 if seed else 0.5)
         other = {**options, **random_options(seed, 400), "speculate": "ngram" if seed else False}
         with Generator(folder, **other, deterministic=True, host_cache_gb=0.01 * other["prefix_cache"]) as gen:
             assert answers(preempting(gen, 29) if seed == 2 else gen, requests) == expected, seed

@@ -61,7 +61,7 @@ def busy_generator(name: str | None, folder: Path, **options: Any) -> Iterator[G
 
 def held(runner: Runner) -> list[Tensor]:
     """What a step writes that outlives it."""
-    return [runner.kv_lens, runner.pool.keys, runner.pool.values]
+    return [runner.lanes.kv_lens, runner.pool.keys, runner.pool.values]
 
 
 @torch.inference_mode()
@@ -69,7 +69,7 @@ def check_size(runner: Runner, size: int, real: int) -> None:
     """`real` lanes in a step of `size`: replayed, then launched from the same state."""
     lanes = torch.full((size,), runner.config.max_seqs, dtype=torch.int64)
     lanes[:real] = torch.randperm(LANES, generator=torch.Generator().manual_seed(size))[:real]
-    runner._decode_input.lanes[:size] = lanes.cuda()
+    runner.lanes.input.lanes[:size] = lanes.cuda()
     before = [tensor.clone() for tensor in held(runner)]
     results: list[list[Tensor]] = []
     for run in (runner.graphs[False].run, runner.decode_body):
@@ -79,7 +79,7 @@ def check_size(runner: Runner, size: int, real: int) -> None:
         run(size)
         # The spare page of padding is whatever its last writer left there.
         pages = [tensor[:, : runner.pool.spare].clone() for tensor in held(runner)[1:]]
-        results.append([runner._logits[:real].clone(), runner.kv_lens.clone(), *pages])
+        results.append([runner._logits[:real].clone(), runner.lanes.kv_lens.clone(), *pages])
     for tensor, saved in zip(held(runner), before, strict=True):
         tensor.copy_(saved)
     replayed, launched = results
@@ -164,9 +164,9 @@ import json, sys
 import numpy as np
 import triton
 from fastgen import Generator, SamplingParams
-from fastgen.model.attention import paged
+from fastgen.model.attention import shared
 
-paged.SHARING_PAYS = 1
+shared.SHARING_PAYS = 1
 options = json.loads(sys.argv[1])
 gen = Generator(device="cuda", kv_cache_gb=0.25, seed=0, **options)
 compiled = []

@@ -15,10 +15,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from handmade import PARAMS, continued, make_runner, run, siblings, start, table
+from handmade import PARAMS, continued, make_runner, mover, run, siblings, start, table
+from hash_model import page_moves
 from torch import Tensor
 
-from fastgen.engine.runner import Launched, Runner
+from fastgen.engine.pages import PageMoves
+from fastgen.engine.runner import Runner
+from fastgen.engine.step import Launched
 from fastgen.model import host_tier
 from fastgen.model.host_tier import HostTier
 from fastgen.model.loader import resolve
@@ -38,15 +41,15 @@ def bundled(staging: int = host_tier.STAGING_PAGES, **options: Any) -> Iterator[
     """The bundled model, and a host tier of HOST_PAGES pages. staging: pages of staging memory."""
     runner = make_runner(resolve(None, None), device="cuda:0", max_model_len=256, **options)
     with patch.object(host_tier, "STAGING_PAGES", staging):
-        runner.host = HostTier(runner.pool, HOST_PAGES)
+        mover(runner).tier = HostTier(runner.pool, HOST_PAGES)
     yield runner
     runner.synchronize()
 
 
 def hold_up(runner: Runner, draw: random.Random) -> None:
     """Let what is launched next on the current stream, on a copy stream, or on none, come late."""
-    assert runner.host is not None
-    stream = draw.choice((None, torch.cuda.current_stream(), runner.host._out, runner.host._in))
+    assert mover(runner).tier is not None
+    stream = draw.choice((None, torch.cuda.current_stream(), mover(runner).tier._out, mover(runner).tier._in))
     if stream is not None:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(draw.randint(1, CYCLES))
@@ -60,8 +63,9 @@ class Expected:
         self.host: dict[int, Tensor] = {}
 
     def follow(self, batch: Batch) -> None:
-        self.host |= {host_page: self.pages[:, :, page].clone() for page, host_page in batch.saves}
-        for host_page, page in batch.loads:
+        moves = page_moves(batch)
+        self.host |= {host_page: self.pages[:, :, page].clone() for page, host_page in moves.saves}
+        for host_page, page in moves.loads:
             self.pages[:, :, page] = self.host[host_page]
         copied = {target: self.pages[:, :, source].clone() for source, target in batch.copies}
         for page, content in copied.items():
@@ -81,7 +85,7 @@ def traffic(draw: random.Random, filled: list[int], before: Batch) -> Batch:
     count = draw.randint(0, 3)
     copies = tuple(zip(cold[-count:] if count else (), cold[at : at + count], strict=True))
     prefills = (Prefill(4, 0, (5, 6, 7), sample=False),) if loads else ()
-    return Batch(decodes=(0, 1, 2), prefills=prefills, saves=saves, loads=loads, copies=copies)
+    return Batch(decodes=(0, 1, 2), prefills=prefills, copies=copies, features=(PageMoves((), saves, loads),))
 
 
 @pytest.mark.parametrize("staging", [64, 5, 1])
@@ -89,7 +93,7 @@ def traffic(draw: random.Random, filled: list[int], before: Batch) -> Batch:
 def test_random_traffic_beside_steps_in_flight(dtype: str, staging: int) -> None:
     draw = random.Random(str(staging))
     with bundled(staging, dtype=dtype) as runner, torch.inference_mode():
-        assert runner.host is not None
+        assert mover(runner).tier is not None
         runner.pool.whole.normal_()
         expected, flying = Expected(runner), list[Launched]()
         chunks = tuple(Prefill(lane, 0, (9, 8, 7), sample=True) for lane in range(3))
@@ -102,15 +106,16 @@ def test_random_traffic_beside_steps_in_flight(dtype: str, staging: int) -> None
             hold_up(runner, draw)
             flying.append(runner.launch(batch))
             expected.follow(batch)
-            for name in seen:
-                seen[name] += len(getattr(batch, name))
+            moves = page_moves(batch)
+            for name, moved in (("saves", moves.saves), ("loads", moves.loads), ("copies", batch.copies)):
+                seen[name] += len(moved)
             if len(flying) > 1:
                 runner.collect(flying.pop(0))
         runner.synchronize()
         assert min(seen.values()) > 50
         assert torch.equal(runner.pool.whole[:, :, COLD].cpu(), expected.pages[:, :, COLD])
         for host_page, content in expected.host.items():
-            assert torch.equal(runner.host.pages[host_page].transpose(0, 1), content)
+            assert torch.equal(mover(runner).tier.pages[host_page].transpose(0, 1), content)
 
 
 @pytest.mark.parametrize("staging", [64, 1])
@@ -118,7 +123,7 @@ def test_random_traffic_beside_steps_in_flight(dtype: str, staging: int) -> None
 def test_a_prefix_from_the_host_is_waited_for(attention: str, staging: int) -> None:
     with bundled(staging, dtype="bfloat16", attention=attention) as runner:
         expected = continued(runner, PROMPT, 12, moved=False)
-        tier, draw = runner.host, random.Random(0)
+        tier, draw = mover(runner).tier, random.Random(0)
         assert tier is not None
         for _ in range(5):
             for name in ("save", "load"):
@@ -129,7 +134,7 @@ def test_a_prefix_from_the_host_is_waited_for(attention: str, staging: int) -> N
 def late(runner: Runner, method: Any, draw: random.Random) -> Any:
     def wrapped(pairs: Any) -> Any:
         hold_up(runner, draw)
-        return method(runner.host, pairs)
+        return method(mover(runner).tier, pairs)
 
     return wrapped
 
@@ -148,12 +153,12 @@ def test_forks_in_float32_say_what_lanes_that_prefilled_say() -> None:
 
 def test_pinned_memory_is_given_back() -> None:
     runner = make_runner(resolve(None, None), device="cuda:0", host_cache_gb=0.05)
-    tier = runner.host
+    tier = mover(runner).tier
     assert tier is not None
     memory = tier.pages
     assert len(memory) == runner.config.host_pages
     assert memory.is_pinned()
     tier.save([(1, 2)])
-    runner.host = tier = None
+    mover(runner).tier = tier = None
     gc.collect()
     assert not memory.is_pinned()

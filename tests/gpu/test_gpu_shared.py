@@ -11,7 +11,7 @@ import torch
 from fastgen import Generator, SamplingParams
 from fastgen.engine.cuda_graphs import smallest_size
 from fastgen.engine.runner import Runner
-from fastgen.model.attention import paged
+from fastgen.model.attention import shared
 from fastgen.request import Completion
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
@@ -21,7 +21,7 @@ PARAMS = SamplingParams(n=3, max_tokens=40, seed=5, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged, "SHARING_PAYS", 1)
+    monkeypatch.setattr(shared, "SHARING_PAYS", 1)
 
 
 def tree_prompts(vocab_size: int) -> list[list[int]]:
@@ -40,7 +40,7 @@ def tree_prompts(vocab_size: int) -> list[list[int]]:
 def answers(dtype: str = "float32", shares: bool = True, rounds: int = 1, **options: Any) -> list[list[Completion]]:
     found = []
     with Generator(device="cuda", dtype=dtype, max_model_len=1024, **options) as gen:
-        gen._runner.share_prefixes = shares
+        gen._runner.attention.prefixes.wanted = shares
         for _ in range(rounds):
             outputs = gen.generate(tree_prompts(gen.model_config.vocab_size), PARAMS)
             found = [output.completions for output in outputs]
@@ -88,7 +88,7 @@ def test_in_bfloat16_raw_logprobs_stay_close_as_long_as_the_tokens_are_the_same(
 
 
 def test_in_deterministic_mode_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged, "FILLS", 0)
+    monkeypatch.setattr(shared, "FILLS", 0)
     mode: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True}
     assert answers(**mode) == answers(shares=False, prefix_cache=False, **mode)
 
@@ -101,16 +101,16 @@ def test_a_replayed_step_is_the_launched_one() -> None:
             gen.step()
         gen._within_step(gen._collect)
         runner = gen._runner
-        assert runner._sharing
-        assert len(runner._sharing_of) == len(tree_prompts(4)) * PARAMS.n
+        assert runner.prefixes._found
+        assert len(runner.prefixes._decodes) == len(tree_prompts(4)) * PARAMS.n
         with torch.inference_mode():
             check_replay(runner)
 
 
 def check_replay(runner: Runner) -> None:
-    held = [runner.kv_lens, runner.pool.keys, runner.pool.values]
+    held = [runner.lanes.kv_lens, runner.pool.keys, runner.pool.values]
     before = [tensor.clone() for tensor in held]
-    size, real = smallest_size(runner.graphs[True].keys, len(runner._sharing_of)), len(runner._sharing_of)
+    size, real = smallest_size(runner.graphs[True].keys, len(runner.prefixes._decodes)), len(runner.prefixes._decodes)
     results = []
     for run in (runner.graphs[True].run, lambda size: runner.decode_body(size, True), runner.decode_body):
         for tensor, saved in zip(held, before, strict=True):

@@ -14,7 +14,6 @@ from torch import Tensor
 from fastgen.kernels import attention as kernel
 from fastgen.kernels import work_tiles
 from fastgen.kernels.launch import Kernel
-from fastgen.model.attention import paged as module
 from fastgen.model.attention import shared
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention
@@ -29,8 +28,8 @@ TREE = [2, [2, [2, 1]], [1, [1, 1]], [1, 1]]  # see `make`
 
 @pytest.fixture(autouse=True)
 def pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SHARING_PAYS", 1)
-    monkeypatch.setattr(module, "FILLS", 0)
+    monkeypatch.setattr(shared, "SHARING_PAYS", 1)
+    monkeypatch.setattr(shared, "FILLS", 0)
     monkeypatch.setattr(shared, "SHORTEST", 64)
 
 
@@ -47,12 +46,12 @@ class Shared:
     def paged(self, window: int, max_seqs: int = 24, deterministic: bool = False) -> PagedAttention:
         windows = (0, window) if window else (0,)
         attention = PagedAttention(self.pool, self.q.shape[1], windows, max_seqs, 64, 4096, deterministic)
-        attention.chip = H200  # for which ranges are split
+        attention.chip = attention.prefixes.chip = H200  # for which ranges are split
         return attention
 
     def share(self, paged: PagedAttention) -> bool:
         full = self.kv_lens // self.pool.page_size
-        return paged.share(self.lanes, full, self.table.cpu().numpy())
+        return paged.prefixes.find(self.lanes, full, self.table.cpu().numpy())
 
     def plan(self, paged: PagedAttention, shared: bool = True) -> object:
         kv_lens = torch.from_numpy(self.kv_lens).int().to(DEVICE)
@@ -123,7 +122,7 @@ def test_a_tree_of_rows(page_size: int, dtype: torch.dtype, window: int) -> None
     case = make(TREE, page_size=page_size, dtype=dtype)
     paged = case.paged(window)
     assert case.share(paged)
-    assert int(paged._shared.rows.list[0]) >= (5 if page_size > 16 else 3)  # some are split
+    assert int(paged.prefixes.rows.list[0]) >= (5 if page_size > 16 else 3)  # some are split
     plan = case.plan(paged)
     assert [items.kind for items in plan.work[window]] == [kernel.SHARED, kernel.PRIVATE]  # type: ignore[attr-defined]
     close(paged.attend(plan, 1, case.q, window), case.expected(window))
@@ -156,8 +155,8 @@ def test_deterministic_rows_do_not_tell_what_they_share(page_size: int, dtype: t
     alone = paged.attend(case.plan(paged, shared=False), 1, case.q, window)
     close(alone, case.expected(window))
     assert case.share(paged)
-    assert int(paged._shared.rows.partials.max()) == 1
-    ends = paged._shared.rows.ends[: len(case.lanes)]
+    assert int(paged.prefixes.rows.partials.max()) == 1
+    ends = paged.prefixes.rows.ends[: len(case.lanes)]
     assert set(ends.tolist()) == {4 * page_size, 8 * page_size}, "some rows share more than the root"
     for slots in (paged.partials, 0):  # 0: of no use for splits
         paged.partials = slots
@@ -175,7 +174,7 @@ def test_the_lists_agree_with_the_twin() -> None:
     case = make([2, [2, [2, 9, 1]], [2, [1, 1]], [1, 2]])
     paged = case.paged(100)
     assert case.share(paged)
-    rows, lanes = paged._shared.rows, torch.from_numpy(case.lanes).to(DEVICE)
+    rows, lanes = paged.prefixes.rows, torch.from_numpy(case.lanes).to(DEVICE)
     kv_lens = torch.from_numpy(case.kv_lens).int().to(DEVICE)
     results = []
     for plan in (work_tiles.plan_decode.launch, work_tiles.plan_decode.twin):
@@ -225,9 +224,9 @@ def test_sharing_pays_only_where_much_is_saved(monkeypatch: pytest.MonkeyPatch) 
     case = make([1, [1, 1]])
     assert case.share(case.paged(0))
     saved = 64 * 2 * KV_HEADS * 32 * 4 * 2  # two rows of three read a page of 64 tokens no more
-    monkeypatch.setattr(module, "SHARING_PAYS", saved + 1)
+    monkeypatch.setattr(shared, "SHARING_PAYS", saved + 1)
     assert not case.share(case.paged(0))
-    monkeypatch.setattr(module, "SHARING_PAYS", saved)
+    monkeypatch.setattr(shared, "SHARING_PAYS", saved)
     assert case.share(case.paged(0))
 
 
@@ -235,7 +234,7 @@ def test_deterministic_rows_share_only_where_that_fills_the_chip(monkeypatch: py
     """No range is split there: a few rows behind a long prefix would wait for a few programs."""
     case = make([2, [1, 1], [1, 1]])
     assert case.share(case.paged(0, deterministic=True))
-    monkeypatch.setattr(module, "FILLS", 0.5)
+    monkeypatch.setattr(shared, "FILLS", 0.5)
     assert not case.share(case.paged(0, deterministic=True))
     assert case.share(case.paged(0))
 
@@ -246,7 +245,7 @@ def test_what_was_shared_is_forgotten() -> None:
     paged = case.paged(0)
     assert case.share(paged)
     nobody = np.zeros(0, dtype=np.int64)
-    assert not paged.share(nobody, nobody, case.table.cpu().numpy())
+    assert not paged.prefixes.find(nobody, nobody, case.table.cpu().numpy())
     short = replace(case, kv_lens=np.minimum(case.kv_lens, 20))
     close(paged.attend(short.plan(paged), 1, case.q, 0), short.expected(0))
 
@@ -260,11 +259,11 @@ def test_where_a_chip_refuses_them_the_rest_still_runs(deterministic: bool, monk
 
     case = make(TREE)
     paged = case.paged(0, deterministic=deterministic)
-    assert paged.shares
+    assert paged.prefixes.enabled
     assert case.share(paged)
     monkeypatch.setattr(kernel.sharing, "refused", set())
     monkeypatch.setattr(kernel.sharing, "launch", launch)
     close(paged.attend(case.plan(paged), 1, case.q, 0), case.expected(0))
-    assert not paged.shares
+    assert not paged.prefixes.enabled
     assert not kernel.attention.refused
     close(paged.attend(case.plan(paged, shared=False), 1, case.q, 0), case.expected(0))

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import random_ids
-from handmade import continued, make_runner, run, table
+from handmade import continued, make_runner, mover, run, table
 from torch import Tensor
 
 from fastgen.device import pinned
+from fastgen.engine.pages import PageMoves
 from fastgen.kernels.state import copy_pages
 from fastgen.model import host_tier
 from fastgen.model.host_tier import GROUPS, HostTier
@@ -134,10 +135,10 @@ def test_what_comes_back_from_the_host_is_gone_on_with(
     prompt = random_ids(75)
     runner = make_runner(family, max_model_len=200)
     expected = continued(runner, prompt, 12, moved=False)
-    runner.host = HostTier(runner.pool, 8)
+    tier = mover(runner).tier = HostTier(runner.pool, 8)
     assert continued(runner, prompt, 12, moved=True) == expected
-    runner.host.pages.zero_()
-    runner.host.save = lambda pairs: None  # type: ignore[method-assign]
+    tier.pages.zero_()
+    tier.save = lambda pairs: None  # type: ignore[method-assign]
     assert continued(runner, prompt, 12, moved=True) != expected, "the pages matter"
 
 
@@ -158,7 +159,7 @@ def test_each_layer_waits_for_its_own_pages(llama: Path, monkeypatch: pytest.Mon
     prompt, late = random_ids(75), dict[int, Late]()
     runner = make_runner(llama, max_model_len=200)
     expected = continued(runner, prompt, 5, moved=False)
-    runner.host = tier = HostTier(runner.pool, 8)
+    mover(runner).tier = tier = HostTier(runner.pool, 8)
 
     def load(pairs: list[tuple[int, int]]) -> dict[int, Late]:
         late.update({layer: Late(tier, runner.pool, pairs, layer) for layer in range(3)})
@@ -171,14 +172,14 @@ def test_each_layer_waits_for_its_own_pages(llama: Path, monkeypatch: pytest.Mon
 
 def test_a_page_may_be_saved_given_out_and_loaded_elsewhere_in_one_step(llama: Path) -> None:
     runner = make_runner(llama)
-    runner.host = HostTier(runner.pool, 2)
+    mover(runner).tier = HostTier(runner.pool, 2)
     whole = runner.pool.whole
     whole.copy_(torch.randn(whole.shape, generator=torch.Generator().manual_seed(0)))
     before = whole.clone()
     chunk = Prefill(0, 0, (5, 6), sample=False)
     run(
         runner,
-        Batch(prefills=(chunk,), page_updates=table(0, [30]), fresh=(30, 4), saves=((4, 1),), loads=((1, 9),),
+        Batch(prefills=(chunk,), page_updates=table(0, [30]), features=(PageMoves((30, 4), ((4, 1),), ((1, 9),)),),
                 copies=((5, 6), (5, 7))),
     )  # fmt: skip
     assert torch.equal(whole[:, :, 9], before[:, :, 4])
@@ -191,6 +192,6 @@ def test_a_page_may_be_saved_given_out_and_loaded_elsewhere_in_one_step(llama: P
 
 def test_loads_come_with_a_prefill(llama: Path) -> None:
     runner = make_runner(llama)
-    runner.host = HostTier(runner.pool, 2)
+    mover(runner).tier = HostTier(runner.pool, 2)
     with pytest.raises(AssertionError, match="can not wait"):
-        runner.launch(Batch(decodes=(0,), loads=((0, 0),)))
+        runner.launch(Batch(decodes=(0,), features=(PageMoves(loads=((0, 0),)),)))

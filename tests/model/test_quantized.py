@@ -187,7 +187,7 @@ def test_a_checkpoint_is_quantized_as_it_is_loaded(checkpoint: Checkpoint) -> No
             gen.update_adapter({}, {"r": 8, "lora_alpha": 8})
         name = "model.layers.1.mlp.down_proj.weight"
         gen.update_weights({name: torch.full((256, 384), torch.nan)}, partial=True)
-        assert gen._runner.find_not_finite() == [name]
+        assert gen._runner.weights.find_not_finite() == [name]
         linear = gen._runner.model.layers[0].gate_up
         assert linear.weight.dtype == E4M3
         assert gen._runner.model.parameters.lm_head.weight.dtype == torch.float32

@@ -64,6 +64,10 @@ class FakeRunner:
     def collect(self, launched: Any) -> StepResult:
         return StepResult(tokens=[launched.step])
 
+    @property
+    def weights(self) -> FakeRunner:
+        return self
+
     def synchronize(self) -> None:
         self._do("synchronize", 0)
 
@@ -74,7 +78,7 @@ class FakeRunner:
     def wake(self, tags: Collection[str]) -> None:
         self._do("wake", tags)
 
-    def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             self._do(name, (tensor.dtype, tensor.tolist()))
         self._do("written", 0)
@@ -180,7 +184,7 @@ def test_started_followers_replay_each_step() -> None:
     program.leader.launch(batch(7))
     program.leader.close()
     assert program.memory.file == -1
-    for call in (lambda: program.leader.launch(batch(1)), lambda: program.leader.sleep([], keep_weights=True)):
+    for call in (lambda: program.leader.launch(batch(1)), lambda: program.leader.weights.sleep([], keep_weights=True)):
         with pytest.raises(RuntimeError, match="closed"):
             call()
     program.leader.synchronize()
@@ -199,12 +203,12 @@ ARRIVED: list[tuple[str, Any]] = [(name, (tensor.dtype, tensor.tolist())) for na
 def test_started_followers_get_weights_and_steps_go_on() -> None:
     program, begun = Program(), []
     for _ in range(2):
-        program.leader.update_weights(Update(WEIGHTS, PARTS), lambda: begun.append(True))
+        program.leader.weights.update(Update(WEIGHTS, PARTS), lambda: begun.append(True))
         assert os.fstat(program.memory.file).st_size == 0, "the memory is given back"
         program.leader.collect(program.leader.launch(batch(1)))
         assert program.logs() == [*ARRIVED, ("written", 0), ("launch", 1)]
     with pytest.raises(ValueError, match="missing 1 of 3 tensors: small"):
-        program.leader.update_weights(Update(dict(list(WEIGHTS.items())[1:]), PARTS), lambda: begun.append(False))
+        program.leader.weights.update(Update(dict(list(WEIGHTS.items())[1:]), PARTS), lambda: begun.append(False))
     assert begun == [True, True]
     assert program.logs() == []
     program.leader.close()
@@ -218,9 +222,9 @@ def test_an_update_that_is_cut_short_leaves_the_ranks_in_step(error: BaseExcepti
 
     program = Program()
     with pytest.raises(type(error)):
-        program.leader.update_weights(Update(cut(), PARTS), lambda: None)
+        program.leader.weights.update(Update(cut(), PARTS), lambda: None)
     program.leader.synchronize()
-    program.leader.update_weights(Update(iter(WEIGHTS.items()), PARTS), lambda: None)
+    program.leader.weights.update(Update(iter(WEIGHTS.items()), PARTS), lambda: None)
     assert program.leader.collect(program.leader.launch(batch(3))).tokens == [3]
     program.leader.synchronize()
     first, synchronized = ARRIVED[:2], ("synchronize", 0)
@@ -233,8 +237,8 @@ def test_an_update_that_is_cut_short_leaves_the_ranks_in_step(error: BaseExcepti
 def test_all_ranks_sleep_and_wake() -> None:
     program = Program()
     program.leader.launch(batch(1))
-    assert program.leader.sleep(["weights"], keep_weights=True) == 100 + 101 + 102
-    program.leader.wake(["weights"])
+    assert program.leader.weights.sleep(["weights"], keep_weights=True) == 100 + 101 + 102
+    program.leader.weights.wake(["weights"])
     assert program.leader.collect(program.leader.launch(batch(2))).tokens == [2]
     assert program.logs() == [
         ("launch", 1), ("sleep", (("weights",), True)), ("wake", ("weights",)), ("launch", 2),
@@ -263,8 +267,8 @@ def test_an_error_of_an_rpc_is_raised_here_and_ends_no_rank(
     program = Program()
     program.runners[1].fails = (where, error)
     with pytest.raises(kind, match="odd 1 2") as raised:  # noqa: PT012
-        program.leader.sleep(["kv_cache"], keep_weights=True)
-        program.leader.wake(["kv_cache"])
+        program.leader.weights.sleep(["kv_cache"], keep_weights=True)
+        program.leader.weights.wake(["kv_cache"])
         program.leader.synchronize()
     assert "raised on rank 1" in raised.value.__notes__
     assert program.leader.collect(program.leader.launch(batch(2))).tokens == [2]
@@ -275,7 +279,7 @@ def test_an_error_of_a_started_follower_in_an_update_ends_all_and_is_raised_here
     program = Program()
     program.runners[1].fails = ("large", MemoryError("too little"))
     with pytest.raises(MemoryError, match="too little") as raised:
-        program.leader.update_weights(Update(WEIGHTS, PARTS), lambda: None)
+        program.leader.weights.update(Update(WEIGHTS, PARTS), lambda: None)
     assert "on rank 1:" in raised.value.__notes__[0]
     assert "Traceback" in raised.value.__notes__[0]
     program.leader.synchronize()  # does nothing

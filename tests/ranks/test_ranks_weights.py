@@ -59,10 +59,14 @@ PARTS = {name: Shard.whole(torch.empty(2, device="meta")) for name in "ab"}
 
 
 class Runner:
+    @property
+    def weights(self) -> Runner:
+        return self
+
     def __init__(self) -> None:
         self.written: list[str] = []
 
-    def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.written += [name for name, _ in tensors]
 
 

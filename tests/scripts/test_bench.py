@@ -236,14 +236,15 @@ def test_prefixes_in_common_run_small_both_ways(tmp_path: Path, capsys: pytest.C
 
 
 def test_sharing_is_off_only_where_it_is_to_be() -> None:
-    runner = SimpleNamespace(share_prefixes=True)
+    prefixes = SimpleNamespace(wanted=True)
+    runner = SimpleNamespace(attention=SimpleNamespace(prefixes=prefixes))
     generator: Any = SimpleNamespace(_runner=runner)
     with bench_engine.unshared(generator):
-        assert not runner.share_prefixes
-    assert runner.share_prefixes
+        assert not prefixes.wanted
+    assert prefixes.wanted
     with pytest.raises(KeyboardInterrupt), bench_engine.unshared(generator):
         raise KeyboardInterrupt
-    assert runner.share_prefixes
+    assert prefixes.wanted
 
 
 def test_without_the_prefix_cache_the_file_has_another_name(tmp_path: Path) -> None:

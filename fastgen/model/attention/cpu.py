@@ -29,6 +29,7 @@ from torch import Tensor
 from fastgen.device import mkl
 from fastgen.kernels import pages
 from fastgen.model.attention.interface import StepLayout
+from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.kv_pool import KVPool
 
 KEY_BLOCK = 64
@@ -190,7 +191,7 @@ class CpuAttention:
 
     capturable = False
     needs_clean_pages = True
-    shares = False
+    prefixes: SharedPrefixes | None = None
 
     def __init__(self, pool: KVPool, num_heads: int) -> None:
         self.pool = pool
@@ -228,10 +229,6 @@ class CpuAttention:
         if key is not None:
             self._key, self._plan = key, groups
         return groups
-
-    def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
-        """Return False: each sequence reads its own keys."""
-        return False
 
     def plan_decode(
         self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False

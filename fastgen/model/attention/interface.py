@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastgen.model.attention.shared import SharedPrefixes
+
 
 @dataclass(frozen=True)
 class StepLayout:
@@ -20,7 +22,7 @@ class StepLayout:
     query_lens, kv_lens: int64 [S]; kv_lens count the query tokens too. decodes: the first sequences of the step, which
     have one query token each. lanes: int64 [S], the row of page_table of each sequence. page_table: int32 [all lanes,
     columns] on the device, the pages of positions 0 .. P - 1, P .. 2 P - 1, ...; entries after a sequence's last page
-    are any valid page. shared: the decodes are the rows of the last call of `Attention.share`, and it returned True.
+    are any valid page. shared: the decodes are those of the last call of `SharedPrefixes.update`, and it returned True.
     """
 
     query_lens: NDArray[np.int64]
@@ -35,7 +37,8 @@ class Attention(Protocol):
     """An implementation of attention. `plan` runs once a step, `attend` once a layer.
 
     capturable: a CUDA graph can hold `plan_decode` and `attend`. needs_clean_pages: all values of a page must be
-    finite, also those that its sequence has not written yet, so fresh pages are wiped. shares: `share` can return True.
+    finite, also those that its sequence has not written yet, so fresh pages are wiped. prefixes: None: each sequence
+    reads its own keys.
     """
 
     @property
@@ -45,17 +48,10 @@ class Attention(Protocol):
     def needs_clean_pages(self) -> bool: ...
 
     @property
-    def shares(self) -> bool: ...
+    def prefixes(self) -> SharedPrefixes | None: ...
 
     def plan(self, layout: StepLayout) -> Any:
         """Prepare a step: compute what its layers have in common."""
-
-    def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
-        """Find the keys that the decodes of the next steps share, and return whether reading them once pays.
-
-        lanes: [S]; full: [S], the number of full pages of each sequence now; tables: [all lanes, columns], the page
-        table on the host. The result holds for all steps with the same rows. The call does not wait for the device.
-        """
 
     def plan_decode(
         self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False

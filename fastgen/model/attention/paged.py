@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgen.device.chip import Chip
@@ -16,14 +15,11 @@ from fastgen.device.pinned import upload_together
 from fastgen.kernels import attention as kernel
 from fastgen.kernels import hopper_decode, work_tiles
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.attention.shared import SharedTiles, prefixes, saved_keys, shared_ranges, shared_tiles
+from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.kv_pool import KVPool
 
 INVARIANT_PARTIALS = 8192  # partial results of a deterministic decode step; a step that would need more does not split
 PREFILL_PARTIALS = 2048  # least number of partial results, of one query token each
-SHARING_PAYS = 16e6  # from so many bytes of a layer's keys and values on that are not read again
-FILLS = 0.5  # least number of unsplit tiles of shared keys, as a fraction of the programs that a chip holds
-DEPTH = 64  # most partial results of a row where few rows share
 
 
 @dataclass(frozen=True)
@@ -75,8 +71,9 @@ class PagedAttention:
         self._split_below = hopper_decode.SPLIT_BELOW if deterministic and streams else None
         self._most_splits = -(-context // self.configs[kernel.DECODE].keys)
         self.windows = tuple(sorted(set(windows)))
-        self.shared_partials = max(min(work_tiles.PARTIALS, DEPTH * max_seqs), max_seqs)  # of all rows together
-        decode_partials = work_tiles.partials_for(max_seqs, context) + self.shared_partials
+        shared = self.configs[kernel.GROUP]
+        self.prefixes = SharedPrefixes(pool, self.group, shared, max_seqs, len(self.windows), deterministic)
+        decode_partials = work_tiles.partials_for(max_seqs, context) + self.prefixes.partials
         self.partials = max(decode_partials, min(PREFILL_PARTIALS, max_step_tokens * work_tiles.MOST_SPLITS))
         if self._deterministic:  # prefills are not split then, and a row has one partial
             each = self._most_splits + 1
@@ -84,37 +81,12 @@ class PagedAttention:
         self._windows = torch.tensor(self.windows, dtype=torch.int32, device=device)
         size = work_tiles.HEADER + self.partials * work_tiles.FIELDS
         self._lists = torch.zeros(len(self.windows), size, dtype=torch.int32, device=device)
-        self._shared = _SharedTable(max_seqs, self.shared_partials, len(self.windows), device)
         self._partial_results = kernel.PartialResults.empty(self.partials, num_heads, num_kv, head_size, device)
 
     @property
     def capturable(self) -> bool:
         on_gpu = self.pool.keys.device
         return kernel.attention.runs_on(on_gpu) and work_tiles.plan_decode.runs_on(on_gpu)
-
-    @property
-    def shares(self) -> bool:
-        return self.pool.keys.device not in kernel.sharing.refused
-
-    def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
-        levels = shared_ranges(tables, lanes, full)
-        page_size, head_size = self.pool.keys.shape[3:]
-        config = self.configs[kernel.GROUP]
-        tile, tasks = config.rows // self.group, max(self.chip.processors * config.programs // self.num_kv, 1)
-        if self._deterministic:
-            levels = prefixes(levels, page_size, config.keys, tile)
-        key_bytes = 2 * self.num_kv * head_size * self.pool.keys.element_size()
-        if not levels or saved_keys(levels, page_size) * key_bytes < SHARING_PAYS:
-            self._shared.clear()
-            return False
-        most = 0 if self._deterministic else self.shared_partials  # 0: no range is split
-        found = shared_tiles(levels, lanes, page_size, tile, config.keys, tasks, most)
-        idle = self._deterministic and len(found.tiles) < FILLS * tasks  # where it is slower than each row's own splits
-        if idle or int(found.partials.sum()) > self.shared_partials:  # or trees are so deep that there is no room
-            self._shared.clear()
-            return False
-        self._shared.write(found)
-        return True
 
     def plan_decode(
         self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
@@ -123,7 +95,7 @@ class PagedAttention:
         sequences = len(lanes)
         assert sequences <= self.max_seqs
         split, most = self._splits(sequences)
-        rows = self._shared.rows if shared else None
+        rows = self.prefixes.rows if shared else None
         work_tiles.plan_decode(lanes, kv_lens, self._windows, self._lists, split, most, rows)
         few = sequences * self.num_kv <= kernel.FILLED * self.chip.processors
         config = self.configs[kernel.FEW if few else kernel.DECODE]
@@ -132,7 +104,7 @@ class PagedAttention:
             if rows is not None:
                 group = self.configs[kernel.GROUP]
                 bases = rows.bases[number]
-                tiles = kernel.TileList(rows.list, self.shared_partials, group, kernel.SHARED, rows, bases, kv_lens)
+                tiles = kernel.TileList(rows.list, self.prefixes.partials, group, kernel.SHARED, rows, bases, kv_lens)
                 plan.work[window].append(tiles)
             kind = kernel.PRIVATE if shared else kernel.PLAIN
             tiles = kernel.TileList(
@@ -195,34 +167,3 @@ class PagedAttention:
                 q, out, self.pool.keys, self.pool.values, plan.page_table, tiles, self._partial_results, layer, window
             )
         return out
-
-
-class _SharedTable:
-    """The shared keys of a step at fixed addresses, for CUDA graphs, in one tensor that the host sends in one copy."""
-
-    def __init__(self, max_seqs: int, partials: int, windows: int, device: torch.device) -> None:
-        sizes = [
-            -(-size // 4) * 4
-            for size in (max_seqs, max_seqs, partials, work_tiles.HEADER + partials * work_tiles.FIELDS)
-        ]
-        self._whole = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        ends, counts, members, tiles = torch.split(self._whole, sizes)
-        bases = torch.zeros(windows, sizes[0], dtype=torch.int32, device=device)
-        self.rows = work_tiles.SharedRows(tiles, members, ends, counts, bases)
-
-    def clear(self) -> None:
-        """Share nothing."""
-        self._whole.zero_()
-
-    def write(self, found: SharedTiles) -> None:
-        """Send what rows share, without waiting for the device. Rows after the last one share nothing."""
-        rows = self.rows
-        listed = work_tiles.list_of(found.tiles)
-        sizes = [len(rows.ends), len(rows.partials), len(rows.members), len(listed)]
-        host = torch.zeros(sum(sizes), dtype=torch.int32)
-        numbers = (found.ends, found.partials, found.members, listed)
-        for part, each in zip(torch.split(host, sizes), numbers, strict=True):
-            part[: len(each)] = torch.from_numpy(each)
-        if self._whole.device.type == "cuda":
-            host = host.pin_memory()
-        self._whole[: len(host)].copy_(host, non_blocking=True)

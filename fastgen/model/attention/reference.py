@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgen.kernels import pages
 from fastgen.model.attention.interface import StepLayout
+from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.kv_pool import KVPool
 
 
@@ -35,7 +35,7 @@ class ReferenceAttention:
 
     capturable = False
     needs_clean_pages = False  # only keys and values of the sequence's tokens are read
-    shares = False
+    prefixes: SharedPrefixes | None = None
 
     def __init__(self, pool: KVPool, num_heads: int) -> None:
         self.pool = pool
@@ -52,10 +52,6 @@ class ReferenceAttention:
         page = own_pages[positions // self._page_size].long()
         heads = torch.arange(self._kv_heads, device=own_pages.device)
         return (page[:, None] * self._kv_heads + heads) * self._page_size + (positions % self._page_size)[:, None]
-
-    def share(self, lanes: NDArray[np.int64], full: NDArray[np.int64], tables: NDArray[np.int32]) -> bool:
-        """Return False: each sequence reads its own keys."""
-        return False
 
     def plan_decode(
         self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False

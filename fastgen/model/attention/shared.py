@@ -13,11 +13,19 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from fastgen.device.chip import Chip
+from fastgen.kernels import attention as kernel
+from fastgen.kernels import work_tiles
 from fastgen.kernels.work_tiles import SPLIT, SPLITS, cut
+from fastgen.model.kv_pool import KVPool
 
 SHORTEST = 128  # keys of a shared range's split, unless the range has fewer
+SHARING_PAYS = 16e6  # from so many bytes of a layer's keys and values on that are not read again
+FILLS = 0.5  # least number of unsplit tiles of shared keys, as a fraction of the programs that a chip holds
+DEPTH = 64  # most partial results of a row where few rows share
 OWN_KEY = 0.5  # time of a key that a row reads by itself, in that of a tile's key: siblings find it in L2
 
 Ints = NDArray[np.int64]
@@ -150,3 +158,92 @@ def shared_tiles(
     tiles, nominal = cut(member, tokens, lanes[members[member]], end, begin, end, begin, split[owner])
     tiles[:, SPLIT] = tiles[:, SPLIT] % SPLITS + np.repeat(np.concatenate(number)[owner], splits[owner])
     return SharedTiles(tiles[np.argsort(-nominal, kind="stable")], members.astype(np.int32), ends, partials)
+
+
+class SharedPrefixes:
+    """The keys that the decodes of a step share, in a table at fixed addresses, so that CUDA graphs read them once.
+
+    The table is one tensor, `rows` are its parts. partials: the most partial results of all rows together. group: query
+    heads of a KV head. deterministic: see PagedAttention. wanted: False: nothing is shared from now on.
+    """
+
+    def __init__(
+        self, pool: KVPool, group: int, config: kernel.AttentionConfig, max_seqs: int, windows: int, deterministic: bool
+    ) -> None:
+        self.wanted = True
+        self.chip = Chip.of(pool.keys.device)
+        self.partials = max(min(work_tiles.PARTIALS, DEPTH * max_seqs), max_seqs)
+        self._pool, self._group, self._config, self._deterministic = pool, group, config, deterministic
+        self._decodes: tuple[int, ...] = ()  # for which `_found` was found
+        self._found = False
+        sizes = [
+            -(-size // 4) * 4
+            for size in (max_seqs, max_seqs, self.partials, work_tiles.HEADER + self.partials * work_tiles.FIELDS)
+        ]
+        self._table = torch.zeros(sum(sizes), dtype=torch.int32, device=pool.keys.device)
+        ends, counts, members, tiles = torch.split(self._table, sizes)
+        bases = torch.zeros(windows, sizes[0], dtype=torch.int32, device=pool.keys.device)
+        self.rows = work_tiles.SharedRows(tiles, members, ends, counts, bases)
+
+    @property
+    def enabled(self) -> bool:
+        """True if keys are shared where that pays; False too where the chip refuses the kernel."""
+        return self.wanted and self._pool.keys.device not in kernel.sharing.refused
+
+    def update(self, decodes: tuple[int, ...], kv_lens: Ints, tables: NDArray[np.int32]) -> bool:
+        """Return True if these lanes, in order, read the keys that they share once. Found anew only if they change.
+
+        kv_lens: of all lanes; tables: their page tables, [all lanes, columns].
+        """
+        if decodes is not self._decodes and decodes != self._decodes:
+            lanes = np.array(decodes, dtype=np.int64)
+            self._found = self.enabled and self.find(lanes, kv_lens[lanes] // self._pool.page_size, tables)
+        self._decodes = decodes
+        return self._found
+
+    def find(self, lanes: Ints, full: Ints, tables: NDArray[np.int32]) -> bool:
+        """Find the keys that the rows of the next steps share, write the table, and return whether reading them once
+        pays.
+
+        lanes: [S]; full: [S], the number of full pages of each sequence now; tables: [all lanes, columns], the page
+        table on the host. The result holds for all steps with the same rows. The call does not wait for the device.
+        """
+        levels, config = shared_ranges(tables, lanes, full), self._config
+        num_kv, page_size, head_size = self._pool.keys.shape[2:]
+        tile, tasks = config.rows // self._group, max(self.chip.processors * config.programs // num_kv, 1)
+        if self._deterministic:
+            levels = prefixes(levels, page_size, config.keys, tile)
+        key_bytes = 2 * num_kv * head_size * self._pool.keys.element_size()
+        if not levels or saved_keys(levels, page_size) * key_bytes < SHARING_PAYS:
+            self._table.zero_()
+            return False
+        most = 0 if self._deterministic else self.partials  # 0: no range is split
+        found = shared_tiles(levels, lanes, page_size, tile, config.keys, tasks, most)
+        idle = self._deterministic and len(found.tiles) < FILLS * tasks  # where it is slower than each row's own splits
+        if idle or int(found.partials.sum()) > self.partials:  # or trees are so deep that there is no room
+            self._table.zero_()
+            return False
+        self._write(found)
+        return True
+
+    def forget(self) -> None:
+        """Find anew what the next decodes share."""
+        self._decodes, self._found = (), False
+
+    def clear(self) -> None:
+        """Share nothing until the decodes change."""
+        self.forget()
+        self._table.zero_()
+
+    def _write(self, found: SharedTiles) -> None:
+        """Send what rows share, without waiting for the device. Rows after the last one share nothing."""
+        rows = self.rows
+        listed = work_tiles.list_of(found.tiles)
+        sizes = [len(rows.ends), len(rows.partials), len(rows.members), len(listed)]
+        host = torch.zeros(sum(sizes), dtype=torch.int32)
+        numbers = (found.ends, found.partials, found.members, listed)
+        for part, each in zip(torch.split(host, sizes), numbers, strict=True):
+            part[: len(each)] = torch.from_numpy(each)
+        if self._table.device.type == "cuda":
+            host = host.pin_memory()
+        self._table[: len(host)].copy_(host, non_blocking=True)

@@ -18,13 +18,13 @@ No torch here.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from fastgen.option import option, options_of
-from fastgen.request import Batch, Sequence, StepResult
+from fastgen.request import Batch, Sequence
 
 HISTORY = 4096  # most tokens of earlier outputs in a lane's text
 LEAD = 16  # tokens of the prompt before each earlier output, so that its first tokens can be drafted
@@ -70,6 +70,45 @@ class Speculation:
     def rows(self, lanes: int) -> int:
         """Return the most rows of a step of so many lanes."""
         return min(self.max_rows, lanes * (self.max_draft + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """The payload of a Batch.
+
+    rows: of a speculative step, which has no prefills: the most rows of each decode, its last token and drafted ones;
+    else empty. lengths: (lane, KV length), which speculative steps advanced on the device. texts: (lane, start, int32
+    [n]) of lanes that draft from now on: tokens of earlier outputs, and from `start` on their own. drafts: the tokens
+    that the step draws are appended to the texts, and the next ones are drafted.
+    """
+
+    rows: tuple[int, ...] = ()
+    lengths: tuple[tuple[int, int], ...] = ()
+    texts: tuple[tuple[int, int, np.ndarray], ...] = ()
+    drafts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The result of a step that drafts, for each lane that draws.
+
+    kept: the number of its tokens, which can be more than one only in a speculative step. guesses: the first of the
+    tokens that are drafted next, or -1. verified: the number of drafted tokens that the step computed.
+    """
+
+    kept: list[int]
+    guesses: list[int]
+    verified: list[int]
+
+
+@dataclass(slots=True)
+class _Learned:
+    """What is known of a lane's drafts. guess: the first drafted token as of the last result, -1 for none. quiet:
+    results since one had a draft. rate: estimated share of drafted tokens that are right."""
+
+    rate: float
+    guess: int = -1
+    quiet: int = 0
 
 
 class History:
@@ -137,11 +176,13 @@ class Speculator:
         self.rate = 0.5  # of all sequences together, with which a new one begins
         self.moved: set[int] = set()
         self._lanes: set[int] = set()  # with a text on the device
+        self._learned: dict[int, _Learned] = {}  # of the lanes that had one
         self._texts: list[tuple[int, int, np.ndarray]] = []  # to send, see Batch
 
     def leave(self, lane: int) -> None:
         """Forget a lane whose sequence leaves it."""
         self._lanes.discard(lane)
+        self._learned.pop(lane, None)
         self.moved.discard(lane)
         self._texts = [text for text in self._texts if text[0] != lane]
 
@@ -153,23 +194,35 @@ class Speculator:
                 tokens = np.concatenate([earlier, np.array(sequence.token_ids, dtype=np.int32)])
                 self._texts.append((sequence.lane, len(earlier), tokens))
                 self._lanes.add(sequence.lane)
-                sequence.guess, sequence.quiet, sequence.rate = -1, 0, self.rate
+                self._learned[sequence.lane] = _Learned(self.rate)
 
     def lacking(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Return the sequences that speculate and have no text on the device."""
         return [s for s in sequences if s.lane not in self._lanes and speculates(s)]
 
-    def take_texts(self, sampling: int) -> tuple[tuple[tuple[int, int, np.ndarray], ...], bool]:
-        """Return the texts for a step in which `sampling` lanes draw, and whether it appends to texts and drafts."""
+    def take_plan(
+        self, rows: tuple[int, ...], decodes: tuple[int, ...], on: Mapping[int, Sequence], sampling: int
+    ) -> tuple[DraftPlan, ...]:
+        """Return the payload, if there is one, of a step with these `rows` of its decodes, in which `sampling` lanes
+        draw. on: the sequences of the decodes, by lane, if lanes have `moved`."""
         if sampling > self.options.most_lanes:
             self._lanes.clear()
             self._texts.clear()
         texts, self._texts = tuple(self._texts), []
-        return texts, bool(self._lanes)
+        lengths: tuple[tuple[int, int], ...] = ()
+        if rows:
+            self.in_flight += 1
+            self.moved.update(decodes)
+        elif self.moved:
+            lengths = tuple((lane, on[lane].computed - 1) for lane in decodes if lane in self.moved)
+            self.moved.clear()
+        drafts = bool(self._lanes)
+        return (DraftPlan(rows, lengths, texts, drafts),) if rows or lengths or texts or drafts else ()
 
     def rows(self, sequences: Collection[Sequence]) -> list[int]:
         """Return the most rows of each sequence: the number that maximizes expected tokens per unit of time."""
-        rates = [(QUIET**s.quiet, s.rate) for s in sequences if s.lane in self._lanes]
+        known = [self._learned[s.lane] for s in sequences if s.lane in self._lanes]
+        rates = [(QUIET**each.quiet, each.rate) for each in known]
         drafting = sum(chance for chance, _ in rates)
         lanes, cost, most = len(sequences), self.options.row_cost or 0.0, self.options.max_draft + 1
         best, best_width, extra = float(lanes), 1, 0.0
@@ -186,18 +239,21 @@ class Speculator:
             best_width = min(most, 2 * self.options.rows(lanes) // lanes)
         return [best_width if s.lane in self._lanes else 1 for s in sequences]
 
-    def learn(self, sequence: Sequence, drawn: list[int], verified: int, guess: int) -> None:
-        """Learn from a result. drawn: its tokens. verified: drafted tokens that it computed. guess: the first token
-        that is drafted now, -1 for none."""
-        right, tried = int(sequence.guess == drawn[0]), int(sequence.guess >= 0)
+    def learn(self, lane: int, drawn: list[int], verified: int, guess: int) -> None:
+        """Learn from a lane's result. drawn: its tokens. verified: drafted tokens that it computed. guess: the first
+        token that is drafted now, -1 for none."""
+        known = self._learned.get(lane)
+        if known is None:  # it does not speculate
+            return
+        right, tried = int(known.guess == drawn[0]), int(known.guess >= 0)
         if verified:
             right, tried = len(drawn) - 1, min(len(drawn), verified)
         if tried:
             weight, found = 1 - (1 - LEARNING) ** tried, right / tried
-            sequence.rate += (found - sequence.rate) * weight
+            known.rate += (found - known.rate) * weight
             self.rate += (found - self.rate) * weight / 4
-        sequence.quiet = 0 if guess >= 0 else sequence.quiet + 1
-        sequence.guess = guess
+        known.quiet = 0 if guess >= 0 else known.quiet + 1
+        known.guess = guess
 
 
 def speculates(sequence: Sequence) -> bool:
@@ -206,6 +262,6 @@ def speculates(sequence: Sequence) -> bool:
     return plain and sequence.params.speculate and sequence.length <= LONGEST
 
 
-def kept_lanes(batch: Batch, result: StepResult) -> list[int]:
+def kept_lanes(batch: Batch, drafted: Drafted) -> list[int]:
     """Return the lane of each token of a speculative step's result."""
-    return [lane for lane, kept in zip(batch.decodes, result.kept, strict=True) for _ in range(kept)]
+    return [lane for lane, kept in zip(batch.decodes, drafted.kept, strict=True) for _ in range(kept)]

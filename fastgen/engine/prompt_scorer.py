@@ -1,0 +1,70 @@
+"""Prompt scores in a step: the logprobs of given tokens, in pieces, since the logits of all rows would be too large."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from fastgen.device.pinned import to_host, upload
+from fastgen.engine.prompt_scores import Scored, ScorePlan
+from fastgen.engine.step import Launched, StepFeature
+from fastgen.kernels import scoring
+from fastgen.model.sampler import LARGE
+from fastgen.model.transformer import Transformer
+from fastgen.request import StepResult
+
+SCORE_ROWS = 512
+"""Prompts are scored in pieces of so many rows, whose logits over the whole vocabulary are in memory at a time."""
+
+
+class _Pending(NamedTuple):
+    """The logprobs of the prompt tokens of a lane at positions start, start + 1, ..., in a copy to the host."""
+
+    lane: int
+    start: int
+    logprobs: Tensor | None  # float32 [n]
+    top_ids: Tensor | None  # int64 [n, top]
+    top_logprobs: Tensor | None  # float32 [n, top]
+
+    def read(self) -> Scored:
+        assert self.logprobs is not None
+        top = None
+        if self.top_ids is not None and self.top_logprobs is not None:
+            pairs = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
+            top = [dict(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
+        return Scored(self.lane, self.start, self.logprobs.tolist(), top)
+
+
+class PromptScorer(StepFeature[ScorePlan]):
+    """Computes the prompt logprobs that a ScorePlan asks for."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model = model
+
+    def before(self, step: Launched, payload: ScorePlan) -> None:
+        step.all_rows = True
+
+    def after(self, step: Launched, payload: ScorePlan, x: Tensor) -> None:
+        found: list[_Pending] = []
+        first, wanted = len(step.batch.decodes), {request.lane: request for request in payload.requests}
+        for chunk in step.batch.prefills:
+            if (request := wanted.get(chunk.lane)) is not None:
+                rows = x[first + request.row : first + request.row + len(request.targets)]
+                targets = upload(np.array(request.targets, dtype=np.int64), x.device)
+                temperature = min(max(request.temperature, 1 / LARGE), LARGE)  # float32 holds no more
+                for at in range(0, len(rows), SCORE_ROWS):
+                    part = slice(at, at + SCORE_ROWS)
+                    logits = self._model.logits(rows[part])
+                    if logits is None:
+                        continue
+                    logprobs, _ = scoring.score(logits, targets[part], temperature)
+                    top = scoring.alternatives(logits, request.top) if request.top else (None, None)
+                    start = chunk.start + request.row + 1 + at
+                    found.append(_Pending(chunk.lane, start, *map(to_host, (logprobs, *top))))
+            first += len(chunk.tokens)
+        step.held[ScorePlan] = found
+
+    def collect(self, step: Launched, payload: ScorePlan, result: StepResult) -> None:
+        result.features += [pending.read() for pending in step.held[ScorePlan]]

@@ -1,0 +1,1 @@
+"""Speculation: planning on the host (no torch), and the drafts on the device."""

@@ -1,0 +1,91 @@
+"""The device's side of speculation: the rows of a speculative step, what is kept of its draws, and the next drafts.
+
+To attention each row of a lane is a decode, so that its bits are those of a plain step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fastgen.device.pinned import to_host, upload
+from fastgen.engine.cuda_graphs import Graphs, batch_sizes
+from fastgen.engine.options import EngineConfig
+from fastgen.engine.speculation.planning import HISTORY, LONGEST, Drafted, DraftPlan
+from fastgen.engine.step import Lanes, Launched, StepFeature
+from fastgen.kernels.drafts import Drafts, follow, spread
+from fastgen.kernels.state import DecodeInput
+from fastgen.request import LaneStart, SamplingParams, StepResult
+
+
+def speculative_sizes(config: EngineConfig) -> list[int]:
+    """Return the numbers of lanes whose speculative steps are captured."""
+    return batch_sizes(min(config.speculate.most_lanes, config.max_seqs)) if config.speculate else []
+
+
+class Drafting(StepFeature[DraftPlan]):
+    """The texts and drafts of the lanes, and the rows that a speculative step makes of them (see RowSource)."""
+
+    alone = False
+
+    def __init__(self, config: EngineConfig, lanes: Lanes, page_size: int, samples: bool) -> None:
+        assert config.speculate is not None
+        self.options = config.speculate
+        self.graphs: Graphs[int] | None = None
+        self._lanes, self._page_size = lanes, page_size
+        self._device = lanes.kv_lens.device
+        if samples:  # rows of padding are drawn, too
+            lanes.state.start([LaneStart(lanes.padding, SamplingParams())])
+        length = HISTORY + min(config.max_model_len, LONGEST)
+        self._drafts = Drafts.empty(lanes.padding + 1, length, self.options.max_draft, self._device)
+        self._rows = DecodeInput.empty(self.options.max_rows, self._device)
+
+    def clear(self) -> None:
+        """Forget all drafts."""
+        self._drafts.counts.zero_()
+
+    def before(self, step: Launched, payload: DraftPlan) -> None:
+        for lane, length in payload.lengths:
+            self._lanes.host_kv_lens[lane] = length
+        for lane, first, tokens in payload.texts:
+            self._drafts.begin(lane, first, upload(tokens, self._device))
+        if payload.rows:
+            self._lanes.set_decodes(step.batch.decodes)
+            lanes, most = self._lanes.input.lanes[: len(payload.rows)], np.array(payload.rows, dtype=np.int32)
+            self._drafts.most[lanes] = upload(most, self._device)
+            step.source = self
+
+    def fill(self, size: int, exact: bool = False) -> DecodeInput:
+        """Return last and drafted tokens of the first `size` lanes that decode, and padding. exact: without padding on
+        the CPU, where each row takes time."""
+        drafts, lanes, count = self._drafts, self._lanes.input.lanes[:size], self.options.rows(size)
+        if exact and self._device.type == "cpu":
+            wanted = torch.minimum(drafts.most, drafts.counts + 1)[lanes]
+            count = min(int(wanted.sum()), self.options.max_rows)
+        rows, own = self._rows.first(count), self._lanes
+        spread(lanes, drafts, own.state.last_token, own.kv_lens, own.page_table, rows, self._page_size)
+        return rows
+
+    def filled(self, size: int, count: int) -> DecodeInput:
+        return self._rows.first(self.options.rows(size))
+
+    def drawn(self, step: Launched, payload: DraftPlan, tokens: torch.Tensor) -> None:
+        """Keep the draws, int32 [R], and draft the next tokens."""
+        if payload.drafts:
+            own = self._lanes
+            lanes = own.input.lanes[: len(payload.rows)] if payload.rows else step.lanes
+            followed = follow(lanes, self._drafts, own.state.last_token, own.kv_lens, tokens, step.positions)
+            step.held[DraftPlan] = to_host(followed)
+
+    def collect(self, step: Launched, payload: DraftPlan, result: StepResult) -> None:
+        """Leave the rows that are kept."""
+        followed = step.held.get(DraftPlan)
+        if followed is None or step.sampled is None:
+            return
+        drafted = Drafted(*followed.tolist())
+        result.features.append(drafted)
+        if payload.rows:
+            counts, kept = 1 + np.array(drafted.verified), np.array(drafted.kept)
+            ahead = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # of each row in its lane
+            step.sampled = step.sampled.rows(np.flatnonzero(ahead < np.repeat(kept, counts)))
+            step.sampling = tuple(np.repeat(step.sampling, kept))
