@@ -134,7 +134,7 @@ def test_decodes_in_gluon_are_those_in_triton(
         with monkeypatch.context() as patch:
             if not in_gluon:
                 patch.setattr(hopper_decode, "streams", lambda *_: False)
-            paged = PagedAttention(pool, group * num_kv, (window,), count, count, longest, deterministic=True)
+            paged = PagedAttention(pool, group * num_kv, (window,), count, longest)
             patch.setattr(paged, "_split_below", 1e9 if split else 1e-9)
             plan = paged.plan_decode(torch.arange(count, device="cuda"), lens, table, alone=decodes_alone)
             q.add_(0)  # a kernel launched in the ordinary way
@@ -173,7 +173,7 @@ def test_a_query_has_one_answer(heads: int, num_kv: int, head_size: int, window:
     pool.values.normal_()
     table = torch.randperm(slots, device="cuda").int().expand(300, -1).contiguous()
     q = torch.randn(tokens, heads, head_size, device="cuda", dtype=torch.bfloat16)
-    paged = PagedAttention(pool, heads, (window,), 300, 300, 4096, deterministic=True)
+    paged = PagedAttention(pool, heads, (window,), 300, 4096)
 
     def attend(rows: Tensor, query_lens: Tensor, kv_lens: Tensor) -> Tensor:
         decodes = len(rows) if bool((query_lens == 1).all()) else 0
