@@ -372,8 +372,9 @@ def _step(
 def _begin_sum(acc, total, p, ones, v):
     """Begin to sum the weights p of a block and its values, in the layouts of total and acc."""
     narrow: gl.constexpr = total.type.layout
+    summed: gl.constexpr = acc.type.layout
     SIDE: gl.constexpr = acc.shape[0]
-    next_acc = gl.zeros([SIDE, acc.shape[1]], gl.float32, acc.type.layout)
+    next_acc = gl.zeros([SIDE, acc.shape[1]], gl.float32, summed)
     next_total = gl.zeros([SIDE, 8], gl.float32, narrow)
     weights = gl.convert_layout(p, gl.DotOperandLayout(0, narrow, 2))
     next_total = nvidia.warpgroup_mma(weights, ones.permute((1, 0)), next_total, is_async=True)
