@@ -1,30 +1,26 @@
-"""Generator: the public API, and the loop of the engine."""
+"""Generator: the public API. The loop behind it is in engine/loop.py."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Generator as PyGenerator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from fastgen.device.memory import release_memory
-from fastgen.device.profiling import Tracer, span
 from fastgen.engine.inputs import InputProcessor, pair_scores, prompt_list
 from fastgen.engine.interface import StepRunner
 from fastgen.engine.interrupts import OneCaller
+from fastgen.engine.loop import Loop
 from fastgen.engine.options import GeneratorOptions, takes_fields_of
-from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats, error_output, with_progress
-from fastgen.engine.scheduler import NOT_FINITE, Scheduler
-from fastgen.engine.step import Launched
+from fastgen.engine.outputs import OutputQueue, Stats, error_output, with_progress
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
@@ -32,18 +28,7 @@ from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.weights import DROPPED, TAGS, TORN, Tensors, Update, WeightState, check_in_flight, check_tags
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner
-from fastgen.request import (
-    Completion,
-    Event,
-    Message,
-    Params,
-    Prompt,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    Sequence,
-    Status,
-)
+from fastgen.request import Completion, Event, Message, Params, Prompt, Request, RequestOutput, SamplingParams
 from fastgen.text.tokenizer import chat_arguments
 from fastgen.text.tool_calls import parse_message
 
@@ -51,7 +36,6 @@ log = logging.getLogger(__name__)
 
 AHEAD = 4096  # requests of one generate() call that are in the engine at a time
 READ_STEPS = 4  # new prompts of at most so many steps' token budgets are read before each step
-LOG_SECONDS = 10.0  # seconds of steps between two lines in the log
 
 
 class Generator:
@@ -79,38 +63,26 @@ class Generator:
                 if options.load == "auto":
                     self.folder = resolve(options.model, options.revision)
             me = weakref.proxy(self)  # so that ranks end with what holds them
-            arguments = self.model_config, resolved, self.folder
-            runner = start_runner(arguments, options.tp_group, status=lambda: me.stats)
+            runner = start_runner((self.model_config, resolved, self.folder), options.tp_group, lambda: me.stats)
             try:
                 with agreeing(options.tp_group):
                     self.tokenizer = tokenizer.result()
             except BaseException:
                 runner.close()
                 raise
-        self._closed = False
         self._runner = cast(StepRunner, runner)  # a Follower replays the leader's steps, and none is launched here
         self._team = None if options.tp_group is None else cast(Leader | Follower, runner)
         self.config = runner.config  # only now is it known how large the KV pool is
         self.max_model_len = self.config.max_model_len
         log_start(self.folder.name, time.perf_counter() - start, self.config, self.model_config)
-        self._tracer = Tracer()
         self.default_params = SamplingParams(**(sampling_defaults(self.folder) if options.generation_config else {}))
         self._inputs = InputProcessor(
             self.model_config, self.tokenizer, self.max_model_len, options.seed, self.default_params
         )
-        self._weights = WeightState(has_adapter=options.adapter is not None)
         self._adapter_base = options.adapter_base
-        self._scheduler = Scheduler(self.config)
-        self.history = self._scheduler.history
-        self._in_flight: Launched | None = None  # the last launched step, until it is collected
         self._interrupt = OneCaller()
-        self._stepping = False  # True within a step
-        self._late_aborts: list[str | int] = []  # requests that were aborted from within a step
-        self._active: dict[str | int, ActiveRequest] = {}
-        self._owners: dict[Sequence, tuple[ActiveRequest, ActiveSample]] = {}  # in order of arrival
-        self._events: list[Event] = []
-        self._logged = Stats()  # the counts at the last line in the log
-        self._ids = itertools.count()
+        self._loop = Loop(self._runner, self._inputs, WeightState(options.adapter is not None), self._interrupt)
+        self.history = self._loop.scheduler.history
 
     # --------------------------------------------------------------------------------------- whole answers
 
@@ -135,7 +107,7 @@ class Generator:
         share, a tokenizer or chat template that the model does not have.
         """
         (pairs,) = self._interrupt.reading(map(self._inputs.pair, [prompts], [params]))
-        requests = [Request(prompt, p, self._new_id()) for prompt, p in pairs]
+        requests = [Request(prompt, p, self._loop.new_id()) for prompt, p in pairs]
         with closing(self._serve(requests, ahead=AHEAD)) as done:
             outputs = {output.id: output for output in with_progress(done, len(requests), progress)}
         results = [outputs[request.id] for request in requests if request.id is not None]
@@ -213,20 +185,20 @@ class Generator:
         source, more, queue = self._interrupt.reading(requests), True, OutputQueue()
         try:
             while more or queue.running or queue.done:
-                stats = self._scheduler.stats
+                stats = self._loop.scheduler.stats
                 enough = stats.prompt_tokens + READ_STEPS * self.config.max_step_tokens
                 while more and not queue.done and stats.prompt_tokens < enough:
-                    if len(queue.running) >= ahead and not self._scheduler.wants_more:
+                    if len(queue.running) >= ahead and not self._loop.scheduler.wants_more:
                         break
                     more = self._read_request(source, queue)
-                self._scheduler.closed = not more
+                self._loop.scheduler.closed = not more
                 if not queue.done:
-                    self._advance()
+                    self._loop.advance()
                 while queue.done:
                     yield queue.done.popleft()
         finally:
-            self._scheduler.closed = False
-            self._abort(list(queue.running))
+            self._loop.scheduler.closed = False
+            self._loop.abort(list(queue.running))
 
     def _read_request(self, source: Iterator[Request | None], queue: OutputQueue) -> bool:
         """Begin the next request of `source`; return False at its end."""
@@ -235,14 +207,14 @@ class Generator:
         except StopIteration:
             return False
         if request is None:
-            self._advance()
+            self._loop.advance()
             return True
         if not isinstance(request, Request):
             raise TypeError(f"stream takes Requests, not {type(request).__name__}; give Request(prompt, params)")
         try:
-            self._begin(request, queue)
+            self._loop.begin(request, queue)
         except (ValueError, TypeError) as error:
-            queue.done.append(error_output(self._new_id() if request.id is None else request.id, error))
+            queue.done.append(error_output(self._loop.new_id() if request.id is None else request.id, error))
         return True
 
     @on_all_ranks
@@ -260,13 +232,13 @@ class Generator:
         queue = OutputQueue()
         try:
             ids = [
-                self._begin(Request(sequence, params), queue, (first, float(temperature))).id
+                self._loop.begin(Request(sequence, params), queue, (first, float(temperature)))
                 for sequence, first in zip(sequences, starts, strict=True)
             ]
             while queue.running:
-                self._advance()
+                self._loop.advance()
         finally:
-            self._abort(list(queue.running))
+            self._loop.abort(list(queue.running))
         found = {output.id: output.prompt_logprobs or [] for output in queue.done}
         return [found[id][first:] for id, first in zip(ids, starts, strict=True)]
 
@@ -282,52 +254,32 @@ class Generator:
     ) -> str | int:
         """Begin a request, whose events `step` returns, and return its id. Raises ValueError or TypeError for a request
         that can not be served. resume: a completion of this prompt to continue; see `Request`."""
-        return self._begin(Request(prompt, params, id, resume), queue=None).id
+        return self._loop.begin(Request(prompt, params, id, resume), queue=None)
 
     def step(self) -> list[Event]:
         """Run one step, and return the new events of requests that were added. Ctrl-C is raised at the end of the step,
         and the next call then returns its events."""
         with self._interrupt:
             new = self._step()
-            self._events += new  # where a Ctrl-C at the end of this block leaves them for the next call
+            self._loop.events += new  # where a Ctrl-C at the end of this block leaves them for the next call
         return self.take_events()
 
     @on_all_ranks
     def _step(self) -> list[Event]:
-        if self._scheduler.busy:
-            self._advance()
+        if self._loop.scheduler.busy:
+            self._loop.advance()
         return self.take_events()
 
     def take_events(self) -> list[Event]:
         """Return the events that the next `step` would return at its beginning, without a step: of requests that an
         update of the weights has ended, for instance."""
-        events, self._events = self._events, []
+        events, self._loop.events = self._loop.events, []
         return events
 
     @on_all_ranks
     def abort(self, ids: str | int | Iterable[str | int]) -> list[RequestOutput]:
         """End requests, and return their outputs so far. Ids of requests that are not in the engine are skipped."""
-        return self._abort([ids] if isinstance(ids, str | int) else list(ids))
-
-    def _abort(self, wanted: list[str | int]) -> list[RequestOutput]:
-        if self._stepping or self._interrupt.exiting():  # by a mask, or by a stream that is garbage-collected
-            self._late_aborts += wanted
-            return []
-        if not any(id in self._active for id in wanted):
-            return []
-        self._within_step(self._collect)
-        outputs = []
-        for active in [self._active[id] for id in dict.fromkeys(wanted) if id in self._active]:
-            for sample in active.samples:
-                if sample.sequence in self._owners:
-                    self._scheduler.finish(sample.sequence, "abort")
-                    sample.update_text(self.tokenizer)
-                    del self._owners[sample.sequence]
-            self._active.pop(active.id).leave()
-            self._scheduler.stats.aborted += 1
-            self._events = [event for event in self._events if event.id != active.id]
-            outputs.append(active.output())
-        return outputs
+        return self._loop.abort([ids] if isinstance(ids, str | int) else list(ids))
 
     @property
     def unfinished(self) -> int:
@@ -335,20 +287,14 @@ class Generator:
         if isinstance(self._team, Follower):
             stats = self.stats
             return stats.requests - stats.finished - stats.aborted
-        return len(self._active.keys() | {event.id for event in self._events})
+        return len(self._loop.active.keys() | {event.id for event in self._loop.events})
 
     @property
     def stats(self) -> Stats:
         """Counts since the start, and the current state; on ranks above 0, those of the end of the last call."""
         if isinstance(self._team, Follower):
             return self._team.status or Stats()
-        scheduler, pages = self._scheduler, self._scheduler.pages
-        return replace(
-            scheduler.stats,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            pages_used=pages.num_pages - pages.available,
-        )
+        return self._loop.stats
 
     def profile(self, path: str | Path, steps: int = 8) -> AbstractContextManager[None]:
         """Record the block (`with`) until `steps` steps have run in it, and write a Chrome trace at the block's end.
@@ -358,7 +304,7 @@ class Generator:
         ValueError (in a tp_group on rank 0) for steps below 1, for a path in no folder, and where a trace is being
         recorded already.
         """
-        return nullcontext() if isinstance(self._team, Follower) else self._tracer.block(path, steps)
+        return nullcontext() if isinstance(self._team, Follower) else self._loop.tracer.block(path, steps)
 
     def update_weights(
         self, named: Tensors, version: int | None = None, partial: bool = False, in_flight: str = "error"
@@ -393,7 +339,7 @@ class Generator:
         The first call copies the weights that the adapter changes, to the memory of the option `adapter_base`. Raises
         ValueError, and the old weights stay, for all that does not fit or is not plain LoRA of linear layers.
         """
-        self._check_open()
+        self._loop.check_open()
         update = AdapterUpdate(named, config, checkpoint_shards(self.model_config), self._runner.weights.adapted)
         return self._update_on_all("update_adapter", update, version, in_flight)
 
@@ -401,18 +347,48 @@ class Generator:
         change = functools.partial(self._update_weights, update, version, in_flight)
         with self._interrupt:
             following: int = change() if self._team is None else self._team.call(name, change, update)
-            self._weights.version = following  # of ranks above 0, too
+            self._loop.weights.version = following  # of ranks above 0, too
+        return following
+
+    def _update_weights(self, update: Update, version: int | None, in_flight: str) -> int:
+        """Update the weights; on rank 0, for all ranks."""
+        loop, weights = self._loop, self._loop.weights
+        loop.check_open()
+        following = weights.check_update(update, version, in_flight)
+        loop.drain()
+        check_in_flight(in_flight, len(loop.active))
+
+        def begin() -> None:
+            self._runner.weights.keep_bases(update.adapted, self._adapter_base)
+            weights.torn = TORN
+            loop.scheduler.drop_prefixes()
+            if in_flight == "recompute":
+                loop.scheduler.preempt_all()
+            for sequence in list(loop.owners) if in_flight == "abort" else ():
+                loop.scheduler.finish(sequence, "abort")
+                loop.update_output(sequence)
+
+        try:
+            self._runner.weights.update(update, begin)
+        except BaseException as error:
+            if weights.torn:
+                error.add_note("until update_weights is called with all weights again, nothing can be generated")
+                loop.reset()
+            raise
+        for sequence in loop.owners:
+            sequence.begin_version(following)
+        weights.finish(update, following)
         return following
 
     @property
     def torn(self) -> bool:
         """True while nothing can be generated: an update of the weights has failed midway, or `sleep` dropped them."""
-        return bool(self._weights.torn)
+        return bool(self._loop.weights.torn)
 
     @property
     def weight_version(self) -> int:
         """The version of the weights, as `update_weights` returned it; 0 before the first."""
-        return self._weights.version
+        return self._loop.weights.version
 
     @on_all_ranks
     def sleep(self, tags: str | Iterable[str] = TAGS, keep_weights: bool = True) -> int:
@@ -428,17 +404,16 @@ class Generator:
         requests are in flight, or if the host has too little memory for the weights. The bytes are those that the GPU's
         driver reports before and after; with several ranks, their sum. On the CPU no memory is given back.
         """
-        self._check_open()
-        wanted = check_tags(tags)
-        self._within_step(self._collect)
-        if self._active:
-            raise ValueError(f"{len(self._active)} requests are in flight; finish or abort them before sleep")
-        new = wanted - self._weights.asleep
+        self._loop.check_open()
+        new = check_tags(tags) - self._loop.weights.asleep
+        self._loop.drain()
+        if self._loop.active:
+            raise ValueError(f"{len(self._loop.active)} requests are in flight; finish or abort them before sleep")
         if not new:
             return 0
         if "weights" in new and not keep_weights:
-            self._weights.torn = DROPPED
-        self._weights.asleep |= new  # before the memory goes: after an exception, `wake` restores all of it
+            self._loop.weights.torn = DROPPED
+        self._loop.weights.asleep |= new  # before the memory goes: after an exception, `wake` restores all of it
         try:
             freed = self._runner.weights.sleep(sorted(new), keep_weights)
         except ValueError:
@@ -453,29 +428,24 @@ class Generator:
         A trainer may wake "weights" alone, call `update_weights`, release its own memory, and wake the rest. Raises
         torch.OutOfMemoryError if the GPU has too little memory; it may be called again when there is more.
         """
-        self._check_open()
-        wanted = check_tags(TAGS if tags is None else tags) & self._weights.asleep
+        self._loop.check_open()
+        wanted = check_tags(TAGS if tags is None else tags) & self._loop.weights.asleep
         if not wanted:
             return
         self._runner.weights.wake(sorted(wanted))
         if "kv_cache" in wanted:
-            self._scheduler.drop_prefixes()
-        self._weights.asleep -= wanted
+            self._loop.scheduler.drop_prefixes()
+        self._loop.weights.asleep -= wanted
 
     def close(self) -> None:
         """Abort all requests and release the memory."""
-        if self._closed or self._interrupt.forked:
+        if self._loop.closed or self._interrupt.forked:
             return
         with self._interrupt:
-            self._check_open()
-            runner, self._team, self._closed = self._runner, None, True  # other ranks may be gone
+            self._loop.check_open()
+            self._team = None  # other ranks may be gone
             del self._runner
-            for active in self._active.values():
-                active.finish("the Generator was closed")
-            self._active, self._owners, self._events, self._in_flight = {}, {}, [], None
-            self._scheduler.stats.aborted = self._scheduler.stats.requests - self._scheduler.stats.finished
-            runner.close()
-            del runner
+            self._loop.close()
             release_memory(self.config.device)
 
     def __enter__(self) -> Generator:
@@ -483,169 +453,3 @@ class Generator:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    # --------------------------------------------------------------------------------------- the loop
-
-    def _advance(self) -> None:
-        """Run one turn of the loop, and then what had to wait for the end of the step: aborts and Ctrl-C."""
-        self._check_open()
-        self._weights.check()
-        start = time.perf_counter()
-        ran = self._within_step(self._turn)
-        late, self._late_aborts = self._late_aborts, []
-        self._abort(late)
-        self._count_step(start, bool(ran))
-        self._interrupt.check()
-
-    def _turn(self) -> bool:
-        """Schedule and launch a step, then collect the step before it and update. Return False if none was launched.
-
-        A step with a mask draws its tokens last, since the mask depends on the tokens of the step before.
-        """
-        launched = None
-        with span("schedule"):
-            batch = self._scheduler.schedule()
-        if batch is not None:
-            with span("launch"):
-                launched = self._runner.launch(batch)
-        self._collect()
-        if launched is not None and launched.batch.masked:
-            with span("sample"):
-                masks = self._scheduler.fill_masks(launched.batch, self.model_config.vocab_size)
-                self._runner.sample(launched, masks)
-        self._in_flight = launched
-        if not self._active:  # the step in flight computes only tokens too many
-            self._collect()
-        return launched is not None
-
-    def _collect(self) -> None:
-        """Read the step in flight, and process the sequences that it changed."""
-        if self._in_flight is None:
-            return
-        launched, self._in_flight = self._in_flight, None
-        with span("collect"):
-            result = self._runner.collect(launched)
-        with span("update"):
-            for sequence in self._scheduler.update(launched.batch, result):
-                self._update_output(sequence)
-
-    def _within_step(self, part: Callable[[], bool | None]) -> bool | None:
-        """Run a part of a step. After an exception, drop the step in flight and preempt all running sequences, which
-        compute again from the tokens that were read."""
-        try:
-            self._stepping = True
-            return part()
-        except BaseException:
-            self._reset()
-            raise
-        finally:
-            self._stepping = False
-
-    def _reset(self) -> None:
-        self._in_flight = None
-        try:
-            self._runner.synchronize()  # before the scheduler allocates pages again that launched steps read or write
-        finally:
-            self._scheduler.reset(self._owners)
-            for sequence, (_, sample) in list(self._owners.items()):
-                if sample.text is not None and self.tokenizer is not None:
-                    sample.begin_text(self.tokenizer)
-                if sample.text is not None or sequence.status is Status.FINISHED:
-                    self._update_output(sequence)
-
-    def _update_output(self, sequence: Sequence) -> None:
-        """Update the text and the events of a sequence, and close its request if all its samples have finished."""
-        active, sample = self._owners[sequence]
-        if sequence.error == NOT_FINITE:
-            sequence.error += self._weights.blame(self._runner.weights.find_not_finite)
-        if active.first_token is None and sequence.output_len > sample.emitted[0]:
-            active.first_token = time.perf_counter()
-        shown = sample.text is not None or sequence.status is Status.FINISHED
-        if shown and (stop := sample.update_text(self.tokenizer)) is not None:
-            self._scheduler.finish(sequence, "stop", stop)
-            # If an id or the length ended it with the same token, the string is still the reason: it cuts the text.
-            sequence.finish_reason, sequence.stop_reason = "stop", stop
-        if active.queue is None:
-            sample.emit(self._events, active)
-        elif sample.text is None:
-            sequence.every_token = False  # only the time of its first token was wanted
-        if sequence.status is Status.FINISHED:
-            del self._owners[sequence]
-            if not any(other.sequence in self._owners for other in active.samples):
-                self._active.pop(active.id).finish()
-                self._scheduler.stats.finished += 1
-
-    def _begin(
-        self, request: Request, queue: OutputQueue | None, score: tuple[int, float] | None = None
-    ) -> ActiveRequest:
-        """Check a request and hand its sequences to the scheduler. score: (first position, temperature)."""
-        self._check_open()
-        self._weights.check()
-        id = self._new_id() if request.id is None else request.id
-        if not isinstance(id, str | int):
-            raise TypeError(f"id must be a string or an integer, not {id!r}")
-        if id in self._active:
-            raise ValueError(f"a request with the id {id!r} is running; give another id")
-        active = self._inputs.process(id, request, queue, score)
-        self._interrupt.check()  # the caller of `add` would not get the id
-        self._active[id] = active
-        if queue is not None:
-            queue.running[id] = None
-        for sample in active.samples:
-            self._owners[sample.sequence] = (active, sample)
-            sample.sequence.begin_version(self._weights.version)
-            self._scheduler.add(sample.sequence)
-        self._scheduler.stats.requests += 1
-        self._scheduler.stats.prompt_tokens += len(active.prompt_ids)
-        return active
-
-    def _new_id(self) -> str:
-        return next(key for key in map("r{}".format, self._ids) if key not in self._active)
-
-    def _count_step(self, start: float, ran: bool) -> None:
-        """Count a turn of the loop, and log the counts from time to time. ran: a step was launched."""
-        stats = self._scheduler.stats
-        stats.steps += ran
-        stats.step_seconds += time.perf_counter() - start
-        if ran:
-            self._tracer.end_step()
-        if stats.step_seconds - self._logged.step_seconds >= LOG_SECONDS:
-            now = self.stats
-            log.info("%s", now.since(self._logged))
-            self._logged = now
-
-    def _update_weights(self, update: Update, version: int | None, in_flight: str) -> int:
-        """Update the weights; on rank 0, for all ranks."""
-        self._check_open()
-        weights = self._weights
-        following = weights.check_update(update, version, in_flight)
-        self._within_step(self._collect)
-        check_in_flight(in_flight, len(self._active))
-
-        def begin() -> None:
-            self._runner.weights.keep_bases(update.adapted, self._adapter_base)
-            weights.torn = TORN
-            self._scheduler.drop_prefixes()
-            if in_flight == "recompute":
-                self._scheduler.preempt_all()
-            for sequence in list(self._owners) if in_flight == "abort" else ():
-                self._scheduler.finish(sequence, "abort")
-                self._update_output(sequence)
-
-        try:
-            self._runner.weights.update(update, begin)
-        except BaseException as error:
-            if weights.torn:
-                error.add_note("until update_weights is called with all weights again, nothing can be generated")
-                self._reset()
-            raise
-        for sequence in self._owners:
-            sequence.begin_version(following)
-        weights.finish(update, following)
-        return following
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this Generator is closed; make a new one")
-        if self._stepping:
-            raise RuntimeError("a step of this Generator runs, from which only `abort` can be called")

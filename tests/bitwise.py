@@ -54,15 +54,15 @@ def random_options(seed: int, context: int) -> dict[str, Any]:
 def preempting(gen: Generator, steps: int) -> Generator:
     """The same, but every so many steps all that runs gives up its lane and its pages. Fewer steps than the longest
     sequence has chunks never end without a prefix cache."""
-    advance, count = gen._advance, itertools.count(1)
+    advance, count = gen._loop.advance, itertools.count(1)
 
     def advance_anew() -> None:
         if next(count) % steps == 0:
-            gen._within_step(gen._collect)
-            gen._scheduler.preempt_all()
+            gen._loop.drain()
+            gen._loop.scheduler.preempt_all()
         advance()
 
-    gen._advance = advance_anew  # type: ignore[method-assign]
+    gen._loop.advance = advance_anew  # type: ignore[method-assign]
     return gen
 
 

@@ -219,10 +219,10 @@ def fggen(gen: Generator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
 def check_idle(gen: Generator) -> None:
     """Nothing is kept of what has run."""
     assert gen.step() == []  # reads a token too many, if one is on its way
-    check_scheduler(gen._scheduler)
+    check_scheduler(gen._loop.scheduler)
     stats = gen.stats
     assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
-    assert not gen._owners
+    assert not gen._loop.owners
 
 
 def new_weights(folder: Path, seed: int = 1) -> dict[str, Tensor]:

@@ -121,7 +121,7 @@ class Simulation:
         self._check()
 
     def advance(self) -> None:
-        """Do what Generator._advance does."""
+        """Do what Loop.advance does."""
         try:
             batch = self._schedule()
             self._trip()
@@ -306,7 +306,7 @@ class Simulation:
             self._update_output(sequence)
 
     def _update_output(self, sequence: Sequence) -> None:
-        """Do what Generator._update_output does: find stop strings, and close finished sequences."""
+        """Do what Loop.update_output does: find stop strings, and close finished sequences."""
         string, output = None, sequence.output_ids
         for count in range(self.open[sequence] + 1, len(output) + 1):
             string = text_stop(sequence, output[:count])
@@ -351,7 +351,7 @@ class Simulation:
             raise TroubleError
 
     def _reset(self) -> None:
-        """Do what Generator._reset does."""
+        """Do what Loop.reset does."""
         self.in_flight = self.oldest = None
         self.scheduler.reset(self.open)
         self._check()

@@ -529,7 +529,7 @@ def test_events_of_added_requests_survive_a_stream(gen: Generator) -> None:
     assert sorted(output.id for output in outputs) == list(range(1, 13))
     (kept,) = itertools.islice(gen.stream([Request([5], SHORT, "inner")]), 1)
     assert kept.id == "inner"
-    while gen.unfinished or gen._events:
+    while gen.unfinished:
         for event in gen.step():
             assert event.id == id
             said += event.token_ids
@@ -570,8 +570,8 @@ def test_made_up_ids_avoid_the_users(gen: Generator) -> None:
     made = gen.add([5], SHORT)
     number = int(str(made)[1:])
     taken = gen.add([5], SHORT, id=f"r{number + 1}")
-    assert len({made, taken, gen.add([5], SHORT)}) == 3
-    gen.abort(list(gen._active))
+    ids = {made, taken, gen.add([5], SHORT)}
+    assert len(ids) == len(gen.abort(ids)) == 3
 
 
 # Aborts.
@@ -603,18 +603,18 @@ def test_an_abort_returns_what_there_is(gen: Generator) -> None:
 def test_leaving_early_aborts_in_the_order_of_arrival(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next to go is then the first of those that wait, which is found at once."""
     aborted: list[Sequence] = []
-    finish = gen._scheduler.finish
+    finish = gen._loop.scheduler.finish
 
     def record(sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         if reason == "abort":
             aborted.append(sequence)
         finish(sequence, reason, stop_reason)
 
-    monkeypatch.setattr(gen._scheduler, "finish", record)
+    monkeypatch.setattr(gen._loop.scheduler, "finish", record)
     requests = (Request([5, 6], SHORT, f"{i * 7919 % 1000}") for i in range(1000))
     outputs = gen._serve(requests, ahead=1000)
     next(outputs)
-    expected = [sample.sequence for active in gen._active.values() for sample in active.samples]
+    expected = [sample.sequence for active in gen._loop.active.values() for sample in active.samples]
     outputs.close()
     assert len(expected) > 400
     assert aborted == expected
@@ -667,7 +667,7 @@ def test_masked_answers_follow_their_grammar_when_preempted(llama: Path) -> None
     mask = Turns()
     params = SamplingParams(max_tokens=24, temperature=1, seed=0, n=2, mask=mask, ignore_eos=True)
     with Generator(llama, page_size=4, num_pages=16, max_seqs=4, max_step_tokens=16) as gen:
-        gen._scheduler = hopeful(gen.config)
+        gen._loop.scheduler = hopeful(gen.config)
         outputs = gen.generate([random_ids(9), random_ids(20), random_ids(5)], params)
         assert gen.stats.preemptions > 0
         check_idle(gen)

@@ -130,7 +130,7 @@ def test_a_module_in_no_room_is_noticed() -> None:
 
 def test_the_imports_are_read_wherever_they_stand() -> None:
     found = {module: {target for target, _ in imports(module)} for module in SOURCES}
-    assert {"fastgen.engine.scheduler", "fastgen.request"} <= found["fastgen.generator"]
+    assert {"fastgen.engine.loop", "fastgen.request"} <= found["fastgen.generator"]
     assert "fastgen.model.attention.paged" in found["fastgen.engine.startup"], "inside a function"
     assert "fastgen.generator" in found["fastgen.cli.chat"], "by its public name"
     assert found["fastgen"] == set()

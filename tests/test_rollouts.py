@@ -53,7 +53,7 @@ def finish(gen: Generator) -> list[Event]:
         try:
             events += gen.step()
         except KeyboardInterrupt:
-            check_scheduler(gen._scheduler)
+            check_scheduler(gen._loop.scheduler)
     return events
 
 
@@ -163,7 +163,7 @@ def test_resumed_completions_are_preempted_like_others(llama: Path, prefix_cache
     with Generator(llama, num_pages=200, **options) as gen:
         expected = completed(gen, *requests)
     with Generator(llama, num_pages=36, **options) as gen:
-        gen._scheduler = hopeful(gen.config)
+        gen._loop.scheduler = hopeful(gen.config)
         parts = [cut_short(gen, request, 5 + place)[0] for place, request in enumerate(requests)]
         resumed = [replace(request, resume=part) for request, part in zip(requests, parts, strict=True)]
         assert completed(gen, *resumed) == expected

@@ -109,7 +109,7 @@ def growing_alone(family: Path) -> list[Answer]:
 def test_preempted_and_resumed_as_alone(pages: tuple[int, int], family: Path) -> None:
     page_size, num_pages = pages
     with Generator(family, page_size=page_size, num_pages=num_pages, max_seqs=16, max_step_tokens=40) as gen:
-        gen._scheduler = hopeful(gen.config)
+        gen._loop.scheduler = hopeful(gen.config)
         assert answers(gen, GROWING) == growing_alone(family)
         assert gen.stats.preemptions > 0
 

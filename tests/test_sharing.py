@@ -82,7 +82,7 @@ def test_a_host_tier_that_thrashes_as_apart(page_size: int, family: Path, apart:
 
 def test_preempted_ones_find_their_pages_and_go_on_as_apart(family: Path, apart: list[Answer]) -> None:
     with Generator(family, page_size=8, num_pages=24, max_seqs=16, max_step_tokens=50) as gen:
-        gen._scheduler = hopeful(gen.config)
+        gen._loop.scheduler = hopeful(gen.config)
         assert answers(gen, REQUESTS) == apart
         assert gen.stats.preemptions > 0
 

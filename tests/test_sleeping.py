@@ -144,7 +144,7 @@ def test_the_prefix_cache_and_the_host_tier_are_empty(llama: Path) -> None:
             if not options.get("keep_weights", True):
                 gen.update_weights(old_weights(llama))
             found = gen.generate(SYSTEM, SHORT)[0]
-            check_scheduler(gen._scheduler)
+            check_scheduler(gen._loop.scheduler)
             return found.cached_tokens
 
     assert cached(tier=False) == 16

@@ -55,8 +55,8 @@ def test_drafts_of_an_adversary_change_no_bit(
     adversary(monkeypatch, expected, vocab)
     with Generator(family, speculate=EAGER, **schedule) as gen:
         if "num_pages" in schedule:
-            gen._scheduler.estimate = hopeful(gen.config).estimate
-            gen._scheduler.reset()
+            gen._loop.scheduler.estimate = hopeful(gen.config).estimate
+            gen._loop.scheduler.reset()
         for _ in range(2):
             assert completions(gen.generate(prompts, params)) == completions(expected)
             check_idle(gen)

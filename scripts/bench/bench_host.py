@@ -85,19 +85,19 @@ def decoding(lanes: int, prompt: int, answer: int, read: bool = False, model: Pa
     params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0)
     ids, queue = [5] * prompt, None if read else OutputQueue()
     for _ in range(lanes):
-        gen._begin(Request(ids, params), queue)
+        gen._loop.begin(Request(ids, params), queue)
     for _ in range(2 + lanes * prompt // gen.config.max_step_tokens + 1):  # the prompts, and a step to read the last
-        gen._advance()
-    assert len(gen._scheduler.running) == lanes
-    assert all(sequence.output_len for sequence in gen._scheduler.running)
+        gen._loop.advance()
+    assert len(gen._loop.scheduler.running) == lanes
+    assert all(sequence.output_len for sequence in gen._loop.scheduler.running)
     gc.collect()  # what the set-up left, not in the middle of a measurement
     return gen
 
 
 def seconds(gen: Generator, steps: int, windows: int) -> float:
     """Return the seconds of a step: the median over windows of so many steps each."""
-    read = any(active.queue is None for active in gen._active.values())
-    turn: Callable[[], object] = gen.step if read else gen._advance
+    read = any(active.queue is None for active in gen._loop.active.values())
+    turn: Callable[[], object] = gen.step if read else gen._loop.advance
     found = []
     for _ in range(windows):
         start = time.perf_counter()

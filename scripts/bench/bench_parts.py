@@ -85,7 +85,7 @@ class RecordedEnough(Exception):  # noqa: N818
 class Recorder:
     """A recorder of `steps` steps of a Generator in steady decode: the same lanes all draw a token in each step.
 
-    It replaces the step of the loop, `Generator._advance`, and leaves through an exception when it has enough.
+    It replaces the step of the loop, `Loop.advance`, and leaves through an exception when it has enough.
     """
 
     def __init__(self, generator: Generator, steps: int, on_gpu: bool) -> None:
@@ -94,7 +94,7 @@ class Recorder:
         self.lanes = 0
         self._steps = steps
         self._generator = generator
-        self._advance: Callable[[], None] = generator._advance
+        self._advance: Callable[[], None] = generator._loop.advance
         self.ends: list[float] = []  # of the steps recorded
         self._recording = False
         self._seen: deque[tuple[int, int]] = deque(maxlen=9)  # (lanes, tokens) after each of the last steps
@@ -136,13 +136,13 @@ def bench_busy(arguments: argparse.Namespace) -> None:
 
 def record(generator: Generator, workload: Workload, recorder: Recorder) -> None:
     """Run a workload until its recorder has enough. Raises RuntimeError where it never has."""
-    generator._advance = recorder  # type: ignore[method-assign]
+    generator._loop.advance = recorder  # type: ignore[method-assign]
     try:
         bench_engine.run(generator, workload, seed=1)
     except RecordedEnough:
         return
     finally:
-        del generator._advance
+        del generator._loop.advance
     raise RuntimeError(f"{workload} never decoded steadily for long enough")
 
 

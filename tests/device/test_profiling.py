@@ -134,7 +134,7 @@ def test_a_line_in_the_log_tells_how_it_goes(
     caplog.set_level(logging.INFO, "fastgen.generator")
     gen.generate([random_ids(9)] * 3, PARAMS)
     assert not caplog.records, "it has not taken long"
-    monkeypatch.setattr("fastgen.generator.LOG_SECONDS", 0.0)
+    monkeypatch.setattr("fastgen.engine.loop.LOG_SECONDS", 0.0)
     gen.add(random_ids(9), PARAMS, "a")
     gen.step()
     gen.step()
@@ -169,8 +169,8 @@ def test_the_loop_costs_little_and_no_more_at_long_contexts(checkpoint: Checkpoi
         bench_host.decoding(256, 30_000, steps * windows * 5, model=model) as long,
     ):
         for _ in range(steps):  # the lists of tokens have grown once
-            long._advance()
-            short._advance()
+            long._loop.advance()
+            short._loop.advance()
         found = []
         for _ in range(3):  # side by side
             found.append((bench_host.seconds(short, steps, windows), bench_host.seconds(long, steps, windows)))
@@ -183,7 +183,7 @@ def test_the_loop_costs_little_and_no_more_at_long_contexts(checkpoint: Checkpoi
 def test_nothing_of_a_sequence_is_kept_when_it_has_ended() -> None:
     with bench_host.decoding(8, 100, 300) as gen:
         while gen.unfinished:
-            gen._advance()
-        check_scheduler(gen._scheduler)
-        assert not gen._owners
+            gen._loop.advance()
+        check_scheduler(gen._loop.scheduler)
+        assert not gen._loop.owners
         assert gen.stats.pages_used == 0

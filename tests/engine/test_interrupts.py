@@ -260,18 +260,19 @@ def test_an_iterable_that_waits_is_left_at_once(gen: Generator, error: type[Base
 def test_after_an_exception_in_a_step_requests_go_on_or_can_be_aborted(
     gen: Generator, monkeypatch: pytest.MonkeyPatch, aborts: bool
 ) -> None:
-    """At each point of generator.py; those of the modules below come in Fuzz."""
+    """At each point of the loop; those of the modules below come in Fuzz."""
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, speculate=False)
     expected = gen.generate(["hello"], params)[0].completions[0]
+    modules = ("generator.py", "loop.py", "contextlib.py")
     running: list[int] = []  # when the device was waited for
     monkeypatch.setattr(gen._runner, "synchronize", lambda: running.append(gen.stats.running))
     for event in range(60):
         gen.add("hello", params, id="a")
         told, before = gen.step(), len(running)
         try:
-            told += at(event, raise_own, gen.step, lambda file: file.endswith(("generator.py", "contextlib.py")))
+            told += at(event, raise_own, gen.step, lambda file: file.endswith(modules))
         except OwnError:
-            check_scheduler(gen._scheduler)
+            check_scheduler(gen._loop.scheduler)
             assert running[before:] in ([], [1]), "pages may be given out again only when the device has done its work"
             if aborts:
                 (output,) = gen.abort("a")
@@ -342,7 +343,7 @@ class Fuzz:
         with self.gen:
             for _ in range(calls):
                 self.rng.choice((*actions, self.score, self.update))()
-                check_scheduler(self.gen._scheduler)
+                check_scheduler(self.gen._loop.scheduler)
             self.leave()
             while self.gen.unfinished:
                 self.tell(self.gen.step())
@@ -356,7 +357,7 @@ class Fuzz:
         event, kind = self.rng.randrange(self.rng.choice((40, 400, 3000))), self.rng.random()
         try:
             if kind < 0.25:
-                return at(event, raise_own, call, lambda _: self.gen._stepping)
+                return at(event, raise_own, call, lambda _: self.gen._loop.stepping)
             return at(event, press, call) if kind < 0.6 else call()
         except (OwnError, KeyboardInterrupt) as error:
             self.seen[type(error).__name__] += 1

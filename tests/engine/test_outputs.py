@@ -276,11 +276,11 @@ def test_timings_are_in_order(gen: Generator) -> None:
     assert output.timings is not None
     assert output.timings.first_token is not None
     assert 0 < output.timings.first_token < output.timings.finished < 60
-    waiting = [gen.add([5], PARAMS) for _ in range(9)][-1]
+    *others, waiting = [gen.add([5], PARAMS) for _ in range(9)]
     (aborted,) = gen.abort([waiting])
     assert aborted.timings is not None
     assert aborted.timings.first_token is None
-    gen.abort(list(gen._active))
+    gen.abort(others)
 
 
 def test_the_first_event_of_a_sample_says_when_it_began_to_run(gen: Generator) -> None:

@@ -59,7 +59,7 @@ def test_any_schedule_says_in_pieces_what_it_says_without(
     draw, plain = random.Random(budget), each_apart(family)  # which is said kernel by kernel
     options = {"page_size": 8, "num_pages": 24, "max_seqs": ROW_TILE, "max_step_tokens": budget}
     with Generator(family, **options, host_cache_gb=host_gb(family, 40, 8)) as gen:  # type: ignore[arg-type]
-        gen._scheduler = hopeful(gen.config)
+        gen._loop.scheduler = hopeful(gen.config)
         ran, seen = in_pieces(gen._runner, monkeypatch), []
         launch = gen._runner.launch
 

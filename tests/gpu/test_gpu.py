@@ -71,8 +71,8 @@ def test_preemption_changes_nothing_in_float32(expected: list[list[int]]) -> Non
         while gen.unfinished:
             for _ in range(9):
                 collect_events(gen, found)
-            gen._within_step(gen._collect)
-            gen._scheduler.preempt_all()
+            gen._loop.drain()
+            gen._loop.scheduler.preempt_all()
         collect_events(gen, found)
         assert gen.stats.preemptions > len(CHATS)
     assert list(found.values()) == expected

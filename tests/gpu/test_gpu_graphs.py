@@ -53,7 +53,7 @@ def busy_generator(name: str | None, folder: Path, **options: Any) -> Iterator[G
             said |= {event.id for event in gen.step()}
         for _ in range(4):
             gen.step()
-        gen._within_step(gen._collect)
+        gen._loop.drain()
         assert gen.stats.running == LANES
         yield gen
         gen.abort(list(said))

@@ -65,7 +65,7 @@ def one_gpu() -> dict[str, list[RequestOutput]]:
 def parallel(one_gpu: dict[str, list[RequestOutput]]) -> Iterator[Generator]:
     """A Generator on several GPUs, with few pages, which admits more sequences than these hold."""
     with Generator(**FLOAT32, **FEW_PAGES, tensor_parallel=RANKS) as gen:
-        gen._scheduler = hopeful(gen.config)
+        gen._loop.scheduler = hopeful(gen.config)
         yield gen
 
 
@@ -98,7 +98,7 @@ def test_greedy_answers_are_those_of_one_gpu(parallel: Generator, one_gpu: dict[
         check_alike(one, other)
     assert parallel.stats.preemptions - before.preemptions > 5
     assert parallel.stats.cached_tokens - before.cached_tokens > 100
-    check_scheduler(parallel._scheduler)
+    check_scheduler(parallel._loop.scheduler)
 
 
 def test_a_rest_of_the_cache_and_aborts_change_nothing(

@@ -99,7 +99,7 @@ def test_a_replayed_step_is_the_launched_one() -> None:
             gen.add(prompt, PARAMS)
         for _ in range(6):
             gen.step()
-        gen._within_step(gen._collect)
+        gen._loop.drain()
         runner = gen._runner
         assert runner.prefixes._found
         assert len(runner.prefixes._decodes) == len(tree_prompts(4)) * PARAMS.n

@@ -65,4 +65,4 @@ def _compare(gen: Generator, lanes: int) -> None:
 def _note_launches(patch: pytest.MonkeyPatch, gen: Generator, ahead: list[bool]) -> None:
     """Append to `ahead` whether each step is launched while the one before is in flight."""
     launch = gen._runner.launch
-    patch.setattr(gen._runner, "launch", lambda batch: ahead.append(gen._in_flight is not None) or launch(batch))
+    patch.setattr(gen._runner, "launch", lambda batch: ahead.append(gen._loop.in_flight is not None) or launch(batch))

@@ -61,7 +61,7 @@ def split(folder: Path) -> Iterator[Generator]:
     host_gb = 60 * copies * page_size * token_bytes(config, "float32") / 1e9
     options = {"page_size": page_size, "num_pages": 18, "max_seqs": 12, "max_step_tokens": 50, "seed": 3}
     with Generator(folder, device="cpu", tensor_parallel=2, host_cache_gb=host_gb, **options) as gen:
-        gen._scheduler = hopeful(gen.config)
+        gen._loop.scheduler = hopeful(gen.config)
         yield gen
 
 
