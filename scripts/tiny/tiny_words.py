@@ -26,6 +26,13 @@ def pairs(lines: tuple[str, ...]) -> Pairs:
     return tuple((tuple(ways.split("; ")), tuple(replies)) for ways, *replies in parts)
 
 
+def filled(templates: tuple[str, ...], **fields: object) -> tuple[str, ...]:
+    """Fill some fields of templates before they are typed; the others stay."""
+    for name, value in fields.items():
+        templates = tuple(template.replace(f"{{{name}}}", str(value)) for template in templates)
+    return templates
+
+
 _TEXTS = read("words")
 _WORDS = {title: tuple(" ".join(lines).split()) for title, lines in _TEXTS.items()}
 WORDS, NAMES, THINGS, COLORS = (_WORDS[title] for title in ("words", "names", "things", "colors"))
