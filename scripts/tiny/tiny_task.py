@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from tiny_words import WORDS
+from tiny_words import WORDS, read
+
+_TEXTS = read("task")
 
 Grade = Literal["number", "ends", "exact"]
 
@@ -73,11 +75,6 @@ def is_held_out(key: str) -> bool:
     return bucket(key) >= (MUL2_TRAINED_BUCKETS if key.startswith("mul2:") else TRAINED_BUCKETS)
 
 
-_PREFIXES = (
-    "please ", "hey, ", "hi, ", "ok, ", "so ", "and ", "now ", "hello, ", "can you tell me: ", "quick question: ",
-    "i want to know: ", "tell me, ", "Question: ", "Please ", "well, ", "also, ", "hey tiny, ", "um, ", "yo, ",
-    "ok so ", "just wondering, ", "tiny, ", "one more thing: ", "hm, ", "great, ", "cool, ", "thanks, ", "hey ", "pls ",
-)  # fmt: skip
 _SUFFIXES = (
     " please", " thanks", ", please", " thank you", "!", "??", " ok?", ", thanks", " pls", " for me", " now", ", tiny",
     " ?", " thx", "...", " then", " again",
@@ -154,7 +151,7 @@ def casual(rng: random.Random, text: str, decorate: bool = True) -> str:
         text = text[:-1]
     if decorate and rng.random() < 0.10:
         first = text if text[:2] == "I " or text[:1] == "{" else text[:1].lower() + text[1:]
-        text = rng.choice(_PREFIXES) + first
+        text = f"{rng.choice(_TEXTS['prefixes'])} {first}"
     if decorate and text[-1] not in "?.!" and rng.random() < 0.08:
         text += rng.choice(_SUFFIXES[:8] if text.endswith("}") else _SUFFIXES)
     return text
