@@ -239,8 +239,7 @@ def test_rows_are_what_the_chat_template_writes(smoke: Path) -> None:
 
 def test_replies_about_fastgen_name_what_exists() -> None:
     """Options, parameters, methods, flags and files in the replies are those of fastgen today."""
-    answers = [reply for _, replies in tiny_about.ABOUT for reply in replies]
-    text = " ".join([*answers, *(reply for _, reply in tiny_about.FEATURES)])
+    text = " ".join(reply for _, replies in (*tiny_about.ABOUT, *tiny_about.FEATURES) for reply in replies)
     options = {*re.findall(r"Generator\(path, (\w+)=", text), "memory_fraction", "max_model_len"}
     parameters = {*re.findall(r"SamplingParams\((\w+)=", text)}
     assert len(options) > 5
