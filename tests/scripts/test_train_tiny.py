@@ -1,5 +1,6 @@
 """The training script of the bundled model: a smoke run, its data, and the folder that ships."""
 
+import hashlib
 import inspect
 import json
 import os
@@ -209,6 +210,19 @@ def test_shards_are_reproducible(smoke: Path) -> None:
     one, same, other = (tiny_data.shard(tokenizer, *seed, tokens=10_000) for seed in ((0, 1), (0, 1), (0, 2)))
     assert all((one[n] == same[n]).all() and one[n].shape[1] == n for n in tiny_data.BUCKETS)
     assert any(one[n].shape != other[n].shape or (one[n] != other[n]).any() for n in tiny_data.BUCKETS)
+
+
+def test_the_corpus_is_that_of_the_shipped_model() -> None:
+    """Training text, system prompts, held-out tasks and first questions are those that the model was made with.
+
+    Another hash is right only together with a newly trained model.
+    """
+    rng = random.Random(0)
+    texts = [*tiny_data.corpus(0, 5000), *(str(tiny_data.new_conversation(rng).system) for _ in range(200))]
+    for name, (weight, _) in tiny_data.SKILLS.items():
+        texts += [f"{name} {weight}", *map(repr, tiny_data.evaluation_tasks(name, 20, 0))]
+    texts += map(repr, tiny_questions.FIRST_QUESTIONS)
+    assert hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] == "adcc7f6b9a0d2c49"
 
 
 def test_tokenizer_training_is_reproducible() -> None:
