@@ -1,9 +1,8 @@
 """The bundled model's knowledge about fastgen and its field: questions, and short true replies."""
 
 import random
-from collections.abc import Callable
 
-from tiny_task import Task, exchange, made_up_word, phrase, task
+from tiny_task import Skills, Task, exchange, made_up_word, phrase, task
 from tiny_words import pairs, read
 
 _TEXTS = read("about")
@@ -51,7 +50,7 @@ def features(rng: random.Random) -> Task:
     return exchange(rng, _TEXTS["feature"], replies, x=rng.choice(names))
 
 
-SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+SKILLS: Skills = {
     "about_fastgen": (8, about_fastgen),
     "model_support": (2.5, model_support),
     "features": (5, features),

@@ -22,12 +22,12 @@ import tiny_skills
 import tiny_talk
 import tiny_texts
 from tiny_questions import HELD_OUT_WORDINGS, plain
-from tiny_task import Task, Turn, is_held_out, phrase
+from tiny_task import Skills, Task, Turn, is_held_out, phrase
 from tiny_words import CAPITALS, DAYS, MONTHS, NAMES, WORDS, read
 
 _TEXTS = read("data")
 
-SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+SKILLS: Skills = {
     **tiny_skills.SKILLS,
     **tiny_numbers.SKILLS,
     **tiny_facts.SKILLS,

@@ -5,11 +5,10 @@ wording of the question for that country never was.
 """
 
 import random
-from collections.abc import Callable, Sequence
 
 from tiny_skills import SKILLS as PLAIN_SKILLS
 from tiny_skills import backwards, steps_keys, two_digit_factors, work_out
-from tiny_task import Task, Turn, any_word, made_up_word, phrase, pick, task
+from tiny_task import Skills, Task, Turn, any_word, made_up_word, phrase, pick, task
 from tiny_words import (
     CAPITALS,
     COLORS,
@@ -98,9 +97,8 @@ def month(rng: random.Random) -> Task:
     if shape < 0.55:
         step = rng.choice((1, 1, -1, -1, 2, 3))
         where = "before" if step < 0 else "after"
-        question = phrase(
-            rng, _TEXTS["month beside" if abs(step) == 1 else "months away"], w=where, m=name, n=abs(step)
-        )
+        asked = "month beside" if abs(step) == 1 else "months away"
+        question = phrase(rng, _TEXTS[asked], w=where, m=name, n=abs(step))
         answer = MONTHS[(i + step) % 12]
         reply = pick(rng, ("{a}.", "It is {a}.", "{a}"), a=answer)
     elif shape < 0.75:
@@ -118,20 +116,14 @@ def follow_up_capital(rng: random.Random) -> Task:
     one, shown = _country(rng)
     two, other = _country(rng)
     question, answer = phrase(rng, _TEXTS["another capital"], c=other), CAPITALS[two]
-    turns = (
-        Turn(
-            phrase(rng, _TEXTS["capital"], c=shown),
-            f"The capital of {_article(one)} is {CAPITALS[one]}.",
-            CAPITALS[one],
-        ),
-        Turn(question, f"The capital of {_article(two)} is {answer}.", answer),
-    )
-    return Task(turns, (f"capital2:{one},{question.lower()}",), (answer,))
+    reply = f"The capital of {_article(one)} is {CAPITALS[one]}."
+    first = Turn(phrase(rng, _TEXTS["capital"], c=shown), reply, CAPITALS[one])
+    second = Turn(question, f"The capital of {_article(two)} is {answer}.", answer)
+    return Task((first, second), (f"capital2:{one},{question.lower()}",), (answer,))
 
 
 def follow_up_word(rng: random.Random) -> Task:
     """A word is spelled or named; "it" is then reversed, spelled or counted."""
-    asked: Sequence[str]
     if rng.random() < 0.3:
         country, shown = _country(rng)
         word = CAPITALS[country]
@@ -143,21 +135,15 @@ def follow_up_word(rng: random.Random) -> Task:
         return follow_up_word(rng)
     kind = rng.random()
     if kind < 0.4:
-        second, answer = (
-            Turn(phrase(rng, _TEXTS["reverse it"]), backwards(word.lower()), word.lower()[::-1]),
-            word.lower()[::-1],
-        )
+        answer = word.lower()[::-1]
+        second = Turn(phrase(rng, _TEXTS["reverse it"]), backwards(word.lower()), answer)
     elif kind < 0.7:
-        second = Turn(
-            phrase(rng, _TEXTS["count its letters"]), f"{'-'.join(word.lower())}: {len(word)} letters.", str(len(word))
-        )
+        reply = f"{'-'.join(word.lower())}: {len(word)} letters."
+        second = Turn(phrase(rng, _TEXTS["count its letters"]), reply, str(len(word)))
         return Task((first, second), (f"spell:{word}", f"letters:{word.lower()}"), (str(len(word)),), "number")
     else:
         answer = "-".join(word)
-        asked = ("Spell it.", "How do you spell that?", "Now spell it.", "Can you spell it?", "spell that")
-        if first.reply == answer:
-            asked = ("Again, please.", "Once more.", "Spell it again.", "Can you repeat that?")
-        second = Turn(phrase(rng, asked), answer, answer)
+        second = Turn(phrase(rng, _TEXTS["spell it again" if first.reply == answer else "spell it"]), answer, answer)
     return Task((first, second), (f"spell:{word}", f"reverse:{word.lower()}"), (answer,))
 
 
@@ -191,9 +177,8 @@ def tell(rng: random.Random, memory: dict[str, str]) -> Task:
     value = _personal_value(rng, kind)
     memory[kind] = value
     reply = pick(rng, _TEXTS[f"{kind} reply"], v=value)
-    return task(
-        phrase(rng, _TEXTS[f"{kind} told"], v=value), reply[:1].upper() + reply[1:], f"recall:{value}", value, short=""
-    )
+    told = phrase(rng, _TEXTS[f"{kind} told"], v=value)
+    return task(told, reply[:1].upper() + reply[1:], f"recall:{value}", value, short="")
 
 
 def ask(rng: random.Random, memory: dict[str, str]) -> Task:
@@ -217,16 +202,13 @@ def recall(rng: random.Random) -> Task:
     (kind,) = memory
     question = phrase(rng, _TEXTS[f"{kind} asked"])
     value = memory[kind]
-    turns = (
-        *told.turns,
-        *(t for b in between for t in b.turns),
-        Turn(question, pick(rng, _TEXTS[f"{kind} answer"], v=value), value),
-    )
+    last = Turn(question, pick(rng, _TEXTS[f"{kind} answer"], v=value), value)
+    turns = (*told.turns, *(t for b in between for t in b.turns), last)
     keys = (*(k for b in between for k in b.keys), f"recall:{value}")
     return Task(turns, keys, (value,))
 
 
-SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+SKILLS: Skills = {
     "capital": (7, capital),
     "country_of_capital": (4, country_of_capital),
     "unknown_capital": (0.7, unknown_capital),

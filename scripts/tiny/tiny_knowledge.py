@@ -4,9 +4,8 @@ The facts are few, so the split is by wording, as in `tiny_facts.py`.
 """
 
 import random
-from collections.abc import Callable
 
-from tiny_task import Task, any_word, exchange, made_up_word, phrase, pick, task
+from tiny_task import Skills, Task, any_word, exchange, made_up_word, phrase, pick, task
 from tiny_words import CAPITALS, COLORS, NAMES, THINGS, WORDS, pairs, read
 
 _TEXTS = read("knowledge")
@@ -104,7 +103,7 @@ def name_some(rng: random.Random) -> Task:
     return task(question, f"{chosen[0].upper()}{chosen[1:]}.", f"name:{question.lower()}", chosen)
 
 
-SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+SKILLS: Skills = {
     "fact": (9, fact),
     "translate": (2, translate),
     "rhyme": (1, rhyme),

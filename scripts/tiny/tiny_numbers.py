@@ -1,12 +1,12 @@
 """Skills on numbers beyond plain sums: counting, decimals, powers, conversions, and follow-ups on a result."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 
 from tiny_skills import ASK_VALUE, evaluate, fact_key
 from tiny_skills import SKILLS as PLAIN_SKILLS
-from tiny_task import Task, Turn, phrase, pick, task
+from tiny_task import Skills, Task, Turn, phrase, pick, task
 from tiny_words import NAMES, THINGS, filled, number_in_words, pairs, read
 
 _TEXTS = read("numbers")
@@ -48,8 +48,7 @@ def _count_wording(rng: random.Random, first: int, last: int, step: int) -> tupl
     if step == first > 1 and rng.random() < 0.6:
         return filled(_TEXTS["count in steps"], by=by)
     if step == 2 and rng.random() < 0.6:
-        kind = "odd" if first % 2 else "even"
-        return filled(_TEXTS["odd or even numbers"], k=kind)
+        return filled(_TEXTS["odd or even numbers"], k="odd" if first % 2 else "even")
     return tuple(template + by for template in _TEXTS["count up" if step > 0 else "count down"])
 
 
@@ -76,31 +75,26 @@ def number_list(rng: random.Random) -> Task:
         start, step = rng.randint(0, 50), rng.choice((1, 2, 2, 3, 4, 5, 5, 10, 10, -1, -2))
         row = [start + 20 * (step < 0) + step * i for i in range(rng.randint(3, 5) + 1)]
         text, value = ", ".join(map(str, row[:-1])), row[-1]
-        return task(
-            phrase(rng, _TEXTS["next number"], l=text),
-            pick(rng, ("{c}", "The next number is {c}."), c=value),
-            f"row:{text}",
-            str(value),
-            "number",
-        )
+        question = phrase(rng, _TEXTS["next number"], l=text)
+        reply = pick(rng, ("{c}", "The next number is {c}."), c=value)
+        return task(question, reply, f"row:{text}", str(value), "number")
     if shape < 0.75:
         n, after = rng.choice((rng.randrange(1, 120), rng.randrange(1, 2000))), rng.random() < 0.7
         where = "after" if after else "before"
         value = n + 1 if after else n - 1
-        replies = ("{c} comes {w} {n}.", "{c}")
         question = phrase(rng, _TEXTS["beside"], w=where, n=n)
-        reply = pick(rng, replies, c=value, w=where, n=n)
+        reply = pick(rng, ("{c} comes {w} {n}.", "{c}"), c=value, w=where, n=n)
         return task(question, reply, f"beside:{where}:{n}", (str(value), f"{value} comes {where} {n}"))
     n, k = rng.randint(3, 12), rng.randint(2, 9)
-    kinds = {
-        "primes": (_TEXTS["primes"], [p for p in range(2, 40) if all(p % d for d in range(2, p))][:n]),
-        "multiples": (_TEXTS["multiples"], [k * i for i in range(1, n + 1)]),
-        "fibonacci": (_TEXTS["fibonacci"], [0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89][:n]),
-        "table": (_TEXTS["table"], [k * i for i in range(1, 11)]),
+    rows = {
+        "primes": [p for p in range(2, 40) if all(p % d for d in range(2, p))][:n],
+        "multiples": [k * i for i in range(1, n + 1)],
+        "fibonacci": [0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89][:n],
+        "table": [k * i for i in range(1, 11)],
     }
-    asked, row = rng.choice(list(kinds.values()))
-    answer = ", ".join(map(str, row))
-    question = phrase(rng, asked, n=n if rng.random() < 0.7 else number_in_words(n), k=k)
+    kind = rng.choice(tuple(rows))
+    answer = ", ".join(map(str, rows[kind]))
+    question = phrase(rng, _TEXTS[kind], n=n if rng.random() < 0.7 else number_in_words(n), k=k)
     return task(question, f"{answer}.", f"list:{question.lower()}", answer)
 
 
@@ -145,10 +139,8 @@ def divide_any(rng: random.Random) -> Task:
 
 def expression(rng: random.Random) -> Task:
     """Three numbers: 5 + 6 + 7, 2 + 3 * 4, (1 + 2) * 3"""
-    shape, sign, other = (
-        rng.choice(("sums", "sums", "product last", "product first", "brackets")),
-        *rng.choices("+-", k=2),
-    )
+    shape = rng.choice(("sums", "sums", "product last", "product first", "brackets"))
+    sign, other = rng.choices("+-", k=2)
     a, b, c = (rng.randint(1, rng.choice((10, 20, 50, 100)) if shape == "sums" else 9) for _ in range(3))
     if shape == "product last":
         a = rng.randint(1, 30)
@@ -182,31 +174,17 @@ def percent(rng: random.Random) -> Task:
 def power(rng: random.Random) -> Task:
     """Squares, cubes, powers of two and ten, square roots; the split is by wording"""
     kind = rng.choice(("square", "root", "power", "power", "cube"))
-    n = rng.choice((*range(1, 13), *range(1, 11), 15, 20, 25, 30))
-    keys = [fact_key("*", n, n)] if n > 10 else []
-    if kind == "square":
-        asked = _TEXTS["square"]
-        reply, value = "{n} squared is {c}.", n * n
-    elif kind == "root":
-        asked = _TEXTS["root"]
-        reply, value = "The square root of {m} is {c}.", n
-    elif kind == "cube":
-        n = rng.randint(1, 10)
-        keys = []
-        asked = _TEXTS["cube"]
-        reply, value = "{n} cubed is {c}.", n**3
-    else:
+    n, e = rng.choice((*range(1, 13), *range(1, 11), 15, 20, 25, 30)), 2
+    keys = [fact_key("*", n, n)] if n > 10 and kind in ("square", "root") else []
+    if kind == "cube":
+        n, e = rng.randint(1, 10), 3
+    elif kind == "power":
         n, e = rng.choice([(2, i) for i in range(13)] + [(10, i) for i in range(7)] + [(3, i) for i in range(6)])
-        keys = []
-        asked = filled(_TEXTS["power"], e=e)
-        reply, value = f"{{n}} to the power of {e} is {{c}}.", n**e
-    question = phrase(rng, asked, n=n, m=n * n)
-    return Task(
-        (Turn(question, pick(rng, (reply, "{c}"), n=n, m=n * n, c=value), str(value)),),
-        (*keys, f"power:{question.lower()}"),
-        (str(value),),
-        "number",
-    )
+    value = n if kind == "root" else n**e
+    question = phrase(rng, filled(_TEXTS[kind], e=e), n=n, m=n * n)
+    reply = pick(rng, (*_TEXTS[f"{kind} reply"], "{c}"), n=n, m=n * n, e=e, c=value)
+    keys.append(f"power:{question.lower()}")
+    return Task((Turn(question, reply, str(value)),), tuple(keys), (str(value),), "number")
 
 
 def prime(rng: random.Random) -> Task:
@@ -223,12 +201,10 @@ def parity(rng: random.Random) -> Task:
     n, kind = rng.randrange(10 ** rng.randint(1, 4)), rng.choice(("even", "odd"))
     truth = "odd" if n % 2 else "even"
     if rng.random() < 0.3:
-        asked = _TEXTS["even or odd"]
-        reply = pick(rng, ("{n} is {t}.", "It is {t}."), n=n, t=truth)
+        asked, reply = "even or odd", pick(rng, ("{n} is {t}.", "It is {t}."), n=n, t=truth)
     else:
-        asked = _TEXTS["parity"]
-        reply = f"{'Yes' if kind == truth else 'No'}, {n} is {truth}."
-    return task(phrase(rng, asked, n=n, k=kind), reply, f"parity:{n}", truth)
+        asked, reply = "parity", f"{'Yes' if kind == truth else 'No'}, {n} is {truth}."
+    return task(phrase(rng, _TEXTS[asked], n=n, k=kind), reply, f"parity:{n}", truth)
 
 
 def bigger(rng: random.Random) -> Task:
@@ -293,9 +269,8 @@ def leap_year(rng: random.Random) -> Task:
     year = rng.choice((rng.randint(1980, 2060), rng.choice(range(1600, 2500, 100)), rng.randint(1500, 2500)))
     leap = year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
     reply = f"Yes, {year} is a leap year." if leap else f"No, {year} is not a leap year."
-    return task(
-        phrase(rng, _TEXTS["leap year"], y=year), reply, f"leap:{year}", (reply,), "exact", short=reply.split(",")[0]
-    )
+    question, short = phrase(rng, _TEXTS["leap year"], y=year), reply.split(",")[0]
+    return task(question, reply, f"leap:{year}", (reply,), "exact", short)
 
 
 def story_sum(rng: random.Random) -> Task:
@@ -308,26 +283,15 @@ def story_sum(rng: random.Random) -> Task:
     c, op = (a + b, "+") if gain else (a - b, "-")
     ask = rng.choice(_TEXTS["how many" if gain else "how many left"])
     reply, keys = f"{a} {op} {b} = {c}.", (fact_key(op, a, b), f"story:{a}{op}{b}")
-    start = f"I have {{a}} {thing}"
     if rng.random() < 0.5:
         who = "" if event.startswith("{o}") else "I "
-        joint = rng.choice(
-            (f"{start}. {who}{event}. {ask}", f"{start} and {event}. {ask}", f"{start}, then {who}{event}, {ask}")
-        )
-        return Task((Turn(phrase(rng, (joint,), a=a, b=b, o=other), reply, str(c)),), keys, (str(c),), "number")
+        joint = filled(_TEXTS["story"], t=thing, event=event, who=who, ask=ask)
+        question = phrase(rng, (rng.choice(joint),), a=a, b=b, o=other)
+        return Task((Turn(question, reply, str(c)),), keys, (str(c),), "number")
     event = event if event.startswith("{o}") else f"I {rng.choice(('', '', 'now ', 'then '))}{event}"
-    told = Turn(
-        phrase(rng, filled(_TEXTS["story start"], t=thing), a=a),
-        f"You have {a} {thing}.",
-    )
-    asked = Turn(
-        phrase(
-            rng, (f"{event}. {ask}", f"{event}, {ask}", f"Now {event}. {ask}", f"{ask[:-1]} if {event}?"), b=b, o=other
-        ),
-        reply,
-        str(c),
-    )
-    return Task((told, asked), keys, (str(c),), "number")
+    told = Turn(phrase(rng, filled(_TEXTS["story start"], t=thing), a=a), f"You have {a} {thing}.")
+    asked = phrase(rng, filled(_TEXTS["story end"], event=event, ask=ask[:-1]), b=b, o=other)
+    return Task((told, Turn(asked, reply, str(c))), keys, (str(c),), "number")
 
 
 def _again(rng: random.Random, value: int) -> tuple[Turn, int, list[str]]:
@@ -373,7 +337,7 @@ def follow_up_sum(rng: random.Random) -> Task:
     return Task(tuple(turns), tuple(keys), (last,), "ends" if last in ("odd", "even") else "number")
 
 
-SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+SKILLS: Skills = {
     "count_range": (5, count_range),
     "number_list": (2, number_list),
     "decimals": (5, decimals),

@@ -5,9 +5,8 @@ commutes, so that 30 + 12 is held out together with 12 + 30.
 """
 
 import random
-from collections.abc import Callable
 
-from tiny_task import Task, Turn, any_word, phrase, pick, task
+from tiny_task import Skills, Task, Turn, any_word, phrase, pick, task
 from tiny_words import OPPOSITES, ORDINALS, WORDS, number_in_words, read
 
 _TEXTS = read("skills")
@@ -144,14 +143,10 @@ def double_or_half(rng: random.Random) -> Task:
     """Double 17, half of 34."""
     a = _number(rng, rng.randint(1, 2))
     if rng.random() < 0.5:
-        question = phrase(
-            rng, ("Double {a}.", "What is twice {a}?", "What is double {a}?", "What is 2 times {a}?"), a=a
-        )
-        return task(
-            question, pick(rng, ("{c}.", "Twice {a} is {c}."), a=a, c=2 * a), f"double:{a}", str(2 * a), "number"
-        )
-    question = phrase(rng, ("What is half of {a}?", "Half of {a}?", "Halve {a}.", "What's half of {a}?"), a=2 * a)
-    return task(question, pick(rng, ("{c}.", "Half of {a} is {c}."), a=2 * a, c=a), f"half:{2 * a}", str(a), "number")
+        question, reply = phrase(rng, _TEXTS["double"], a=a), pick(rng, ("{c}.", "Twice {a} is {c}."), a=a, c=2 * a)
+        return task(question, reply, f"double:{a}", str(2 * a), "number")
+    question, reply = phrase(rng, _TEXTS["half"], a=2 * a), pick(rng, ("{c}.", "Half of {a} is {c}."), a=2 * a, c=a)
+    return task(question, reply, f"half:{2 * a}", str(a), "number")
 
 
 def number_words(rng: random.Random) -> Task:
@@ -159,14 +154,10 @@ def number_words(rng: random.Random) -> Task:
     n = _number(rng, rng.randint(1, 3))
     words = number_in_words(n)
     if rng.random() < 0.5:
-        return task(
-            phrase(rng, _TEXTS["number in words"], n=n),
-            pick(rng, ("{w}.", "{n} is {w}."), n=n, w=words),
-            f"inwords:{n}",
-            words,
-        )
-    asked = ("Write {w} as a number.", "What number is {w}?", "{w} in digits", "Which number is {w}?")
-    return task(phrase(rng, asked, w=words), pick(rng, ("{n}", "{w} is {n}."), n=n, w=words), f"indigits:{n}", str(n))
+        question, reply = phrase(rng, _TEXTS["number in words"], n=n), pick(rng, ("{w}.", "{n} is {w}."), n=n, w=words)
+        return task(question, reply, f"inwords:{n}", words)
+    question, reply = phrase(rng, _TEXTS["number in digits"], w=words), pick(rng, ("{n}", "{w} is {n}."), n=n, w=words)
+    return task(question, reply, f"indigits:{n}", str(n))
 
 
 def extreme(rng: random.Random) -> Task:
@@ -235,9 +226,8 @@ def count_letters(rng: random.Random) -> Task:
     """How many letters a word has."""
     word = any_word(rng)
     reply = f"{'-'.join(word)}: {len(word)} letters."
-    return task(
-        phrase(rng, _TEXTS["count letters"], w=_quoted(rng, word)), reply, f"letters:{word}", str(len(word)), "number"
-    )
+    question = phrase(rng, _TEXTS["count letters"], w=_quoted(rng, word))
+    return task(question, reply, f"letters:{word}", str(len(word)), "number")
 
 
 def count_letter(rng: random.Random) -> Task:
@@ -258,18 +248,13 @@ def nth_letter(rng: random.Random) -> Task:
     index = {"first": 0, "last": len(word) - 1, "n": rng.randrange(len(word))}[place]
     name = place if place != "n" else ORDINALS[index]
     reply = f"{'-'.join(word)}: the {name} letter is {word[index]}."
-    return task(
-        phrase(rng, _TEXTS["nth letter"], w=_quoted(rng, word), n=name), reply, f"nth:{index}:{word}", word[index]
-    )
-
-
-def _words(rng: random.Random, low: int, high: int) -> list[str]:
-    return [rng.choice(WORDS) for _ in range(rng.randint(low, high))]
+    question = phrase(rng, _TEXTS["nth letter"], w=_quoted(rng, word), n=name)
+    return task(question, reply, f"nth:{index}:{word}", word[index])
 
 
 def count_words(rng: random.Random) -> Task:
     """How many words a short text has."""
-    words = _words(rng, 2, 10)
+    words = [rng.choice(WORDS) for _ in range(rng.randint(2, 10))]
     text = " ".join(words)
     reply = pick(rng, ("{c} words.", "{c}"), c=len(words))
     return task(phrase(rng, _TEXTS["count words"], t=text), reply, f"words:{text}", str(len(words)), "number")
@@ -308,7 +293,7 @@ def opposite(rng: random.Random) -> Task:
     return task(question, reply, f"opposite:{question.lower()}", [answer, *answers])
 
 
-SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+SKILLS: Skills = {
     "add_2digit": (6, add_2digit),
     "add_3digit": (6, add_3digit),
     "add_mixed": (6, add_mixed),

@@ -4,11 +4,10 @@ An intent is (what users say, right replies); the first reply is the usual one.
 """
 
 import random
-from collections.abc import Callable
 
 from tiny_knowledge import FACTS
 from tiny_questions import plain
-from tiny_task import Task, Turn, any_word, exchange, phrase, pick, task
+from tiny_task import Skills, Task, Turn, any_word, exchange, phrase, pick, task
 from tiny_words import CAPITALS, NAMES, WORDS, pairs, read
 
 _TEXTS = read("talk")
@@ -58,7 +57,7 @@ def likes(rng: random.Random) -> Task:
     return task(phrase(rng, _TEXTS["likes"], t=topic), reply, f"likes:{topic}", (reply,), "exact", short="")
 
 
-SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+SKILLS: Skills = {
     "small_talk": (9, small_talk),
     "joke": (1.5, joke),
     "off_topic": (6, off_topic),

@@ -7,7 +7,7 @@ hash falls in the top of its skill's range, so the split needs no list and never
 import hashlib
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -54,6 +54,10 @@ class Task:
             return bool(numbers) and numbers[-1] in self.accept
         stripped = reply.strip().rstrip(".!").lower()
         return any(re.search(rf"(^|\W){re.escape(a.rstrip('.').lower())}$", stripped) for a in self.accept)
+
+
+# Skills by name: how often one is drawn, and the function that makes up a task.
+Skills = dict[str, tuple[float, Callable[[random.Random], Task]]]
 
 
 def task(

@@ -2,12 +2,11 @@
 
 import random
 import string
-from collections.abc import Callable
 
 from tiny_about import ABOUT, CONCEPTS
 from tiny_questions import plain
 from tiny_talk import INTENTS
-from tiny_task import Task, phrase, task
+from tiny_task import Skills, Task, phrase, task
 from tiny_words import THINGS, WORDS, pairs, read
 
 _TEXTS = read("texts")
@@ -149,7 +148,7 @@ def greeting(rng: random.Random) -> Task:
     return task(question, reply, f"greet:{question.lower()}", (reply,), "exact", short="")
 
 
-SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+SKILLS: Skills = {
     "write_text": (3, write_text),
     "code": (1.5, code),
     "chance": (2, chance),
