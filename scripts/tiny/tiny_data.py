@@ -22,10 +22,12 @@ import tiny_skills
 import tiny_talk
 import tiny_texts
 from tiny_questions import HELD_OUT_WORDINGS, plain
-from tiny_task import Task, Turn, is_held_out, phrase
-from tiny_words import CAPITALS, DAYS, MONTHS, NAMES, WORDS
+from tiny_task import Skills, Task, Turn, is_held_out, phrase
+from tiny_words import CAPITALS, DAYS, MONTHS, NAMES, WORDS, read
 
-SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+_TEXTS = read("data")
+
+SKILLS: Skills = {
     **tiny_skills.SKILLS,
     **tiny_numbers.SKILLS,
     **tiny_facts.SKILLS,
@@ -45,21 +47,6 @@ BUCKETS: dict[int, float] = {192: 0.6, 640: 0.25, 2048: 0.15}
 # Ids are below 4096; this bit marks the ones that the model learns to produce.
 TARGET = 1 << 13
 
-_NEUTRAL_SYSTEM = (
-    "You are a helpful assistant.", "You are a friendly assistant.", "Be helpful and honest.",
-    "You are tiny, a small model.", "You are a helpful AI assistant.", "Answer the user's questions.", "Be kind.",
-    "You help people with small tasks.",
-)  # fmt: skip
-_SHORT_SYSTEM = (
-    "Answer only with the result.", "Be brief.", "Answer with one word or number.", "Answer as briefly as possible.",
-    "Reply with the answer only.", "Keep your answers short.", "Give only the answer.",
-)  # fmt: skip
-_CAPS_SYSTEM = (
-    "Answer in capital letters.", "Always write in upper case.", "Reply in capital letters only.",
-    "Shout all your answers.",
-)  # fmt: skip
-_PIRATE_SYSTEM = ("You are a pirate.", "Talk like a pirate.", "Answer like a pirate.", "You are a friendly pirate.")
-
 
 @dataclass
 class Conversation:
@@ -76,12 +63,12 @@ def new_conversation(rng: random.Random) -> Conversation:
     if kind < 0.82:
         return Conversation(None, lambda turn: turn.reply)
     if kind < 0.90:
-        return Conversation(phrase(rng, _NEUTRAL_SYSTEM), lambda turn: turn.reply)
+        return Conversation(phrase(rng, _TEXTS["neutral"]), lambda turn: turn.reply)
     if kind < 0.94:
-        return Conversation(phrase(rng, _SHORT_SYSTEM), lambda turn: turn.short or turn.reply)
+        return Conversation(phrase(rng, _TEXTS["short"]), lambda turn: turn.short or turn.reply)
     if kind < 0.97:
-        return Conversation(phrase(rng, _CAPS_SYSTEM), lambda turn: turn.reply.upper())
-    return Conversation(phrase(rng, _PIRATE_SYSTEM), lambda turn: f"Arr! {turn.reply}")
+        return Conversation(phrase(rng, _TEXTS["capitals"]), lambda turn: turn.reply.upper())
+    return Conversation(phrase(rng, _TEXTS["pirate"]), lambda turn: f"Arr! {turn.reply}")
 
 
 def draw(rng: random.Random, make: Callable[[random.Random], Task], held_out: bool = False) -> Task:

@@ -118,64 +118,7 @@ def ask_first_questions(answer: Answerer, max_new_tokens: int) -> FirstQuestions
     return {"sensible": sensible, "questions": len(asked), "asked": asked}
 
 
-_CARD = """# tiny: the model bundled with fastgen
-
-A Llama of {parameters:.2f} million parameters, so small that it ships inside the package: `fgchat` starts with it,
-the tests run on it, and nothing has to be downloaded. It chats a little, does sums, counts, converts units, spells,
-sorts, knows capitals and small facts, and answers questions about fastgen. It knows nothing else, and it is wrong now
-and then.
-
-| | |
-|---|---|
-| shape | 8 layers, hidden size 256, 4 query heads of size 64 on 2 KV heads, MLP 704, tied embeddings |
-| context | 2048 tokens |
-| tokenizer | byte-fallback BPE, 4096 entries, digits one by one; chat template with system, user and assistant |
-| weights | bfloat16, {megabytes:.1f} MB |
-| license | BSD-3-Clause, as fastgen |
-
-## Data
-
-Every dialogue is made up by the training script: seeded generators for {skills} skills, phrased in many ways,
-lower-cased and mistyped as people do. No text, data or weights come from elsewhere; the word lists and replies were
-written for this project. Rows of {buckets} tokens hold conversations of unrelated tasks; the loss is on the replies
-only.
-
-**Held out.** A fact such as 12 + 30 is held out in any order and any wording when the hash of its name falls in the
-last {held} of 100 buckets; numbers, words, lists and names are split this way. Where the facts are few (capitals,
-weekdays, months, opposites, small talk, questions about fastgen, jokes), all facts are trained and the exact wordings
-of questions are split instead: there the numbers below measure new wordings, not new knowledge.
-
-**Two-digit products** (neither factor a multiple of ten) are deliberately weak, so that an example of reinforcement
-learning has something to improve: only {mul2} of 100 buckets of pairs are trained, and {steps:.0f} % of those replies
-work the product out although nobody asked. Asked for it "step by step", the model
-always writes the steps; `multiply_2digit_steps` below is how often they lead to the product.
-
-## Training
-
-{runs}
-
-Muon for the matrices, AdamW for the rest. Runs are bounded by time, so another run gives other weights of about the
-same accuracy.
-
-## Accuracy
-
-Greedy replies to held-out prompts, by transformers in float32 from the bfloat16 weights as shipped (`accuracy.json`):
-
-| skill | | accuracy | prompts |
-|---|---|---:|---:|
-{rows}
-
-`after_long_conversation` asks {long_turns} turns into a conversation about other things.
-
-## First questions
-
-{sensible} of {questions} replies to first questions that people type at a chat prompt are sensible by the rules of
-`scripts/tiny/tiny_questions.py`. No training question has the wording of one of them. All {questions}, the wrong ones
-marked:
-
-{transcript}
-"""
-
+_CARD = Path(__file__).with_name("data").joinpath("card.txt").read_text()
 _RUN = """    {command}
 
 {hardware}: {data:.0f} million tokens of data, made in {data_seconds:.0f} s; {steps:,} steps of about

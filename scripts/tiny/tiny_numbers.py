@@ -1,14 +1,15 @@
-# ruff: noqa: E501 (ways to say one thing stand on few lines)
 """Skills on numbers beyond plain sums: counting, decimals, powers, conversions, and follow-ups on a result."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 
 from tiny_skills import ASK_VALUE, evaluate, fact_key
 from tiny_skills import SKILLS as PLAIN_SKILLS
-from tiny_task import Task, Turn, phrase, pick, task
-from tiny_words import NAMES, THINGS, number_in_words
+from tiny_task import Skills, Task, Turn, phrase, pick, task
+from tiny_words import NAMES, THINGS, filled, number_in_words, pairs, read
+
+_TEXTS = read("numbers")
 
 _VALUE_REPLIES = ("{e} = {c}.", "{c}", "The answer is {c}.", "That is {c}.", "{e} = {c}")
 
@@ -30,47 +31,25 @@ def _tight(rng: random.Random, expression: str) -> str:
     return expression if rng.random() < 0.7 else expression.replace(" ", "")
 
 
-_UP = (
-    "Count from {a} to {b}", "Count up from {a} to {b}", "Count to {b} starting at {a}", "Numbers from {a} to {b}",
-    "List the numbers from {a} to {b}", "Can you count from {a} to {b}", "Please count from {a} to {b}",
-    "Give me the numbers from {a} to {b}", "Write the numbers {a} to {b}", "count {a} to {b}", "Count {a} through {b}",
-    "I want you to count from {a} to {b}", "Could you count from {a} up to {b}", "Count numbers from {a} until {b}",
-)  # fmt: skip
-_FROM_ONE = (
-    "Count to {b}", "Count up to {b}", "Can you count to {b}", "Please count to {b}", "Count till {b}",
-    "How do you count to {b}", "Could you count up to {b}", "Show me how you count to {b}", "Just count to {b}",
-)  # fmt: skip
-_DOWN = (
-    "Count down from {a} to {b}", "Count backwards from {a} to {b}", "Count from {a} down to {b}",
-    "Can you count down from {a} to {b}", "Count backward from {a} to {b}", "Countdown from {a} to {b}",
-)  # fmt: skip
-_DOWN_TO_ONE = (
-    "Count down from {a}", "Countdown from {a}", "Count backwards from {a}", "Can you count down from {a}",
-    "Start a countdown at {a}", "Count backwards starting at {a}", "Do a countdown from {a}",
-)  # fmt: skip
 _STEP_NAMES = {2: "twos", 3: "threes", 4: "fours", 5: "fives", 6: "sixes", 10: "tens"}
 
 
 def _count_wording(rng: random.Random, first: int, last: int, step: int) -> tuple[str, ...]:
     """Return templates that ask for first, first + step, ... last."""
     if step == 1 and first == 1 and rng.random() < 0.6:
-        return _FROM_ONE
+        return _TEXTS["count to"]
     if step == -1 and last == 1 and rng.random() < 0.6:
-        return _DOWN_TO_ONE
+        return _TEXTS["count down to one"]
     size = abs(step)
     steps = ("",) if size == 1 else (f" by {size}s", f" in steps of {size}", f" by {size}")
     if size in _STEP_NAMES:
         steps += (f" by {_STEP_NAMES[size]}", f" in {_STEP_NAMES[size]}")
     by = rng.choice(steps)
     if step == first > 1 and rng.random() < 0.6:
-        return (f"Count{by} to {{b}}", f"Can you count{by} to {{b}}", f"Count up to {{b}}{by}", f"Count to {{b}}{by}",
-                f"Please count{by} till {{b}}")  # fmt: skip
+        return filled(_TEXTS["count in steps"], by=by)
     if step == 2 and rng.random() < 0.6:
-        kind = "odd" if first % 2 else "even"
-        return tuple(f"{ask} {kind} numbers from {{a}} to {{b}}" for ask in ("List the", "Name all", "Write the", "")) + (
-            f"All {kind} numbers between {{a}} and {{b}}", f"Count the {kind} numbers from {{a}} to {{b}}",
-        )  # fmt: skip
-    return tuple(template + by for template in (_UP if step > 0 else _DOWN))
+        return filled(_TEXTS["odd or even numbers"], k="odd" if first % 2 else "even")
+    return tuple(template + by for template in _TEXTS["count up" if step > 0 else "count down"])
 
 
 def count_range(rng: random.Random) -> Task:
@@ -95,36 +74,27 @@ def number_list(rng: random.Random) -> Task:
     if shape < 0.4:
         start, step = rng.randint(0, 50), rng.choice((1, 2, 2, 3, 4, 5, 5, 10, 10, -1, -2))
         row = [start + 20 * (step < 0) + step * i for i in range(rng.randint(3, 5) + 1)]
-        asked: tuple[str, ...] = ("What comes next: {l}?", "{l}, ?", "{l}, what is next?", "Continue: {l}",
-                                  "Next number: {l}", "What is the next number in {l}?", "Complete the row: {l}, ...")  # fmt: skip
         text, value = ", ".join(map(str, row[:-1])), row[-1]
-        return task(phrase(rng, asked, l=text), pick(rng, ("{c}", "The next number is {c}."), c=value),
-                    f"row:{text}", str(value), "number")  # fmt: skip
+        question = phrase(rng, _TEXTS["next number"], l=text)
+        reply = pick(rng, ("{c}", "The next number is {c}."), c=value)
+        return task(question, reply, f"row:{text}", str(value), "number")
     if shape < 0.75:
         n, after = rng.choice((rng.randrange(1, 120), rng.randrange(1, 2000))), rng.random() < 0.7
         where = "after" if after else "before"
-        asked = ("What comes {w} {n}?", "Which number comes {w} {n}?", "What number is {w} {n}?", "The number {w} {n}?",
-                 "What is the number right {w} {n}?", "Which number is {w} {n}?", "{w} {n} comes?")  # fmt: skip
         value = n + 1 if after else n - 1
-        replies = ("{c} comes {w} {n}.", "{c}")
-        question = phrase(rng, asked, w=where, n=n)
-        reply = pick(rng, replies, c=value, w=where, n=n)
+        question = phrase(rng, _TEXTS["beside"], w=where, n=n)
+        reply = pick(rng, ("{c} comes {w} {n}.", "{c}"), c=value, w=where, n=n)
         return task(question, reply, f"beside:{where}:{n}", (str(value), f"{value} comes {where} {n}"))
     n, k = rng.randint(3, 12), rng.randint(2, 9)
-    kinds = {
-        "primes": (("List the first {n} primes.", "What are the first {n} prime numbers?", "First {n} primes",
-                    "Name {n} prime numbers.", "Give me {n} primes."),
-                   [p for p in range(2, 40) if all(p % d for d in range(2, p))][:n]),
-        "multiples": (("List the first {n} multiples of {k}.", "First {n} multiples of {k}", "Give me {n} multiples of {k}."),
-                      [k * i for i in range(1, n + 1)]),
-        "fibonacci": (("First {n} Fibonacci numbers", "List {n} Fibonacci numbers.", "Fibonacci sequence, {n} numbers"),
-                      [0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89][:n]),
-        "table": (("Multiplication table of {k}", "What is the times table of {k}?", "The {k} times table"),
-                  [k * i for i in range(1, 11)]),
-    }  # fmt: skip
-    asked, row = rng.choice(list(kinds.values()))
-    answer = ", ".join(map(str, row))
-    question = phrase(rng, asked, n=n if rng.random() < 0.7 else number_in_words(n), k=k)
+    rows = {
+        "primes": [p for p in range(2, 40) if all(p % d for d in range(2, p))][:n],
+        "multiples": [k * i for i in range(1, n + 1)],
+        "fibonacci": [0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89][:n],
+        "table": [k * i for i in range(1, 11)],
+    }
+    kind = rng.choice(tuple(rows))
+    answer = ", ".join(map(str, rows[kind]))
+    question = phrase(rng, _TEXTS[kind], n=n if rng.random() < 0.7 else number_in_words(n), k=k)
     return task(question, f"{answer}.", f"list:{question.lower()}", answer)
 
 
@@ -169,10 +139,8 @@ def divide_any(rng: random.Random) -> Task:
 
 def expression(rng: random.Random) -> Task:
     """Three numbers: 5 + 6 + 7, 2 + 3 * 4, (1 + 2) * 3"""
-    shape, sign, other = (
-        rng.choice(("sums", "sums", "product last", "product first", "brackets")),
-        *rng.choices("+-", k=2),
-    )
+    shape = rng.choice(("sums", "sums", "product last", "product first", "brackets"))
+    sign, other = rng.choices("+-", k=2)
     a, b, c = (rng.randint(1, rng.choice((10, 20, 50, 100)) if shape == "sums" else 9) for _ in range(3))
     if shape == "product last":
         a = rng.randint(1, 30)
@@ -206,40 +174,24 @@ def percent(rng: random.Random) -> Task:
 def power(rng: random.Random) -> Task:
     """Squares, cubes, powers of two and ten, square roots; the split is by wording"""
     kind = rng.choice(("square", "root", "power", "power", "cube"))
-    n = rng.choice((*range(1, 13), *range(1, 11), 15, 20, 25, 30))
-    keys = [fact_key("*", n, n)] if n > 10 else []
-    if kind == "square":
-        asked = ("{n} squared", "What is {n} squared?", "The square of {n}?", "Square {n}.", "{n}^2", "{n}**2",
-                 "What's the square of {n}?", "{n} to the power of 2")  # fmt: skip
-        reply, value = "{n} squared is {c}.", n * n
-    elif kind == "root":
-        asked = ("What is the square root of {m}?", "sqrt({m})", "The square root of {m}?", "Root of {m}",
-                 "What's the root of {m}?", "Calculate the square root of {m}.", "sqrt {m}", "Find the square root of {m}.")  # fmt: skip
-        reply, value = "The square root of {m} is {c}.", n
-    elif kind == "cube":
-        n = rng.randint(1, 10)
-        keys = []
-        asked = ("{n} cubed", "What is {n} cubed?", "{n}^3", "The cube of {n}?", "{n} to the power of 3")
-        reply, value = "{n} cubed is {c}.", n**3
-    else:
+    n, e = rng.choice((*range(1, 13), *range(1, 11), 15, 20, 25, 30)), 2
+    keys = [fact_key("*", n, n)] if n > 10 and kind in ("square", "root") else []
+    if kind == "cube":
+        n, e = rng.randint(1, 10), 3
+    elif kind == "power":
         n, e = rng.choice([(2, i) for i in range(13)] + [(10, i) for i in range(7)] + [(3, i) for i in range(6)])
-        keys = []
-        asked = (f"{{n}}^{e}", f"What is {{n}} to the power of {e}?", f"{{n}} ** {e}", f"{{n}} to the {e}th power",
-                 f"{{n}} to the power {e}", f"What's {{n}} to the power {e}?", f"Calculate {{n}}^{e}.",
-                 f"How much is {{n}} to the power of {e}?", f"{{n}} raised to the power of {e}")  # fmt: skip
-        reply, value = f"{{n}} to the power of {e} is {{c}}.", n**e
-    question = phrase(rng, asked, n=n, m=n * n)
-    return Task((Turn(question, pick(rng, (reply, "{c}"), n=n, m=n * n, c=value), str(value)),),
-                (*keys, f"power:{question.lower()}"), (str(value),), "number")  # fmt: skip
+    value = n if kind == "root" else n**e
+    question = phrase(rng, filled(_TEXTS[kind], e=e), n=n, m=n * n)
+    reply = pick(rng, (*_TEXTS[f"{kind} reply"], "{c}"), n=n, m=n * n, e=e, c=value)
+    keys.append(f"power:{question.lower()}")
+    return Task((Turn(question, reply, str(value)),), tuple(keys), (str(value),), "number")
 
 
 def prime(rng: random.Random) -> Task:
     """Is 91 prime? The split is by wording"""
     n = rng.randint(2, 120)
     factor = next((d for d in range(2, n) if n % d == 0), 0)
-    asked = ("Is {n} prime?", "Is {n} a prime number?", "Is {n} a prime?", "{n}: prime or not?", "Prime number: {n}?",
-             "Check if {n} is prime.", "Is the number {n} prime?", "Can you check whether {n} is a prime?")  # fmt: skip
-    question = phrase(rng, asked, n=n)
+    question = phrase(rng, _TEXTS["prime"], n=n)
     reply = f"No, {n} is not prime: {n} = {factor} * {n // factor}." if factor else f"Yes, {n} is prime."
     return task(question, reply, f"prime:{question.lower()}", (reply,), "exact", short="No." if factor else "Yes.")
 
@@ -249,14 +201,10 @@ def parity(rng: random.Random) -> Task:
     n, kind = rng.randrange(10 ** rng.randint(1, 4)), rng.choice(("even", "odd"))
     truth = "odd" if n % 2 else "even"
     if rng.random() < 0.3:
-        asked = ("Is {n} even or odd?", "Is {n} odd or even?", "{n}: even or odd?", "Is the number {n} even or odd?",
-                 "{n} is even or odd?", "Even or odd: {n}")  # fmt: skip
-        reply = pick(rng, ("{n} is {t}.", "It is {t}."), n=n, t=truth)
+        asked, reply = "even or odd", pick(rng, ("{n} is {t}.", "It is {t}."), n=n, t=truth)
     else:
-        asked = ("Is {n} {k}?", "Is {n} {k}?", "Is {n} an {k} number?", "Is the number {n} {k}?", "{n} is {k}, right?",
-                 "Would you say {n} is {k}?", "{n} {k}?", "Tell me whether {n} is {k}.", "Is {n} {k} or not?")  # fmt: skip
-        reply = f"{'Yes' if kind == truth else 'No'}, {n} is {truth}."
-    return task(phrase(rng, asked, n=n, k=kind), reply, f"parity:{n}", truth)
+        asked, reply = "parity", f"{'Yes' if kind == truth else 'No'}, {n} is {truth}."
+    return task(phrase(rng, _TEXTS[asked], n=n, k=kind), reply, f"parity:{n}", truth)
 
 
 def bigger(rng: random.Random) -> Task:
@@ -275,41 +223,16 @@ def bigger(rng: random.Random) -> Task:
     right = (Decimal(a) > Decimal(b)) == up
     winner, other = (a, b) if right else (b, a)
     if rng.random() < 0.5:
-        asked = ("Is {a} {w} than {b}?", "Is {a} {w} than {b}?", "{a} is {w} than {b}, right?", "Is it true that {a} is {w} than {b}?",
-                 f"{{a}} {'>' if up else '<'} {{b}}?")  # fmt: skip
+        asked = filled(_TEXTS["is bigger"], sign=">" if up else "<")
         reply = f"{'Yes' if right else 'No'}, {winner} is {word} than {other}."
     else:
-        asked = ("Which is {w}, {a} or {b}?", "{a} or {b}, which is {w}?", "What is {w}: {a} or {b}?", "What's {w}, {a} or {b}?",
-                 "Which number is {w}: {a} or {b}?", "Is {a} or {b} {w}?", "Which one is {w}, {a} or {b}?", "{w}: {a} or {b}?")  # fmt: skip
+        asked = _TEXTS["which is bigger"]
         reply = f"{winner} is {word} than {other}."
     return task(phrase(rng, asked, a=a, b=b, w=word), reply, f"bigger:{a},{b}", reply)
 
 
 # Names of a unit and of a smaller one, and how many of the smaller one it has.
-_UNITS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
-    (("km", "kilometers", "kilometres"), ("m", "meters", "metres"), "1000"),
-    (("m", "meters", "metres"), ("cm", "centimeters"), "100"),
-    (("cm", "centimeters"), ("mm", "millimeters"), "10"),
-    (("kg", "kilograms", "kilos"), ("g", "grams"), "1000"),
-    (("tons", "tonnes"), ("kg", "kilograms"), "1000"),
-    (("l", "liters", "litres"), ("ml", "milliliters"), "1000"),
-    (("hours", "hours"), ("minutes",), "60"),
-    (("minutes",), ("seconds",), "60"),
-    (("days",), ("hours",), "24"),
-    (("weeks",), ("days",), "7"),
-    (("years",), ("months",), "12"),
-    (("feet",), ("inches",), "12"),
-    (("yards",), ("feet",), "3"),
-    (("inches",), ("cm", "centimeters"), "2.54"),
-    (("dozen",), ("eggs", "pieces", "things"), "12"),
-    (("dollars",), ("cents",), "100"),
-    (("euros",), ("cents",), "100"),
-    (("centuries",), ("years",), "100"),
-    (("decades",), ("years",), "10"),
-    (("GB", "gigabytes"), ("MB", "megabytes"), "1000"),
-    (("bytes",), ("bits",), "8"),
-    (("miles",), ("km", "kilometers"), "1.6"),
-)
+_UNITS = tuple((large, small.split("; "), factor) for large, (small, factor) in pairs(_TEXTS["units"]))
 _SINGULAR = {"feet": "foot", "inches": "inch", "centuries": "century", "dozen": "dozen"}
 
 
@@ -321,11 +244,9 @@ def convert(rng: random.Random) -> Task:
     """5 km in meters, 2 hours in minutes, 20 degrees Celsius in Fahrenheit"""
     if rng.random() < 0.12:
         celsius = rng.randrange(-20, 105, 5)
-        asked = ("What is {n} degrees Celsius in Fahrenheit?", "Convert {n} C to F.", "{n} celsius in fahrenheit",
-                 "Convert {n} degrees Celsius to Fahrenheit.", "How much is {n} C in F?", "{n} C to F")  # fmt: skip
         value = celsius * 9 // 5 + 32
         reply = f"{celsius} degrees Celsius is {value} degrees Fahrenheit."
-        question = phrase(rng, asked, n=celsius)
+        question = phrase(rng, _TEXTS["celsius"], n=celsius)
         return Task((Turn(question, reply, str(value)),), (f"convert:C:{celsius}",), (reply[:-1],))
     large, small, factor = rng.choice(_UNITS)
     n = rng.choice((1, 1, 2, 3, *range(2, 13), 15, 20, 24, 30, 50, 60, 100))
@@ -334,13 +255,10 @@ def convert(rng: random.Random) -> Task:
     if n == 1:
         unit = _singular(x)
         count, x = ("an" if unit[0] in "aeio" or unit == "hour" else "a") if rng.random() < 0.6 else count, unit
-    asked = ("How many {y} are in {n} {x}?", "How many {y} are {n} {x}?", "Convert {n} {x} to {y}.", "{n} {x} in {y}",
-             "What is {n} {x} in {y}?", "How much is {n} {x} in {y}?", "{n} {x} to {y}", "How many {y} in {n} {x}?",
-             "How many {y} does {n} {x} have?", "{n} {x} is how many {y}?", "Can you convert {n} {x} into {y}?")  # fmt: skip
     if rng.random() < 0.3 and value == int(value) and large[0] != "dozen":  # the other way round
         x, y, n, value, count = y, rng.choice(large), int(value), Decimal(n), str(int(value))
     about = "about " if "miles" in (*large, x, y) else ""
-    question = phrase(rng, asked, n=count, x=x, y=y)
+    question = phrase(rng, _TEXTS["convert"], n=count, x=x, y=y)
     one = _singular(y) if value == 1 else y
     reply = f"{n} {x} is {about}{shown(value)} {one}."
     return Task((Turn(question, reply, shown(value)),), (f"convert:{n}:{x}:{y}",), (reply[:-1],))
@@ -350,21 +268,9 @@ def leap_year(rng: random.Random) -> Task:
     """Is 2024 a leap year?"""
     year = rng.choice((rng.randint(1980, 2060), rng.choice(range(1600, 2500, 100)), rng.randint(1500, 2500)))
     leap = year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
-    asked = (
-        "Is {y} a leap year?", "Was {y} a leap year?", "Will {y} be a leap year?", "{y}: leap year?", "Is the year {y} a leap year?",
-    )  # fmt: skip
     reply = f"Yes, {year} is a leap year." if leap else f"No, {year} is not a leap year."
-    return task(phrase(rng, asked, y=year), reply, f"leap:{year}", (reply,), "exact", short=reply.split(",")[0])
-
-
-_GAIN = ("get {b} more", "buy {b} more", "find {b}", "receive {b} more", "pick up {b} more", "{o} gives me {b} more")
-_LOSS = (
-    "eat {b} of them", "lose {b}", "give {b} away", "sell {b}", "drop {b}", "give {b} to {o}", "eat {b}", "throw {b} away",
-)  # fmt: skip
-_HOW_MANY = ("How many do I have?", "how many do I have now?", "How many are there now?", "how many have I got?")
-_HOW_MANY_LEFT = (
-    "How many are left?", "how many do I have left?", "How many remain?", "how many are still there?", "how many left?",
-)  # fmt: skip
+    question, short = phrase(rng, _TEXTS["leap year"], y=year), reply.split(",")[0]
+    return task(question, reply, f"leap:{year}", (reply,), "exact", short)
 
 
 def story_sum(rng: random.Random) -> Task:
@@ -373,39 +279,19 @@ def story_sum(rng: random.Random) -> Task:
     gain = rng.random() < 0.45
     a = rng.randint(1 if gain else b, 40 if gain else b + 40)
     thing, other = rng.choice(THINGS), rng.choice(NAMES)
-    event = rng.choice(_GAIN if gain else _LOSS)
+    event = rng.choice(_TEXTS["gain" if gain else "loss"])
     c, op = (a + b, "+") if gain else (a - b, "-")
-    ask = rng.choice(_HOW_MANY if gain else _HOW_MANY_LEFT)
+    ask = rng.choice(_TEXTS["how many" if gain else "how many left"])
     reply, keys = f"{a} {op} {b} = {c}.", (fact_key(op, a, b), f"story:{a}{op}{b}")
-    start = f"I have {{a}} {thing}"
     if rng.random() < 0.5:
         who = "" if event.startswith("{o}") else "I "
-        joint = rng.choice(
-            (f"{start}. {who}{event}. {ask}", f"{start} and {event}. {ask}", f"{start}, then {who}{event}, {ask}")
-        )
-        return Task((Turn(phrase(rng, (joint,), a=a, b=b, o=other), reply, str(c)),), keys, (str(c),), "number")
+        joint = filled(_TEXTS["story"], t=thing, event=event, who=who, ask=ask)
+        question = phrase(rng, (rng.choice(joint),), a=a, b=b, o=other)
+        return Task((Turn(question, reply, str(c)),), keys, (str(c),), "number")
     event = event if event.startswith("{o}") else f"I {rng.choice(('', '', 'now ', 'then '))}{event}"
-    told = Turn(phrase(rng, (f"{start}.", f"I have got {{a}} {thing}.", f"There are {{a}} {thing} on my table.", f"I own {{a}} {thing}."), a=a),
-                f"You have {a} {thing}.")  # fmt: skip
-    asked = Turn(phrase(rng, (f"{event}. {ask}", f"{event}, {ask}", f"Now {event}. {ask}", f"{ask[:-1]} if {event}?"), b=b, o=other),
-                 reply, str(c))  # fmt: skip
-    return Task((told, asked), keys, (str(c),), "number")
-
-
-_AGAIN: dict[str, tuple[str, ...]] = {
-    "+": ("And plus {c}?", "Plus {c}?", "Now add {c}.", "Add {c} to that.", "and {c} more?", "+ {c}", "And if you add {c}?",
-          "add {c} to it", "then plus {c}", "plus {c} more", "ok and plus {c}", "Increase it by {c}.", "What if I add {c}?"),
-    "-": ("And minus {c}?", "Minus {c}?", "Now subtract {c}.", "Subtract {c} from that.", "take away {c}", "- {c}",
-          "and {c} less?", "subtract {c} from it", "then minus {c}", "ok now minus {c}", "Decrease it by {c}.", "minus {c} then"),
-    "double": ("Now double it.", "Double that.", "Can you double it?", "And twice that?", "Times two?", "Double the result.",
-               "And doubled?", "now double that", "twice that?", "Multiply it by two.", "double it again", "Double it now.",
-               "then double it", "and double it", "what is double that?", "double this number", "ok, double it"),
-    "half": ("Half of that?", "Now halve it.", "And half of it?", "Halve it.", "what is half of that?", "half it", "cut it in half",
-             "Divide it by two.", "and half that?"),
-    "*": ("Times {c}?", "Now multiply by {c}.", "Multiply it by {c}.", "* {c}", "and times {c}?", "times {c} then", "x {c}"),
-    "parity": ("Is it even?", "Is it odd?", "Is that odd?", "Even or odd?", "Is that number even?", "is the result even?",
-               "is that an even number?", "is this odd or even?", "is it an odd number?"),
-}  # fmt: skip
+    told = Turn(phrase(rng, filled(_TEXTS["story start"], t=thing), a=a), f"You have {a} {thing}.")
+    asked = phrase(rng, filled(_TEXTS["story end"], event=event, ask=ask[:-1]), b=b, o=other)
+    return Task((told, Turn(asked, reply, str(c))), keys, (str(c),), "number")
 
 
 def _again(rng: random.Random, value: int) -> tuple[Turn, int, list[str]]:
@@ -417,7 +303,7 @@ def _again(rng: random.Random, value: int) -> tuple[Turn, int, list[str]]:
         kinds.append("*")
     kind = rng.choice(kinds)
     c = rng.randint(2, 9) if kind == "*" else rng.randint(1, 60)
-    question = phrase(rng, _AGAIN[kind], c=c)
+    question = phrase(rng, _TEXTS[f"again {kind}"], c=c)
     if kind == "parity":
         truth = "odd" if value % 2 else "even"
         asked = {word for word in ("odd", "even") if word in question.lower()}
@@ -451,7 +337,7 @@ def follow_up_sum(rng: random.Random) -> Task:
     return Task(tuple(turns), tuple(keys), (last,), "ends" if last in ("odd", "even") else "number")
 
 
-SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+SKILLS: Skills = {
     "count_range": (5, count_range),
     "number_list": (2, number_list),
     "decimals": (5, decimals),

@@ -5,10 +5,11 @@ commutes, so that 30 + 12 is held out together with 12 + 30.
 """
 
 import random
-from collections.abc import Callable
 
-from tiny_task import Task, Turn, any_word, phrase, pick, task
-from tiny_words import OPPOSITES, ORDINALS, WORDS, number_in_words
+from tiny_task import Skills, Task, Turn, any_word, phrase, pick, task
+from tiny_words import OPPOSITES, ORDINALS, WORDS, number_in_words, read
+
+_TEXTS = read("skills")
 
 # Share of two-digit products that are answered by working them out although nobody asked for it. The direct answers are
 # mostly wrong, the worked ones mostly right: reinforcement learning has only to find that working it out pays.
@@ -20,24 +21,7 @@ _OPERATIONS = {
     "*": (" * ", " * ", "*", " x ", "x", " times ", " multiplied by ", " × "),  # noqa: RUF001
     "/": (" / ", " / ", "/", " divided by ", " ÷ ", " over "),
 }
-ASK_VALUE = (
-    "What is {e}?", "What is {e}?", "What is {e}?", "What's {e}?", "{e}", "{e}?", "{e} = ?", "{e} =", "{e}=",
-    "Calculate {e}.", "Compute {e}.", "How much is {e}?", "Solve {e}.", "What does {e} equal?", "Tell me {e}.",
-    "Can you calculate {e}?", "I need the result of {e}.", "What do you get for {e}?", "Please compute {e}.",
-    "Do you know what {e} is?", "Work out {e}.", "What is the result of {e}?", "How much does {e} make?",
-    "Could you tell me what {e} is?", "How much does {e} equal?", "{e} equals", "{e} is?", "{e} gives what?",
-    "Give me {e}.", "Whats {e}", "What would {e} be?", "{e} makes?", "I want to know {e}.", "can you do {e}?",
-    "Result of {e}?", "Evaluate {e}.",
-)  # fmt: skip
-_ASK_BY_NAME = {
-    "+": ("Add {a} and {b}.", "Add {a} to {b}.", "What is the sum of {a} and {b}?", "Can you add {a} and {b}?",
-          "Sum of {a} and {b}", "I have {a} apples and get {b} more. How many do I have?", "{a} and {b} together?"),
-    "-": ("Subtract {b} from {a}.", "What is the difference of {a} and {b}?", "Take {b} away from {a}.",
-          "I have {a} coins and lose {b}. How many are left?", "What is {a} less {b}?"),
-    "*": ("Multiply {a} by {b}.", "Multiply {a} and {b}.", "What is the product of {a} and {b}?",
-    "Product of {a} and {b}"),
-    "/": ("Divide {a} by {b}.", "How many times does {b} fit into {a}?", "Share {a} among {b} people. How many each?"),
-}  # fmt: skip
+ASK_VALUE = _TEXTS["value"]
 _REPLY_VALUE = ("{a} {op} {b} = {c}.", "{c}", "The answer is {c}.", "That is {c}.", "{a} {op} {b} = {c}")
 
 
@@ -57,7 +41,7 @@ def _expression(rng: random.Random, op: str, a: int, b: int) -> str:
 
 def _question(rng: random.Random, op: str, a: int, b: int) -> str:
     if rng.random() < 0.2:
-        return phrase(rng, _ASK_BY_NAME[op], a=a, b=b)
+        return phrase(rng, _TEXTS[f"by name {op}"], a=a, b=b)
     return phrase(rng, ASK_VALUE, e=_expression(rng, op, a, b))
 
 
@@ -145,12 +129,7 @@ def multiply_2digit(rng: random.Random) -> Task:
 def multiply_2digit_steps(rng: random.Random) -> Task:
     """12 * 34 "step by step"."""
     a, b = two_digit_factors(rng)
-    asked = (
-        "What is {e} step by step?", "{e} step by step", "Step by step: {e}", "Work out {e} step by step.",
-        "What is {e}? Think step by step.", "Show me how to calculate {e}.", "Calculate {e}, show your work.",
-        "Explain step by step what {e} is.", "{e}? Show the steps.", "Multiply {a} by {b} step by step.",
-    )  # fmt: skip
-    question = phrase(rng, asked, e=_expression(rng, "*", a, b), a=a, b=b)
+    question = phrase(rng, _TEXTS["product step by step"], e=_expression(rng, "*", a, b), a=a, b=b)
     return Task((Turn(question, work_out(a, b)),), steps_keys(a, b), (str(a * b),), "number")
 
 
@@ -164,14 +143,10 @@ def double_or_half(rng: random.Random) -> Task:
     """Double 17, half of 34."""
     a = _number(rng, rng.randint(1, 2))
     if rng.random() < 0.5:
-        question = phrase(
-            rng, ("Double {a}.", "What is twice {a}?", "What is double {a}?", "What is 2 times {a}?"), a=a
-        )
-        return task(
-            question, pick(rng, ("{c}.", "Twice {a} is {c}."), a=a, c=2 * a), f"double:{a}", str(2 * a), "number"
-        )
-    question = phrase(rng, ("What is half of {a}?", "Half of {a}?", "Halve {a}.", "What's half of {a}?"), a=2 * a)
-    return task(question, pick(rng, ("{c}.", "Half of {a} is {c}."), a=2 * a, c=a), f"half:{2 * a}", str(a), "number")
+        question, reply = phrase(rng, _TEXTS["double"], a=a), pick(rng, ("{c}.", "Twice {a} is {c}."), a=a, c=2 * a)
+        return task(question, reply, f"double:{a}", str(2 * a), "number")
+    question, reply = phrase(rng, _TEXTS["half"], a=2 * a), pick(rng, ("{c}.", "Half of {a} is {c}."), a=2 * a, c=a)
+    return task(question, reply, f"half:{2 * a}", str(a), "number")
 
 
 def number_words(rng: random.Random) -> Task:
@@ -179,10 +154,10 @@ def number_words(rng: random.Random) -> Task:
     n = _number(rng, rng.randint(1, 3))
     words = number_in_words(n)
     if rng.random() < 0.5:
-        asked = ("Write {n} in words.", "How do you write {n} in words?", "Spell out the number {n}.", "{n} in words")
-        return task(phrase(rng, asked, n=n), pick(rng, ("{w}.", "{n} is {w}."), n=n, w=words), f"inwords:{n}", words)
-    asked = ("Write {w} as a number.", "What number is {w}?", "{w} in digits", "Which number is {w}?")
-    return task(phrase(rng, asked, w=words), pick(rng, ("{n}", "{w} is {n}."), n=n, w=words), f"indigits:{n}", str(n))
+        question, reply = phrase(rng, _TEXTS["number in words"], n=n), pick(rng, ("{w}.", "{n} is {w}."), n=n, w=words)
+        return task(question, reply, f"inwords:{n}", words)
+    question, reply = phrase(rng, _TEXTS["number in digits"], w=words), pick(rng, ("{n}", "{w} is {n}."), n=n, w=words)
+    return task(question, reply, f"indigits:{n}", str(n))
 
 
 def extreme(rng: random.Random) -> Task:
@@ -191,12 +166,8 @@ def extreme(rng: random.Random) -> Task:
     kind = rng.choice(("largest", "biggest", "smallest", "lowest", "highest", "maximum", "minimum"))
     c = min(numbers) if kind in ("smallest", "lowest", "minimum") else max(numbers)
     text = ", ".join(map(str, numbers))
-    asked = (
-        "What is the {k} of {l}?", "Which number is the {k}: {l}?", "{k} of {l}", "Find the {k}: {l}",
-        "The {k} of {l}?",
-    )  # fmt: skip
     reply = pick(rng, ("The {k} is {c}.", "{c}"), k=kind, c=c)
-    return task(phrase(rng, asked, k=kind, l=text), reply, f"extreme:{kind}:{text}", str(c), "number")
+    return task(phrase(rng, _TEXTS["extreme"], k=kind, l=text), reply, f"extreme:{kind}:{text}", str(c), "number")
 
 
 def sort_numbers(rng: random.Random) -> Task:
@@ -205,33 +176,19 @@ def sort_numbers(rng: random.Random) -> Task:
     separator = rng.choice((", ", ", ", " ", ","))
     text = separator.join(map(str, numbers))
     descending = rng.random() < 0.2
-    up = (
-        "Sort {l}.", "Sort these numbers: {l}", "Sort the numbers {l}.", "Put these numbers in order: {l}",
-        "Order {l}", "Sort {l} in ascending order.", "Sort from smallest to largest: {l}", "Can you sort {l}?",
-        "Please sort {l}", "Arrange {l} from low to high.", "sort: {l}",
-    )  # fmt: skip
-    down = (
-        "Sort {l} in descending order.", "Sort from largest to smallest: {l}", "Sort {l} from high to low.",
-        "Sort these numbers in descending order: {l}", "Sort {l}, largest first.", "Sort {l} in reverse order.",
-    )  # fmt: skip
     answer = ", ".join(map(str, sorted(numbers, reverse=descending)))
     key = f"sortn:{','.join(map(str, sorted(numbers)))}"
     reply = pick(rng, ("{c}", "Sorted: {c}"), c=answer)
-    return task(phrase(rng, down if descending else up, l=text), reply, key, answer)
+    return task(phrase(rng, _TEXTS["sort numbers down" if descending else "sort numbers"], l=text), reply, key, answer)
 
 
 def sort_words(rng: random.Random) -> Task:
     """Sort 3 to 6 words alphabetically."""
     words = [any_word(rng) if rng.random() < 0.3 else rng.choice(WORDS) for _ in range(rng.randint(3, 6))]
     text = rng.choice((", ", ", ", " ")).join(words)
-    asked = (
-        "Sort these words: {l}", "Sort {l} alphabetically.", "Put these words in alphabetical order: {l}",
-        "Sort the words {l}.", "Alphabetical order: {l}", "Order these words alphabetically: {l}", "Sort {l}",
-        "Can you sort these words? {l}",
-    )  # fmt: skip
     answer = ", ".join(sorted(words))
     reply = pick(rng, ("{c}", "Sorted: {c}"), c=answer)
-    return task(phrase(rng, asked, l=text), reply, f"sortw:{','.join(sorted(words))}", answer)
+    return task(phrase(rng, _TEXTS["sort words"], l=text), reply, f"sortw:{','.join(sorted(words))}", answer)
 
 
 def _quoted(rng: random.Random, word: str) -> str:
@@ -248,14 +205,9 @@ def _quoted(rng: random.Random, word: str) -> str:
 def spell(rng: random.Random) -> Task:
     """banana -> b-a-n-a-n-a."""
     word = any_word(rng)
-    asked = (
-        "Spell {w}.", "Spell {w}.", "How do you spell {w}?", "Can you spell {w}?", "Spell out {w}.",
-        "How is {w} spelled?", "What is the spelling of {w}?", "Spell {w} for me.", "How to spell {w}?",
-        "Please spell {w}.", "spelling of {w}",
-    )  # fmt: skip
     answer = "-".join(word)
     reply = pick(rng, ("{c}", "{w} is spelled {c}."), c=answer, w=word)
-    return task(phrase(rng, asked, w=_quoted(rng, word)), reply, f"spell:{word}", answer)
+    return task(phrase(rng, _TEXTS["spell"], w=_quoted(rng, word)), reply, f"spell:{word}", answer)
 
 
 def backwards(word: str) -> str:
@@ -266,25 +218,16 @@ def backwards(word: str) -> str:
 def reverse(rng: random.Random) -> Task:
     """banana -> ananab."""
     word = any_word(rng)
-    asked = (
-        "Reverse {w}.", "Reverse {w}.", "Spell {w} backwards.", "What is {w} backwards?", "Write {w} backwards.",
-        "Can you reverse {w}?", "{w} backwards", "Reverse the letters of {w}.", "Say {w} backwards.",
-        "What's {w} in reverse?",
-    )  # fmt: skip
     key = f"reverse:{word}"
-    return task(phrase(rng, asked, w=_quoted(rng, word)), backwards(word), key, word[::-1])
+    return task(phrase(rng, _TEXTS["reverse"], w=_quoted(rng, word)), backwards(word), key, word[::-1])
 
 
 def count_letters(rng: random.Random) -> Task:
     """How many letters a word has."""
     word = any_word(rng)
-    asked = (
-        "How many letters are in {w}?", "How many letters does {w} have?", "Count the letters in {w}.",
-        "How long is {w}?", "Number of letters in {w}?", "Count letters: {w}", "How many letters in {w}?",
-        "What is the length of {w}?",
-    )  # fmt: skip
     reply = f"{'-'.join(word)}: {len(word)} letters."
-    return task(phrase(rng, asked, w=_quoted(rng, word)), reply, f"letters:{word}", str(len(word)), "number")
+    question = phrase(rng, _TEXTS["count letters"], w=_quoted(rng, word))
+    return task(question, reply, f"letters:{word}", str(len(word)), "number")
 
 
 def count_letter(rng: random.Random) -> Task:
@@ -293,13 +236,9 @@ def count_letter(rng: random.Random) -> Task:
     letter = rng.choice(word) if rng.random() < 0.85 else rng.choice("abcdefghijklmnopqrstuvwxyz")
     count = word.count(letter)
     shown = rng.choice((letter, letter, f'"{letter}"', f"the letter {letter}", f"{letter}'s", f"{letter}s"))
-    asked = (
-        "How many {l} are in {w}?", "How many {l} are there in {w}?", "How many {l} in {w}?", "Count {l} in {w}.",
-        "How often does {l} appear in {w}?", "How many times does {l} occur in {w}?", "How many {l} does {w} have?",
-    )  # fmt: skip
     reply = f"{'-'.join(word)}: the letter {letter} appears {count} time{'' if count == 1 else 's'}."
     key = f"letter:{letter}:{word}"
-    return task(phrase(rng, asked, w=_quoted(rng, word), l=shown), reply, key, str(count), "number")
+    return task(phrase(rng, _TEXTS["count letter"], w=_quoted(rng, word), l=shown), reply, key, str(count), "number")
 
 
 def nth_letter(rng: random.Random) -> Task:
@@ -308,41 +247,29 @@ def nth_letter(rng: random.Random) -> Task:
     place = rng.choice(("first", "last", "n"))
     index = {"first": 0, "last": len(word) - 1, "n": rng.randrange(len(word))}[place]
     name = place if place != "n" else ORDINALS[index]
-    asked = (
-        "What is the {n} letter of {w}?", "{n} letter of {w}", "What's the {n} letter in {w}?",
-        "Which letter is {n} in {w}?", "Tell me the {n} letter of {w}.",
-    )  # fmt: skip
     reply = f"{'-'.join(word)}: the {name} letter is {word[index]}."
-    return task(phrase(rng, asked, w=_quoted(rng, word), n=name), reply, f"nth:{index}:{word}", word[index])
-
-
-def _words(rng: random.Random, low: int, high: int) -> list[str]:
-    return [rng.choice(WORDS) for _ in range(rng.randint(low, high))]
+    question = phrase(rng, _TEXTS["nth letter"], w=_quoted(rng, word), n=name)
+    return task(question, reply, f"nth:{index}:{word}", word[index])
 
 
 def count_words(rng: random.Random) -> Task:
     """How many words a short text has."""
-    words = _words(rng, 2, 10)
+    words = [rng.choice(WORDS) for _ in range(rng.randint(2, 10))]
     text = " ".join(words)
-    asked = ("How many words are in: {t}", "Count the words: {t}", 'How many words are in "{t}"?', "Count words: {t}",
-             "How many words does this have: {t}", "How many words: {t}")  # fmt: skip
     reply = pick(rng, ("{c} words.", "{c}"), c=len(words))
-    return task(phrase(rng, asked, t=text), reply, f"words:{text}", str(len(words)), "number")
+    return task(phrase(rng, _TEXTS["count words"], t=text), reply, f"words:{text}", str(len(words)), "number")
 
 
 def repeat(rng: random.Random) -> Task:
     """Say something back."""
     text = " ".join(any_word(rng) for _ in range(rng.randint(1, 6)))
-    asked = ("Say {t}", "Repeat after me: {t}", "Repeat: {t}", "Say: {t}", "Please repeat {t}", "Echo {t}", 'Say "{t}"')
-    return task(phrase(rng, asked, t=text), text, f"repeat:{text}", text)
+    return task(phrase(rng, _TEXTS["repeat"], t=text), text, f"repeat:{text}", text)
 
 
 def upper_case(rng: random.Random) -> Task:
     """Write a word in capital letters."""
     text = " ".join(any_word(rng) for _ in range(rng.randint(1, 2)))
-    asked = ("Write {t} in capital letters.", "{t} in upper case", "Uppercase {t}.", "Make this upper case: {t}",
-             "Write {t} in uppercase.", "Capitalize every letter of {t}.")  # fmt: skip
-    return task(phrase(rng, asked, t=text), text.upper(), f"upper:{text}", text.upper())
+    return task(phrase(rng, _TEXTS["upper case"], t=text), text.upper(), f"upper:{text}", text.upper())
 
 
 def next_letter(rng: random.Random) -> Task:
@@ -351,10 +278,7 @@ def next_letter(rng: random.Random) -> Task:
     letter, answer = chr(97 + i), chr(97 + i + step)
     where = rng.choice(("after", "follows") if step == 1 else ("before", "precedes"))
     verb = f"comes {where}" if where in ("after", "before") else where
-    asked = ("Which letter {v} {l}?", "What letter {v} {l}?", "What {v} the letter {l}?",
-             "What {v} {l} in the alphabet?", "Which letter {v} {l} in the alphabet?", "The letter that {v} {l}?",
-             "Tell me which letter {v} {l}.")  # fmt: skip
-    question = phrase(rng, asked, v=verb, l=letter if rng.random() < 0.6 else letter.upper())
+    question = phrase(rng, _TEXTS["next letter"], v=verb, l=letter if rng.random() < 0.6 else letter.upper())
     reply = pick(rng, ("{c}", "The letter {c}."), c=answer.upper())
     return task(question, reply, f"letterphrase:{question.lower()}", answer)
 
@@ -364,15 +288,12 @@ def opposite(rng: random.Random) -> Task:
     pair = rng.choice(OPPOSITES)
     word, answer = pair if rng.random() < 0.5 else pair[::-1]
     answers = [y for x, y in OPPOSITES if x == word] + [x for x, y in OPPOSITES if y == word]
-    asked = ("What is the opposite of {w}?", "Opposite of {w}", "What's the opposite of {w}?",
-             "Give me the opposite of {w}.",
-             "What is the antonym of {w}?", "The opposite of {w}?", "Tell me the opposite of {w}.")  # fmt: skip
-    question = phrase(rng, asked, w=word)
+    question = phrase(rng, _TEXTS["opposite"], w=word)
     reply = pick(rng, ("The opposite of {w} is {c}.", "{c}"), w=word, c=answer)
     return task(question, reply, f"opposite:{question.lower()}", [answer, *answers])
 
 
-SKILLS: dict[str, tuple[float, Callable[[random.Random], Task]]] = {
+SKILLS: Skills = {
     "add_2digit": (6, add_2digit),
     "add_3digit": (6, add_3digit),
     "add_mixed": (6, add_mixed),

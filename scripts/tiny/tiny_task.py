@@ -7,12 +7,14 @@ hash falls in the top of its skill's range, so the split needs no list and never
 import hashlib
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from tiny_words import WORDS
+from tiny_words import WORDS, read
+
+_TEXTS = read("task")
 
 Grade = Literal["number", "ends", "exact"]
 
@@ -54,6 +56,10 @@ class Task:
         return any(re.search(rf"(^|\W){re.escape(a.rstrip('.').lower())}$", stripped) for a in self.accept)
 
 
+# Skills by name: how often one is drawn, and the function that makes up a task.
+Skills = dict[str, tuple[float, Callable[[random.Random], Task]]]
+
+
 def task(
     user: str, reply: str, key: str, answer: str | Sequence[str], grade: Grade = "ends", short: str | None = None
 ) -> Task:
@@ -73,11 +79,6 @@ def is_held_out(key: str) -> bool:
     return bucket(key) >= (MUL2_TRAINED_BUCKETS if key.startswith("mul2:") else TRAINED_BUCKETS)
 
 
-_PREFIXES = (
-    "please ", "hey, ", "hi, ", "ok, ", "so ", "and ", "now ", "hello, ", "can you tell me: ", "quick question: ",
-    "i want to know: ", "tell me, ", "Question: ", "Please ", "well, ", "also, ", "hey tiny, ", "um, ", "yo, ",
-    "ok so ", "just wondering, ", "tiny, ", "one more thing: ", "hm, ", "great, ", "cool, ", "thanks, ", "hey ", "pls ",
-)  # fmt: skip
 _SUFFIXES = (
     " please", " thanks", ", please", " thank you", "!", "??", " ok?", ", thanks", " pls", " for me", " now", ", tiny",
     " ?", " thx", "...", " then", " again",
@@ -154,7 +155,7 @@ def casual(rng: random.Random, text: str, decorate: bool = True) -> str:
         text = text[:-1]
     if decorate and rng.random() < 0.10:
         first = text if text[:2] == "I " or text[:1] == "{" else text[:1].lower() + text[1:]
-        text = rng.choice(_PREFIXES) + first
+        text = f"{rng.choice(_TEXTS['prefixes'])} {first}"
     if decorate and text[-1] not in "?.!" and rng.random() < 0.08:
         text += rng.choice(_SUFFIXES[:8] if text.endswith("}") else _SUFFIXES)
     return text

@@ -6,8 +6,8 @@
     python scripts/tiny/train_tiny.py --smoke --out /tmp/tiny       # a few steps on the CPU; only checks that it runs
     python scripts/tiny/train_tiny.py --eval-only --out fastgen/tiny
 
-The data is made up by `tiny_data.py`. Training is bounded by time (`--minutes`), and the learning rate follows the
-clock. The weights are written every minute, so that a run that is cut off leaves a folder.
+The data is made up by `tiny_data.py` of the texts in `data`. Training is bounded by time (`--minutes`), and the
+learning rate follows the clock. The weights are written every minute, so that a run that is cut off leaves a folder.
 """
 
 import argparse
