@@ -109,12 +109,12 @@ class GeneratorOptions:
         "count, rank 0 alone reads the iterable of `stream`, and all ranks get the same results", unset="no group",
     )  # fmt: skip
     deterministic: bool | None = option(
-        None, "tokens and logprobs do not depend on the schedule, to the bit", unset="on the CPU, and on one H100 "
-        "or H200 in bfloat16 or float16 with heads of 64 to 128",
+        None, "tokens and logprobs do not depend on the schedule, to the bit; always so on one H100 or H200 in "
+        "bfloat16 or float16 with heads of 64 to 128", unset="on there and on the CPU, off elsewhere",
     )  # fmt: skip
     speculate: Any = option(
-        False, "draft tokens and compute them together, which in deterministic mode changes no bit of an output: auto "
-        "where few sequences run, ngram from a sequence's own tokens alone, off; in Python also False or a Speculation",
+        False, "draft tokens and compute them together, which changes no bit where deterministic is on: auto where few "
+        "sequences run, ngram from a sequence's own tokens alone, off; in Python also False or a Speculation",
         unset="off",
     )  # fmt: skip
     generation_config: bool = option(
@@ -303,12 +303,18 @@ class EngineConfig:
 def _deterministic(
     model: ModelConfig, options: GeneratorOptions, dtypes: tuple[str, str], gpu: bool, kernels: str
 ) -> bool:
-    """Return whether deterministic mode is on. Raises ValueError if it is asked for and impossible.
+    """Return whether no bit depends on the schedule. Raises ValueError for what is asked for and impossible.
 
     dtypes: of the computation and of the KV cache.
     """
+    always = gpu and options.tensor_parallel == 1 and _has_fast_kernels(model, options, dtypes, kernels)
+    if always and options.deterministic is False:
+        raise ValueError(
+            "deterministic=False on one Hopper GPU: its kernels give the same bits under any schedule, and there are "
+            "no faster ones; leave deterministic out"
+        )
     if options.deterministic is None:
-        return options.tensor_parallel == 1 and (not gpu or _is_fast(model, options, dtypes, kernels))
+        return always or (not gpu and options.tensor_parallel == 1)
     if options.deterministic and options.tensor_parallel > 1:
         raise ValueError(
             f"deterministic=True with {options.tensor_parallel} ranks: the order of their sums depends on the size of "
@@ -338,11 +344,9 @@ def _speculation(options: GeneratorOptions, budget: int, gpu: bool, kernels: str
     return replace(found, max_rows=rows, row_cost=cost) if rows > 1 else None
 
 
-def _is_fast(model: ModelConfig, options: GeneratorOptions, dtypes: tuple[str, str], kernels: str) -> bool:
-    """Return whether deterministic mode is at least as fast as ordinary mode in chats on a GPU.
-
-    It is where the kernels in Gluon run, for products and for decodes (`fastgen.kernels.hopper_decode.streams`).
-    """
+def _has_fast_kernels(model: ModelConfig, options: GeneratorOptions, dtypes: tuple[str, str], kernels: str) -> bool:
+    """Return whether kernels in Gluon compute products and decodes (`fastgen.kernels.hopper_decode.streams`): their
+    results do not depend on the schedule, and nothing is faster."""
     dtype, kv_dtype = dtypes
     fp8 = kv_dtype == "fp8"
     heads = 64 <= model.head_size <= 128 and model.head_size % (16 if fp8 else 8) == 0

@@ -222,7 +222,7 @@ def _make_runner(model: Transformer, config: EngineConfig) -> Runner:
     sizes = c.num_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size
     pool = KVPool(*sizes, dtype, device, fp8=config.kv_cache_dtype == "fp8")
     attention = make_attention(
-        config.attention, pool, c.num_heads, c.windows, config.most_rows, config.max_step_tokens, config.max_model_len,
+        config.attention, pool, c.num_heads, c.windows, config.most_rows, config.max_model_len,
         config.deterministic,
     )  # fmt: skip
     runner = Runner(model, pool, attention, config)
@@ -369,8 +369,8 @@ def _launch_all(runner: Runner) -> None:
 
 @torch.inference_mode()
 def _launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None:
-    """Launch products in fp8, and the others in deterministic mode's kernels as for steps of these sizes, on which
-    their tiles depend."""
+    """Launch products in fp8, and the others in batch-invariant kernels as for steps of these sizes, on which their
+    tiles depend."""
     device = pool.keys.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     for linear, fused in _products(model, model.slot_mapping(pool, zero, zero - 1, 1), pool):

@@ -2,14 +2,15 @@
 
 A task is a work tile and a KV head (`fastgen.kernels.work_tiles`): the query rows are the tile's tokens times the query
 heads of that KV head. As many programs run as the chip holds, and each takes tasks until there are none. If the keys of
-a query tile are split, each split stores a partial result, and the last program to end combines them in the order of
-the splits, so that the result does not depend on which program was last.
+a decode are split, each split stores a partial result, and the last program to end combines them in the order of the
+splits, so that the result does not depend on which program was last.
 
 Keys that rows of a decode step share have a launch of their own (SHARED), whose tiles hold these rows and which stores
 partial results. The launch for the private keys follows (PRIVATE) and combines these results with its own.
 
-On Hopper, fastgen.kernels.hopper_prefill computes prefills, and in deterministic mode fastgen.kernels.hopper_decode
-decodes, but for shared keys.
+On Hopper, fastgen.kernels.hopper_prefill computes prefills and fastgen.kernels.hopper_decode decodes, except for shared
+keys. All kernels compute the softmax in the same blocks of keys (fastgen.kernels.softmax), so that the bits of a row do
+not depend on the kernel.
 
 Shape letters: T tokens in the step, H query heads, K KV heads, D head size, P page size, G = H / K.
 """
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,7 @@ from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.pages import dequantized
 from fastgen.kernels.softmax import (
     combine,
-    combine_partials,
     combine_splits,
-    combine_splits_in_order,
     load_partial,
     no_keys,
     softmax_block,
@@ -46,7 +44,6 @@ from fastgen.kernels.work_tiles import (
     LANE,
     PART,
     POSITION,
-    SPLIT,
     SPLITS,
     TOKENS,
     SharedRows,
@@ -54,23 +51,19 @@ from fastgen.kernels.work_tiles import (
     read_tile,
 )
 
-DECODE, FEW, PREFILL = "decode", "few", "prefill"  # FEW: decodes of so few sequences that they do not fill the chip
+DECODE, PREFILL = "decode", "prefill"
 GROUP = "group"  # rows that share keys
-FILLED = 8  # tasks a processor, up to which decodes are FEW
-REGISTERS = 256  # a thread; all that it may have, which measured faster than more programs a processor
-COMBINED = {DECODE: 8, FEW: 8, PREFILL: 16, GROUP: 16}
-"""Numbers of partial results that a thread loads at once while it combines them."""
+REGISTERS = 256  # of a thread; all that it may have, which measured faster than more programs per processor
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
     """The shape of a program's work.
 
-    rows: of a query tile, at least tokens * G. keys: in an iteration. programs: the most on a processor. peel: blocks
-    of keys that all rows see in full have a loop of their own, without a mask. combine_rows, combine_splits: of the
-    partial results that are loaded at once. invariant: the softmax of an iteration is computed by itself before it is
-    combined with that of the keys before, so that any program may compute it. specialized, streamed:
-    fastgen.kernels.hopper_prefill, or hopper_decode, computes the work tiles.
+    rows: number of rows of a query tile, at least tokens * G. keys: number of keys of a block. programs: maximum number
+    of programs on a processor. peel: blocks of keys that all rows see in full have a loop of their own, without a mask.
+    combine_rows, combine_splits: numbers of rows and splits whose partial results are loaded at once. specialized,
+    streamed: fastgen.kernels.hopper_prefill, or hopper_decode, computes the work tiles.
     """
 
     rows: int
@@ -81,73 +74,67 @@ class AttentionConfig:
     peel: bool
     combine_rows: int
     combine_splits: int
-    invariant: bool = False
     specialized: bool = False
     streamed: bool = False
 
 
-# Phase and whether a number has 2 bytes -> choices of (rows, keys, warps, stages); the first that fits is taken. 0 rows
-# are those of one token. `stages` - 1 blocks of keys load while the program computes one. Measured on an H200 by
-# scripts/tune/tune_attention.py.
-_HALF_PREFILL = ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))
-CONFIGS = {
-    (DECODE, True): ((0, 32, 1, 2), (0, 16, 1, 2)),
-    (DECODE, False): ((0, 32, 4, 2), (0, 16, 4, 2)),
-    (FEW, True): ((0, 64, 2, 3), (0, 64, 2, 2), (0, 32, 2, 2), (0, 16, 2, 2)),
-    (FEW, False): ((0, 32, 4, 2), (0, 16, 4, 2)),
-    (PREFILL, True): ((128, 64, 8, 3), (128, 64, 8, 2), *_HALF_PREFILL),
-    (PREFILL, False): ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
-    (GROUP, True): ((64, 32, 4, 3), *_HALF_PREFILL),
-    (GROUP, False): ((32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2)),
-}
-# In deterministic mode the bits of a row must not depend on its phase: all phases have the same number of keys in an
-# iteration and the same tensor core instruction. Hopper's takes at least 64 rows on the left side.
-INVARIANT_CONFIGS = {
-    (DECODE, True): ((0, 64, 2, 2),),
-    (FEW, True): ((0, 64, 2, 2),),
-    (PREFILL, True): ((32, 64, 2, 2),),
-    (GROUP, True): ((32, 64, 2, 2),),
-} | {(phase, False): ((32, 32, 4, 2),) for phase in (DECODE, FEW, PREFILL, GROUP)}
-INVARIANT_HOPPER = {
-    DECODE: ((64, 64, 4, 2),),
-    FEW: ((64, 64, 4, 2),),
-    PREFILL: ((128, 64, 8, 3), (64, 64, 4, 2)),
-    GROUP: ((64, 64, 4, 2),),
-}
+# Phase -> choices of (rows, warps, stages); the first that fits is taken. 0 rows are those of one token. `stages` - 1
+# blocks of keys load while the program computes one. The bits of a row must not depend on its phase, so all phases have
+# the same tensor core instruction. Hopper's takes at least 64 rows on the left side.
+HOPPER_SHAPES = {DECODE: ((64, 4, 2),), PREFILL: ((128, 8, 3), (64, 4, 2)), GROUP: ((64, 4, 2),)}
+HALF_SHAPES = {DECODE: ((0, 2, 2),), PREFILL: ((32, 2, 2),), GROUP: ((32, 2, 2),)}
+FLOAT_SHAPES = dict.fromkeys((DECODE, PREFILL, GROUP), ((32, 4, 2),))
 
 
 def configure(
-    phase: str, group: int, head_size: int, dtype: torch.dtype, chip: Chip, deterministic: bool = False,
-    page_size: int = 16, fp8: bool = False,
-) -> AttentionConfig:  # fmt: skip
-    """Return the configuration for `group` query heads a KV head (G), with keys and values of `dtype` or in fp8. Raises
-    ValueError if none fits the chip."""
+    phase: str, group: int, head_size: int, dtype: torch.dtype, chip: Chip, page_size: int = 16, fp8: bool = False
+) -> AttentionConfig:
+    """Return the configuration for `group` query heads per KV head (G), with keys and values of `dtype` or in fp8.
+
+    A block has 64 keys, 32 in float32, and fewer where large heads would not fit the chip. Raises ValueError if nothing
+    fits.
+    """
+    half = dtype.itemsize == 2
     if phase == PREFILL and not fp8 and hopper_prefill.runs(chip, dtype, group, head_size, page_size):
-        rows, keys = hopper_prefill.tokens_of(group) * group, hopper_prefill.keys_of(deterministic)
-        return AttentionConfig(rows, keys, hopper_prefill.WARPS, 0, 1, True, 32, 4, deterministic, specialized=True)
-    dims, least = power_of_two(head_size), max(power_of_two(group), 16)
-    wide = dims > 128  # half as many rows then have as many numbers
-    hopper = deterministic and chip.capability[0] == HOPPER[0] and dtype.itemsize == 2 and 64 <= dims <= 128
-    choices = (INVARIANT_CONFIGS if deterministic else CONFIGS)[phase, dtype.itemsize == 2]
-    for rows, keys, warps, stages in INVARIANT_HOPPER[phase] if hopper else choices:
-        if deterministic and not hopper:  # the warps then divide the keys in all phases, as tests have it
-            rows = min(rows, dims // 2)
-        rows = max(rows // 2 if wide else rows, least)
-        warps = max(warps, min(rows // 16, 8) if rows == least else 0, 4 if wide else 0)
+        rows = hopper_prefill.tokens_of(group) * group
+        return AttentionConfig(rows, hopper_prefill.KEYS, hopper_prefill.WARPS, 0, 1, True, 1, 1, specialized=True)
+    for keys in (64, 32, 16)[not half :]:
+        # All phases have as many keys as the one with the largest tiles has room for.
+        if _shape(PREFILL, keys, group, head_size, dtype, chip) is None:
+            continue
+        shape = _shape(phase, keys, group, head_size, dtype, chip)
+        assert shape is not None
+        rows, warps, stages = shape
+        dims, tiles = power_of_two(head_size), phase in (PREFILL, GROUP)
         size = shared_bytes(rows, keys, stages, dims, dtype, chip)
-        if size <= chip.shared_memory:
-            tiles = phase in (PREFILL, GROUP)
-            combine_rows = min(rows if tiles else power_of_two(group), 32)
-            combine_splits = min(max(COMBINED[phase] * warps * 32 // (combine_rows * dims), 1), 16)
-            if deterministic:  # combined one after the other, while many load
-                combine_splits = min(4 * combine_splits, 8)
-            shape = rows, keys, warps, stages, programs_of(size, warps, chip), tiles, combine_rows, combine_splits
-            streams = hopper_decode.streams(chip, dtype, group, head_size, page_size, 1 if fp8 else None)
-            return AttentionConfig(*shape, deterministic, streamed=deterministic and not tiles and streams)
+        combine_rows = min(power_of_two(group), 32)
+        combine_splits = min(4 * min(max(8 * warps * 32 // (combine_rows * dims), 1), 16), 8)
+        programs = programs_of(size, warps, chip)
+        streamed = not tiles and hopper_decode.streams(chip, dtype, group, head_size, page_size, 1 if fp8 else None)
+        return AttentionConfig(
+            rows, keys, warps, stages, programs, tiles, combine_rows, combine_splits, streamed=streamed
+        )
     raise ValueError(
         f"attention='paged' can not run {group} query heads a KV head of size {head_size} in {dtype} on this GPU, "
         f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"
     )
+
+
+def _shape(
+    phase: str, keys: int, group: int, head_size: int, dtype: torch.dtype, chip: Chip
+) -> tuple[int, int, int] | None:
+    """Return the rows of a tile, warps and stages of a phase; None if blocks of so many keys do not fit the chip."""
+    half, dims, least = dtype.itemsize == 2, power_of_two(head_size), max(power_of_two(group), 16)
+    wide = dims > 128  # half as many rows then have as many numbers
+    hopper = half and chip.capability[0] == HOPPER[0] and 64 <= dims <= 128
+    for rows, warps, stages in (HOPPER_SHAPES if hopper else HALF_SHAPES if half else FLOAT_SHAPES)[phase]:
+        if not hopper:  # the warps then divide the keys in all phases, as tests have it
+            rows = min(rows, dims // 2)
+        rows = max(rows // 2 if wide else rows, least)
+        warps = max(warps, min(rows // 16, 8) if rows == least else 0, 4 if wide else 0)
+        if shared_bytes(rows, keys, stages, dims, dtype, chip) <= chip.shared_memory:
+            return rows, warps, stages
+    return None
 
 
 def programs_of(shared_memory: int, warps: int, chip: Chip) -> int:
@@ -189,12 +176,12 @@ class TileList:
 
 @dataclass(frozen=True)
 class PartialResults:
-    """Memory for the partial results of work tiles. parts: float32 [partials, H, D]. lse: float32 [partials, H], the
-    log2 of the softmax's sum; in deterministic mode its peak. totals: float32 [partials, H], the sum in deterministic
-    mode. arrivals: int32 [partials, K], zeros between launches."""
+    """Memory for the partial results of work tiles (fastgen.kernels.softmax). parts: float32 [partials, H, D], the
+    weighted sums of values. peaks, totals: float32 [partials, H]. arrivals: int32 [partials, K], zeros between
+    launches."""
 
     parts: Tensor
-    lse: Tensor
+    peaks: Tensor
     totals: Tensor
     arrivals: Tensor
 
@@ -210,22 +197,21 @@ class PartialResults:
 
 @jit("layer", "num_pages", "table_width")
 def _attention_kernel(
-    q_ptr, out_ptr, keys_ptr, values_ptr, table_ptr, list_ptr, parts_ptr, lse_ptr, totals_ptr, arrivals_ptr,
+    q_ptr, out_ptr, keys_ptr, values_ptr, table_ptr, list_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr,
     members_ptr, bases_ptr, lens_ptr, layer, num_pages, table_width,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr, INVARIANT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr,
     COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constexpr,
     SHARED: tl.constexpr, PRIVATE: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Take tasks in order: the first by the program's number, others from the layer's counter."""
-    # A PRIVATE launch starts beside the SHARED one, and waits for it only before it needs the partial results (if
-    # INVARIANT, at the start). Therefore a SHARED launch lets it start only after all earlier kernels have ended.
+    # A SHARED launch lets the PRIVATE one start only after all earlier kernels have ended.
     if PDL and KIND == SHARED:
         tl.extra.cuda.gdc_wait()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if PDL and (KIND == PLAIN or (KIND == PRIVATE and INVARIANT)):
+    if PDL and KIND != SHARED:
         tl.extra.cuda.gdc_wait()
     G: tl.constexpr = H // K
     task = tl.program_id(0)
@@ -247,26 +233,23 @@ def _attention_kernel(
             low, high = end, tl.max(query, 0)  # all positions lie after the range
         q = tl.load(q_ptr + ((query_row * H + q_head)[:, None] * D + dim), mask=here, other=0.0)
         acc, peak, total = no_keys(ROWS, DIMS)
-        if KIND == PRIVATE and INVARIANT:  # begin with the shared keys, unless `combine_splits_in_order` does
+        if KIND == PRIVATE:  # begin with the shared keys, unless `combine_splits` does
             partial = (token < tokens % SPLITS) & (tokens // SPLITS > 0) & (split // SPLITS == 1)
             slot = part * H + q_head
-            acc, peak, total = load_partial(parts_ptr, lse_ptr, totals_ptr, slot, partial, tl.arange(0, DIMS), D, False)
+            acc, peak, total = load_partial(
+                parts_ptr, peaks_ptr, totals_ptr, slot, partial, tl.arange(0, DIMS), D, False
+            )
         acc, peak, total = _softmax(
             acc, peak, total, q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr + lane * table_width,
-            layer * num_pages, head, K, D, P, WINDOW, SCALE, ROWS, KEYS, DIMS, PEEL, INVARIANT,
+            layer * num_pages, head, K, D, P, WINDOW, SCALE, KEYS, DIMS, PEEL,
         )  # fmt: skip
         if KIND == SHARED:
-            slot = (tl.load(bases_ptr + query_row) + split) * H + q_head
-            if INVARIANT:
-                tl.store(totals_ptr + slot, total, mask=token < tokens)
-                store_partial(acc, peak, parts_ptr, lse_ptr, slot, token < tokens, D, DIMS)
-            else:
-                acc = acc / total[:, None]
-                store_partial(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot, token < tokens, D, DIMS)
+            slot = tl.load(bases_ptr + query_row) * H + q_head
+            store_partial(acc, peak, total, parts_ptr, peaks_ptr, totals_ptr, slot, token < tokens, D, DIMS)
         else:
             _finish(
-                acc, peak, total, out_ptr, parts_ptr, lse_ptr, totals_ptr, arrivals_ptr, first, tokens, part, split,
-                head, H, K, D, ROWS, DIMS, COMBINE_ROWS, COMBINE_SPLITS, SPLITS, KIND == PRIVATE, INVARIANT, PDL,
+                acc, peak, total, out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr, first, tokens, part, split,
+                head, H, K, D, ROWS, DIMS, COMBINE_ROWS, COMBINE_SPLITS, SPLITS,
             )  # fmt: skip
         task = next_task(list_ptr, layer, count * K)
         tile = read_tile(list_ptr + HEADER + tl.minimum(task // K, count - 1) * FIELDS)
@@ -276,7 +259,7 @@ def _attention_kernel(
 def _softmax(
     acc, peak, total, q, query, low, high, begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr, INVARIANT: tl.constexpr,
+    KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr,
 ):  # fmt: skip
     """Extend the softmax of q [ROWS, DIMS] at positions query [ROWS], from low to high, by the keys [begin, end).
 
@@ -291,17 +274,17 @@ def _softmax(
             full_begin = tl.minimum(full_begin, end)
             acc, peak, total = _blocks(
                 acc, peak, total, q, query, begin, full_begin, end, keys_ptr, values_ptr, table_ptr, first_page, head,
-                K, D, P, WINDOW, SCALE, KEYS, DIMS, True, INVARIANT,
+                K, D, P, WINDOW, SCALE, KEYS, DIMS, True,
             )  # fmt: skip
         full_end = full_begin + tl.maximum(tl.minimum(end, low + 1) - full_begin, 0) // KEYS * KEYS
         acc, peak, total = _blocks(
             acc, peak, total, q, query, full_begin, full_end, end, keys_ptr, values_ptr, table_ptr, first_page, head,
-            K, D, P, WINDOW, SCALE, KEYS, DIMS, False, INVARIANT,
+            K, D, P, WINDOW, SCALE, KEYS, DIMS, False,
         )  # fmt: skip
         full_begin = full_end
     acc, peak, total = _blocks(
         acc, peak, total, q, query, full_begin, end, end, keys_ptr, values_ptr, table_ptr, first_page, head,
-        K, D, P, WINDOW, SCALE, KEYS, DIMS, True, INVARIANT,
+        K, D, P, WINDOW, SCALE, KEYS, DIMS, True,
     )  # fmt: skip
     return acc, peak, total
 
@@ -310,7 +293,7 @@ def _softmax(
 def _blocks(
     acc, peak, total, q, query, begin, end, limit, keys_ptr, values_ptr, table_ptr, first_page, head,
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    KEYS: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr, INVARIANT: tl.constexpr,
+    KEYS: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Extend the softmax by the keys [begin, end). Keys from `limit` on do not exist: the pool may hold anything in
     their place, so they are not loaded."""
@@ -344,25 +327,11 @@ def _blocks(
         if FP8:
             k = dequantized(k, tl.load(keys_ptr + base + behind, mask=key < limit, other=0.0)[:, None], q.dtype)
             v = dequantized(v, tl.load(values_ptr + base + behind, mask=key < limit, other=0.0)[:, None], q.dtype)
-        if INVARIANT:
-            seen = None
-            if MASKED:
-                seen = _seen(key, query, limit, WINDOW)
-            next_acc, next_peak, next_total = softmax_block(q, k, v, seen, SCALE)
-            acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, False)
-        else:
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if MASKED:
-                scores = tl.where(_seen(key, query, limit, WINDOW), scores * SCALE, -1e30)
-                higher = tl.maximum(peak, tl.max(scores, 1))
-                weights = tl.exp2(scores - higher[:, None])
-            else:  # fused multiply-adds; of -1e30 they would subtract a rounded product from an exact one
-                higher = tl.maximum(peak, tl.max(scores, 1) * SCALE)
-                weights = tl.exp2(scores * SCALE - higher[:, None])
-            shrink = tl.exp2(peak - higher)
-            total = total * shrink + tl.sum(weights, 1)
-            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-            peak = higher
+        seen = None
+        if MASKED:
+            seen = _seen(key, query, limit, WINDOW)
+        next_acc, next_peak, next_total = softmax_block(q, k, v, seen, SCALE)
+        acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, False)
     return acc, peak, total
 
 
@@ -378,14 +347,11 @@ def _seen(key, query, limit, WINDOW: tl.constexpr):
 
 @jit()
 def _finish(
-    acc, peak, total, out_ptr, parts_ptr, lse_ptr, totals_ptr, arrivals_ptr, first, tokens, part, split, head,
+    acc, peak, total, out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr, first, tokens, part, split, head,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
-    COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr, SPLITS: tl.constexpr, PARTIALS: tl.constexpr,
-    INVARIANT: tl.constexpr, PDL: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Write the result of a query tile; if it is split, the partial result, and the last program combines them all."""
-    if PARTIALS and PDL and not INVARIANT:  # for the launch that stored them
-        tl.extra.cuda.gdc_wait()
     partials = tokens // SPLITS
     tokens = tokens % SPLITS
     splits = split // SPLITS
@@ -395,34 +361,19 @@ def _finish(
     dim = tl.arange(0, DIMS)[None, :]
     here = (token < tokens)[:, None] & (dim < D)
     if splits == 1:
-        if PARTIALS and not INVARIANT:
-            acc, peak, total = combine_partials(
-                acc, peak, total, parts_ptr, lse_ptr, part, partials, q_head, here, H, D, DIMS
-            )
         at = ((first + token) * H + q_head)[:, None] * D + dim
         tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=here)
     else:
-        slot = part + partials + split * tokens + token
-        if INVARIANT:
-            tl.store(totals_ptr + slot * H + q_head, total, mask=token < tokens)
-            store_partial(acc, peak, parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
-        else:
-            acc = acc / total[:, None]
-            store_partial(acc, peak + tl.log2(total), parts_ptr, lse_ptr, slot * H + q_head, token < tokens, D, DIMS)
+        slot = (part + partials + split * tokens + token) * H + q_head
+        store_partial(acc, peak, total, parts_ptr, peaks_ptr, totals_ptr, slot, token < tokens, D, DIMS)
         tl.debug_barrier()  # all threads have stored before the program counts as arrived
         arrived = tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="acq_rel", scope="gpu")
         if arrived == splits - 1:
-            if INVARIANT:
-                combine_splits_in_order(
-                    tl.zeros([COMBINE_ROWS, DIMS], tl.float32), tl.arange(0, COMBINE_ROWS), tl.arange(0, DIMS),
-                    out_ptr, parts_ptr, lse_ptr, totals_ptr, first, tokens, part, partials + splits, head,
-                    H, H // K, D, COMBINE_ROWS, COMBINE_SPLITS,
-                )  # fmt: skip
-            else:
-                combine_splits(
-                    out_ptr, parts_ptr, lse_ptr, first, tokens, part, partials + splits, head,
-                    H, H // K, D, DIMS, COMBINE_ROWS, COMBINE_SPLITS,
-                )  # fmt: skip
+            combine_splits(
+                tl.zeros([COMBINE_ROWS, DIMS], tl.float32), tl.arange(0, COMBINE_ROWS), tl.arange(0, DIMS),
+                out_ptr, parts_ptr, peaks_ptr, totals_ptr, first, tokens, part, partials + splits, head,
+                H, H // K, D, COMBINE_ROWS, COMBINE_SPLITS,
+            )  # fmt: skip
             tl.store(arrivals_ptr + part * K + head, 0)
 
 
@@ -452,7 +403,7 @@ def _launch(
     members = tiles.rows.members if tiles.rows is not None else None
     chip = Chip.of(q.device)
     pdl, scale = chip.dependent_launch, head_size**-0.5 * math.log2(math.e)
-    memory = partial_results.parts, partial_results.lse, partial_results.totals, partial_results.arrivals
+    memory = partial_results.parts, partial_results.peaks, partial_results.totals, partial_results.arrivals
     if config.streamed:
         assert config.keys == hopper_decode.KEYS
         hopper_decode.launch(
@@ -461,20 +412,15 @@ def _launch(
         )  # fmt: skip
         return
     if config.specialized:
-        hopper_prefill.launch(
-            q, out, keys, values, page_table, tiles.list, tiles.most, memory, layer, window, scale, config.invariant,
-            (config.combine_rows, config.combine_splits),
-        )  # fmt: skip
+        hopper_prefill.launch(q, out, keys, values, page_table, tiles.list, tiles.most, layer, window, scale)
         return
-    options: dict[str, Any] = {"launch_pdl": pdl}
-    if config.invariant:  # the compiler might fuse a multiplication with an addition in one phase and not in another
-        options["enable_fp_fusion"] = False
     _attention_kernel[(min(tiles.most * num_kv, chip.processors * config.programs),)](
         q, out, keys, values, page_table, tiles.list, *memory, members, tiles.bases, tiles.kv_lens,
         layer, num_pages, page_table.stride(0), num_heads, num_kv, head_size, page_size, window, scale,
-        config.rows, config.keys, dims, config.peel, config.invariant, config.combine_rows, config.combine_splits,
+        config.rows, config.keys, dims, config.peel, config.combine_rows, config.combine_splits,
         tiles.kind, PLAIN, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
-        num_warps=config.warps, num_stages=config.stages, **options,
+        # The compiler might fuse a multiplication with an addition in one phase and not in another.
+        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -498,8 +444,9 @@ def _twin(
             key = torch.arange(tile[BEGIN], tile[END], device=q.device)
             query = tiles.kv_lens[members] - 1
             answer, lse = _exact(q[members], query, key, keys, values, page_table, tile, layer, window)
-            slots = tiles.bases[members].long() + tile[SPLIT]
-            partial_results.parts[slots], partial_results.lse[slots] = answer, lse
+            slots = tiles.bases[members].long()
+            partial_results.parts[slots], partial_results.peaks[slots] = answer, lse
+            partial_results.totals[slots] = 1
         return
     query_tiles: dict[int, list[list[int]]] = {}
     for tile in work_tiles:
@@ -512,8 +459,11 @@ def _twin(
         answer, lse = _exact(q[rows], query, key, keys, values, page_table, splits[0], layer, window)
         if partials:
             before = slice(splits[0][PART], splits[0][PART] + partials)
-            weights = torch.cat([partial_results.lse[before], lse]).mul(math.log(2)).softmax(0)  # [partials + 1, H]
-            answer = (weights[:, :, None] * torch.cat([partial_results.parts[before], answer])).sum(0, keepdim=True)
+            peaks = torch.cat([partial_results.peaks[before], lse])  # [partials + 1, H]
+            weights = torch.exp2(peaks - peaks.amax(0))
+            total = (weights * torch.cat([partial_results.totals[before], torch.ones_like(lse)])).sum(0)
+            whole = (weights[:, :, None] * torch.cat([partial_results.parts[before], answer])).sum(0, keepdim=True)
+            answer = whole / total[:, None]
         out[rows] = answer.to(out.dtype)
 
 

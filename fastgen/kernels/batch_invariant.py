@@ -11,7 +11,8 @@ On Hopper fastgen.kernels.hopper_products computes the products of up to 256 tok
 The epilogue of a product works on the sums before they are rounded. Rope rotates rounded numbers, as its own kernel
 does behind products of many tokens.
 
-Deterministic mode multiplies with these kernels alone, ordinary mode where they beat cuBLAS: see `pays`.
+Where results must not depend on the schedule, all products go through these kernels, elsewhere those that beat cuBLAS:
+see `pays`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SIDES, TILE = 16, 4096  # the cost in multiplications of a row of a tile's sides
 FEW_IN_TRITON = 32
 """Tokens up to which these products beat cuBLAS in Triton. In Gluon they do for hopper_products.ALL."""
 
-MOST = max(*FEW, hopper_products.ALL)  # tokens up to which ordinary mode may use these products
+MOST = max(*FEW, hopper_products.ALL)  # tokens up to which these products may beat cuBLAS
 
 SIZES = (1, 16, 32, 64, 65, 128, 129, 192, 256, 257, 512, 1024, 2048, 4096)
 """Tokens whose products are compiled at the start."""

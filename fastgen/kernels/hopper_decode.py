@@ -1,4 +1,4 @@
-"""Decode attention in deterministic mode on Hopper, in Gluon; the same to the bit as fastgen.kernels.attention.
+"""Decode attention on Hopper, in Gluon; the same to the bit as fastgen.kernels.attention.
 
 The blocks of keys of all tasks of a program are one stream: one warp loads the next blocks to shared memory (by TMA),
 including those of the next task, while four others compute. In Triton's loop each task would wait for its first block.
@@ -31,10 +31,10 @@ from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile,
 from fastgen.kernels.hopper_products import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described, runs_on
 from fastgen.kernels.launch import tl
 from fastgen.kernels.pages import E4M3, power_of, scales_of
-from fastgen.kernels.softmax import combine, combine_splits_in_order, load_partial
+from fastgen.kernels.softmax import combine, combine_splits, load_partial
 from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, read_tile, schedule
 
-KEYS = 64  # of a block, as in attention.INVARIANT_HOPPER
+KEYS = 64  # of a block, as in all attention kernels
 SOME = 16  # keys that an instruction sums; a multiple of these loads of a sequence's last block
 MOST_GROUP = 32  # query heads of a KV head; with more, a thread's numbers do not fit its registers
 PROGRAMS = 2  # a processor, for which REGISTERS and `stages_of` leave room: more would wait for each other for ever
@@ -423,7 +423,7 @@ def _combine_head(
     """Combine the partial results of one query head, and write its result."""
     out_ptr, parts_ptr, peaks_ptr, totals_ptr, _arrivals_ptr = results
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
-    combine_splits_in_order(
+    combine_splits(
         gl.zeros([1, DIMS], gl.float32, layout), gl.arange(0, 1, gl.SliceLayout(1, layout)),
         gl.arange(0, DIMS, gl.SliceLayout(0, layout)), out_ptr, parts_ptr, peaks_ptr, totals_ptr, first, 1, part,
         splits, head, H, 1, D, 1, AT_ONCE,

@@ -1,4 +1,4 @@
-"""Prefill attention on Hopper, in Gluon. In deterministic mode the same to the bit as a decode of each row.
+"""Prefill attention on Hopper, in Gluon; the same to the bit as a decode of each row.
 
 A program has two groups of four warps, each with half of a tile's rows, and a warp that loads queries, keys and values
 (by TMA) for both, as far ahead as shared memory allows and over the ends of tasks. A step of a group has two parts: the
@@ -21,20 +21,15 @@ from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, nvidia, reinterpret
 from fastgen.kernels.hopper_products import described, runs_on
 from fastgen.kernels.launch import tl
-from fastgen.kernels.softmax import combine_splits_in_order
-from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, next_task, read_tile
+from fastgen.kernels.work_tiles import FIELDS, HEADER, next_task, read_tile
 
 SIDE = 64  # rows of a group
 UNIT = 8  # rows of a unit, at least: as many as have different places in banks
-PIECE = 64  # keys and dims that one instruction loads
+KEYS = 64  # of a block, as in all attention kernels; one instruction loads them
+PIECE = 64  # dims that one instruction loads
 WARPS = 4  # of a group
 REGISTERS = 168  # a thread, of 12 warps; those that the loading warp gives up go to the others
 GROUP_REGISTERS, LOADING_REGISTERS = 240, 24
-
-
-def keys_of(deterministic: bool) -> int:
-    """Return the keys of a block; in deterministic mode those of all attention kernels."""
-    return 64 if deterministic else 128
 
 
 def unit_of(group: int) -> tuple[int, int]:
@@ -49,26 +44,25 @@ def tokens_of(group: int) -> int:
     return 2 * SIDE // max(tokens * heads, 1) // (group // heads) * tokens
 
 
-def stages_of(keys: int, dims: int, item_size: int, chip: Chip) -> int:
+def stages_of(dims: int, item_size: int, chip: Chip) -> int:
     """Return the number of steps whose keys and values are loading or in use at once."""
     room = chip.shared_memory - 3072 - 2 * SIDE * dims * item_size
-    return min(room // (2 * keys * dims * item_size), 8)
+    return min(room // (2 * KEYS * dims * item_size), 8)
 
 
 def runs(chip: Chip, dtype: torch.dtype, group: int, head_size: int, page_size: int) -> bool:
     """Return whether this kernel takes prefills of this shape."""
-    loads = page_size % PIECE == 0 and head_size * dtype.itemsize % 16 == 0  # as TMA wants
+    loads = page_size % KEYS == 0 and head_size * dtype.itemsize % 16 == 0  # as TMA wants
     return loads and runs_on(chip, dtype) and 64 <= power_of_two(head_size) <= 128 and tokens_of(group) > 0
 
 
 @gluon_jit("layer", "num_pages", "table_width")
 def _prefill_kernel(
-    q_desc, keys_desc, values_desc, out_ptr, table_ptr, list_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr,
+    q_desc, keys_desc, values_desc, out_ptr, table_ptr, list_ptr,
     layer, num_pages, table_width,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
     DIMS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr, PIECE: gl.constexpr,
-    COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr, HEADER: gl.constexpr, FIELDS: gl.constexpr,
-    SPLITS: gl.constexpr, GROUP_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr, INVARIANT: gl.constexpr,
+    HEADER: gl.constexpr, FIELDS: gl.constexpr, GROUP_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
     KEYS: gl.constexpr,
 ):  # fmt: skip
     """Compute all tasks. H, K, D, P, DIMS: see fastgen.kernels.attention."""
@@ -90,26 +84,22 @@ def _prefill_kernel(
     for stage in gl.static_range(STAGES):
         nvidia.mbarrier.init(ready.index(stage), count=1)
         nvidia.mbarrier.init(free.index(stage), count=2)
-    if INVARIANT:
-        whole: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-        ones.store(gl.full([8, KEYS], 1.0, dtype, whole))
-        nvidia.fence_async_shared()
+    whole: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    ones.store(gl.full([8, KEYS], 1.0, dtype, whole))
+    nvidia.fence_async_shared()
     tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
     TOKENS: gl.constexpr = q_desc.block_type.shape[0]
     HEADS: gl.constexpr = q_desc.block_type.shape[1]
     queue = (qs, fields, asked, answered)
     blocks = (ks, vs, ones, ready, free)
-    results = (out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr)
     gl.warp_specialize(
         [
             (_attend, (
-                queue, blocks, results, list_ptr, 0, H, K, D, WINDOW, SCALE, TOKENS, HEADS, COMBINE_ROWS,
-                COMBINE_SPLITS, HEADER, FIELDS, SPLITS, INVARIANT,
+                queue, blocks, out_ptr, list_ptr, 0, H, K, D, WINDOW, SCALE, TOKENS, HEADS, HEADER, FIELDS,
             )),
             (_attend, (
-                queue, blocks, results, list_ptr, 1, H, K, D, WINDOW, SCALE, TOKENS, HEADS, COMBINE_ROWS,
-                COMBINE_SPLITS, HEADER, FIELDS, SPLITS, INVARIANT,
+                queue, blocks, out_ptr, list_ptr, 1, H, K, D, WINDOW, SCALE, TOKENS, HEADS, HEADER, FIELDS,
             )),
             (_load, (
                 q_desc, keys_desc, values_desc, queue, blocks, table_ptr, list_ptr, layer, num_pages, table_width,
@@ -146,21 +136,15 @@ def _load(
         pages_ptr = table_ptr + lane * table_width
         first_row = layer * num_pages * K + head
         page_before = 0
-        last_before = 0
         for start in range(begin, end + KEYS, KEYS):
             page = tl.load(pages_ptr + gl.minimum(start, end - 1) // P)
-            last = tl.load(pages_ptr + gl.minimum(start + KEYS - PIECE, end - 1) // P)
             both = (start > begin) & (start < end)
             nvidia.mbarrier.wait(free.index(stage), phase)
             nvidia.mbarrier.expect(ready.index(stage), 2 * BYTES, pred=both)
             nvidia.mbarrier.expect(ready.index(stage), BYTES, pred=both == 0)
-            _load_block(keys_desc, ks, ready, stage, start, page, last, first_row, start < end, K, P, PIECE)
-            _load_block(
-                values_desc, vs, ready, stage, start - KEYS, page_before, last_before, first_row, start > begin,
-                K, P, PIECE,
-            )  # fmt: skip
+            _load_block(keys_desc, ks, ready, stage, start, page, first_row, start < end, K, P, PIECE)
+            _load_block(values_desc, vs, ready, stage, start - KEYS, page_before, first_row, start > begin, K, P, PIECE)
             page_before = page
-            last_before = last
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
             phase = gl.where(stage == 0, phase ^ 1, phase)
             if start == begin:  # behind the first keys, for which there is room earlier
@@ -195,18 +179,15 @@ def _load_queries(q_desc, qs, asked, first, head, G: gl.constexpr, PIECE: gl.con
 
 @gluon_jit()
 def _load_block(
-    desc, to, ready, stage, start, page, last, first_row, wanted,
-    K: gl.constexpr, P: gl.constexpr, PIECE: gl.constexpr,
-):  # fmt: skip
-    """Load a block of keys or values to a stage, if `wanted`. page, last: of its first PIECE keys and of its last."""
-    PARTS: gl.constexpr = to.shape[1] // PIECE
+    desc, to, ready, stage, start, page, first_row, wanted, K: gl.constexpr, P: gl.constexpr, PIECE: gl.constexpr
+):
+    """Load a block of keys or values, which lies in one page, to a stage, if `wanted`."""
+    KEYS: gl.constexpr = to.shape[1]
     PIECES: gl.constexpr = to.shape[2] // PIECE
-    view = reinterpret(to, to.dtype, [to.shape[0] * PIECES * PARTS, 1, PIECE, PIECE], desc.layout)
-    for part in gl.static_range(PARTS):
-        for piece in gl.static_range(PIECES):
-            at = [first_row + (page if part == 0 else last) * K, (start + part * PIECE) % P, piece * PIECE]
-            place = (stage * PIECES + piece) * PARTS + part
-            load_tile(desc, at, ready.index(stage), view.index(place), pred=wanted)
+    view = reinterpret(to, to.dtype, [to.shape[0] * PIECES, 1, KEYS, PIECE], desc.layout)
+    for piece in gl.static_range(PIECES):
+        at = [first_row + page * K, start % P, piece * PIECE]
+        load_tile(desc, at, ready.index(stage), view.index(stage * PIECES + piece), pred=wanted)
 
 
 @gluon_jit()
@@ -221,10 +202,9 @@ def _place(row, GROUP: gl.constexpr, SIDE: gl.constexpr, G: gl.constexpr, TOKENS
 
 @gluon_jit()
 def _attend(
-    queue, blocks, results, list_ptr, GROUP: gl.constexpr,
+    queue, blocks, out_ptr, list_ptr, GROUP: gl.constexpr,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
-    TOKENS: gl.constexpr, HEADS: gl.constexpr, COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr,
-    HEADER: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, INVARIANT: gl.constexpr,
+    TOKENS: gl.constexpr, HEADS: gl.constexpr, HEADER: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
     """Compute a group's rows of all tasks."""
     qs, fields, asked, answered = queue
@@ -251,24 +231,21 @@ def _attend(
         total = gl.zeros([SIDE, 8], gl.float32, narrow)
         q = qs.index(GROUP)
         running = (acc, peak, total, stage, phase)
-        state = _first_step(running, q, blocks, query, begin, end, WINDOW, SCALE, INVARIANT)
+        state = _first_step(running, q, blocks, query, begin, end, WINDOW, SCALE)
         full_begin, full_end = _full_blocks(position, tokens, begin, end, KEYS, WINDOW)
         if WINDOW > 0:
             for start in range(begin + KEYS, full_begin, KEYS):
-                state = _step(state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, True, INVARIANT)
+                state = _step(state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, True)
         for start in range(full_begin, full_end, KEYS):
-            state = _step(state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, False, INVARIANT)
+            state = _step(state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, False)
         for start in range(full_end, end, KEYS):
-            state = _step(state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, True, INVARIANT)
+            state = _step(state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, True)
         nvidia.mbarrier.arrive(answered)
         q_phase = q_phase ^ 1
         # The tile is read again, so that its fields do not take registers meanwhile.
-        first, tokens, _lane, _position, begin, end, part, split = read_tile(list_ptr + HEADER + task // K * FIELDS)
-        acc, peak, whole, stage, phase = _last_step(state, blocks, (end - begin) % KEYS, INVARIANT)
-        _finish(
-            acc, peak, whole, results, first, tokens, part, split, task % K, GROUP, H, K, D, TOKENS, HEADS,
-            COMBINE_ROWS, COMBINE_SPLITS, SPLITS,
-        )  # fmt: skip
+        first, tokens, _lane, _position, begin, end, _part, _split = read_tile(list_ptr + HEADER + task // K * FIELDS)
+        acc, total, stage, phase = _last_step(state, blocks, (end - begin) % KEYS)
+        _store(acc, total, out_ptr, first, tokens, task % K, GROUP, H, K, D, TOKENS, HEADS)
         nvidia.mbarrier.wait(asked, q_phase)
         task, position, tokens, begin, end = _read_fields(fields)
 
@@ -300,9 +277,7 @@ def _full_blocks(position, tokens, begin, end, KEYS: gl.constexpr, WINDOW: gl.co
 
 
 @gluon_jit()
-def _first_step(
-    running, q, blocks, query, begin, end, WINDOW: gl.constexpr, SCALE: gl.constexpr, INVARIANT: gl.constexpr
-):
+def _first_step(running, q, blocks, query, begin, end, WINDOW: gl.constexpr, SCALE: gl.constexpr):
     """Compute the weights of a tile's first block. Returns the state: see `_step`."""
     acc, peak, total, stage, phase = running
     ks, _vs, _ones, ready, free = blocks
@@ -311,25 +286,21 @@ def _first_step(
     SIDE: gl.constexpr = acc.shape[0]
     scored: gl.constexpr = query.type.layout.parent
     summed: gl.constexpr = acc.type.layout
-    narrow: gl.constexpr = total.type.layout
     nvidia.mbarrier.wait(ready.index(stage), phase)
     scores = gl.zeros([SIDE, KEYS], gl.float32, scored)
     scores = nvidia.warpgroup_mma(q, ks.index(stage).permute((1, 0)), scores)
     nvidia.mbarrier.arrive(free.index(stage))
-    weights, next_peak = _weigh(scores, peak, query, begin, end, WINDOW, SCALE, True, INVARIANT)
-    if not INVARIANT:
-        peak = next_peak
-        total = _sum_weights(weights, narrow)
+    weights, p_peak = _weigh(scores, query, begin, end, WINDOW, SCALE, True)
     p = gl.convert_layout(weights.to(ks.dtype), gl.DotOperandLayout(0, summed, 2))
     stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
     phase = gl.where(stage == 0, phase ^ 1, phase)
-    return acc, peak, total, p, next_peak, stage, phase
+    return acc, peak, total, p, p_peak, stage, phase
 
 
 @gluon_jit()
-def _last_step(state, blocks, rest, INVARIANT: gl.constexpr):
-    """Sum the values of a tile's last block, of which only the first `rest` keys exist (0: all). Returns acc, peak, the
-    sum of all weights, and the next stage and its phase."""
+def _last_step(state, blocks, rest):
+    """Sum the values of a tile's last block, of which only the first `rest` keys exist (0: all). Returns acc, the sum
+    of all weights, and the next stage and its phase."""
     acc, peak, total, p, p_peak, stage, phase = state
     _ks, vs, ones, ready, free = blocks
     STAGES: gl.constexpr = vs.shape[0]
@@ -339,59 +310,37 @@ def _last_step(state, blocks, rest, INVARIANT: gl.constexpr):
         clear_rows(v, rest)
         nvidia.fence_async_shared()
         barrier()
-    next_acc, next_total = _begin_sum(acc, total, p, ones, v, INVARIANT)
-    next_acc, next_total = _end_sum(next_acc, next_total, p, INVARIANT)
+    next_acc, next_total = _begin_sum(acc, total, p, ones, v)
+    next_acc, next_total, p = nvidia.warpgroup_mma_wait(0, deps=[next_acc, next_total, p])
     nvidia.mbarrier.arrive(free.index(stage))
-    if INVARIANT:
-        acc, peak, total = _join(acc, peak, total, next_acc, p_peak, next_total, peak, INVARIANT)
-        whole = gl.max(total, 1)  # of equal numbers
-    else:
-        acc = next_acc
-        whole = gl.sum(total, 1)
+    acc, _peak, total = _join(acc, peak, total, next_acc, p_peak, next_total)
     stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
     phase = gl.where(stage == 0, phase ^ 1, phase)
-    return acc, peak, whole, stage, phase
+    return acc, gl.max(total, 1), stage, phase  # of equal numbers
 
 
 @gluon_jit()
-def _weigh(
-    scores, peak, query, start, end,
-    WINDOW: gl.constexpr, SCALE: gl.constexpr, MASKED: gl.constexpr, INVARIANT: gl.constexpr,
-):  # fmt: skip
-    """Return the weights of a block of keys, and the peak they are relative to: the block's, or if not INVARIANT that
-    of all keys so far."""
+def _weigh(scores, query, start, end, WINDOW: gl.constexpr, SCALE: gl.constexpr, MASKED: gl.constexpr):
+    """Return the weights of a block of keys, and the block's peak, which they are relative to."""
     if MASKED:
         key = gl.expand_dims(start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout)), 0)
         seen = (key <= gl.expand_dims(query, 1)) & (key < end)
         if WINDOW > 0:
             seen = seen & (key > gl.expand_dims(query, 1) - WINDOW)
         scores = gl.where(seen, scores, -1e30)
-    least = peak
-    if INVARIANT:
-        least = gl.full([scores.shape[0]], -1e20, gl.float32, peak.type.layout)
-    elif MASKED:
-        least = gl.maximum(peak, -1e20)
-    next_peak = gl.maximum(gl.max(scores, 1) * SCALE, least)
-    return gl.exp2(gl.fma(scores, SCALE, -gl.expand_dims(next_peak, 1))), next_peak
-
-
-@gluon_jit()
-def _sum_weights(weights, narrow: gl.constexpr):
-    """Sum the weights that a thread has of a row, [SIDE, 8]: columns that are equal modulo 8 are in one thread."""
-    SIDE: gl.constexpr = weights.shape[0]
-    KEYS: gl.constexpr = weights.shape[1]
-    return gl.convert_layout(gl.sum(gl.reshape(weights, [SIDE, KEYS // 8, 8]), 1), narrow)
+    peak = gl.maximum(gl.max(scores, 1) * SCALE, -1e20)
+    return gl.exp2(gl.fma(scores, SCALE, -gl.expand_dims(peak, 1))), peak
 
 
 @gluon_jit()
 def _step(
     state, q, blocks, query, start, end, GROUP: gl.constexpr,
-    WINDOW: gl.constexpr, SCALE: gl.constexpr, MASKED: gl.constexpr, INVARIANT: gl.constexpr,
+    WINDOW: gl.constexpr, SCALE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Compute the weights of the block at `start`, and sum the values of the block before. Returns the new state.
 
     state: acc, peak and total of the blocks before that; p, its weights, and the peak they are relative to; the stage
-    of shared memory and its phase. If not INVARIANT, peak and total include that block.
+    of shared memory and its phase.
     """
     acc, peak, total, p, p_peak, stage, phase = state
     ks, vs, ones, ready, free = blocks
@@ -401,74 +350,51 @@ def _step(
     SIDE: gl.constexpr = acc.shape[0]
     scored: gl.constexpr = query.type.layout.parent
     summed: gl.constexpr = acc.type.layout
-    narrow: gl.constexpr = total.type.layout
     nvidia.mbarrier.wait(ready.index(stage), phase)
     _wait_for_turn(GROUP)
     scores = gl.zeros([SIDE, KEYS], gl.float32, scored)
     scores = nvidia.warpgroup_mma(q, ks.index(stage).permute((1, 0)), scores, is_async=True)
-    next_acc, next_total = _begin_sum(acc, total, p, ones, vs.index(stage), INVARIANT)
+    next_acc, next_total = _begin_sum(acc, total, p, ones, vs.index(stage))
     _pass_turn(GROUP)
-    scores = nvidia.warpgroup_mma_wait(2 if INVARIANT else 1, deps=[scores])
-    weights, next_peak = _weigh(scores, peak, query, start, end, WINDOW, SCALE, MASKED, INVARIANT)
-    if not INVARIANT:
-        next_total = _sum_weights(weights, narrow)
+    scores = nvidia.warpgroup_mma_wait(2, deps=[scores])
+    weights, next_peak = _weigh(scores, query, start, end, WINDOW, SCALE, MASKED)
     rounded = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, summed, 2))
     _hold(rounded)
-    next_acc, next_total = _end_sum(next_acc, next_total, p, INVARIANT)
+    next_acc, next_total, p = nvidia.warpgroup_mma_wait(0, deps=[next_acc, next_total, p])
     nvidia.mbarrier.arrive(free.index(stage))
-    acc, peak, total = _join(acc, peak, total, next_acc, p_peak, next_total, next_peak, INVARIANT)
+    acc, peak, total = _join(acc, peak, total, next_acc, p_peak, next_total)
     stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
     phase = gl.where(stage == 0, phase ^ 1, phase)
     return acc, peak, total, rounded, next_peak, stage, phase
 
 
 @gluon_jit()
-def _begin_sum(acc, total, p, ones, v, INVARIANT: gl.constexpr):
-    """Begin to sum the values of a block: if INVARIANT of it alone, with its weights, else with acc."""
-    summed: gl.constexpr = acc.type.layout
+def _begin_sum(acc, total, p, ones, v):
+    """Begin to sum the weights p of a block and its values, in the layouts of total and acc."""
     narrow: gl.constexpr = total.type.layout
     SIDE: gl.constexpr = acc.shape[0]
-    DIMS: gl.constexpr = acc.shape[1]
-    if INVARIANT:
-        acc = gl.zeros([SIDE, DIMS], gl.float32, summed)
-        total = gl.zeros([SIDE, 8], gl.float32, narrow)
-        weights = gl.convert_layout(p, gl.DotOperandLayout(0, narrow, 2))
-        total = nvidia.warpgroup_mma(weights, ones.permute((1, 0)), total, is_async=True)
-    return nvidia.warpgroup_mma(p, v, acc, is_async=True), total
+    next_acc = gl.zeros([SIDE, acc.shape[1]], gl.float32, acc.type.layout)
+    next_total = gl.zeros([SIDE, 8], gl.float32, narrow)
+    weights = gl.convert_layout(p, gl.DotOperandLayout(0, narrow, 2))
+    next_total = nvidia.warpgroup_mma(weights, ones.permute((1, 0)), next_total, is_async=True)
+    return nvidia.warpgroup_mma(p, v, next_acc, is_async=True), next_total
 
 
 @gluon_jit()
-def _end_sum(next_acc, next_total, p, INVARIANT: gl.constexpr):
-    if INVARIANT:
-        next_acc, next_total, p = nvidia.warpgroup_mma_wait(0, deps=[next_acc, next_total, p])
-    else:
-        next_acc, p = nvidia.warpgroup_mma_wait(0, deps=[next_acc, p])
-    return next_acc, next_total
-
-
-@gluon_jit()
-def _join(acc, peak, total, next_acc, p_peak, next_total, next_peak, INVARIANT: gl.constexpr):
-    """Join the sums of a block to those before as softmax.combine does. If not INVARIANT, next_acc has both, relative
-    to peak, and next_total is of the block behind it, relative to next_peak."""
+def _join(acc, peak, total, next_acc, next_peak, next_total):
+    """Join the sums of a block to those before as softmax.combine does."""
     summed: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     narrow: gl.constexpr = gl.SliceLayout(1, total.type.layout)
-    if INVARIANT:
-        higher = gl.maximum(peak, p_peak)
-        weight = gl.exp2(peak - higher)
-        next_weight = gl.exp2(p_peak - higher)
-        a = gl.expand_dims(gl.convert_layout(weight, summed), 1)
-        b = gl.expand_dims(gl.convert_layout(next_weight, summed), 1)
-        acc = gl.fma(next_acc, b, acc * a)
-        a = gl.expand_dims(gl.convert_layout(weight, narrow), 1)
-        b = gl.expand_dims(gl.convert_layout(next_weight, narrow), 1)
-        total = gl.fma(next_total, b, total * a)
-        peak = higher
-    else:
-        shrink = gl.exp2(peak - next_peak)
-        acc = next_acc * gl.expand_dims(gl.convert_layout(shrink, summed), 1)
-        total = next_total + total * gl.expand_dims(gl.convert_layout(shrink, narrow), 1)
-        peak = next_peak
-    return acc, peak, total
+    higher = gl.maximum(peak, next_peak)
+    weight = gl.exp2(peak - higher)
+    next_weight = gl.exp2(next_peak - higher)
+    a = gl.expand_dims(gl.convert_layout(weight, summed), 1)
+    b = gl.expand_dims(gl.convert_layout(next_weight, summed), 1)
+    acc = gl.fma(next_acc, b, acc * a)
+    a = gl.expand_dims(gl.convert_layout(weight, narrow), 1)
+    b = gl.expand_dims(gl.convert_layout(next_weight, narrow), 1)
+    total = gl.fma(next_total, b, total * a)
+    return acc, higher, total
 
 
 @gluon_jit()
@@ -500,64 +426,37 @@ def _pass_turn(GROUP: gl.constexpr):
 
 
 @gluon_jit()
-def _finish(
-    acc, peak, total, results, first, tokens, part, split, head, GROUP: gl.constexpr,
+def _store(
+    acc, total, out_ptr, first, tokens, head, GROUP: gl.constexpr,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, TOKENS: gl.constexpr, HEADS: gl.constexpr,
-    COMBINE_ROWS: gl.constexpr, COMBINE_SPLITS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Write a group's rows of a tile; if its keys are split, the partial results, and the last group combines all."""
-    out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr = results
+    """Write a group's rows of a tile."""
     G: gl.constexpr = H // K
     SIDE: gl.constexpr = acc.shape[0]
-    DIMS: gl.constexpr = acc.shape[1]
     summed: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    dim = gl.expand_dims(gl.arange(0, DIMS, gl.SliceLayout(0, acc.type.layout)), 0)
+    dim = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout)), 0)
     token, number, used = _place(gl.arange(0, SIDE, summed), GROUP, SIDE, G, TOKENS, HEADS)
-    q_head = head * G + number
-    here = (token < tokens) & used
-    total = gl.convert_layout(total, summed)
-    splits = split // SPLITS
-    if splits == 1:
-        at = gl.expand_dims(((first + token) * H + q_head) * D, 1) + dim
-        out = (acc / gl.expand_dims(total, 1)).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at, out, mask=gl.expand_dims(here, 1) & (dim < D))
-    else:
-        slot = (part + split % SPLITS * tokens + token) * H + q_head
-        tl.store(parts_ptr + gl.expand_dims(slot * D, 1) + dim, acc, mask=gl.expand_dims(here, 1) & (dim < D))
-        tl.store(peaks_ptr + slot, gl.convert_layout(peak, summed), mask=here)
-        tl.store(totals_ptr + slot, total, mask=here)
-        barrier()  # all threads have stored before the group counts as arrived
-        arrived = tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="acq_rel", scope="gpu")
-        if arrived == 2 * splits - 1:
-            lanes: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
-            combine_splits_in_order(
-                gl.zeros([COMBINE_ROWS, DIMS], gl.float32, lanes), gl.arange(0, COMBINE_ROWS, gl.SliceLayout(1, lanes)),
-                gl.arange(0, DIMS, gl.SliceLayout(0, lanes)), out_ptr, parts_ptr, peaks_ptr, totals_ptr, first, tokens,
-                part, splits, head, H, G, D, COMBINE_ROWS, COMBINE_SPLITS,
-            )  # fmt: skip
-            tl.store(arrivals_ptr + part * K + head, 0)
+    at = gl.expand_dims(((first + token) * H + head * G + number) * D, 1) + dim
+    out = (acc / gl.expand_dims(gl.convert_layout(total, summed), 1)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, out, mask=gl.expand_dims((token < tokens) & used, 1) & (dim < D))
 
 
 def launch(
-    q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: Tensor, most: int,
-    memory: tuple[Tensor, ...], layer: int, window: int, scale: float, deterministic: bool,
-    combining: tuple[int, int],
+    q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: Tensor, most: int, layer: int,
+    window: int, scale: float,
 ) -> None:  # fmt: skip
     """Attend as fastgen.kernels.attention, which checks the arguments.
 
-    tiles: the list, of `most` work tiles of up to `tokens_of` tokens, whose ranges begin at multiples of PIECE. memory:
-    the tensors of PartialResults. combining: the rows and splits whose partial results are loaded at once.
+    tiles: the list, of `most` work tiles of up to `tokens_of` tokens, whose ranges begin at multiples of KEYS. Keys are
+    not split.
     """
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
     chip, dims = Chip.of(q.device), power_of_two(head_size)
     assert keys.numel() // (page_size * head_size) < 2**31
-    block = keys_of(deterministic)
-    stages = stages_of(block, dims, q.element_size(), chip)
-    pools = (described(x.view(-1, page_size, head_size), [1, PIECE, PIECE]) for x in (keys, values))
+    pools = (described(x.view(-1, page_size, head_size), [1, KEYS, PIECE]) for x in (keys, values))
     _prefill_kernel[(min(most * num_kv, chip.processors),)](
-        described(q, [*unit_of(num_heads // num_kv), PIECE]), *pools, out, page_table, tiles, *memory,
+        described(q, [*unit_of(num_heads // num_kv), PIECE]), *pools, out, page_table, tiles,
         layer, num_pages, page_table.stride(0), num_heads, num_kv, head_size, page_size, window, scale,
-        dims, stages, SIDE, PIECE, *combining, HEADER, FIELDS, SPLITS, GROUP_REGISTERS, LOADING_REGISTERS,
-        deterministic, block, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=not deterministic,
-        launch_pdl=True,
+        dims, stages_of(dims, q.element_size(), chip), SIDE, PIECE, HEADER, FIELDS, GROUP_REGISTERS, LOADING_REGISTERS,
+        KEYS, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

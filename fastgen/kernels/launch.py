@@ -200,8 +200,7 @@ def kernels_of(device: torch.device) -> str:
     """Return the fastest kind of kernels that a device runs.
 
     - "gluon": kernels in Gluon beside those in Triton. They need Hopper and a Triton of KNOWN_TRITON. With 2-byte
-      dtypes, products of few tokens and prefill attention use them, and in deterministic mode decode attention (with
-      a KV cache in fp8, in bfloat16 alone).
+      dtypes, products of few tokens and attention use them (decodes with a KV cache in fp8 only in bfloat16).
     - "triton": kernels in Triton alone.
     - "torch": the torch twins alone, on the CPU and without Triton.
     """
@@ -219,6 +218,6 @@ def slower_than_possible(device: torch.device) -> str:
     if not KNOWN:
         effect = "kernels launch slower"
         if Chip.of(device).capability == HOPPER:
-            effect += ", the fastest kernels for Hopper are off, and deterministic mode is off by default"
+            effect += ", the fastest kernels for Hopper are off, and results may depend on the schedule"
         return f"Triton {triton.__version__} is unknown to this version of fastgen: {effect}; {REMEDY}"
     return ""

@@ -1,13 +1,14 @@
 """Softmax over keys in blocks, and partial results of attention: how programs exchange and combine them.
 
-A partial result covers some of the keys that a query sees: acc [rows, D], the weighted sum of the values, and the
-weight of these keys beside others. D head size; DIMS: D, up to a power of two; H query heads; G query heads a KV head.
+A partial result covers some of the keys that a query sees: acc [rows, D], the weighted sum of the values; the peak of
+their scores; and total, the sum of their weights in units of 2**peak. D head size; DIMS: D, up to a power of two; H
+query heads; G query heads per KV head.
 
-In deterministic mode the result is the same to the bit, whichever programs compute its blocks. Each block of keys is a
-softmax of its own, and these are combined in the order of their positions. Rows are the left side of products, for
-which Hopper's instruction wants 64; in fastgen.kernels.hopper_decode they are the right side (SWAP), since a decode has
-few. Either way a product sums each number over the same dimension in the same order. Therefore a product also sums the
-weights of a block, after they are rounded as they weigh the values.
+The result is the same to the bit, whichever programs compute its blocks. Each block of keys is a softmax of its own,
+and these are combined in the order of their positions. Rows are the left side of products, for which Hopper's
+instruction wants 64; in fastgen.kernels.hopper_decode they are the right side (SWAP), since a decode has few. Either
+way a product sums each number over the same dimension in the same order. Therefore a product also sums the weights of a
+block, after they are rounded as they weigh the values.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ def no_keys(ROWS: tl.constexpr, DIMS: tl.constexpr):
 
 
 @jit()
-def load_partial(parts_ptr, peak_ptr, totals_ptr, slot, here, dim, D: tl.constexpr, SWAP: tl.constexpr):
+def load_partial(parts_ptr, peaks_ptr, totals_ptr, slot, here, dim, D: tl.constexpr, SWAP: tl.constexpr):
     """Return the partial results that other programs stored at `slot` [ROWS], for the rows that are `here` [ROWS]; for
     others, `no_keys`. dim: 0 to DIMS."""
-    peak = tl.load(peak_ptr + slot, mask=here, other=-1e30, cache_modifier=".cg")
+    peak = tl.load(peaks_ptr + slot, mask=here, other=-1e30, cache_modifier=".cg")
     total = tl.load(totals_ptr + slot, mask=here, other=0.0, cache_modifier=".cg")
     if SWAP:
         at = slot[None, :] * D + dim[:, None]
@@ -76,43 +77,25 @@ def combine(acc, peak, total, next_acc, next_peak, next_total, SWAP: tl.constexp
 
 
 @jit()
-def store_partial(acc, lse, parts_ptr, lse_ptr, slot, here, D: tl.constexpr, DIMS: tl.constexpr):
-    """Store partial results acc [ROWS, DIMS] at `slot` [ROWS], with lse [ROWS]: the log2 of their sums, or in
-    deterministic mode their peaks."""
+def store_partial(acc, peak, total, parts_ptr, peaks_ptr, totals_ptr, slot, here, D: tl.constexpr, DIMS: tl.constexpr):
+    """Store partial results acc [ROWS, DIMS], peak [ROWS] and total [ROWS] at `slot` [ROWS]."""
     dim = tl.arange(0, DIMS)[None, :]
     tl.store(parts_ptr + slot[:, None] * D + dim, acc, mask=here[:, None] & (dim < D))
-    tl.store(lse_ptr + slot, lse, mask=here)
+    tl.store(peaks_ptr + slot, peak, mask=here)
+    tl.store(totals_ptr + slot, total, mask=here)
 
 
 @jit()
-def combine_partials(
-    acc, peak, total, parts_ptr, lse_ptr, part, partials, q_head, here,
-    H: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
-):  # fmt: skip
-    """Combine a row's softmax with its `partials` partial results, which another launch wrote: loads bypass L1, as in
-    `combine_splits`."""
-    dim = tl.arange(0, DIMS)[None, :]
-    for partial in range(0, partials):
-        slot = (part + partial) * H + q_head
-        lse = tl.load(lse_ptr + slot, cache_modifier=".cg")
-        value = tl.load(parts_ptr + slot[:, None] * D + dim, mask=here, other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(peak, lse)
-        weight = tl.exp2(lse - higher)
-        shrink = tl.exp2(peak - higher)
-        acc = acc * shrink[:, None] + value * weight[:, None]
-        total = total * shrink + weight
-        peak = higher
-    return acc, peak, total
-
-
-@jit()
-def combine_splits_in_order(
-    nothing, number, dim, out_ptr, parts_ptr, peak_ptr, totals_ptr, first, tokens, part, splits, head,
+def combine_splits(
+    nothing, number, dim, out_ptr, parts_ptr, peaks_ptr, totals_ptr, first, tokens, part, splits, head,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of a tile one after the other, in the order in which one program would combine their keys, and
-    write the result. nothing: zeros [ROWS, DIMS]; number, dim: 0 to ROWS and to DIMS. (Gluon calls this as well, so the
-    caller makes all tensors, in its layout.)"""
+    write the result. Other programs wrote the partial results, so loads bypass L1 (.cg), which may be stale.
+
+    nothing: zeros [ROWS, DIMS]; number, dim: 0 to ROWS and to DIMS. (Gluon calls this as well, so the caller makes all
+    tensors, in its layout.)
+    """
     for first_row in range(0, tokens * G, ROWS):
         row = first_row + number
         token = row // G
@@ -126,44 +109,9 @@ def combine_splits_in_order(
                 split = first_split + next_split
                 slot = (part + split * tokens + token) * H + q_head
                 next_acc, next_peak, next_total = load_partial(
-                    parts_ptr, peak_ptr, totals_ptr, slot, here & (split < splits), dim, D, False
+                    parts_ptr, peaks_ptr, totals_ptr, slot, here & (split < splits), dim, D, False
                 )
                 acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, False)
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         at = ((first + token) * H + q_head)[:, None] * D + dim[None, :]
         tl.store(out_ptr + at, out, mask=here[:, None] & (dim < D)[None, :])
-
-
-@jit()
-def combine_splits(
-    out_ptr, parts_ptr, lse_ptr, first, tokens, part, splits, head,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Combine the splits of a tile and write the result. Other programs wrote the partial results, so loads bypass L1
-    (.cg), which may be stale."""
-    dim = tl.arange(0, DIMS)[None, :]
-    for first_row in range(0, tokens * G, ROWS):
-        row = first_row + tl.arange(0, ROWS)
-        token = row // G
-        q_head = head * G + row % G
-        here = token < tokens
-        acc = tl.zeros([ROWS, DIMS], tl.float32)
-        peak = tl.full([ROWS], -1e30, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        for first_split in range(0, splits, SPLITS):
-            split = first_split + tl.arange(0, SPLITS)
-            slot = (part + split[:, None] * tokens + token[None, :]) * H + q_head[None, :]
-            there = (split < splits)[:, None] & here[None, :]
-            lse = tl.load(lse_ptr + slot, mask=there, other=-1e30, cache_modifier=".cg")
-            at = slot[:, :, None] * D + dim[None, :, :]
-            inside = there[:, :, None] & (dim < D)[None, :, :]
-            parts = tl.load(parts_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
-            higher = tl.maximum(peak, tl.max(lse, 0))
-            weights = tl.exp2(lse - higher[None, :])
-            shrink = tl.exp2(peak - higher)
-            acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
-            total = total * shrink + tl.sum(weights, 0)
-            peak = higher
-        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-        at = ((first + token) * H + q_head)[:, None] * D + dim
-        tl.store(out_ptr + at, out, mask=here[:, None] & (dim < D))

@@ -265,8 +265,6 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     device, dtype = ("cpu", "float32") if arguments.smoke else ("cuda", "bfloat16")
     if arguments.no_prefix_cache:
         given["prefix_cache"] = False
-    if arguments.no_deterministic:
-        given["deterministic"] = False
     if arguments.tensor_parallel > 1:
         given["tensor_parallel"] = arguments.tensor_parallel
     return {"load": "dummy", "device": device, "dtype": dtype, "seed": 0, **given}
@@ -296,11 +294,10 @@ def slug(gpu: str) -> str:
 
 
 def report_path(arguments: argparse.Namespace, gpu: str, part: str = "") -> Path:
-    """Return MODEL-GPU-tpN-fp8-kv-fp8-PART-nocache-nondeterministic.json; each part is there only where it applies."""
+    """Return MODEL-GPU-tpN-fp8-kv-fp8-PART-nocache.json; each part is there only where it applies."""
     several = f"tp{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
-    without = {"nocache": arguments.no_prefix_cache, "nondeterministic": arguments.no_deterministic}
     numbers = arguments.quantization or "", "kv-fp8" if arguments.kv_cache_dtype == "fp8" else ""
-    parts = (arguments.model, slug(gpu), several, *numbers, part, *(name for name, so in without.items() if so))
+    parts = (arguments.model, slug(gpu), several, *numbers, part, "nocache" if arguments.no_prefix_cache else "")
     folder: Path = arguments.out or RESULTS
     return folder / f"{'-'.join(filter(None, parts))}.json"
 

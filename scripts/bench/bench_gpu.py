@@ -7,7 +7,6 @@
     python scripts/bench/bench.py gpu --model qwen14 --only headline
     python scripts/bench/bench.py gpu --quantization fp8               # linear layers in fp8
     python scripts/bench/bench.py gpu --kv-cache-dtype fp8             # keys and values in fp8
-    python scripts/bench/bench.py gpu --no-deterministic               # without deterministic mode
     python scripts/bench/bench.py gpu --turns                          # conversations, with and without the host tier
     python scripts/bench/bench.py gpu --speculate                      # speculation over recorded answers
     python scripts/bench/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
@@ -111,7 +110,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="... -kv-fp8")
     options.add_argument("--memory-fraction", type=float)
     options.add_argument("--no-prefix-cache", action="store_true", help="the file's name ends in -nocache")
-    options.add_argument("--no-deterministic", action="store_true", help="... in -nondeterministic")
     arguments = parser.parse_args(argv)
     kind, several = arguments.kind, arguments.tensor_parallel > 1
     if several and kind in ONE_PROCESS:

@@ -26,16 +26,14 @@ STEPS = {
 
 def bench_scaling(arguments: argparse.Namespace) -> None:
     """Measure the workloads on 1, 2 and 4 GPUs, as far as there are so many. efficiency: tokens/s of N GPUs / (N x
-    one's). All are measured without deterministic mode, which needs one GPU."""
+    one's)."""
     smoke = arguments.smoke
     rates = bench_engine.ceilings(arguments)
     about = bench_engine.machine("cpu" if smoke else "cuda")
     path = bench_engine.report_path(arguments, about["gpu"], "scaling")
     report: dict[str, Any] = {"model": arguments.model, **about, "rates": rates, "ready_seconds": {}, "workloads": {}}
     for gpus in gpu_counts(2 if smoke else torch.cuda.device_count()):
-        options: dict[str, Any] = {"deterministic": False}
-        if gpus > 1:
-            options["tensor_parallel"] = gpus
+        options = {"tensor_parallel": gpus} if gpus > 1 else {}
         with bench_engine.ready_generator(arguments, **options) as (generator, ready):
             report["ready_seconds"][str(gpus)] = ready
             for name in arguments.only or SCALED:

@@ -6,7 +6,8 @@
 A Generator of random weights runs on the CPU, in a process for each chip. Where a GPU would launch a kernel, with the
 arguments and the configuration that it would have on that chip, the kernel is compiled for it (ptxas included), and its
 torch twin computes the result (of products and attention it is zeros, which are quicker). So what is compiled is what
-one GPU would run, without deterministic mode and then with it, but for flash-attn. Needs Triton, and no GPU.
+one GPU would run, with cuBLAS for products of many rows and then without it, but for flash-attn. Needs Triton, and no
+GPU.
 
 The exit status is 1 if a kernel takes more shared memory than a block may have, spills more registers than ACCEPTED
 says, or is late: not among those that the start of a Generator compiles ahead of all launches.
@@ -73,8 +74,8 @@ ACCEPTED: dict[str, dict[str, int]] = {
     },
     # Ampere and Ada have no tensor descriptors, so each thread holds the addresses of its part of a tile. With Triton
     # 3.6.0 it spills 88 bytes; of what 3.7.1 and later versions write, ptxas makes 32 registers and thousands of bytes,
-    # also in the loop, for products of more than 64 tokens. This is slow, but right, and only deterministic mode has
-    # such products, which is off there unless a user asks for it. Ordinary mode spills 288 bytes, for up to 32 tokens.
+    # also in the loop, for products of more than 64 tokens. This is slow, but right, and only deterministic=True has
+    # such products there. Without it they spill 288 bytes, for up to 32 tokens.
     "batch_invariant._product_kernel": {
         "A100": 4200, "RTX A5000": 3960, "RTX 4090": 3960, "B200": 24, "RTX 5090": 8,
     },
@@ -243,7 +244,7 @@ def run(name: str, dtype: str, deterministic: bool, **options: Any) -> None:
                 for lengths in ([400], [9] * 6, [9] * 12, [70] * 20):
                     outputs = gen.generate([[5] * length for length in lengths], params)
                     assert all(output.error is None for output in outputs)
-            gen.score([[5] * 100])  # more rows than go through our own products in ordinary mode
+            gen.score([[5] * 100])  # more rows than go through our own products by default
             startup.rehearse_decodes(gen._runner, [1, 8, 32])  # what graphs hold; without a GPU there are none
 
 

@@ -2,22 +2,20 @@
 
     python scripts/tune/tune_attention.py --out tuned.json                 # decodes and prefills of Mistral 7B's shape
     python scripts/tune/tune_attention.py --out x.json --only 256x1100 --shape 40,8,128 --seconds 60
-    python scripts/tune/tune_attention.py --out fixed.json --deterministic
 
 A case runs its layers in a CUDA graph, each over its own random keys and values in shuffled pages, so many of them that
 the L2 cache does not hold them. A decode's rate is of the bytes of keys and values; a prefill's of the products that
-causality leaves. The best settings go by hand into CONFIGS of kernels/attention.py and the constants of work_tiles.py.
+causality leaves. The best settings go by hand into HOPPER_SHAPES and the like of kernels/attention.py: all phases must
+have as many keys, and the same instruction.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,28 +65,15 @@ CASES = [
     decode(1, 32000), Case("8x1024 fresh", 8, 1024, 0), Case("4x2048 over 8192", 4, 2048, 8192),
     Case("1x16 over 32000", 1, 16, 32000),
 ]  # fmt: skip
-# (keys, warps, stages, peel) of decodes, likely ones first
-DECODES = [
-    (32, 1, 2, False), (32, 2, 2, False), (32, 2, 3, False), (64, 2, 2, False), (64, 4, 3, False), (64, 4, 2, False),
-    (32, 1, 3, False), (32, 2, 2, True), (64, 4, 4, False), (16, 1, 3, False), (32, 4, 3, False), (64, 4, 2, True),
-]  # fmt: skip
-# (rows, keys, warps, stages) of prefills
-PREFILLS = [
-    (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (64, 32, 4, 3), (128, 32, 8, 3), (64, 64, 4, 3),
-    (64, 32, 4, 2), (128, 64, 4, 2), (32, 64, 4, 2),
-]  # fmt: skip
-# The same of deterministic mode, where both must have as many keys, and the same instruction.
-FIXED_DECODES = [(64, 4, 2, False), (64, 4, 3, False)]
-FIXED_PREFILLS = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)]
-SPLITS = (64, 128, 256, 512, 1024, 2048, 4096)
+# (rows, warps, stages, peel) of decodes, and of prefills
+DECODES = [(64, 4, 2, False), (64, 4, 3, False), (64, 4, 2, True)]
+PREFILLS = [(128, 8, 2, True), (128, 8, 3, True), (64, 4, 2, True), (64, 4, 3, True)]
 
 
 class Setup:
     """A case's pool, tables and queries on the GPU."""
 
-    def __init__(
-        self, case: Case, heads: int, num_kv: int, head_size: int, page_size: int, deterministic: bool = False
-    ) -> None:
+    def __init__(self, case: Case, heads: int, num_kv: int, head_size: int, page_size: int) -> None:
         self.case, self.heads = case, heads
         slots = -(-case.length // page_size)
         layer_bytes = 4 * case.count * case.length * num_kv * head_size
@@ -105,7 +90,7 @@ class Setup:
         self.q = torch.randn(case.count * case.tokens, heads, head_size, dtype=torch.bfloat16, device=DEVICE)
         whole = np.full(case.count, case.tokens), np.full(case.count, case.length)
         self.layout = StepLayout(*whole, case.count if case.decodes else 0, np.arange(case.count), self.table)
-        self.paged = PagedAttention(self.pool, heads, (0,), case.count, len(self.q), case.length, deterministic)
+        self.paged = PagedAttention(self.pool, heads, (0,), case.count, case.length)
         self.expected = [self._expected(s) for s in range(0, case.count, -(-case.count // CHECKED))]
 
     @property
@@ -170,19 +155,7 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@contextmanager
-def split_into(split: int | None) -> Iterator[None]:
-    """Cut decodes every `split` keys; None: as the library does."""
-    before = work_tiles.split_of
-    if split is not None:
-        work_tiles.split_of = lambda *_: split
-    try:
-        yield
-    finally:
-        work_tiles.split_of = before
-
-
-def time_paged(setup: Setup, config: attention.AttentionConfig, split: int | None = None) -> tuple[float, float]:
+def time_paged(setup: Setup, config: attention.AttentionConfig) -> tuple[float, float]:
     """Return the seconds of a layer, and the error."""
     paged, case = setup.paged, setup.case
     paged.configs = dict.fromkeys(paged.configs, config)
@@ -199,9 +172,8 @@ def time_paged(setup: Setup, config: attention.AttentionConfig, split: int | Non
             answers.append(paged.attend(plan, layer, setup.q, 0))
             del answers[1:]  # the first layer's is compared
 
-    with split_into(split):
-        made = None if case.decodes else paged.plan(setup.layout)
-        graph = captured(step)
+    made = None if case.decodes else paged.plan(setup.layout)
+    graph = captured(step)
     taken = seconds_of(graph.replay)
     return taken / setup.layers, setup.error(answers[0])
 
@@ -212,7 +184,7 @@ def time_flash(setup: Setup) -> tuple[float, float] | str:
     if setup.case.decodes:
         return "decodes go through paged"
     try:
-        flash = FlashAttention(setup.pool, setup.heads, (0,), setup.case.count, len(setup.q), setup.case.length)
+        flash = FlashAttention(setup.pool, setup.heads, (0,), setup.case.count, setup.case.length)
     except ValueError as refused:
         return str(refused)
     plan = flash.plan(setup.layout)
@@ -225,20 +197,14 @@ def time_flash(setup: Setup) -> tuple[float, float] | str:
     return seconds_of(step) / setup.layers, error
 
 
-def configured(setup: Setup, rows: int, keys: int, warps: int, stages: int, peel: bool) -> attention.AttentionConfig:
+def configured(setup: Setup, rows: int, warps: int, stages: int, peel: bool) -> attention.AttentionConfig:
     """Return a configuration with the values that follow from the others."""
-    chip, head_size = Chip.of(setup.q.device), setup.q.shape[2]
-    dims, group = 1 << (head_size - 1).bit_length(), setup.paged.group
-    phase = attention.DECODE if setup.case.decodes else attention.PREFILL
-    rows = rows or max(16, 1 << (group - 1).bit_length())
-    combine_rows = min(rows if phase == attention.PREFILL else 1 << (group - 1).bit_length(), 32)
-    combine_splits = min(max(attention.COMBINED[phase] * warps * 32 // (combine_rows * dims), 1), 16)
-    own = setup.paged.configs[phase]
-    if own.invariant:
-        combine_splits = min(4 * combine_splits, 8)
-    size = attention.shared_bytes(rows, keys, stages, dims, torch.bfloat16, chip)
-    shape = rows, keys, warps, stages, attention.programs_of(size, warps, chip), peel, combine_rows, combine_splits
-    return attention.AttentionConfig(*shape, own.invariant)
+    chip, dims = Chip.of(setup.q.device), 1 << (setup.q.shape[2] - 1).bit_length()
+    own = setup.paged.configs[attention.DECODE if setup.case.decodes else attention.PREFILL]
+    size = attention.shared_bytes(rows, own.keys, stages, dims, torch.bfloat16, chip)
+    programs = attention.programs_of(size, warps, chip)
+    changed = replace(own, rows=rows, warps=warps, stages=stages, programs=programs, peel=peel)
+    return replace(changed, specialized=False, streamed=False)
 
 
 class Tuner:
@@ -250,7 +216,7 @@ class Tuner:
     def over(self) -> bool:
         return time.monotonic() > self.until
 
-    def note(self, setup: Setup, what: dict[str, Any], taken: float, error: float) -> float:
+    def note(self, setup: Setup, what: dict[str, Any], taken: float, error: float) -> None:
         case = setup.case
         rate = setup.kv_bytes / taken / 1e12 if case.decodes else setup.flops / taken / 1e12
         unit = "TB/s" if case.decodes else "TFLOP/s"
@@ -259,64 +225,31 @@ class Tuner:
             f"{case.name:18} {taken * 1e6:9.1f} us {rate:8.2f} {unit}  error {error:.4f}{verdict}  {what}", flush=True
         )
         self.rows.append({"case": case.name, "us": taken * 1e6, unit: rate, "error": error, **what})
-        return taken if error < TOLERANCE else math.inf
 
-    def try_paged(self, setup: Setup, config: attention.AttentionConfig, split: int | None = None) -> float:
+    def try_paged(self, setup: Setup, config: attention.AttentionConfig) -> None:
         if self.over:
-            return math.inf
+            return
         try:
-            taken, error = time_paged(setup, config, split)
+            taken, error = time_paged(setup, config)
         except Exception as refused:  # of the compiler, or for want of shared memory: the next may do
             print(f"{setup.case.name:18} {config}: {type(refused).__name__} {str(refused)[:100]}", flush=True)
-            return math.inf
-        return self.note(setup, {"split": split, **asdict(config)}, taken, error)
+            return
+        self.note(setup, asdict(config), taken, error)
 
     def tune(self, setup: Setup) -> None:
-        """Measure the library's own configuration first, then all others; then, for decodes, the splits and
-        combinations of the best."""
-        own = setup.paged.configs
-        if own[attention.DECODE].streamed and setup.case.decodes and not self.over:
-            self.note(setup, {"kernel": "hopper_decode"}, *time_paged(setup, own[attention.DECODE]))
-        setup.paged._split_below = None  # as the kernels in Triton want
-        self.tune_triton(setup, {phase: replace(config, streamed=False) for phase, config in own.items()})
-
-    def tune_triton(self, setup: Setup, own: dict[str, attention.AttentionConfig]) -> None:
+        """Measure the library's own configuration first, then flash-attn, then Triton's kernel in all shapes."""
         case = setup.case
-        split = work_tiles.split_of(case.count, setup.paged.num_kv, setup.paged.chip)
-        phase = (
-            attention.PREFILL
-            if not case.decodes
-            else attention.FEW
-            if split == work_tiles.SHORTEST
-            else attention.DECODE
-        )
-        found = {own[phase]: self.try_paged(setup, own[phase])}
+        own = setup.paged.configs[attention.DECODE if case.decodes else attention.PREFILL]
+        shapes = [configured(setup, *shape) for shape in (DECODES if case.decodes else PREFILLS)]
+        self.try_paged(setup, own)
         flash = time_flash(setup) if not self.over else "no time left"
         if isinstance(flash, str):
             print(f"{case.name:18} flash: {flash}", flush=True)
         else:
             self.note(setup, {"implementation": "flash"}, *flash)
-        rows = own[phase].rows if own[phase].invariant else 0
-        shapes = [(rows, *shape) for shape in DECODES] if case.decodes else [(*shape, True) for shape in PREFILLS]
-        for shape in shapes:
-            config = configured(setup, *shape)
-            if config not in found and setup.paged.group <= config.rows:
-                found[config] = self.try_paged(setup, config)
-        if case.decodes and not own[phase].invariant:
-            self.tune_splits(setup, sorted(found, key=lambda config: found[config])[:2], split)
-
-    def tune_splits(self, setup: Setup, best: list[attention.AttentionConfig], split: int) -> None:
-        case = setup.case
-        for config in best:
-            taken = {}
-            for other in SPLITS:
-                splits = min(-(-case.length // other), work_tiles.splits_of(case.count))
-                if other != split and other < 2 * case.length and case.count * splits <= setup.paged.partials:
-                    taken[other] = self.try_paged(setup, config, other)
-            if taken and case.length > (least := min(taken, key=lambda key: taken[key])):
-                for combine_splits in (1, 2, 4, 8, 16):
-                    if combine_splits != config.combine_splits:
-                        self.try_paged(setup, replace(config, combine_splits=combine_splits), least)
+        for config in dict.fromkeys(shapes):
+            if config != own and setup.paged.group <= config.rows:
+                self.try_paged(setup, config)
 
 
 def main() -> None:
@@ -327,10 +260,7 @@ def main() -> None:
     parser.add_argument("--shape", default="32,8,128", help="query heads, KV heads, head size")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--own", action="store_true", help="time the library's own configurations only")
-    parser.add_argument("--deterministic", action="store_true", help="what deterministic mode may choose from")
     options = parser.parse_args()
-    if options.deterministic:
-        DECODES[:], PREFILLS[:] = FIXED_DECODES, FIXED_PREFILLS
     if options.own:
         DECODES.clear()
         PREFILLS.clear()
@@ -339,7 +269,7 @@ def main() -> None:
     with torch.inference_mode():
         for case in CASES:
             if not tuner.over and (not options.only or case.name.startswith(tuple(options.only))):
-                setup = Setup(case, heads, num_kv, head_size, options.page_size, options.deterministic)
+                setup = Setup(case, heads, num_kv, head_size, options.page_size)
                 tuner.tune(setup)
                 del setup
                 torch.cuda.empty_cache()

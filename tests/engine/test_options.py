@@ -136,7 +136,7 @@ def test_a_pool_of_its_own_making_never_lowers_the_context() -> None:
         assert config.num_pages == -(-context // 64) + 1
 
 
-def test_deterministic_mode() -> None:
+def test_deterministic() -> None:
     assert make(deterministic=True).attention == make().attention == "cpu"
     assert not make(attention="reference").deterministic, "its bits depend on the batch"
     assert make(device="cuda", deterministic=True).attention == "paged"
@@ -146,7 +146,7 @@ def test_deterministic_mode() -> None:
         make(odd, device="cuda", memory=10**10, deterministic=True)
 
 
-def test_deterministic_mode_is_on_where_it_costs_little() -> None:
+def test_equal_bits_where_they_cost_little() -> None:
     assert make().deterministic
     assert not make(deterministic=False).deterministic
     assert not make(tensor_parallel=2).deterministic
@@ -158,7 +158,11 @@ def test_deterministic_mode_is_on_where_it_costs_little() -> None:
         return config.deterministic, config.attention, config.kernels
 
     assert modes() == modes(dtype="float16") == modes(attention="paged") == (True, "paged", "gluon")
-    assert modes(deterministic=False) == (False, "paged", "gluon")
+    for options in ({}, {"dtype": "float16"}, {"kv_cache_dtype": "fp8"}):
+        with pytest.raises(ValueError, match=r"the same bits under any schedule.*; leave deterministic out"):
+            modes(deterministic=False, **options)
+    for options in ({"dtype": "float32"}, {"tensor_parallel": 2}, {"page_size": 32}, {"attention": "flash"}):
+        assert not modes(deterministic=False, **options)[0], options
     assert modes(attention="flash") == (False, "flash", "gluon")
     assert modes(kernels="torch") == (False, "paged", "torch")
     assert modes(kernels="triton", deterministic=True) == (True, "paged", "triton")
@@ -171,8 +175,8 @@ def test_deterministic_mode_is_on_where_it_costs_little() -> None:
         assert modes(replace(model, **change)) == (False, "paged", "gluon"), change
 
 
-def test_the_default_of_deterministic_mode_has_its_fast_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the mode is on by default, the decode kernel and the products in Gluon take every shape."""
+def test_where_bits_are_always_equal_all_kernels_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode kernel and the products in Gluon take every shape."""
     monkeypatch.setattr(hopper_products, "GLUON", True)
     chip = Chip((9, 0), 132, 232_448)
     on = set()

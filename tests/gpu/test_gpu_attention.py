@@ -23,17 +23,17 @@ SHAPES = sorted(
 )
 
 
-def make(name: str, pool: KVPool, num_heads: int, max_seqs: int, tokens: int) -> Attention:
+def make(name: str, pool: KVPool, num_heads: int, max_seqs: int) -> Attention:
     """Skips flash where it does not run."""
     try:
-        return make_attention(name, pool, num_heads, WINDOWS, max_seqs, tokens, 2048)
+        return make_attention(name, pool, num_heads, WINDOWS, max_seqs, 2048)
     except ValueError as error:
         pytest.skip(str(error))
 
 
 def attention_of(name: str, case: Ragged) -> Attention:
     pool = case.pool("cuda")
-    attention = make(name, pool, case.q.shape[1], len(case.query_lens), len(case.q))
+    attention = make(name, pool, case.q.shape[1], len(case.query_lens))
     if not attention.needs_clean_pages:
         pool.values.copy_(case.pool(garbage=torch.nan).values)
     return attention
@@ -126,13 +126,13 @@ def test_a_captured_decode_follows_the_device(page_size: int, name: str) -> None
 def test_flash_compiles_nothing_after_the_start() -> None:
     interface = pytest.importorskip("flash_attn.cute.interface")
     size, group = 96, 2  # a shape that no other test has
-    make("flash", Ragged(size, group, 128, torch.bfloat16).pool("cuda"), group * KV_HEADS, 300, 1000)
+    make("flash", Ragged(size, group, 128, torch.bfloat16).pool("cuda"), group * KV_HEADS, 300)
     functions = (interface._flash_attn_fwd, interface._compute_tile_cumsum, interface._compute_blocks_to_batch)
     before = [len(function.compile_cache.cache) for function in functions]
     assert before[0] >= 4
     for query_lens in (None, [3], [3] * 40, [500], [2] * 299):
         case = Ragged(size, group, 128, torch.bfloat16, query_lens=query_lens)
-        attention = make("flash", case.pool("cuda"), group * KV_HEADS, 300, 1000)
+        attention = make("flash", case.pool("cuda"), group * KV_HEADS, 300)
         for window in WINDOWS:
             check(attention, case, window)
     assert [len(function.compile_cache.cache) for function in functions] == before

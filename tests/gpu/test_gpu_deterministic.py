@@ -1,4 +1,4 @@
-"""Deterministic mode on a GPU: products, attention and whole answers, the same to the bit however work is cut up."""
+"""Equal bits under any schedule on a GPU: products, attention and whole answers, however work is cut up."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def test_decodes_in_gluon_are_those_in_triton(
         with monkeypatch.context() as patch:
             if not in_gluon:
                 patch.setattr(hopper_decode, "streams", lambda *_: False)
-            paged = PagedAttention(pool, group * num_kv, (window,), count, count, longest, deterministic=True)
-            patch.setattr(paged, "_split_below", 1e9 if split else 1e-9)
+            paged = PagedAttention(pool, group * num_kv, (window,), count, longest)
+            paged.chip = replace(paged.chip, processors=10**9 if split else 0)
             plan = paged.plan_decode(torch.arange(count, device="cuda"), lens, table, alone=decodes_alone)
             q.add_(0)  # a kernel launched in the ordinary way
             return torch.stack([paged.attend(plan, layer, q, window) for layer in range(2)])[:, lens > 0]
@@ -173,7 +173,7 @@ def test_a_query_has_one_answer(heads: int, num_kv: int, head_size: int, window:
     pool.values.normal_()
     table = torch.randperm(slots, device="cuda").int().expand(300, -1).contiguous()
     q = torch.randn(tokens, heads, head_size, device="cuda", dtype=torch.bfloat16)
-    paged = PagedAttention(pool, heads, (window,), 300, 300, 4096, deterministic=True)
+    paged = PagedAttention(pool, heads, (window,), 300, 4096)
 
     def attend(rows: Tensor, query_lens: Tensor, kv_lens: Tensor) -> Tensor:
         decodes = len(rows) if bool((query_lens == 1).all()) else 0
@@ -285,6 +285,9 @@ def test_it_is_the_default_on_hopper() -> None:
     for dtype in ("bfloat16", "float16", "float32"):
         with Generator(device="cuda", dtype=dtype, kv_cache_gb=0.1, max_seqs=2) as gen:
             assert gen.config.deterministic == (on_hopper and dtype != "float32")
+    if on_hopper:
+        with pytest.raises(ValueError, match="leave deterministic out"):
+            Generator(device="cuda", dtype="bfloat16", deterministic=False)
 
 
 def test_float32_too() -> None:

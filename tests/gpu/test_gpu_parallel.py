@@ -177,7 +177,7 @@ def measure(folder: Path, lengths: list[int], answer: int, **options: Any) -> tu
     prefills, and of its answer's, from decodes."""
     draw = np.random.default_rng(0)
     small: dict[str, Any] = {"max_seqs": 16, "max_step_tokens": 1024, "max_model_len": 1024, "kv_cache_gb": 1.0}
-    with Generator(folder, device="cuda", dtype="bfloat16", seed=0, deterministic=False, **small, **options) as gen:
+    with Generator(folder, device="cuda", dtype="bfloat16", seed=0, **small, **options) as gen:
         prompts = [draw.integers(0, gen.model_config.vocab_size, length).tolist() for length in lengths]
         outputs = gen.generate(prompts, SamplingParams(max_tokens=answer, ignore_eos=True, prompt_logprobs=0))
     forget()

@@ -1,5 +1,5 @@
-"""Prefill attention in Gluon on Hopper: against float32; and in deterministic mode the same to the bit
-as the kernel in Triton and as decodes. Values that no step has written are no numbers."""
+"""Prefill attention in Gluon on Hopper: against float32; and the same to the bit as the kernel in Triton
+and as decodes. Values that no step has written are no numbers."""
 
 from __future__ import annotations
 
@@ -53,23 +53,20 @@ class Case:
         size = self.pool.page_size
         return self.table[sequence, position // size].long(), position % size
 
-    def attend(self, window: int, deterministic: bool = False, triton: bool = False) -> Tensor:
+    def attend(self, window: int, triton: bool = False) -> Tensor:
         """Return the answer [T, H, D]. The first sequences of one token are decodes. triton: by Triton's kernel."""
         decodes = next((s for s, length in enumerate(self.query_lens) if length > 1), len(self.query_lens))
-        heads, tokens = self.q.shape[1], len(self.q)
-        most = max(self.kv_lens)
-        paged = PagedAttention(self.pool, heads, (window,), len(self.kv_lens), tokens, most, deterministic)
+        paged = PagedAttention(self.pool, self.q.shape[1], (window,), len(self.kv_lens), max(self.kv_lens))
         assert paged.configs[attention.PREFILL].specialized
         if triton:
-            shape = paged.group, self.q.shape[2], self.q.dtype, paged.chip, deterministic
+            shape = paged.group, self.q.shape[2], self.q.dtype, paged.chip
             paged.configs[attention.PREFILL] = attention.configure(attention.PREFILL, *shape)
         whole = np.array(self.query_lens), np.array(self.kv_lens)
         layout = StepLayout(*whole, decodes, np.arange(len(self.kv_lens)), self.table)
         with torch.inference_mode():
             answer = paged.attend(paged.plan(layout), 1, self.q, window)
             again = paged.attend(paged.plan(layout), 1, self.q, window)
-        if deterministic or not triton:
-            assert torch.equal(answer, again), "a race"
+        assert torch.equal(answer, again), "a race"
         assert not paged._partial_results.arrivals.any()
         return answer
 
@@ -112,25 +109,23 @@ def test_all_lengths_are_right(lens: tuple[list[int], list[int]]) -> None:
 def test_all_shapes_are_right(group: int, num_kv: int, head_size: int, page_size: int, dtype: torch.dtype) -> None:
     case = Case(EDGES, group, num_kv, head_size, page_size, dtype)
     for window in (0, 100):
-        expected = case.expected(window)
-        assert_close(case.attend(window), expected)
-        fixed = case.attend(window, True)
-        assert_close(fixed, expected)
-        assert torch.equal(fixed, case.attend(window, True, triton=True)), "as in Triton"
+        found = case.attend(window)
+        assert_close(found, case.expected(window))
+        assert torch.equal(found, case.attend(window, triton=True)), "as in Triton"
 
 
 @LENS
-def test_deterministic_bits_are_those_of_triton(lens: tuple[list[int], list[int]]) -> None:
+def test_bits_are_those_of_triton(lens: tuple[list[int], list[int]]) -> None:
     case = Case(lens)
     for window in (0, 100):
-        assert torch.equal(case.attend(window, True), case.attend(window, True, triton=True))
+        assert torch.equal(case.attend(window), case.attend(window, triton=True))
 
 
-def test_deterministic_bits_are_those_of_decodes() -> None:
+def test_bits_are_those_of_decodes() -> None:
     """A chunk of 200 tokens, and each of them as a decode."""
     chunk, decodes = Case(([200], [2900])), Case(([1] * 200, [1] * 200))
     decodes.pool, decodes.q, decodes.kv_lens = chunk.pool, chunk.q, range(2701, 2901)
     decodes.table = chunk.table.expand(200, -1).contiguous()
     for window in (0, 700):
-        whole = chunk.attend(window, True)
-        assert torch.equal(decodes.attend(window, True), whole)
+        whole = chunk.attend(window)
+        assert torch.equal(decodes.attend(window), whole)

@@ -113,12 +113,11 @@ def errors(folder: Path, device: str, options: dict[str, Any], sizes: tuple[int,
     return {name: float((ours - true).square().mean().sqrt()) for name, (ours, true) in pairs.items()}
 
 
+# Pages of 32 tokens have no decodes in Gluon, and products of many rows go through cuBLAS.
 @pytest.mark.parametrize(
-    ("name", "deterministic"), [*((name, None) for name in MODELS), ("mistralai/Mistral-7B-Instruct-v0.3", False)]
+    ("name", "page_size"), [*((name, 64) for name in MODELS), ("mistralai/Mistral-7B-Instruct-v0.3", 32)]
 )
-def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(
-    name: str, deterministic: bool | None, tmp_path: Path
-) -> None:
+def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(name: str, page_size: int, tmp_path: Path) -> None:
     write_config(name, MODELS[name], tmp_path)
     options: dict[str, Any] = {
         "device": "cuda",
@@ -126,7 +125,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(
         "kv_cache_gb": 4.0,
         "max_model_len": 2048,
         "max_seqs": 16,
-        "deterministic": deterministic,
+        "page_size": page_size,
     }
     found = errors(tmp_path, "cuda", options, SIZES)
     print(name, {part: f"{error:.5f}" for part, error in found.items()})

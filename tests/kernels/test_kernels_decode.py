@@ -30,14 +30,14 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
         lanes, lens = torch.from_numpy(case.layout.lanes), torch.from_numpy(case.layout.kv_lens).int()
         tiles = torch.zeros(1, work_tiles.HEADER + count * work_tiles.FIELDS, dtype=torch.int32)
         windows = torch.tensor([window], dtype=torch.int32)
-        work_tiles.plan_decode.twin(lanes, lens, windows, tiles, work_tiles.WHOLE, 1, None)
+        work_tiles.plan_decode.twin(lanes, lens, windows, tiles, work_tiles.WHOLE, None)
         partial = PartialResults.empty(count, heads, heads // case.group, head_size, torch.device("cpu"))
         if shared:
             put_partial_results(case, shared, partial)
             found = tiles[0, work_tiles.HEADER :].view(-1, work_tiles.FIELDS)
             found[:, work_tiles.BEGIN], found[:, work_tiles.PART] = shared, found[:, work_tiles.FIRST]
             found[:, work_tiles.TOKENS] += work_tiles.SPLITS  # a partial result
-        memory = partial.parts, partial.lse, partial.totals, partial.arrivals
+        memory = partial.parts, partial.peaks, partial.totals, partial.arrivals
         out = torch.full_like(case.q, 7.0)
         hopper_decode.launch(
             case.q, out, case.pool.keys, case.pool.values, case.layout.page_table, tiles[0], count, False, True,
@@ -58,7 +58,7 @@ def put_partial_results(case: Case, keys: int, partial: PartialResults) -> None:
         peak = scores.amax(-1)
         weights = torch.exp2(scores - peak[..., None])
         partial.parts[number] = torch.einsum("kgn,nkd->kgd", weights, v).flatten(0, 1)
-        partial.lse[number], partial.totals[number] = peak.flatten(), weights.sum(-1).flatten()
+        partial.peaks[number], partial.totals[number] = peak.flatten(), weights.sum(-1).flatten()
 
 
 @pytest.mark.parametrize("window", [0, 100])

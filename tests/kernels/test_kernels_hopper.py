@@ -104,22 +104,21 @@ for group, head_size, window, fp8 in [
 """
 PREFILLS = """
 kernel = hopper_prefill._prefill_kernel
-for group, head_size, window, fixed in [(4, 128, 0, False), (5, 96, 100, True)]:
+for group, head_size, window in [(4, 128, 0), (5, 96, 100)]:
     dims = 1 << (head_size - 1).bit_length()
-    keys = hopper_prefill.keys_of(fixed)
     types = {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")}
-    types |= {"out_ptr": "*bf16", "table_ptr": "*i32", "list_ptr": "*i32", "arrivals_ptr": "*i32"}
+    types |= {"out_ptr": "*bf16", "table_ptr": "*i32", "list_ptr": "*i32"}
     constants = {
         "H": 8 * group, "K": 8, "D": head_size, "P": 64, "WINDOW": window, "SCALE": 0.1, "DIMS": dims,
-        "STAGES": hopper_prefill.stages_of(keys, dims, 2, H200), "SIDE": hopper_prefill.SIDE,
-        "PIECE": hopper_prefill.PIECE, "COMBINE_ROWS": 32, "COMBINE_SPLITS": 4, "HEADER": work_tiles.HEADER,
-        "FIELDS": work_tiles.FIELDS, "SPLITS": work_tiles.SPLITS, "GROUP_REGISTERS": hopper_prefill.GROUP_REGISTERS,
-        "LOADING_REGISTERS": hopper_prefill.LOADING_REGISTERS, "INVARIANT": fixed, "KEYS": keys,
+        "STAGES": hopper_prefill.stages_of(dims, 2, H200), "SIDE": hopper_prefill.SIDE,
+        "PIECE": hopper_prefill.PIECE, "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS,
+        "GROUP_REGISTERS": hopper_prefill.GROUP_REGISTERS, "LOADING_REGISTERS": hopper_prefill.LOADING_REGISTERS,
+        "KEYS": hopper_prefill.KEYS,
     }
     blocks = {"q_desc": [*hopper_prefill.unit_of(group), 64], "keys_desc": [1, 64, 64], "values_desc": [1, 64, 64]}
-    options = {"enable_fp_fusion": not fixed, "maxnreg": hopper_prefill.REGISTERS, "num_warps": hopper_prefill.WARPS}
+    options = {"maxnreg": hopper_prefill.REGISTERS, "num_warps": hopper_prefill.WARPS}
     made = compiled(kernel, types, blocks, constants, [], options)
-    print(json.dumps({"group": group, "dims": dims, "fixed": fixed, "keys": keys, **made}))
+    print(json.dumps({"group": group, "dims": dims, **made}))
 """
 LOAD, WAIT, START = r"cp\.async\.bulk\.tensor\.\dd\.shared", "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
@@ -209,13 +208,13 @@ def test_prefills_are_compiled(tmp_path: Path) -> None:
 
     for made in compiled(PREFILLS):
         assert made["shared"] <= H200.shared_memory
-        keys, dims = made["keys"], made["dims"]
-        sizes = {keys, dims, *[8] * made["fixed"]}  # 8: the sums of weights
+        keys, dims = hopper_prefill.KEYS, made["dims"]
+        sizes = {keys, dims, 8}  # 8: the sums of weights
         products = set(re.findall(r"wgmma\.mma_async\S+", made["ptx"]))
         assert products == {f"wgmma.mma_async.sync.aligned.m64n{size}k16.f32.bf16.bf16" for size in sizes}
         units = {4: 2, 5: 15}[made["group"]]
         pieces = dims // 64
-        assert len(places(LOAD, made["ptx"])) == pieces * (units + 2 * keys // 64)
+        assert len(places(LOAD, made["ptx"])) == pieces * (units + 2)
         (tmp_path / "cubin").write_bytes(bytes.fromhex(made["cubin"]))
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", tmp_path / "cubin"]
         sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout

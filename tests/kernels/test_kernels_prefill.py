@@ -16,11 +16,9 @@ from test_kernels_batch_invariant import H200
 from torch import Tensor
 
 from fastgen.kernels import gluon, hopper_prefill, softmax, work_tiles
-from fastgen.kernels.attention import PartialResults
 
 Attend = Callable[..., Tensor]
 PROCESSORS = 3
-PARTIALS = 600
 EDGES = [31, 32, 33, 127, 130, 2]
 
 
@@ -30,23 +28,19 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
     chip = replace(H200, processors=PROCESSORS)
     monkeypatch.setattr(hopper_prefill, "Chip", SimpleNamespace(of=lambda device: chip))
 
-    def run(case: Ragged, window: int, fixed: bool = False, partials: int = 0) -> Tensor:
+    def run(case: Ragged, window: int) -> Tensor:
         _, heads, head_size = case.q.shape
         query_lens = np.array(case.query_lens)
         chunks = work_tiles.Chunks(
             query_lens.cumsum() - query_lens, query_lens, case.lanes.numpy(), np.array(case.kv_lens)
         )
         tokens = hopper_prefill.tokens_of(heads // KV_HEADS)
-        tiles = work_tiles.prefill_tiles(chunks, window, tokens, hopper_prefill.keys_of(fixed), 16, partials)
-        assert (tiles[:, work_tiles.SPLIT] >= 2 * work_tiles.SPLITS).any() == (partials > 0)
-        partial = PartialResults.empty(PARTIALS, heads, KV_HEADS, head_size, torch.device("cpu"))
-        memory = partial.parts, partial.lse, partial.totals, partial.arrivals
+        tiles = work_tiles.prefill_tiles(chunks, window, tokens, hopper_prefill.KEYS)
         pool, out, scale = case.pool(garbage=torch.nan), torch.full_like(case.q, 7.0), head_size**-0.5 / math.log(2)
         hopper_prefill.launch(
             case.q, out, pool.keys, pool.values, case.table, torch.from_numpy(work_tiles.list_of(tiles)), len(tiles),
-            memory, LAYER, window, scale, fixed, (8, 4),
+            LAYER, window, scale,
         )  # fmt: skip
-        assert not partial.arrivals.any()
         return out
 
     return run
@@ -58,19 +52,9 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
 )
 def test_all_shapes(group: int, head_size: int, page_size: int, window: int, attend: Attend) -> None:
     case = Ragged(head_size, group, page_size, torch.bfloat16, window, EDGES)
-    expected = case.expected(window)
-    assert_within(attend(case, window), expected)
-    assert_within(attend(case, window, fixed=True), expected)
+    assert_within(attend(case, window), case.expected(window))
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-def test_float16(fixed: bool, attend: Attend) -> None:
+def test_float16(attend: Attend) -> None:
     case = Ragged(128, 4, 64, torch.float16, query_lens=[40, 3, 200])
-    assert_within(attend(case, 0, fixed), case.expected(0))
-
-
-@pytest.mark.parametrize("window", [0, 300])
-def test_split_keys(window: int, attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_tiles, "SHORTEST_PREFILL", 128)
-    case = Ragged(128, 4, 64, torch.bfloat16, 3, [3, 20, 300])
-    assert_within(attend(case, window, partials=PARTIALS), case.expected(window))
+    assert_within(attend(case, 0), case.expected(0))

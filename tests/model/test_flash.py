@@ -82,7 +82,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
 
 
 def make(case: Ragged, windows: tuple[int, ...] = (0,), max_seqs: int = 16) -> FlashAttention:
-    return FlashAttention(case.pool(), case.q.shape[1], windows, max_seqs, len(case.q), max(case.kv_lens))
+    return FlashAttention(case.pool(), case.q.shape[1], windows, max_seqs, max(case.kv_lens))
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 128])

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from fastgen.kernels.work_tiles import BEGIN, END, FIRST, LANE, SPLIT, TOKENS
-from fastgen.model.attention import shared
+from fastgen.kernels.work_tiles import BEGIN, END, FIRST, LANE, TOKENS
 from fastgen.model.attention.shared import Level, prefixes, saved_keys, shared_ranges, shared_tiles
 
 PAGE = 16
@@ -41,9 +40,9 @@ class Range:
     last: int
 
 
-def ranges_of(levels: list[Level]) -> list[Range]:
+def ranges_of(*levels: Level | None) -> list[Range]:
     found = []
-    for level in levels:
+    for level in filter(None, levels):
         parts = np.split(level.rows, np.cumsum(level.count)[:-1])
         found += [Range(r.tolist(), *ends) for r, *ends in zip(parts, level.first, level.last, strict=True)]
     return found
@@ -58,7 +57,7 @@ def covered(ranges: list[Range], row: int) -> list[int]:
 def test_all_that_is_shared_is_found_once(seed: int) -> None:
     tables, full = random_tables(seed)
     levels = shared_ranges(tables, np.arange(len(full)), full)
-    ranges = ranges_of(levels)
+    ranges = ranges_of(*levels)
     holders: dict[int, set[int]] = {}
     for row, (table, count) in enumerate(zip(tables, full, strict=True)):
         for page in table[:count].tolist():
@@ -70,14 +69,14 @@ def test_all_that_is_shared_is_found_once(seed: int) -> None:
     for row, (table, count) in enumerate(zip(tables, full, strict=True)):
         shared = [len(holders[page]) > 1 for page in table[:count].tolist()]
         assert covered(ranges, row) == list(range(sum(shared)))
-    assert saved_keys(levels, PAGE) == PAGE * sum(len(rows) - 1 for rows in holders.values())
+    assert sum(saved_keys(each, PAGE) for each in levels) == PAGE * sum(len(rows) - 1 for rows in holders.values())
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_prefixes_are_whole_blocks_from_the_first_key_on(seed: int) -> None:
     tables, full = random_tables(seed)
     levels = shared_ranges(tables, np.arange(len(full)), full)
-    ranges = ranges_of(levels)
+    ranges = ranges_of(*levels)
     found = ranges_of(prefixes(levels, PAGE, 2 * PAGE, tile_rows=3))
     rows = [row for each in found for row in each.rows]
     assert len(set(rows)) == len(rows)
@@ -88,7 +87,7 @@ def test_prefixes_are_whole_blocks_from_the_first_key_on(seed: int) -> None:
         assert each.last % 2 == 0
         assert all(each.last <= len(covered(ranges, row)) for row in each.rows)
         assert len(np.unique(tables[each.rows, : each.last], axis=0)) == 1
-    for root in ranges_of(levels[:1]):
+    for root in ranges_of(*levels[:1]):
         alone = [row for row in root.rows if row not in rows]
         assert len(alone) <= (1 if root.last > 1 else len(root.rows))
 
@@ -120,28 +119,22 @@ def test_nothing_shared() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-@pytest.mark.parametrize("units", [1, 40])
-def test_items_cover_what_is_shared(seed: int, units: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "SHORTEST", 32)
+def test_tiles_cover_what_is_shared(seed: int) -> None:
     tables, full = random_tables(seed)
-    levels, lanes = shared_ranges(tables, np.arange(len(full)), full), np.arange(len(full)) + 100
-    if not levels:
+    whole = prefixes(shared_ranges(tables, np.arange(len(full)), full), PAGE, 2 * PAGE, tile_rows=3)
+    if whole is None:
         return
-    ranges = ranges_of(levels)
-    most = 60 if units == 40 else 1
-    found = shared_tiles(levels, lanes, PAGE, tile_rows=3, block=32, tasks=units, most_partials=most)
-    seen: dict[int, list[tuple[int, int, int]]] = {row: [] for row in range(len(full))}
-    for item in found.tiles.tolist():
-        members = found.members[item[FIRST] : item[FIRST] + item[TOKENS]]
+    found = shared_tiles(whole, np.arange(len(full)) + 100, PAGE, tile_rows=3)
+    seen: dict[int, int] = {}
+    for tile in found.tiles.tolist():
+        members = found.members[tile[FIRST] : tile[FIRST] + tile[TOKENS]].tolist()
         assert 1 <= len(members) <= 3
-        assert item[LANE] - 100 in members
-        for row in members.tolist():
-            seen[row].append((item[SPLIT], item[BEGIN], item[END]))
-    for row, parts in seen.items():
-        parts.sort()
-        assert [number for number, _, _ in parts] == list(range(found.partials[row])), "each partial is left once"
-        keys = [key for _, begin, end in parts for key in range(begin, end)]
-        assert keys == list(range(found.ends[row])), "in the order of the keys"
-        assert found.ends[row] == PAGE * len(covered(ranges, row))
-    depth = [sum(row in each.rows for each in ranges) for row in range(len(full))]
-    assert found.partials.sum() <= max(most, sum(depth))
+        assert tile[LANE] - 100 in members
+        assert tile[BEGIN] == 0
+        assert not seen.keys() & members
+        seen |= dict.fromkeys(members, tile[END])
+    ends = {row: PAGE * each.last for each in ranges_of(whole) for row in each.rows}
+    assert seen == ends
+    assert found.ends.tolist() == [ends.get(row, 0) for row in range(len(full))]
+    lengths = found.tiles[:, END].tolist()
+    assert lengths == sorted(lengths, reverse=True)

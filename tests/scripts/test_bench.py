@@ -255,12 +255,6 @@ def test_without_the_prefix_cache_the_file_has_another_name(tmp_path: Path) -> N
     assert bench_engine.report_path(arguments, "NVIDIA H200", "perf") == tmp_path / "mistral7-h200-perf-nocache.json"
 
 
-def test_without_deterministic_mode(tmp_path: Path) -> None:
-    reports = smoke(tmp_path, "--no-deterministic", "--only", "chat1", "--skip-ceilings")
-    engine = reports["mistral7-cpu-nondeterministic.json"]["workloads"]["chat1"]["engine"]
-    assert engine["deterministic"] is False
-
-
 def test_only_some_of_another_model(tmp_path: Path) -> None:
     options = ("--model", "qwen14", "--only", "headline,chat1", "--skip-ceilings")
     report = smoke(tmp_path, *options)["qwen14-cpu.json"]
@@ -303,7 +297,6 @@ def test_scaling_runs_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(report["workloads"]) == ["headline", "chat1"]
     for by_gpus in report["workloads"].values():
         one, two = by_gpus["1"], by_gpus["2"]
-        assert not one["engine"]["deterministic"], "as several GPUs are not"
         assert one["efficiency"] == 1
         assert two["efficiency"] == pytest.approx(two["tokens_per_second"] / one["tokens_per_second"] / 2)
         assert two["limit"]["h200"] == pytest.approx(2 * one["limit"]["h200"])

@@ -18,8 +18,7 @@ from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.kv_pool import KVPool
 
-INVARIANT_PARTIALS = 8192  # partial results of a deterministic decode step; a step that would need more does not split
-PREFILL_PARTIALS = 2048  # least number of partial results, of one query token each
+PARTIALS = 8192  # partial results of a decode step; a step that would need more does not split
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,11 @@ class PagedAttention:
     """Attention by fastgen's kernels (see Attention). A plan serves each layer once, and ends with the next plan that
     has decodes.
 
-    num_heads: H; windows: of each layer, 0 for none; max_seqs, max_step_tokens: of a step, with padding; context: the
-    largest kv_len. deterministic: the bits of a query's result do not depend on the step.
+    num_heads: H; windows: of each layer, 0 for none; max_seqs: of a step, with padding; context: the largest kv_len.
+    deterministic: a kernel that does not compile is an error, because the bits of its torch twin depend on the step.
     The constructor allocates all memory except results and prefill lists, and CUDA graphs share it: `partials` partial
     results of (H * (D + 2) + K) * 4 bytes, and 32 bytes for each and distinct window. With H = 32, K = 8, D = 128
-    and 1024 sequences these are 9216 results, 154 MB and 0.3 MB, whatever the size of the pool.
+    and 1024 sequences these are 8192 results, 137 MB and 0.3 MB, whatever the size of the pool.
     """
 
     needs_clean_pages = False  # the kernels load no unwritten values
@@ -50,7 +49,6 @@ class PagedAttention:
         num_heads: int,
         windows: tuple[int, ...],
         max_seqs: int,
-        max_step_tokens: int,
         context: int,
         deterministic: bool = False,
     ) -> None:
@@ -62,22 +60,15 @@ class PagedAttention:
         self.chip = Chip.of(device)
         self.group = num_heads // num_kv
         self.configs = {
-            phase: kernel.configure(phase, self.group, head_size, dtype, self.chip, deterministic, page_size, pool.fp8)
-            for phase in (kernel.DECODE, kernel.FEW, kernel.PREFILL, kernel.GROUP)
+            phase: kernel.configure(phase, self.group, head_size, dtype, self.chip, page_size, pool.fp8)
+            for phase in (kernel.DECODE, kernel.PREFILL, kernel.GROUP)
         }
-        self._deterministic = deterministic
-        shape = self.group, head_size, page_size, pool.keys.element_size()
-        streams = hopper_decode.streams(self.chip, dtype, *shape)
-        self._split_below = hopper_decode.SPLIT_BELOW if deterministic and streams else None
+        self._launch = kernel.attention.launch if deterministic else kernel.attention
         self._most_splits = -(-context // self.configs[kernel.DECODE].keys)
         self.windows = tuple(sorted(set(windows)))
-        shared = self.configs[kernel.GROUP]
-        self.prefixes = SharedPrefixes(pool, self.group, shared, max_seqs, len(self.windows), deterministic)
-        decode_partials = work_tiles.partials_for(max_seqs, context) + self.prefixes.partials
-        self.partials = max(decode_partials, min(PREFILL_PARTIALS, max_step_tokens * work_tiles.MOST_SPLITS))
-        if self._deterministic:  # prefills are not split then, and a row has one partial
-            each = self._most_splits + 1
-            self.partials = max(min(max_seqs * each, INVARIANT_PARTIALS), each, 2 * max_seqs)
+        each = self._most_splits + 1  # of a row: its splits, and what it shares
+        self.partials = max(min(max_seqs * each, PARTIALS), each, 2 * max_seqs)
+        self.prefixes = SharedPrefixes(pool, self.group, self.configs[kernel.GROUP], max_seqs, len(self.windows))
         self._windows = torch.tensor(self.windows, dtype=torch.int32, device=device)
         size = work_tiles.HEADER + self.partials * work_tiles.FIELDS
         self._lists = torch.zeros(len(self.windows), size, dtype=torch.int32, device=device)
@@ -94,39 +85,32 @@ class PagedAttention:
         """Make the lists on the device, inside the step's graph; the list of shared keys is there already."""
         sequences = len(lanes)
         assert sequences <= self.max_seqs
-        split, most = self._splits(sequences)
+        splits = self._splits(sequences)
+        split, most = (self.configs[kernel.DECODE].keys, self._most_splits) if splits else (work_tiles.WHOLE, 1)
         rows = self.prefixes.rows if shared else None
-        work_tiles.plan_decode(lanes, kv_lens, self._windows, self._lists, split, most, rows)
-        few = sequences * self.num_kv <= kernel.FILLED * self.chip.processors
-        config = self.configs[kernel.FEW if few else kernel.DECODE]
+        work_tiles.plan_decode(lanes, kv_lens, self._windows, self._lists, split, rows)
+        config = self.configs[kernel.DECODE]
         plan = PagedPlan(page_table, {window: [] for window in self.windows})
         for number, window in enumerate(self.windows):
             if rows is not None:
                 group = self.configs[kernel.GROUP]
                 bases = rows.bases[number]
-                tiles = kernel.TileList(rows.list, self.prefixes.partials, group, kernel.SHARED, rows, bases, kv_lens)
+                tiles = kernel.TileList(rows.list, self.max_seqs, group, kernel.SHARED, rows, bases, kv_lens)
                 plan.work[window].append(tiles)
             kind = kernel.PRIVATE if shared else kernel.PLAIN
             tiles = kernel.TileList(
-                self._lists[number], sequences * (most + 1), config, kind, split=most > 1, alone=alone
+                self._lists[number], sequences * (most + 1), config, kind, split=splits, alone=alone
             )
             plan.work[window].append(tiles)
         return plan
 
-    def _splits(self, sequences: int) -> tuple[int, int]:
-        """Return the keys of one split of a decode, and the most splits of a sequence, above which splits get longer.
-
-        Deterministic splits do not get longer: they would have other bits.
-        """
-        if not self._deterministic:
-            return work_tiles.split_of(sequences, self.num_kv, self.chip), work_tiles.splits_of(sequences)
+    def _splits(self, sequences: int) -> bool:
+        """Return whether decodes are split into blocks of keys. (Longer splits would have other bits.)"""
         config = self.configs[kernel.DECODE]
-        tasks = config.programs if self._split_below is None else self._split_below
+        tasks = hopper_decode.SPLIT_BELOW if config.streamed else config.programs
         idle = sequences * self.num_kv < self.chip.processors * tasks
         room = sequences * (self._most_splits + 1) <= self.partials and self._most_splits < work_tiles.SPLITS // 2
-        if idle and room:
-            return config.keys, self._most_splits
-        return work_tiles.WHOLE, 1
+        return idle and room
 
     def plan(self, layout: StepLayout) -> PagedPlan:
         """Plan decodes as `plan_decode` does; make the lists of prefills on the host, and send all in one copy."""
@@ -139,10 +123,8 @@ class PagedAttention:
         if len(query_lens) > decodes:
             config = self.configs[kernel.PREFILL]
             tile = config.rows // self.group
-            tasks = max(self.chip.processors * config.programs // self.num_kv, 1)
             for window in self.windows:
-                most = 0 if self._deterministic else self.partials  # 0: no tile's keys are split
-                tiles = work_tiles.prefill_tiles(chunks, window, tile, config.keys, tasks, most)
+                tiles = work_tiles.prefill_tiles(chunks, window, tile, config.keys)
                 counts.append(len(tiles))
                 pieces.append(work_tiles.list_of(tiles))
         on_device = upload_together(pieces, device)
@@ -158,11 +140,8 @@ class PagedAttention:
         q = q.contiguous()  # results of the kernels are contiguous, those of their torch twins may not be
         out = torch.empty_like(q)
         for tiles in plan.work[window]:
-            launch: Callable[..., Any] = kernel.attention if tiles.kind == kernel.PLAIN else kernel.sharing
-            # Where it does not compile, no twin gives the same bits for all steps. (Of shared keys that is known from
-            # the start on, and nothing is shared then.)
-            if self._deterministic and tiles.kind == kernel.PLAIN:
-                launch = kernel.attention.launch
+            # Whether sharing compiles is known from the start on; where it does not, nothing is shared.
+            launch: Callable[..., Any] = self._launch if tiles.kind == kernel.PLAIN else kernel.sharing
             launch(
                 q, out, self.pool.keys, self.pool.values, plan.page_table, tiles, self._partial_results, layer, window
             )

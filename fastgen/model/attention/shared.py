@@ -19,13 +19,10 @@ from numpy.typing import NDArray
 from fastgen.device.chip import Chip
 from fastgen.kernels import attention as kernel
 from fastgen.kernels import work_tiles
-from fastgen.kernels.work_tiles import SPLIT, SPLITS, cut
 from fastgen.model.kv_pool import KVPool
 
-SHORTEST = 128  # keys of a shared range's split, unless the range has fewer
 SHARING_PAYS = 16e6  # from so many bytes of a layer's keys and values on that are not read again
-FILLS = 0.5  # least number of unsplit tiles of shared keys, as a fraction of the programs that a chip holds
-DEPTH = 64  # most partial results of a row where few rows share
+FILLS = 0.5  # least number of tiles of shared keys, as a fraction of the programs that a chip holds
 OWN_KEY = 0.5  # time of a key that a row reads by itself, in that of a tile's key: siblings find it in L2
 
 Ints = NDArray[np.int64]
@@ -79,15 +76,16 @@ def _first_differences(tables: NDArray[np.int32], lanes: Ints, full: Ints, rows:
     return np.minimum(np.where(same.all(1), width, same.argmin(1)), full[rows])
 
 
-def prefixes(levels: list[Level], page_size: int, block: int, tile_rows: int) -> list[Level]:
-    """Return one level of ranges that begin at key 0 and end at multiples of `block` keys, with a row in at most one.
+def prefixes(levels: list[Level], page_size: int, block: int, tile_rows: int) -> Level | None:
+    """Return one level of ranges that begin at key 0 and end at multiples of `block` keys, with a row in at most one;
+    None if there are none.
 
     A kernel goes through such a range in the order in which it would for one row alone, and leaves one partial result.
     A row stays in the range of its parents, unless it takes less time that tiles of its own range's rows, of up to
     `tile_rows`, read the parents' keys as well.
     """
     if not levels:
-        return []
+        return None
     step = block // math.gcd(block, page_size)
     end = np.zeros(int(levels[0].rows.max()) + 1, np.int64)  # the last column of each row's range
     number = np.zeros_like(end)  # of each row's range, 0 for none
@@ -105,85 +103,58 @@ def prefixes(levels: list[Level], page_size: int, block: int, tile_rows: int) ->
     rows = np.argsort(number, kind="stable")[np.repeat(kept, count)]
     count = count[kept]
     found = Level(rows, count, np.zeros_like(count), end[rows[np.cumsum(count) - count]])
-    return [found] if kept.any() else []
+    return found if kept.any() else None
 
 
-def saved_keys(levels: list[Level], page_size: int) -> int:
+def saved_keys(level: Level, page_size: int) -> int:
     """Return the number of keys, summed over the rows, that need not be read again."""
-    return sum(int(((each.count - 1) * (each.last - each.first)).sum()) for each in levels) * page_size
+    return int(((level.count - 1) * (level.last - level.first)).sum()) * page_size
 
 
 @dataclass(frozen=True)
 class SharedTiles:
-    """For fastgen.kernels.work_tiles.SharedRows, all int32: tiles [n, FIELDS], members [m], ends and partials [S]."""
+    """For fastgen.kernels.work_tiles.SharedRows, all int32: tiles [n, FIELDS], members [m], ends [S]."""
 
     tiles: NDArray[np.int32]
     members: NDArray[np.int32]
     ends: NDArray[np.int32]
-    partials: NDArray[np.int32]
 
 
-def shared_tiles(
-    levels: list[Level], lanes: Ints, page_size: int, tile_rows: int, block: int, tasks: int, most_partials: int
-) -> SharedTiles:
-    """Return the work tiles of shared ranges, of up to `tile_rows` rows each, longest first. lanes: [S].
+def shared_tiles(prefixes: Level, lanes: Ints, page_size: int, tile_rows: int) -> SharedTiles:
+    """Return the work tiles of shared ranges that begin at key 0, of up to `tile_rows` rows each, longest first.
 
-    Ranges are split, evenly and at multiples of `block` keys, where they have more than their even share of `tasks`
-    tiles, but not so far that all partials together are more than `most_partials` (0: not at all).
+    lanes: [S].
     """
-    members, count, first, last = (
-        np.concatenate([getattr(each, name) for each in levels]) for name in ("rows", "count", "first", "last")
-    )
-    first_key, last_key = first * page_size, last * page_size
-    length, query_tiles = last_key - first_key, -(-count // tile_rows)
-    share = max(int((length * query_tiles).sum()) // tasks, SHORTEST)
-    while True:
-        splits = np.maximum((length + share // 2) // share, 1)
-        split = -(-length // (splits * block)) * block
-        splits = -(-length // split)
-        if splits.max() == 1 or int((splits * count).sum()) <= most_partials:
-            break
-        share *= 2
-    ends, partials = np.zeros(len(lanes), np.int32), np.zeros(len(lanes), np.int32)
-    number = []  # of each range's first partial, the same for all its rows
-    for each, here in zip(levels, np.split(splits, np.cumsum([len(each.count) for each in levels])[:-1]), strict=True):
-        number.append(partials[each.rows[np.cumsum(each.count) - each.count]])
-        partials[each.rows] += np.repeat(here, each.count).astype(np.int32)
-        ends[each.rows] = np.repeat(each.last * page_size, each.count)
-    owner = np.repeat(np.arange(len(count)), query_tiles)
-    offset = (np.arange(len(owner)) - (np.cumsum(query_tiles) - query_tiles)[owner]) * tile_rows
+    count, last = prefixes.count, prefixes.last * page_size
+    ends = np.zeros(len(lanes), np.int32)
+    ends[prefixes.rows] = np.repeat(last, count)
+    tiles = -(-count // tile_rows)
+    owner = np.repeat(np.arange(len(count)), tiles)
+    offset = (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * tile_rows
     member = (np.cumsum(count) - count)[owner] + offset
-    tokens = np.minimum(count[owner] - offset, tile_rows)
-    begin, end = first_key[owner], last_key[owner]
-    tiles, nominal = cut(member, tokens, lanes[members[member]], end, begin, end, begin, split[owner])
-    tiles[:, SPLIT] = tiles[:, SPLIT] % SPLITS + np.repeat(np.concatenate(number)[owner], splits[owner])
-    return SharedTiles(tiles[np.argsort(-nominal, kind="stable")], members.astype(np.int32), ends, partials)
+    tokens, end = np.minimum(count[owner] - offset, tile_rows), last[owner]
+    found = work_tiles.tiles_of(member, tokens, lanes[prefixes.rows[member]], end, np.zeros_like(end), end)
+    return SharedTiles(found[np.argsort(-end, kind="stable")], prefixes.rows.astype(np.int32), ends)
 
 
 class SharedPrefixes:
     """The keys that the decodes of a step share, in a table at fixed addresses, so that CUDA graphs read them once.
 
-    The table is one tensor, `rows` are its parts. partials: the most partial results of all rows together. group: query
-    heads of a KV head. deterministic: see PagedAttention. wanted: False: nothing is shared from now on.
+    The table is one tensor, `rows` are its parts. group: number of query heads per KV head. wanted: False: nothing is
+    shared from now on.
     """
 
-    def __init__(
-        self, pool: KVPool, group: int, config: kernel.AttentionConfig, max_seqs: int, windows: int, deterministic: bool
-    ) -> None:
+    def __init__(self, pool: KVPool, group: int, config: kernel.AttentionConfig, max_seqs: int, windows: int) -> None:
         self.wanted = True
         self.chip = Chip.of(pool.keys.device)
-        self.partials = max(min(work_tiles.PARTIALS, DEPTH * max_seqs), max_seqs)
-        self._pool, self._group, self._config, self._deterministic = pool, group, config, deterministic
+        self._pool, self._group, self._config = pool, group, config
         self._decodes: tuple[int, ...] = ()  # for which `_found` was found
         self._found = False
-        sizes = [
-            -(-size // 4) * 4
-            for size in (max_seqs, max_seqs, self.partials, work_tiles.HEADER + self.partials * work_tiles.FIELDS)
-        ]
+        sizes = [-(-size // 4) * 4 for size in (max_seqs, max_seqs, work_tiles.HEADER + max_seqs * work_tiles.FIELDS)]
         self._table = torch.zeros(sum(sizes), dtype=torch.int32, device=pool.keys.device)
-        ends, counts, members, tiles = torch.split(self._table, sizes)
+        ends, members, tiles = torch.split(self._table, sizes)
         bases = torch.zeros(windows, sizes[0], dtype=torch.int32, device=pool.keys.device)
-        self.rows = work_tiles.SharedRows(tiles, members, ends, counts, bases)
+        self.rows = work_tiles.SharedRows(tiles, members, ends, bases)
 
     @property
     def enabled(self) -> bool:
@@ -208,23 +179,18 @@ class SharedPrefixes:
         lanes: [S]; full: [S], the number of full pages of each sequence now; tables: [all lanes, columns], the page
         table on the host. The result holds for all steps with the same rows. The call does not wait for the device.
         """
-        levels, config = shared_ranges(tables, lanes, full), self._config
         num_kv, page_size, head_size = self._pool.keys.shape[2:]
+        config = self._config
         tile, tasks = config.rows // self._group, max(self.chip.processors * config.programs // num_kv, 1)
-        if self._deterministic:
-            levels = prefixes(levels, page_size, config.keys, tile)
+        found = prefixes(shared_ranges(tables, lanes, full), page_size, config.keys, tile)
         key_bytes = 2 * num_kv * head_size * self._pool.keys.element_size()
-        if not levels or saved_keys(levels, page_size) * key_bytes < SHARING_PAYS:
-            self._table.zero_()
-            return False
-        most = 0 if self._deterministic else self.partials  # 0: no range is split
-        found = shared_tiles(levels, lanes, page_size, tile, config.keys, tasks, most)
-        idle = self._deterministic and len(found.tiles) < FILLS * tasks  # where it is slower than each row's own splits
-        if idle or int(found.partials.sum()) > self.partials:  # or trees are so deep that there is no room
-            self._table.zero_()
-            return False
-        self._write(found)
-        return True
+        if found is not None and saved_keys(found, page_size) * key_bytes >= SHARING_PAYS:
+            made = shared_tiles(found, lanes, page_size, tile)
+            if len(made.tiles) >= FILLS * tasks:  # with fewer it is slower than each row's own splits
+                self._write(made)
+                return True
+        self._table.zero_()
+        return False
 
     def forget(self) -> None:
         """Find anew what the next decodes share."""
@@ -239,9 +205,9 @@ class SharedPrefixes:
         """Send what rows share, without waiting for the device. Rows after the last one share nothing."""
         rows = self.rows
         listed = work_tiles.list_of(found.tiles)
-        sizes = [len(rows.ends), len(rows.partials), len(rows.members), len(listed)]
+        sizes = [len(rows.ends), len(rows.members), len(listed)]
         host = torch.zeros(sum(sizes), dtype=torch.int32)
-        numbers = (found.ends, found.partials, found.members, listed)
+        numbers = (found.ends, found.members, listed)
         for part, each in zip(torch.split(host, sizes), numbers, strict=True):
             part[: len(each)] = torch.from_numpy(each)
         if self._table.device.type == "cuda":
