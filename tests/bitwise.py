@@ -1,4 +1,4 @@
-"""Requests, and random schedules under which deterministic mode must answer them alike, to the bit."""
+"""Requests, and random schedules under which deterministic=True must answer them alike, to the bit."""
 
 from __future__ import annotations
 

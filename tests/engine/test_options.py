@@ -136,7 +136,7 @@ def test_a_pool_of_its_own_making_never_lowers_the_context() -> None:
         assert config.num_pages == -(-context // 64) + 1
 
 
-def test_deterministic_mode() -> None:
+def test_deterministic() -> None:
     assert make(deterministic=True).attention == make().attention == "cpu"
     assert not make(attention="reference").deterministic, "its bits depend on the batch"
     assert make(device="cuda", deterministic=True).attention == "paged"

@@ -1,4 +1,4 @@
-"""Speculation on a GPU changes no bit in deterministic mode, in CUDA graphs and with steps launched ahead."""
+"""Speculation on a GPU changes no bit where deterministic is on, in CUDA graphs and with steps launched ahead."""
 
 from __future__ import annotations
 
