@@ -132,7 +132,7 @@ def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, mon
     monkeypatch.setattr(SharedPrefixes, "find", lambda *_: shares[0])
     with Generator(llama, max_seqs=8, max_model_len=128, page_size=16, seed=0, num_pages=30, speculate=False) as gen:
         runner = gen._runner
-        runner.prefixes = SharedPrefixes(runner.pool, 1, None, 8, 1, False)
+        runner.prefixes = SharedPrefixes(runner.pool, 1, None, 8, 1)
         capture(runner)
         plain, shared = runner.graphs[False], runner.graphs[True]
         assert isinstance(plain, Called)
