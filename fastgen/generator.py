@@ -45,7 +45,7 @@ class Generator:
     were chosen for options that were left open, `max_model_len` the context in tokens, and `default_params` the
     parameters of requests that give none, with what the model's generation_config.json says.
 
-    Raises ValueError, or TypeError, for options that can not work, saying what to change. Use it from one thread at a
+    Raises ValueError, or TypeError, for options that cannot work, saying what to change. Use it from one thread at a
     time. Nothing global is changed: no default dtype or device, no random number generator.
     """
 
@@ -98,7 +98,7 @@ class Generator:
 
         prompts: a prompt is a string, a list of ids, a list of messages, or a dict: {"prompt": text},
             {"prompt_token_ids": ids}, or {"messages": messages} with arguments of `chat`. A list that begins with an
-            int or a message is one prompt. A prompt that can not be served gives an output with an `error`, and the log
+            int or a message is one prompt. A prompt that cannot be served gives an output with an `error`, and the log
             counts these.
         params: the parameters of all prompts, or a list with those of each: SamplingParams; a dict of those that differ
             from `default_params`; or None, which stands for these. progress: show a bar of requests and tokens/s.
@@ -160,7 +160,7 @@ class Generator:
         """Yield the outputs of requests from an iterable, which may be endless, in the order of completion.
 
         The iterable is read only as far as lanes and pages are free. The item None stands for no request, and lets the
-        engine do a step first. Closing the stream early aborts its requests. A request that can not be served gives an
+        engine do a step first. Closing the stream early aborts its requests. A request that cannot be served gives an
         output with an error. Raises TypeError for other items.
         """
         outputs = self._serve(requests, ahead=0)
@@ -225,7 +225,7 @@ class Generator:
 
         sequences: prompts, mostly lists of ids. start: the first position to score, for all sequences or a list with
         one for each. The result has len - start floats for each sequence; position 0 has no logprob, and is NaN, as is
-        a position whose logits are not finite. Raises ValueError for a sequence that can not be scored.
+        a position whose logits are not finite. Raises ValueError for a sequence that cannot be scored.
         """
         ((sequences, starts),) = self._interrupt.reading(map(pair_scores, [sequences], [start], [temperature]))
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -253,7 +253,7 @@ class Generator:
         resume: Completion | None = None,
     ) -> str | int:
         """Begin a request, whose events `step` returns, and return its id. Raises ValueError or TypeError for a request
-        that can not be served. resume: a completion of this prompt to continue; see `Request`."""
+        that cannot be served. resume: a completion of this prompt to continue; see `Request`."""
         return self._loop.begin(Request(prompt, params, id, resume), queue=None)
 
     def step(self) -> list[Event]:

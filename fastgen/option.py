@@ -46,7 +46,7 @@ class Option:
         return f"{self.name}: {self.help}.{choices} Default: {self.default_text}."
 
     def check(self, value: Any) -> None:
-        """Raise TypeError or ValueError for a value that the option can not have."""
+        """Raise TypeError or ValueError for a value that the option cannot have."""
         if value is None and self.default is None:
             return
         if type(value) is not self.kind and self.kind in _TYPES:  # isinstance of Integral takes many times longer
@@ -57,7 +57,7 @@ class Option:
             raise ValueError(f"{self.name} {wrong}")
 
     def wrong(self, value: Any) -> str:
-        """Return why a value of the right type can not be used, to stand behind the option's name; "" if it can."""
+        """Return why a value of the right type cannot be used, to stand behind the option's name; "" if it can."""
         if self.choices and value not in self.choices:
             return f"is {value!r}; it must be one of {', '.join(map(repr, self.choices))}"
         if self.kind not in (int, float):

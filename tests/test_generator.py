@@ -149,7 +149,7 @@ def test_chat_takes_conversations_tools_and_variables(gen: Generator, monkeypatc
     (out,) = gen.chat([*one, {"role": "assistant", "content": "wor"}], SHORT, continue_final_message=True)
     assert out.prompt == "hellowor"
     for wrong, kind, reason in (
-        ({"continue_final_message": True, "add_generation_prompt": True}, ValueError, "can not go with continue_final"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, ValueError, "cannot go with continue_final"),
         ({"tools": tool}, TypeError, "tools must be a list of functions or dicts, not dict"),
         ({"chat_template_kwargs": {"tokenize": True}}, ValueError, "tokenize is not a variable of a chat template"),
         ({"add_generation_prompt": "no"}, TypeError, "add_generation_prompt must be True or False, not 'no'"),

@@ -65,7 +65,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain_pip(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, str]]:
     """A command and its environment: a new pip, without the configuration of this machine except what connects it to
-    the network. Skips where the index that it comes from can not be reached, and only there."""
+    the network. Skips where the index that it comes from cannot be reached, and only there."""
     ours = {"PIP_CERT", "PIP_PROXY"}
     environment = {name: value for name, value in os.environ.items() if name in ours or not name.startswith("PIP_")}
     environment["PIP_CONFIG_FILE"] = os.devnull
@@ -74,7 +74,7 @@ def plain_pip(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict
     fetched = run(sys.executable, "-m", "pip", "install", "--no-deps", *quick, PIP, env=environment)
     if fetched.returncode != 0:
         assert "(from versions: none)" in fetched.stderr, fetched.stderr
-        pytest.skip(f"nothing was resolved, because PyPI can not be reached: {fetched.stderr.splitlines()[0]}")
+        pytest.skip(f"nothing was resolved, because PyPI cannot be reached: {fetched.stderr.splitlines()[0]}")
     return [sys.executable, str(target / "pip")], environment
 
 
@@ -231,6 +231,6 @@ def test_an_extra_that_is_not_installed_is_a_line_with_the_command_that_installs
     assert (said.returncode, said.stdout) == (status, "")
     assert extra in EXTRAS
     line = (
-        rf"{name}: error: .* can not be used: the package \w+ is not installed; run: pip install 'fastgen\[{extra}\]'\n"
+        rf"{name}: error: .* cannot be used: the package \w+ is not installed; run: pip install 'fastgen\[{extra}\]'\n"
     )
     assert re.fullmatch(line, said.stderr), said.stderr

@@ -83,7 +83,7 @@ with contextlib.redirect_stderr(io.StringIO()) as said:
 print(said.getvalue())
 """
     missing = f"the package uvicorn is not installed; run: pip install -e '{ROOT}[serve]'"
-    assert python(code) == f"2\nfgserve: error: fgserve can not be used: {missing}\n\n"
+    assert python(code) == f"2\nfgserve: error: fgserve cannot be used: {missing}\n\n"
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_one_thread_of_one_process_uses_a_generator(gen: Generator) -> None:
     os.waitpid(child, 0)
     os.close(writing)
     with open(reading) as told:
-        assert f"was made by process {os.getpid()}, and a fork of it can not use it" in told.read()
+        assert f"was made by process {os.getpid()}, and a fork of it cannot use it" in told.read()
 
 
 def test_a_clock_that_jumps_changes_nothing(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_numpy_values_are_values(gen: Generator) -> None:
     odd = SamplingParams(max_tokens=np.int64(4), seed=np.int64(5), temperature=np.float32(0.5))  # type: ignore[arg-type]
     for prompt in (np.array([5, 6, 7]), list(np.array([5, 6, 7])), torch.tensor([5, 6, 7])):
         assert gen.generate(prompt, odd)[0].completions == plain.completions
-    assert gen.generate([b"hello"])[0].error == "a prompt can not be bytes; decode them to a string"  # type: ignore[list-item]
+    assert gen.generate([b"hello"])[0].error == "a prompt cannot be bytes; decode them to a string"  # type: ignore[list-item]
     ids = random_ids(9)
     expected = gen.score([ids], start=2)
     assert gen.score(ids, start=2) == expected
@@ -214,7 +214,7 @@ def test_the_cpu_by_any_name_is_float32_and_a_wrong_device_an_error(llama: Path)
     for device in ("cpu", "cpu:0", torch.device("cpu")):
         assert Generator(llama, device=device).config.dtype == "float32"  # type: ignore[arg-type]
     for device in ("foo", "cuda:99"):
-        with pytest.raises(ValueError, match="which torch can not use here"):
+        with pytest.raises(ValueError, match="which torch cannot use here"):
             Generator(llama, device=device)
 
 

@@ -270,7 +270,7 @@ class AsyncGenerator:
         params = params_of(params, self.info.default_params)
         params.validate(self.info.vocab_size)
         if params.mask is not None:
-            raise ValueError("a mask can not be sent to another process; use json_schema, regex, choice or grammar")
+            raise ValueError("a mask cannot be sent to another process; use json_schema, regex, choice or grammar")
         structure = structure_name(params)
         if (grammar := params_grammar(params)) is not None:
             params = replace(params, json_schema=None, regex=None, choice=None, grammar=grammar)
@@ -282,7 +282,7 @@ class AsyncGenerator:
             for number, prompt in zip(numbers, prompts, strict=True):
                 self._streams[number] = stream
                 peer.send(Submit(number, prompt, params, self._grammar_timeout, structure))
-        except BaseException:  # a prompt that can not be pickled
+        except BaseException:  # a prompt that cannot be pickled
             stream.__exit__()
             raise
         return stream
@@ -310,7 +310,7 @@ class AsyncGenerator:
 
     async def _listen(self, peer: _Process) -> None:
         """Handle messages until the engine ends, then its end."""
-        how = "sent a message that can not be read"
+        how = "sent a message that cannot be read"
         try:
             how = await peer.listen(self._receive)
         except Exception:  # must not leave requests waiting

@@ -51,7 +51,7 @@ _row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 
 class _Numbered:
-    """A message about one request or call. A process that can not read it, since it has no class or function of the
+    """A message about one request or call. A process that cannot read it, since it has no class or function of the
     same name for instance, gets an Answer in its place."""
 
     __slots__: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ def _read(kind: Callable[..., _Numbered], number: int, data: bytes) -> _Numbered
     try:
         return kind(*pickle.loads(data))  # noqa: S301 (from our own process)
     except Exception as error:
-        reason = f"the other process can not read this ({error}); its classes and functions must be in a module"
+        reason = f"the other process cannot read this ({error}); its classes and functions must be in a module"
         return Answer(number, error=ValueError(reason))
 
 

@@ -144,7 +144,7 @@ class Wire:
             if self._rank == 0:
                 self._store.set("memory", memory.handle)
         except RuntimeError as error:
-            raise DepartedError(f"the two can not share memory of the GPU: {error}; give backend='gloo'") from None
+            raise DepartedError(f"the two cannot share memory of the GPU: {error}; give backend='gloo'") from None
         return memory
 
     def _meet(self, check: Callable[[], None]) -> None:

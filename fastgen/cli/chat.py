@@ -138,7 +138,7 @@ def _editor(screen: TextIO) -> PromptSession[str]:
     from prompt_toolkit.output import create_output
 
     class History(FileHistory):
-        """A history in a file; if the file can not be read or written, the chat goes on without it."""
+        """A history in a file; if the file cannot be read or written, the chat goes on without it."""
 
         def load_history_strings(self) -> Iterator[str]:
             with suppress(OSError):

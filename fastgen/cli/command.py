@@ -30,7 +30,7 @@ def needed(module: str, extra: str, what: str) -> Any:
         clone = Path(__file__).parents[2]
         package = f"-e '{clone}[{extra}]'" if (clone / "pyproject.toml").exists() else f"'fastgen[{extra}]'"
         raise ValueError(
-            f"{what} can not be used: the package {error.name} is not installed; run: pip install {package}"
+            f"{what} cannot be used: the package {error.name} is not installed; run: pip install {package}"
         ) from None
 
 

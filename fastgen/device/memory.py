@@ -55,7 +55,7 @@ class Memory:
         try:
             block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
-            raise MemoryError(f"{num_bytes / 1e9:.1f} GB of memory can not be had") from error
+            raise MemoryError(f"{num_bytes / 1e9:.1f} GB of memory cannot be had") from error
         if num_bytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             block.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(block, dtype=dtype).view(*shape)

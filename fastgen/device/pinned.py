@@ -39,7 +39,7 @@ class Pinned:
             self.bytes.zero_()
             status = int(_cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0))
             if status:
-                raise ValueError(f"{wanted}, which the GPU's driver can not pin (CUDA error {status}); {advice}")
+                raise ValueError(f"{wanted}, which the GPU's driver cannot pin (CUDA error {status}); {advice}")
             weakref.finalize(self, _unpin, self.bytes, device)
 
 
@@ -47,7 +47,7 @@ def _unpin(memory: Tensor, device: torch.device) -> None:
     """Unpin memory behind the last copy, before it is freed."""
     torch.cuda.synchronize(device)
     status = int(_cudart().cudaHostUnregister(memory.data_ptr()))
-    assert not status, f"host memory can not be unpinned (CUDA error {status})"
+    assert not status, f"host memory cannot be unpinned (CUDA error {status})"
 
 
 def _cudart() -> Any:

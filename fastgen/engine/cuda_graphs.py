@@ -131,7 +131,7 @@ class PrefillGraphs:
     """CUDA graphs of steps with prefills of few tokens: everything but the attention of a forward pass.
 
     Launched kernel by kernel, such a step takes as long as the host needs for its launches, which is longer than the
-    GPU needs. A CUDA graph can not hold the attention of prefill chunks, whose grids and work lists differ from step to
+    GPU needs. A CUDA graph cannot hold the attention of prefill chunks, whose grids and work lists differ from step to
     step. So each graph goes from one layer's attention to the next one's: the o projection and MLP of a layer, then the
     queries, keys and values of the next. The last layer's attention and MLP are launched kernel by kernel too, since
     they are computed for the wanted rows alone.

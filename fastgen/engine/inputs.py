@@ -101,12 +101,12 @@ class InputProcessor:
         return list(zip(many, each, strict=True))
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise ValueError or TypeError for parameters that the model can not be sampled with."""
+        """Raise ValueError or TypeError for parameters that the model cannot be sampled with."""
         params.validate(self.model.vocab_size)
         if params.stop_strings and self.tokenizer is None:
-            raise ValueError("this model has no tokenizer files, so stop strings can not be found; use stop_token_ids")
+            raise ValueError("this model has no tokenizer files, so stop strings cannot be found; use stop_token_ids")
         if params.bad_words and self.tokenizer is None:
-            raise ValueError("this model has no tokenizer files, so bad_words can not be found; use a mask")
+            raise ValueError("this model has no tokenizer files, so bad_words cannot be found; use a mask")
         edited = len(params.logit_bias or ()) + (len(self._stop_ids(params)) if params.min_tokens else 0)
         if edited > MAX_BIASES:
             raise ValueError(
@@ -123,8 +123,8 @@ class InputProcessor:
     ) -> ActiveRequest:
         """Return a request's sequences. score: (first position, temperature) of the prompt logprobs.
 
-        Raises ValueError or TypeError for wrong parameters, for a prompt that can not be served, and for a completion
-        that can not be resumed.
+        Raises ValueError or TypeError for wrong parameters, for a prompt that cannot be served, and for a completion
+        that cannot be resumed.
         """
         params, resume = params_of(request.params, self.defaults), request.resume
         mask = self.mask_of(params)
@@ -185,7 +185,7 @@ class InputProcessor:
                 limit = f"max_tokens is {sequence.params.max_tokens}; raise it"
             raise ValueError(f"the completion has {len(token_ids)} tokens already, and {limit}")
         if len(token_ids) > sequence.params.min_tokens and token_ids[-1] in sequence.stop_ids:
-            raise ValueError(f"the completion ends with {token_ids[-1]}, which is a stop id; it can not go on")
+            raise ValueError(f"the completion ends with {token_ids[-1]}, which is a stop id; it cannot go on")
         if sequence.mask is not None:
             try:
                 for token in token_ids:
@@ -194,7 +194,7 @@ class InputProcessor:
                 raise ValueError(f"the mask does not accept the completion: it raised {error!r}") from error
         stop = sample.resume(completion, self.tokenizer)
         if stop is not None:
-            raise ValueError(f"the completion has the stop string {stop!r} already; it can not go on")
+            raise ValueError(f"the completion has the stop string {stop!r} already; it cannot go on")
 
     def _check_prompt(self, ids: list[int], params: SamplingParams) -> None:
         vocab_size, context = self.model.vocab_size, self.context
@@ -212,7 +212,7 @@ class InputProcessor:
 
 
 def check_resumed(completion: Completion, params: SamplingParams, vocab_size: int) -> None:
-    """Raise ValueError or TypeError if a completion can not be resumed with these parameters."""
+    """Raise ValueError or TypeError if a completion cannot be resumed with these parameters."""
     if not isinstance(completion, Completion):
         raise TypeError(f"resume must be a Completion, not {type(completion).__name__}")
     if completion.finish_reason not in ("length", "abort"):
@@ -228,11 +228,11 @@ def check_resumed(completion: Completion, params: SamplingParams, vocab_size: in
 
 
 def _copy_mask(mask: TokenMask | None) -> TokenMask | None:
-    """Return a copy of a mask for one sample. Raises ValueError if the user's class can not be copied."""
+    """Return a copy of a mask for one sample. Raises ValueError if the user's class cannot be copied."""
     try:
         return deepcopy(mask)
     except Exception as error:
-        raise ValueError(f"the mask can not be copied (copy.deepcopy): {error!r}") from error
+        raise ValueError(f"the mask cannot be copied (copy.deepcopy): {error!r}") from error
 
 
 def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

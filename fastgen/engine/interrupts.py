@@ -110,7 +110,7 @@ class OneCaller(DeferredInterrupt):
     def _take(self) -> None:
         if self.forked:
             raise RuntimeError(
-                f"this Generator was made by process {self._process}, and a fork of it can not use it; make one in "
+                f"this Generator was made by process {self._process}, and a fork of it cannot use it; make one in "
                 "this process (in multiprocessing, with the start method 'spawn')"
             )
         if not self._lock.acquire(blocking=False):

@@ -133,7 +133,7 @@ class GeneratorOptions:
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))  # "bfloat16" for torch.bfloat16
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for the first option whose value can not work, whatever the model."""
+        """Raise TypeError or ValueError for the first option whose value cannot work, whatever the model."""
         for name, each in OPTIONS.items():
             each.check(getattr(self, name))
 
@@ -257,7 +257,7 @@ class EngineConfig:
 
         Raises ValueError where the user gave a longer context.
         """
-        # A page less than all, so that a sequence alone always fits and can not preempt itself forever.
+        # A page less than all, so that a sequence alone always fits and cannot preempt itself forever.
         room = (num_pages - 1) * self.page_size
         if self.context_given and self.max_model_len > room:
             raise ValueError(

@@ -27,5 +27,5 @@ class PageMover(StepFeature[PageMoves]):
             self._pool.wipe(upload(np.array(payload.fresh, dtype=np.int64), self._pool.whole.device))
         if payload.loads:
             assert self.tier is not None
-            assert step.batch.prefills, "a CUDA graph can not wait for loads"
+            assert step.batch.prefills, "a CUDA graph cannot wait for loads"
             step.arrivals = self.tier.load(payload.loads)

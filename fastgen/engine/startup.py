@@ -72,7 +72,7 @@ def find_device(name: str | None, ranks: int = 1) -> str:
 
     ranks: the number of ranks of `tensor_parallel`, which take the first GPUs; the device is that of rank 0.
 
-    Raises ValueError for a device that torch can not use, for a GPU whose memory is full, and for a GPU that is too old
+    Raises ValueError for a device that torch cannot use, for a GPU whose memory is full, and for a GPU that is too old
     for fastgen. The last two are errors for None too, since the rest of the program may use that GPU. Raises ValueError
     if there are fewer GPUs than ranks.
     """
@@ -100,7 +100,7 @@ def find_device(name: str | None, ranks: int = 1) -> str:
                 "CUDA_VISIBLE_DEVICES, or use device='cpu'"
             )
         raise ValueError(
-            f"device is {str(name)!r}, which torch can not use here: {_first_line(error)}; {remedy}"
+            f"device is {str(name)!r}, which torch cannot use here: {_first_line(error)}; {remedy}"
         ) from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(name)!r}; fastgen runs on 'cpu' and on 'cuda'")
@@ -132,7 +132,7 @@ def _default_device() -> str:
             why = _first_line(error)
     if why is not None:
         log.warning(
-            "the model runs on the CPU, which is far slower, because torch can not use the GPU of this machine: %s; "
+            "the model runs on the CPU, which is far slower, because torch cannot use the GPU of this machine: %s; "
             "device='cpu' runs there without this warning",
             why,
         )
@@ -172,7 +172,7 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
     kernels = os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")
     remedy = "make room, or set TRITON_CACHE_DIR to a folder on another disk"
     with _explain_out_of_memory(config, free), naming_full_disk(kernels, remedy), current(device):
-        with group.agreeing():  # if one rank can not load its weights, the others must not wait for it
+        with group.agreeing():  # if one rank cannot load its weights, the others must not wait for it
             model = _build_model(model_config, config, folder, load, group)
         runner = _make_runner(model, config) if device.type == "cpu" else _start_gpu(model, config, free)
         if not config.max_prefill_tokens:

@@ -61,7 +61,7 @@ class AdapterUpdate(Update):
     ) -> None:
         super().__init__(given, {})
         if any(shard.scales is not None for shard in shards.values()):
-            raise ValueError("the model is in fp8, into which adapters can not be merged; leave quantization out")
+            raise ValueError("the model is in fp8, into which adapters cannot be merged; leave quantization out")
         self.adapted = adapted
         self._config = config
         self._sizes = {n.removesuffix(".weight"): s.shape for n, s in shards.items() if n.endswith("_proj.weight")}

@@ -56,7 +56,7 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
 
     A hub id is fetched if need be. A hub repository gives its configuration, its tokenizer and, with `weights`, the
     safetensors files that its index names, or else `model.safetensors`. The cache of huggingface_hub suffices if the
-    hub can not be reached. Raises ValueError if the model is neither a folder nor on the hub, or if access to it needs
+    hub cannot be reached. Raises ValueError if the model is neither a folder nor on the hub, or if access to it needs
     a login.
     """
     folder = BUNDLED if model is None or model == BUNDLED_NAME else Path(model).expanduser()
@@ -238,7 +238,7 @@ def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
         raise ValueError(f"{model} is neither a folder nor a model on the hub; for a private one {login}") from error
     except errors.LocalEntryNotFoundError as error:
         raise ValueError(
-            f"{model} is not a folder, is not in the local hub cache, and the hub can not be reached ({error})"
+            f"{model} is not a folder, is not in the local hub cache, and the hub cannot be reached ({error})"
         ) from error
     return folder
 

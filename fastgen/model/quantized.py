@@ -84,7 +84,7 @@ class Fp8Linear(Linear):
 
 
 def check_fp8(model: ModelConfig, dtype: str, kernels: str) -> None:
-    """Raise ValueError if a GPU can not run a model in fp8. model: as a rank holds it."""
+    """Raise ValueError if a GPU cannot run a model in fp8. model: as a rank holds it."""
     sizes = model.input_sizes
     if kernels != "gluon" or dtype == "float32" or any(size % fp8.ALIGN for size in sizes):
         raise ValueError(

@@ -94,7 +94,7 @@ class Shard:
         """Copy the slice of a whole tensor into the view, in place, converting dtype and device."""
         part, device = self.slice(tensor), self.view.device
         if part.is_cuda and part.device != device:
-            part = part.to(device)  # another GPU can not write to memory that fastgen.device.memory has mapped
+            part = part.to(device)  # another GPU cannot write to memory that fastgen.device.memory has mapped
         if self.scales is None:
             self.view.copy_(part)
             return
@@ -222,7 +222,7 @@ class Update:
 
 
 def _checked(item: Any) -> tuple[str, Tensor]:
-    """Return the name and tensor of an item. Raises ValueError if it is no such pair, or the tensor can not be
+    """Return the name and tensor of an item. Raises ValueError if it is no such pair, or the tensor cannot be
     copied."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise ValueError(f"{type(item).__name__} is given, and no (name, tensor)")
@@ -287,7 +287,7 @@ class WeightState:
         self.not_finite: list[str] | None = None
 
     def check(self) -> None:
-        """Raise RuntimeError if the model can not generate: it sleeps, or its weights are torn."""
+        """Raise RuntimeError if the model cannot generate: it sleeps, or its weights are torn."""
         if self.asleep:
             raise RuntimeError(f"asleep: {', '.join(sorted(self.asleep))}; call wake first")
         self.check_whole()
@@ -310,7 +310,7 @@ class WeightState:
         """Return the version after an update: `version`, or the next number for None.
 
         Raises TypeError if it is no integer, ValueError if it is the current version, and ValueError or RuntimeError if
-        the update can not begin now.
+        the update cannot begin now.
         """
         if version is None:
             version = self.version + 1

@@ -38,7 +38,7 @@ class Start:
 class Failed:
     """The last message of a process: it raised an error, and ends.
 
-    A channel also delivers it for a message that can not be read, and Peers for the end of a connection (error: None).
+    A channel also delivers it for a message that cannot be read, and Peers for the end of a connection (error: None).
     """
 
     error: Exception | None

@@ -215,7 +215,7 @@ def connect(group: dist.ProcessGroup, one_host: bool) -> Peers:
     try:
         connection = socket.create_connection(address, CONNECT_SECONDS / 4)
     except OSError as error:
-        raise RuntimeError(f"rank 0 can not be reached at {address}: {error}") from error
+        raise RuntimeError(f"rank 0 cannot be reached at {address}: {error}") from error
     connection.sendall(keys[rank])
     peers = Peers()
     peers.add(0, connection)

@@ -47,7 +47,7 @@ class RemoteGenerator:
     max_requests: requests that `generate` and `stream` have on the server at a time.
 
     Methods raise ValueError for what the server refuses, RuntimeError where its state does not allow the call, and
-    ConnectionError where it can not be reached.
+    ConnectionError where it cannot be reached.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RemoteGenerator:
     def generate(
         self, prompts: Prompt | Iterable[Prompt], params: Params | Sequence[Params] = None, *, progress: bool = False
     ) -> list[RequestOutput]:
-        """Return the outputs of prompts in their order; see `Generator.generate`. A mask can not be sent."""
+        """Return the outputs of prompts in their order; see `Generator.generate`. A mask cannot be sent."""
         many = prompt_list(prompts)
         shared = params is None or isinstance(params, SamplingParams | Mapping)
         given: Any = params
@@ -129,7 +129,7 @@ class RemoteGenerator:
         assert request.id is not None
         try:
             if request.resume is not None:
-                raise ValueError("a completion can not be resumed over HTTP; give prompt and completion as one prompt")
+                raise ValueError("a completion cannot be resumed over HTTP; give prompt and completion as one prompt")
             body = {"prompt": request.prompt, "params": _fields(request.params)}
             return _output(self._post("/generate", body, connections), request.id)
         except (ValueError, TypeError) as error:
@@ -321,7 +321,7 @@ def _fields(params: Params) -> dict[str, Any] | None:
         raise TypeError(f"params must be SamplingParams or a dict, not {type(params).__name__}")
     checked.validate(VOCABULARY)
     if checked.mask is not None:
-        raise ValueError("a mask can not be sent to a server; use json_schema, regex, choice or grammar")
+        raise ValueError("a mask cannot be sent to a server; use json_schema, regex, choice or grammar")
     return dict(params) if isinstance(params, Mapping) else dict(vars(checked))
 
 

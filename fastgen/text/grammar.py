@@ -33,7 +33,7 @@ _NAMING = frozenset({"properties", "patternProperties", "dependentSchemas", "$de
 def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
     """Return the rule of a JSON value of a schema, with properties in the schema's order.
 
-    strict: schema keywords that can not be enforced are an error, except uniqueItems; otherwise they are ignored. An
+    strict: schema keywords that cannot be enforced are an error, except uniqueItems; otherwise they are ignored. An
     object has no other properties than those listed, unless additionalProperties or allOf are in the schema.
     Raises ValueError.
     """
@@ -66,7 +66,7 @@ def _enforceable(schema: Any, closed: bool, named: bool = False) -> Any:
 
 def regex_rule(pattern: str) -> str:
     """Return the rule of a text that a regular expression matches as a whole, in the syntax of Rust's crate regex."""
-    written = {"/": r"\x2F", "\n": r"\x0A"}  # these can not stand between the slashes of a literal
+    written = {"/": r"\x2F", "\n": r"\x0A"}  # these cannot stand between the slashes of a literal
 
     def write(found: re.Match[str]) -> str:
         if found[0] == "\\":
@@ -199,7 +199,7 @@ class Compiler:
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Collection[int]) -> None:
         if tokenizer is None:
-            raise ValueError("this model has no tokenizer files, so its answers can not follow a grammar")
+            raise ValueError("this model has no tokenizer files, so its answers cannot follow a grammar")
         try:
             from llguidance.hf import from_tokenizer
         except ModuleNotFoundError:

@@ -64,7 +64,7 @@ class TextGuard:
         return marked, {**variables, **others}, number
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """Return the ids of a rendered conversation with marks. Raises ValueError if the tokenizer can not encode a
+        """Return the ids of a rendered conversation with marks. Raises ValueError if the tokenizer cannot encode a
         special token's text as other tokens."""
         tokenizer, aliases, real = self._second
         text = self._tokens.sub(lambda found: aliases[found[0]], text).replace(mark, "")
@@ -86,7 +86,7 @@ class TextGuard:
         first = getattr(self._hf, "backend_tokenizer", None)
         if first is None:
             raise ValueError(
-                "a message has the text of a special token, which this tokenizer can not encode as text, because "
+                "a message has the text of a special token, which this tokenizer cannot encode as text, because "
                 "it is no fast one; remove it, or set allow_special_tokens"
             )
         second: Any = Tokenizer(first.model)

@@ -39,7 +39,7 @@ importing = threading.Lock()
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, as far as generation needs it. Raises ValueError for files that can not be read.
+    """A Hugging Face tokenizer, as far as generation needs it. Raises ValueError for files that cannot be read.
 
     allow_special_tokens: texts in messages may become special tokens.
     """
@@ -54,7 +54,7 @@ class Tokenizer:
             self.hf: Any = reader.from_pretrained(folder)
         except Exception as error:  # transformers and tokenizers raise errors of many kinds, and bare ones
             raise ValueError(
-                f"the tokenizer in {folder} can not be read ({type(error).__name__}: {error}); fetch its files again, "
+                f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {error}); fetch its files again, "
                 "or give another one"
             ) from error
         kind = type(self.hf)
@@ -141,7 +141,7 @@ class Tokenizer:
         return text
 
     def check_template(self, variables: Mapping[str, Any] | None = None) -> None:
-        """Raise ValueError if there is no chat template, or if it can not have these variables."""
+        """Raise ValueError if there is no chat template, or if it cannot have these variables."""
         variables = variables or {}
         if self.hf.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; give the prompt as text or ids")
@@ -296,7 +296,7 @@ def chat_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
     continued = given.get("continue_final_message", False)
     begins = given.get("add_generation_prompt", not continued)
     if begins and continued:
-        raise ValueError("add_generation_prompt begins another message, so it can not go with continue_final_message")
+        raise ValueError("add_generation_prompt begins another message, so it cannot go with continue_final_message")
     variables = {"tools": list(tools) or None, **variables}
     return {"add_generation_prompt": begins, "variables": variables, "continue_final_message": continued}
 
@@ -304,7 +304,7 @@ def chat_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _read_ids(prompt: Any) -> list[int]:
     """Return the ids of a prompt that holds nothing else. Raises TypeError for other values."""
     if isinstance(prompt, bytes | bytearray):
-        raise TypeError("a prompt can not be bytes; decode them to a string")
+        raise TypeError("a prompt cannot be bytes; decode them to a string")
     if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):  # a tensor or array of ids
         prompt = prompt.tolist()
     if not isinstance(prompt, Sequence):

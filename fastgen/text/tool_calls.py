@@ -74,7 +74,7 @@ def parse_message(text: str, tokenizer: Tokenizer | None, tools: Iterable[Any]) 
     """Return the message of a whole answer, as chat templates take it; see `Generator.parse_message`."""
     syntax = None if tokenizer is None else find_syntax(tokenizer)
     if syntax is None:
-        raise ValueError("this model's chat template has no known format for tools, so that calls can not be found")
+        raise ValueError("this model's chat template has no known format for tools, so that calls cannot be found")
     message = joined_message(ToolParser(syntax, [_name_of(tool) for tool in tools]).push(text, last=True))
     message["content"] = message["content"] or ""
     for call in message.get("tool_calls", ()):

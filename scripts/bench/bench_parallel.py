@@ -40,7 +40,7 @@ def bench_scaling(arguments: argparse.Namespace) -> None:
                 by_gpus = report["workloads"].setdefault(name, {})
                 by_gpus[str(gpus)] = bench_engine.measure_workload(arguments, generator, name, rates, gpus)
                 print(f"{name} on {gpus}: efficiency {add_efficiency(by_gpus, gpus):.3f}", flush=True)
-        if not smoke:  # the next engine's ranks can not take back what this process keeps
+        if not smoke:  # the next engine's ranks cannot take back what this process keeps
             gc.collect()
             torch.cuda.empty_cache()
         if arguments.out or not smoke:  # after each engine, or an error would lose those before it

@@ -63,7 +63,7 @@ class GeneratorClient:
         own = SamplingParams(**{**params, "regex": structured_outputs_regex, **(generation_kwargs or {})})
         outputs = self.gen.generate([list(prompt) for prompt in prompts], own)
         if errors := [output.error for output in outputs if output.error]:
-            raise ValueError(f"a prompt can not be answered: {errors[0]}")
+            raise ValueError(f"a prompt cannot be answered: {errors[0]}")
         samples = [sample for output in outputs for sample in output.completions]
         return {
             "prompt_ids": [output.prompt_token_ids for output in outputs],

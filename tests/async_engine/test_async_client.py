@@ -337,7 +337,7 @@ class Mask:
 
 
 def test_a_mask_is_refused(client: Client) -> None:
-    with pytest.raises(ValueError, match="a mask can not be sent to another process"):
+    with pytest.raises(ValueError, match="a mask cannot be sent to another process"):
         client.run(client.engine.generate(ids(3), SamplingParams(mask=Mask())))
 
 
@@ -470,7 +470,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_result_that_the_client_can_not_read_fails_alone() -> None:
     async def main() -> None:
         async with AsyncGenerator() as engine:
-            with pytest.raises(ValueError, match="the other process can not read this"):
+            with pytest.raises(ValueError, match="the other process cannot read this"):
                 await engine.call("__getattribute__", "__class__")  # of the stub's main module
             assert engine.ready
 

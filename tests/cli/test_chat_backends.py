@@ -254,7 +254,7 @@ def test_without_httpx_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "httpx", None)
     assert chat.main(["--url", "http://localhost"]) == 1
     missing = "the package httpx is not installed; run: pip install -e '"
-    assert capsys.readouterr().err.startswith(f"fgchat: error: --url can not be used: {missing}")
+    assert capsys.readouterr().err.startswith(f"fgchat: error: --url cannot be used: {missing}")
 
 
 def test_an_error_of_the_terminal_is_none_of_the_server(fake: Fake) -> None:

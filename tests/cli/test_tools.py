@@ -1,4 +1,4 @@
-"""fgchat, fggen and fgserve as processes: a model that can not be loaded is one line, and the exit status 1."""
+"""fgchat, fggen and fgserve as processes: a model that cannot be loaded is one line, and the exit status 1."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_the_cpus_memory_stays() -> None:
     held.release(keep=False)
     held.restore()
     assert all(map(torch.equal, tensors, before))
-    with pytest.raises(MemoryError, match="GB of memory can not be had"):
+    with pytest.raises(MemoryError, match="GB of memory cannot be had"):
         held.zeros((1 << 60,), torch.uint8)
 
 

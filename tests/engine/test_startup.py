@@ -182,7 +182,7 @@ def test_ranks_take_the_first_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_ranks_say_why_they_have_no_gpu(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"device is 'cuda:0', which torch can not use here: .*device='cpu' needs no"):
+    with pytest.raises(ValueError, match=r"device is 'cuda:0', which torch cannot use here: .*device='cpu' needs no"):
         Generator(llama, device="cuda", tensor_parallel=2)
 
 

@@ -203,7 +203,7 @@ def test_decodes_are_compiled() -> None:
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_prefills_are_compiled(tmp_path: Path) -> None:
     """Where a group's softmax runs beside its second product, the wait for that stands behind the softmax: the compiler
-    of PTX would put it first, and compiles products one after the other if it can not follow them."""
+    of PTX would put it first, and compiles products one after the other if it cannot follow them."""
     import triton
 
     for made in compiled(PREFILLS):

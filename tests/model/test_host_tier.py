@@ -193,5 +193,5 @@ def test_a_page_may_be_saved_given_out_and_loaded_elsewhere_in_one_step(llama: P
 def test_loads_come_with_a_prefill(llama: Path) -> None:
     runner = make_runner(llama)
     mover(runner).tier = HostTier(runner.pool, 2)
-    with pytest.raises(AssertionError, match="can not wait"):
+    with pytest.raises(AssertionError, match="cannot wait"):
         runner.launch(Batch(decodes=(0,), features=(PageMoves(loads=((0, 0),)),)))

@@ -269,7 +269,7 @@ def test_a_damaged_folder_is_named(damage: Any, message: str, tmp_path: Path) ->
 
 @EXAMPLES
 def test_a_file_that_was_cut_or_changed_is_an_error_or_has_the_right_shapes(examples: int, tmp_path: Path) -> None:
-    """A changed byte of the values can not be noticed, but it changes one value alone."""
+    """A changed byte of the values cannot be noticed, but it changes one value alone."""
     tensors = small_tensors()
     path = tmp_path / "model.safetensors"
     save_file(tensors, path)

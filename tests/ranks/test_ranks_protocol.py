@@ -564,7 +564,7 @@ def expected(kind, text, seconds=5):
     assert total == size
 
 def fail(*arguments):
-    raise LookupError(f"rank {rank} can not")
+    raise LookupError(f"rank {rank} cannot")
 
 def check_resources():
     dist.barrier()
@@ -590,7 +590,7 @@ for failing in range(size):
     answers(gen)
     if rank == failing:
         gen._runner._runner.model.forward = fail
-    with expected(LookupError, f"rank {failing} can not"):
+    with expected(LookupError, f"rank {failing} cannot"):
         answers(gen)
     with expected(RuntimeError, "no longer agree"):
         answers(gen)
@@ -599,7 +599,7 @@ for failing in range(size):
 build_rank = start.build_rank
 for failing in (0, 2):
     start.build_rank = fail if rank == failing else build_rank
-    with expected(LookupError, f"rank {failing} can not"):
+    with expected(LookupError, f"rank {failing} cannot"):
         make()
 start.build_rank = build_rank
 check_resources()

@@ -449,7 +449,7 @@ def test_four_ranks_answer_as_one_process_and_one_is_killed(llama: Path, tmp_pat
         assert [each[name][0] for name in ("death", "after")] == ["RuntimeError"] * 2
 
 
-# ------------------------------------------------------------------------------------------- what can not work
+# ------------------------------------------------------------------------------------------- what cannot work
 
 
 @pytest.mark.parametrize(

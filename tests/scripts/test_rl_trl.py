@@ -52,7 +52,7 @@ def test_completions_come_with_ids_and_logprobs(gen: Generator) -> None:
 
 
 def test_a_prompt_that_can_not_be_answered_ends_the_training(gen: Generator) -> None:
-    with pytest.raises(ValueError, match="a prompt can not be answered: the prompt has 3000 tokens"):
+    with pytest.raises(ValueError, match="a prompt cannot be answered: the prompt has 3000 tokens"):
         rl_trl.GeneratorClient(gen).generate([[5] * 3000], max_tokens=4)
 
 

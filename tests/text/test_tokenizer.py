@@ -295,7 +295,7 @@ def test_files_that_can_not_be_read_are_an_error_with_their_folder(broken: str, 
         shutil.copy(talker / name, tmp_path)
     assert Tokenizer(tmp_path).encode("hello")
     (tmp_path / broken).write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(ValueError, match=rf"the tokenizer in {tmp_path} can not be read \(.*; fetch its files again"):
+    with pytest.raises(ValueError, match=rf"the tokenizer in {tmp_path} cannot be read \(.*; fetch its files again"):
         Tokenizer(tmp_path)
 
 

@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace, path: Path) -> None:
-    """Raise UsageError for options that can not work, before anything is read."""
+    """Raise UsageError for options that cannot work, before anything is read."""
     if args.output != STDOUT and not format_of(path):
         raise UsageError(f"the suffix of {path} names no format; it must be one of {', '.join(SUFFIXES)}")
     if args.output != STDOUT and not path.parent.is_dir():
@@ -171,7 +171,7 @@ def _check_options(args: argparse.Namespace, path: Path) -> None:
 
 
 def _check_columns(template: str | None, source: Source) -> None:
-    """Raise UsageError for a template that can not be read, and if no row has a column that it names or, without one, a
+    """Raise UsageError for a template that cannot be read, and if no row has a column that it names or, without one, a
     prompt.
 
     Rows are read until the columns are found; an input in which no row can be read passes.
@@ -197,7 +197,7 @@ def _identity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
 
 
 def _output(args: argparse.Namespace, path: Path, source: Source) -> Output:
-    """Return the output, which is not opened yet. Raises UsageError or ValueError for rows that can not be written."""
+    """Return the output, which is not opened yet. Raises UsageError or ValueError for rows that cannot be written."""
     kind, lines = format_of(path), Stdout if args.output == STDOUT else Lines
     if source.batch:
         if excess := [flag(name) for name in ROWS_ONLY if getattr(args, name)]:

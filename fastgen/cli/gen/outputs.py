@@ -247,7 +247,7 @@ class Lines:
 
 
 class Stdout(Lines):
-    """JSONL on stdout. A job that writes there can not be continued."""
+    """JSONL on stdout. A job that writes there cannot be continued."""
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -380,7 +380,7 @@ def parquet_schema(files: Sequence[Path], added: Sequence[str]) -> Any:
         whole = pa.schema([*own[:2], *found, *own[2:]])
         parquet.write_table(whole.empty_table(), pa.BufferOutputStream())
     except (pa.ArrowException, UnicodeError) as error:
-        raise ValueError(f"the columns can not be written as Parquet: {error}; write .jsonl instead") from None
+        raise ValueError(f"the columns cannot be written as Parquet: {error}; write .jsonl instead") from None
     return whole
 
 

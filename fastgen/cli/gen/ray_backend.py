@@ -59,7 +59,7 @@ class Worker:
                 yield None
 
     async def do(self, rows: list[Row]) -> list[Done]:
-        """Return the records of rows. Raises the error of a model that can not be loaded, or of its engine."""
+        """Return the records of rows. Raises the error of a model that cannot be loaded, or of its engine."""
         waiting = []
         for row in rows:
             found = self._under_way.get(row.index)  # there if Ray repeats a call while the first one runs

@@ -33,7 +33,7 @@ RowReader = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row. index: its number among those of all files, from 0. error: why it can not be read and has no columns."""
+    """A row. index: its number among those of all files, from 0. error: why it cannot be read and has no columns."""
 
     index: int
     columns: dict[str, Any]
@@ -138,7 +138,7 @@ def read_rows(
         try:
             row = Row(index, load())
         except (ValueError, OverflowError, RecursionError) as error:
-            row = Row(index, {}, f"{where} can not be read: {error}")
+            row = Row(index, {}, f"{where} cannot be read: {error}")
         yield row
 
 
@@ -168,7 +168,7 @@ def _rows(path: Path, file: BinaryIO) -> RowReader:
     try:
         yield from read(path, file)
     except (OSError, zlib.error, EOFError, csv.Error, UnicodeError) as error:
-        raise ValueError(f"{path} can not be read: {error}") from None
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def _parquet_rows(path: Path, file: BinaryIO) -> RowReader:
@@ -231,4 +231,4 @@ def parquet_file(path: Path, file: BinaryIO | None = None) -> Any:
     try:
         return opened(file or path)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{path} can not be read as Parquet: {error}") from None
+        raise ValueError(f"{path} cannot be read as Parquet: {error}") from None

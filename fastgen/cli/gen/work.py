@@ -138,7 +138,7 @@ class _Columns(string.Formatter):
 
 
 def fill(template: str, columns: Mapping[str, Any]) -> str:
-    """Return a template with the columns of a row. Raises ValueError or TypeError if it can not be filled."""
+    """Return a template with the columns of a row. Raises ValueError or TypeError if it cannot be filled."""
     return _Columns().vformat(template, (), columns)
 
 
@@ -147,7 +147,7 @@ def fields_of(template: str) -> set[str]:
     try:
         found = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:
-        raise UsageError(f"the template can not be read: {error}; write a literal brace twice") from None
+        raise UsageError(f"the template cannot be read: {error}; write a literal brace twice") from None
     if "" in found:
         raise UsageError("the template has {} without the name of a column; write a literal brace twice")
     return found

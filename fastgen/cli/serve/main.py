@@ -28,7 +28,7 @@ from fastgen.cli.serve.service import Service, import_tokenizers
 
 UNREAD_SECONDS = 120  # a connection ends if the client has read nothing for so long
 MAX_HEAD = 65536  # bytes of a request's first line and headers
-SHORTAGE_SECONDS = 60  # between two lines about connections that can not be accepted
+SHORTAGE_SECONDS = 60  # between two lines about connections that cannot be accepted
 KEEP_ALIVE_SECONDS = 120  # longer than clients keep an idle connection, so that they close it
 CLOSE_SECONDS = 7.0  # for the engines to end; those that live on end with this process
 
@@ -106,7 +106,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]
-        raise OSError(f"can not listen at {host}, port {port}: {reason}; give another --port or --host") from None
+        raise OSError(f"cannot listen at {host}, port {port}: {reason}; give another --port or --host") from None
     # Connections inherit TCP_NODELAY. asyncio does not set it if the listener's protocol is 0, which means TCP as well.
     # Without it, each small write waits for the acknowledgement of the one before, often 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -116,7 +116,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _configure(options: ServerOptions, app: Starlette) -> uvicorn.Config:
-    """Return the configuration of uvicorn. Raises ValueError where the certificate can not be read."""
+    """Return the configuration of uvicorn. Raises ValueError where the certificate cannot be read."""
     if options.ssl_keyfile and not options.ssl_certfile:
         raise ValueError("ssl_keyfile needs ssl_certfile")
     config = uvicorn.Config(

@@ -142,7 +142,7 @@ def make_options(
 ) -> Options:
     """Return the options of a file that has been read, of the variable API_KEY, and of flags (`given` and `models`).
 
-    Raises ValueError, and OSError for a file of a chat template that can not be read.
+    Raises ValueError, and OSError for a file of a chat template that cannot be read.
     """
     file = dict(file)
     entries = _entries(models, file.pop("models", None) or [])

@@ -1,6 +1,6 @@
 """Requests of OpenAI's API: strict checks of their fields, and their sampling parameters.
 
-A field of a request that is not supported is an error that names it, unless it can not change the answer. Unknown keys
+A field of a request that is not supported is an error that names it, unless it cannot change the answer. Unknown keys
 of messages are dropped. null is the default of every field.
 """
 
@@ -294,7 +294,7 @@ class StructuredOutputs(Strict):
 
 class GenerationFields(Strict):
     """The common fields of both generating endpoints; SamplingParams documents most of them. Bills, caches, safety and
-    hints to other models can not change an answer."""
+    hints to other models cannot change an answer."""
 
     without_effect = frozenset({
         "best_of", "metadata", "modalities", "prediction", "prompt_cache_key", "prompt_cache_options",
@@ -431,7 +431,7 @@ def check_continued(request: ChatRequest | TokenizeRequest) -> None:
     """Check `continue_final_message`. Raises the error of a field."""
     if request.continue_final_message:
         if request.add_generation_prompt:
-            raise wrong("add_generation_prompt", "begins another message, so it can not go with continue_final_message")
+            raise wrong("add_generation_prompt", "begins another message, so it cannot go with continue_final_message")
         if not request.messages or not request.messages[-1].text:
             raise wrong("continue_final_message", "needs text in the last message")
 

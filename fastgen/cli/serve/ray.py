@@ -46,7 +46,7 @@ class Replica:
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application. Ray calls this once, after the constructor, and sends requests after its return.
 
-        Raises the error of a model that can not be loaded.
+        Raises the error of a model that cannot be loaded.
         """
         self._keeping = asyncio.create_task(self._service.run())
         loaded = asyncio.create_task(self._service.loaded.wait())
@@ -125,7 +125,7 @@ def connect() -> None:
 
 
 def serve_replicas(options: Options, port: int) -> None:
-    """Serve at a free port until a SIGINT or SIGTERM. Raises OSError, ValueError or RuntimeError where it can not
+    """Serve at a free port until a SIGINT or SIGTERM. Raises OSError, ValueError or RuntimeError where it cannot
     serve. Call it in the main thread."""
     server = options.server
     try:
@@ -158,7 +158,7 @@ def serve_replicas(options: Options, port: int) -> None:
 
 
 def _deploy(options: Options) -> None:
-    """Deploy the replicas and wait until all are ready. Raises RuntimeError with the reason where one can not start."""
+    """Deploy the replicas and wait until all are ready. Raises RuntimeError with the reason where one cannot start."""
     from ray import serve
 
     try:

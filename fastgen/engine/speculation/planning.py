@@ -114,7 +114,7 @@ class _Learned:
 class History:
     """Outputs of earlier requests by their prompts: drafts for other samples, and for later epochs of a training.
 
-    It can not make an output wrong, whatever weights its tokens come from. limit: tokens, prompts included; the prompts
+    It cannot make an output wrong, whatever weights its tokens come from. limit: tokens, prompts included; the prompts
     whose last output is the oldest are dropped first.
     """
 

@@ -97,8 +97,8 @@ def test_a_template_makes_prompts_of_columns(fggen: Fggen) -> None:
     [
         (["--template", "{a} and {topik}"], "no row has a column topik, which the template needs (a literal brace is"),
         (["--template", "{a.b}"], "no row has a column a.b, which"),
-        (["--template", "{a"], "the template can not be read: "),
-        (["--template", "a}"], "the template can not be read: "),
+        (["--template", "{a"], "the template cannot be read: "),
+        (["--template", "a}"], "the template cannot be read: "),
         (["--template", "{}"], "the template has {} without the name of a column; write a literal brace twice"),
         ([], "no row has a column prompt or messages or prompt_token_ids, and no --template makes one of other"),
     ],
@@ -129,7 +129,7 @@ def test_the_bar_the_summary_and_the_status(
               sum(sum(record["completion_tokens"] or ()) for record in records)]  # fmt: skip
     assert f", {errors} of them errors; {tokens[0]} tokens in, {tokens[1]} out, " in said
     assert "; in out.jsonl\n" in said
-    assert f"fggen: {failed} rows have failed; one error is: line 1 of in.jsonl can not be read" in said
+    assert f"fggen: {failed} rows have failed; one error is: line 1 of in.jsonl cannot be read" in said
     assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == status, "and so it does again"
     left = f"nothing is left to do of 5 rows, {errors} of them errors; --retry-errors does those again\n"
     assert left in capsys.readouterr().err
@@ -146,10 +146,10 @@ def test_a_template_reaches_nothing_but_columns() -> None:
 
 
 BAD = (
-    ("not json", "line 1 of in.jsonl can not be read"),
-    ('{"prompt": "x"', "line 1 of in.jsonl can not be read"),
+    ("not json", "line 1 of in.jsonl cannot be read"),
+    ('{"prompt": "x"', "line 1 of in.jsonl cannot be read"),
     ("[1, 2]", "it is not an object"),
-    ("[" * 10**5, "line 1 of in.jsonl can not be read"),
+    ("[" * 10**5, "line 1 of in.jsonl cannot be read"),
     ({"text": "hello"}, "needs one of prompt, messages, prompt_token_ids, and this one has none"),
     ({"prompt": "hello", "prompt_token_ids": [5]}, "this one has prompt and prompt_token_ids"),
     ({"prompt": 5}, "prompt must be text, not 5"),

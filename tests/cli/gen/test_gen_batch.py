@@ -84,7 +84,7 @@ def test_an_answer_follows_its_response_format(answer: Answer) -> None:
 @pytest.mark.parametrize(
     ("row", "reason", "param"),
     [
-        ("nonsense", "line 3 of in.jsonl can not be read", None),
+        ("nonsense", "line 3 of in.jsonl cannot be read", None),
         ({"body": {"messages": HELLO}, "url": CHAT}, "custom_id is required", "custom_id"),
         ({"custom_id": "x", "url": CHAT}, "body is required", "body"),
         ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "url should be '/v1/chat/completions' or", "url"),
@@ -152,4 +152,4 @@ def test_without_what_fgserve_needs_a_batch_is_an_error_that_names_it(
     assert main.main(["random", "in.jsonl", "-o", "other.jsonl"]) == 1
     said = capsys.readouterr().err
     missing = "the package pydantic is not installed; run: pip install -e '"
-    assert f"fggen: error: OpenAI's batch files can not be used: {missing}" in said
+    assert f"fggen: error: OpenAI's batch files cannot be used: {missing}" in said

@@ -94,18 +94,18 @@ def contents(name: str) -> list[Any]:
         (["in.jsonl", "-o", "out.txt"], "the suffix of out.txt names no format"),
         (["in.jsonl", "-o", "out.parquet.gz"], "the suffix of out.parquet.gz names no format"),
         (["in.jsonl", "-o", "-", "--retry-errors"], "--retry-errors needs an output that can be read"),
-        (["torn.jsonl.gz", "-o", "out.jsonl"], "torn.jsonl.gz can not be read: Not a gzipped file"),
+        (["torn.jsonl.gz", "-o", "out.jsonl"], "torn.jsonl.gz cannot be read: Not a gzipped file"),
         (["open.csv", "-o", "out.jsonl"], "end of data, in the row that begins on line 4; check its quotes"),
-        (["latin.csv", "-o", "out.jsonl"], "latin.csv can not be read: line 3002 is not UTF-8; save the file as UTF-8"),
+        (["latin.csv", "-o", "out.jsonl"], "latin.csv cannot be read: line 3002 is not UTF-8; save the file as UTF-8"),
         (["twice.csv", "-o", "out.jsonl"], "twice.csv has two columns of one name"),
         (["in.jsonl", "-o", "in.jsonl"], ".parquet, apart from those of the output"),
-        (["torn.parquet", "-o", "out.jsonl"], "torn.parquet can not be read as Parquet: "),
+        (["torn.parquet", "-o", "out.jsonl"], "torn.parquet cannot be read as Parquet: "),
         (["in.jsonl", "-o", "spark.parquet"], "no _fggen.json describes their job"),
-        (["half.jsonl", "-o", "out.parquet"], "the columns can not be written as Parquet"),
+        (["half.jsonl", "-o", "out.parquet"], "the columns cannot be written as Parquet"),
         (["in.jsonl", "-o", "nowhere/out.jsonl"], "no folder nowhere for out.jsonl; make it, or give another -o"),
         (["in.jsonl", "-o", "file.parquet"], "is a file, and Parquet is written in parts in a folder"),
         (["mixed.jsonl", "-o", "out.parquet"], "written as Parquet: the values of a have no type in common: Could not"),
-        (["hollow.jsonl", "-o", "out.parquet"], "the columns can not be written as Parquet"),
+        (["hollow.jsonl", "-o", "out.parquet"], "the columns cannot be written as Parquet"),
         (["late.jsonl", "-o", "out.parquet"], "there is a column completions already"),
         (["late.jsonl", "-o", "out.csv"], "there is a column completions already"),
     ],
@@ -219,8 +219,8 @@ def test_values_that_python_does_not_have_are_rows_with_errors(fggen: Fggen) -> 
     found = pq.read_table("out.parquet").sort_by("row").to_pylist()
     for first, second, third in (by_row("out.jsonl"), found):
         assert (first["error"], first["text"]) == (None, "x")
-        assert "a row of in.parquet can not be read: 'utf-8' codec can't decode" in second["error"]
-        assert "a row of in.parquet can not be read: " in third["error"]
+        assert "a row of in.parquet cannot be read: 'utf-8' codec can't decode" in second["error"]
+        assert "a row of in.parquet cannot be read: " in third["error"]
 
 
 def test_parts_are_counted_as_numbers(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_json_becomes_parquet_with_the_types_of_all_of_it(fggen: Fggen, monkeypa
     found = pq.read_table("out.parquet").sort_by("row").to_pylist()
     assert [row["a"] for row in found] == [None, None, None, 1.0, 1.5]
     assert [row["b"] for row in found[3:]] == [{"c": "d", "e": None}, {"c": None, "e": [1]}]
-    assert "line 3 of in.jsonl can not be read" in found[2]["error"]
+    assert "line 3 of in.jsonl cannot be read" in found[2]["error"]
 
 
 def test_without_pyarrow_parquet_is_an_error_that_names_it(
@@ -252,7 +252,7 @@ def test_without_pyarrow_parquet_is_an_error_that_names_it(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert fggen(write("in.jsonl", PROMPTS[0]), "-o", "out.parquet") == 1
     missing = "the package pyarrow is not installed; run: pip install -e '"
-    assert capsys.readouterr().err.startswith(f"fggen: error: Parquet files can not be used: {missing}")
+    assert capsys.readouterr().err.startswith(f"fggen: error: Parquet files cannot be used: {missing}")
     assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == 0
 
 
@@ -306,7 +306,7 @@ def test_csv_and_gzip_are_read_and_what_csv_says_is_typed(fggen: Fggen) -> None:
     assert said[0] == said[1] == said[2] == said[3]
     assert [error for error, _ in said[0]] == [None] * 4
     assert fggen(write("long.csv", "prompt,a", "x,1", "y,2,3"), "-o", "long.jsonl", *SHORT) == 0
-    assert "line 3 of long.csv can not be read: it has more cells" in by_row("long.jsonl")[1]["error"]
+    assert "line 3 of long.csv cannot be read: it has more cells" in by_row("long.jsonl")[1]["error"]
 
 
 def test_stdout_gets_lines_and_nothing_else(

@@ -360,7 +360,7 @@ def test_a_failed_start_reports_its_reason(monkeypatch: pytest.MonkeyPatch, caps
         port = taken.getsockname()[1]
         assert main(["--port", str(port)]) == main(["--port", str(port), "--replicas=1"]) == 1
     place = f"127.0.0.1, port {port}: Address already in use; give another --port or --host"
-    assert capsys.readouterr().err == 2 * f"fgserve: error: can not listen at {place}\n"
+    assert capsys.readouterr().err == 2 * f"fgserve: error: cannot listen at {place}\n"
     assert main(["--port=0", f"--ssl-certfile={__file__}"]) == 1
     where = f"no certificate and key in ssl_certfile {__file__} and ssl_keyfile None"
     assert capsys.readouterr().err.startswith(f"fgserve: error: {where}: [SSL]")

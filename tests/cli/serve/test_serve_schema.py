@@ -30,7 +30,7 @@ def server(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def test_answers_are_what_the_schema_says(server: Server, tmp_path: Path) -> None:
-    """Some valid requests are refused, since a schema can not express every check."""
+    """Some valid requests are refused, since a schema cannot express every check."""
     command = [
         *(sys.executable, "-m", "schemathesis.cli", "--no-color", "run", f"{server.url}/openapi.json"),
         *("--phases", "coverage,fuzzing", "--max-examples", str(EXAMPLES), "--generation-deterministic"),
