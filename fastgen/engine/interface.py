@@ -1,4 +1,4 @@
-"""What the loop of the engine calls: a Runner on one rank, or the Leader of several ranks."""
+"""Protocols of what the loop of the engine calls: a Runner on one rank, or the Leader of several ranks."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PageMoves:
-    """What happens to pages before a step computes; the payload of a Batch.
+    """The changes of pages before a step computes: a payload of a Batch.
 
     saves: (page, host page), copied to the host tier first. fresh: newly allocated pages, whose contents are undefined.
     loads: (host page, page), from the host tier, after the saves.

@@ -256,7 +256,7 @@ Payload = TypeVar("Payload")
 
 
 class StepFeature(Generic[Payload]):
-    """What a feature does in each step whose Batch has a payload for it."""
+    """The hooks of a feature, which are called in each step whose Batch has a payload for it."""
 
     def clear(self) -> None:
         """Forget what the lanes hold."""

@@ -103,7 +103,7 @@ class Drafted:
 
 @dataclass(slots=True)
 class _Learned:
-    """What is known of a lane's drafts. guess: the first drafted token as of the last result, -1 for none. quiet:
+    """The state of a lane's drafts. guess: the first drafted token as of the last result, -1 for none. quiet: number of
     results since one had a draft. rate: estimated share of drafted tokens that are right."""
 
     rate: float
