@@ -54,4 +54,4 @@ def test_a_generator_is_compiled_for_ampere() -> None:
     assert found is not None, ran.stdout
     assert int(found[1]) > 15
     assert set(found[2].split()) >= KERNELS
-    assert 32768 < int(found[3]) <= 101376
+    assert 16384 < int(found[3]) <= 101376
