@@ -99,7 +99,7 @@ def test_a_text_beyond_the_context_is_not_tokenized(server: Server, path: str, f
         answers = list(pool.map(lambda _: server.post(path, fields), range(8)))
     assert {answer.status_code for answer in answers} == {400}
     assert re.search(r"has (at least )?\d+ tokens, above this model's maximum", answers[0].text)
-    assert memory(server) - before < 500e6
+    assert memory(server) - before < 1e9  # eight parsed bodies; the texts' encodings took 8 GB
 
 
 def memory(server: Server) -> int:
