@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastgen.async_engine.client import AsyncGenerator, EngineError
-    from fastgen.engine.speculation.planning import Speculation
+    from fastgen.engine.speculation.options import Speculation
     from fastgen.generator import Generator
     from fastgen.request import Completion, Event, Request, RequestOutput, SamplingParams, TokenMask
 

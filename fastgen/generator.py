@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from fastgen.device.memory import release_memory
-from fastgen.engine.inputs import InputProcessor, pair_scores, prompt_list
+from fastgen.engine.inputs import InputProcessor, prompt_list
 from fastgen.engine.interface import StepRunner
 from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.loop import Loop
 from fastgen.engine.options import GeneratorOptions, takes_fields_of
-from fastgen.engine.outputs import OutputQueue, Stats, error_output, with_progress
+from fastgen.engine.outputs import OutputQueue, error_output
+from fastgen.engine.prompt_scores import pair_scores
+from fastgen.engine.stats import Stats, with_progress
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve

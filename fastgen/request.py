@@ -297,6 +297,20 @@ class Drawn:
 _DRAWN = tuple(Drawn.__dataclass_fields__)
 
 
+@dataclass(slots=True)
+class PromptScore:
+    """The prompt logprobs of a sequence: those wanted, and those found so far.
+
+    start: the first position to score. temperature: divides the logits. logprobs: one for each token of the prompt, NaN
+    where there is none. top_logprobs: their raw alternatives; empty if `SamplingParams.prompt_logprobs` asks for none.
+    """
+
+    start: int
+    temperature: float
+    logprobs: list[float]
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+
+
 class Status(Enum):
     WAITING = "waiting"  # holds no lane and no pages
     RUNNING = "running"
@@ -307,10 +321,11 @@ class Status(Enum):
 class Sequence:
     """The state of one sample of a request in the engine.
 
-    token_ids: the tokens that the host knows: the prompt and the output so far. pending: tokens that launched steps
-    sample and the host has not read. computed: tokens whose KV launched steps write. limit: computed tokens at which it
-    needs another page, or ends. reserved: pages that it is expected to fill. tip: the Node of its last indexed page, or
-    the root; None if its pages are not indexed.
+    token_ids: the tokens that the host knows: the prompt and the output so far. pending: number of tokens that launched
+    steps draw and the host has not read. computed: number of tokens whose KV is written by the steps launched so far,
+    including steps in flight. limit: the value of `computed` at which it needs another page, or ends.
+    pages: its page table. reserved: number of pages that it is expected to fill. indexed: number of its first pages
+    that are in the prefix cache; see `PageAllocator.index`.
     """
 
     request_id: str | int
@@ -318,30 +333,27 @@ class Sequence:
     params: SamplingParams
     token_ids: list[int]
     prompt_len: int
-    max_len: int  # the most tokens of prompt and output together
+    max_len: int  # maximum number of tokens of prompt and output together
     seed: int
     stop_ids: frozenset[int] = frozenset()
-    score_start: int | None = None  # the first position whose prompt logprob is wanted
-    score_temperature: float = 1.0
+    score: PromptScore | None = None
     mask: TokenMask | None = None
 
     status: Status = Status.WAITING
     lane: int = -1
     pages: list[int] = field(default_factory=list)
-    prefill_len: int = 0  # tokens known when it took its lane; it decodes behind them
+    prefill_len: int = 0  # number of tokens known when it took its lane; it decodes after them
     computed: int = 0
     pending: int = 0
     limit: int = 0
     reserved: int = 0
-    tip: Any = None
+    indexed: int = 0
     preemptions: int = 0
     every_token: bool = True  # `Scheduler.update` returns it after each new token, and not only at its end
     started: float | None = None  # time.monotonic() when it first took a lane
     cached_tokens: int = 0  # prompt tokens that needed no computation when it first took a lane
 
     drawn: Drawn = field(init=False)  # of the output
-    prompt_logprobs: list[float] = field(default_factory=list)
-    prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -367,8 +379,15 @@ class Sequence:
         return not self.stop_ids and not self.params.stop and self.mask is None
 
     @property
+    def cacheable_len(self) -> int:
+        """The number of known tokens whose KV may come from the prefix cache. The last one is computed, since its row
+        is drawn from, and so is the token before each position to score."""
+        known = len(self.token_ids)
+        return max(0, min(known, known if self.score is None else self.score.start) - 1)
+
+    @property
     def length(self) -> int:
-        """Tokens that are known or pending."""
+        """The number of tokens that are known or pending."""
         return len(self.token_ids) + self.pending
 
     @property
@@ -384,8 +403,18 @@ class Sequence:
     def output_len(self) -> int:
         return len(self.token_ids) - self.prompt_len
 
+    def rewind(self) -> None:
+        """Wait again, without a lane and pages, with all tokens that are known."""
+        self.preemptions += self.status is Status.RUNNING
+        self.status = Status.WAITING
+        self.lane = -1
+        self.pages.clear()
+        self.computed = self.pending = self.reserved = self.indexed = 0
+        self.finish_reason = self.stop_reason = self.error = None
+        self.drawn.cut(self.output_len)  # an exception may have come between a token's values and the token
+
     def cut(self, output_len: int) -> None:
-        """Drop the tokens behind the first `output_len` of the output, and an error that came behind them."""
+        """Drop the tokens after the first `output_len` of the output, and an error that came after them."""
         self.error = None
         del self.token_ids[self.prompt_len + output_len :]
         self.drawn.cut(output_len)
@@ -454,10 +483,12 @@ class Batch:
 class StepResult(Drawn):
     """The result of a Batch: a token and its values for each lane of `Batch.sampling`, and the results of features.
 
-    A token is -1 where none could be drawn: the mask allowed none, or a logit is not finite.
+    lanes: the lane of each token: `Batch.sampling`, where a lane may stand several times if a feature found several of
+    its tokens. A token is -1 where none could be drawn: the mask allowed none, or a logit is not finite.
     """
 
     tokens: list[int] = field(default_factory=list)
+    lanes: tuple[int, ...] = ()
     features: list[Any] = field(default_factory=list)
 
     def find(self, kind: type[Payload]) -> Payload | None:

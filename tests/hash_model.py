@@ -25,7 +25,7 @@ from fastgen.engine.pages import PageMoves
 from fastgen.engine.prompt_scores import Scored, ScorePlan
 from fastgen.engine.scheduler import Scheduler
 from fastgen.engine.speculation.planning import Drafted, DraftPlan
-from fastgen.request import Batch, Drawn, LaneStart, SamplingParams, Sequence, StepResult
+from fastgen.request import Batch, Drawn, LaneStart, PromptScore, SamplingParams, Sequence, StepResult
 
 VOCAB = 40  # two words of mask
 POISON = VOCAB  # a token whose KV is not finite; it is never drawn
@@ -126,7 +126,9 @@ class Outcome:
 
     @classmethod
     def of(cls, sequence: Sequence) -> Outcome:
-        return cls(**{name: getattr(sequence, name) for name in cls.__dataclass_fields__})
+        scores = [] if sequence.score is None else sequence.score.logprobs
+        names = cls.__dataclass_fields__.keys() - {"prompt_logprobs"}
+        return cls(**{name: getattr(sequence, name) for name in names}, prompt_logprobs=scores)
 
 
 def drawn_first(drawn: Drawn, count: int) -> Drawn:
@@ -144,11 +146,9 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
     mask = replace(sequence.mask, said=said, trip=lambda: None) if isinstance(sequence.mask, HashMask) else None
     out = Outcome(tokens, drawn_first(sequence.drawn, known), finish_reason="length")
     values = kv_values(tokens, version)
-    if sequence.score_start is not None:
+    if (score := sequence.score) is not None:
         out.prompt_logprobs = [
-            prompt_logprob(values[:at], tokens[at], sequence.score_temperature)
-            if at >= max(1, sequence.score_start)
-            else nan
+            prompt_logprob(values[:at], tokens[at], score.temperature) if at >= max(1, score.start) else nan
             for at in range(prompt_len)
         ]
     while len(tokens) < sequence.max_len:
@@ -302,6 +302,7 @@ class HashRunner:
                 self.last_token[lane] = token
                 self.counted[lane].append(token)
                 result.tokens.append(token)
+                result.lanes += (lane,)
                 result.append(tuple(logprobs))
                 if token not in drafts[kept - 1 : kept]:
                     break
@@ -425,6 +426,5 @@ def make_sequence(
         mask=deepcopy(params.mask),
     )
     if score is not None and index == 0:
-        sequence.score_start, sequence.score_temperature = score
-        sequence.prompt_logprobs = [nan] * len(prompt)
+        sequence.score = PromptScore(*score, [nan] * len(prompt))
     return sequence

@@ -13,8 +13,10 @@ from fastgen.request import Status
 def check_scheduler(scheduler: Scheduler) -> None:
     config, running = scheduler.config, scheduler.running
     check_pages(scheduler.pages, [sequence.pages for sequence in running])
-    assert {s.lane: s for s in running} == {lane: s for lane, s in enumerate(scheduler.lanes) if s is not None}
-    assert sorted([*scheduler._free_lanes, *(s.lane for s in running)]) == list(range(config.max_seqs))
+    assert {s.lane: s for s in running} == {
+        lane: s for lane, s in enumerate(scheduler.lanes.sequences) if s is not None
+    }
+    assert sorted([*scheduler.lanes.free, *(s.lane for s in running)]) == list(range(config.max_seqs))
     for sequence in scheduler.waiting:
         assert sequence.status is Status.WAITING
         assert not sequence.pages
@@ -41,10 +43,10 @@ def _check_derived(scheduler: Scheduler) -> None:
     for sequence in scheduler._decoding.values():
         limit = min(len(sequence.pages) * scheduler.config.page_size, sequence.max_len - 1)
         assert sequence.computed <= sequence.limit == limit
-    assert scheduler._masked == {s.lane for s in running if s.mask is not None}
+    assert scheduler.lanes.masked == {s.lane for s in running if s.mask is not None}
     for sequence in running:
-        tip = sequence.tip
-        assert tip in (None, pages.root) or sequence.pages[tip.depth - 1] == tip.page
+        assert sequence.indexed <= len(sequence.pages)
+        assert all(pages._nodes[page] is not None for page in sequence.pages[: max(0, sequence.indexed)])
     assert scheduler.reservations.reserved_pages == sum(s.reserved for s in running)
     assert scheduler.reservations.waiting_pages == sum(scheduler.waiting.values())
 
@@ -75,7 +77,6 @@ def _check_tree(pages: PageAllocator, tables: list[list[int]]) -> None:
     for node in nodes:
         assert node.parent is not None
         assert node.parent.children[node.tokens] is node
-        assert node.depth == node.parent.depth + 1
         assert len(node.tokens) == pages.page_size
         assert node.page >= 0 or node.host_page >= 0, "a node is nowhere"
         assert node.page < 0 or node.parent is pages.root or node.parent.page >= 0, "its parent is not there"
@@ -83,7 +84,7 @@ def _check_tree(pages: PageAllocator, tables: list[list[int]]) -> None:
         for at, page in enumerate(table):
             indexed = pages._nodes[page]
             if indexed is not None:
-                assert indexed.depth == at + 1
+                assert indexed.parent is not pages.root or at == 0
                 assert indexed.parent is pages.root or table[at - 1] == getattr(indexed.parent, "page", None)
 
 

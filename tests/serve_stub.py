@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from fastgen.engine.outputs import Stats
+from fastgen.engine.stats import Stats
 from fastgen.processes import spawning as processes
 from fastgen.request import Event, SamplingParams
 

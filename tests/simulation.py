@@ -23,6 +23,7 @@ from hash_model import (
 )
 from invariants import check_scheduler
 
+from fastgen.engine.masks import fill_masks
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.scheduler import MAX_PREFILLS, RETRY_STEPS, Scheduler
 from fastgen.request import Batch, SamplingParams, Sequence, Status
@@ -99,7 +100,7 @@ class Simulation:
         assert not self.open, "sequences without an end"
         assert self.scheduler.pages.available == self.config.num_pages, "pages are held at the end"
         assert not self.scheduler.pages.references
-        assert not any(self.scheduler.lanes), "lanes are held at the end"
+        assert not any(self.scheduler.lanes.sequences), "lanes are held at the end"
         assert self.scheduler.wants_more
         assert self.scheduler.schedule() is None
         assert not self.seen["asked a mask after the end"]
@@ -129,7 +130,7 @@ class Simulation:
             self._trip()
             self._collect()
             if launched and batch and batch.masked:
-                masks = self.scheduler.fill_masks(batch, VOCAB)
+                masks = fill_masks([self.scheduler.lanes[lane] for lane in batch.sampling], VOCAB)
                 self._check()
                 self.runner.sample(launched, masks)
             self.in_flight = launched
@@ -217,7 +218,7 @@ class Simulation:
     def _check_batch(self, batch: Batch, kept: list[Sequence], ready: list[Sequence]) -> None:
         """Check a batch. kept: sequences that ran before it and were not preempted; ready: those of them that could
         decode."""
-        on = {lane: s for lane, s in enumerate(self.scheduler.lanes) if s is not None}
+        on = {lane: s for lane, s in enumerate(self.scheduler.lanes.sequences) if s is not None}
         lanes = [*batch.decodes, *(lane for chunk in batch.prefills for lane in (chunk.lane, *chunk.forks))]
         assert 0 < num_tokens(batch) <= self.config.max_step_tokens, "over the token budget"
         prefilled = sum(len(chunk.tokens) for chunk in batch.prefills)
@@ -246,7 +247,7 @@ class Simulation:
         scheduler, config = self.scheduler, self.config
         prefills = num_tokens(batch) - len(batch.decodes)
         full = (
-            not scheduler.waiting or not scheduler._free_lanes or prefills == config.prefill_tokens(len(batch.decodes))
+            not scheduler.waiting or not scheduler.lanes.free or prefills == config.prefill_tokens(len(batch.decodes))
         )
         if full or len(scheduler.prefilling) == MAX_PREFILLS or scheduler.closed:
             self.passed = 0
@@ -296,8 +297,8 @@ class Simulation:
             return
         self._trip()  # lost on the way
         launched, self.in_flight = self.in_flight, None
-        lanes = [self.scheduler.lanes[lane] for lane in launched.batch.sampling]
-        self.seen["dropped"] += sum(s is not None and s.status is Status.FINISHED for s in lanes)
+        lanes = [self.scheduler.lanes[lane] for lane in launched.result.lanes]
+        self.seen["dropped"] += sum(s.status is Status.FINISHED for s in lanes)
         changed = self.scheduler.update(launched.batch, launched.result)
         assert len({id(sequence) for sequence in changed}) == len(changed)
         self._check()

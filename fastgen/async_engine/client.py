@@ -23,7 +23,7 @@ from typing import Any
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
 from fastgen.async_engine.loop import Abort, Answer, Call, EngineInfo, StepEnded, Submit
-from fastgen.engine.outputs import Stats
+from fastgen.engine.stats import Stats
 from fastgen.processes import spawning as processes
 from fastgen.processes.channel import HEAD, Failed, Start, frame
 from fastgen.request import SHARED, Completion, Event, Params, Prompt, RequestOutput, Timings, params_of

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, GrammarPool
 from fastgen.async_engine.log_pipe import LOG_SECONDS, LogPipe
-from fastgen.engine.outputs import Stats
+from fastgen.engine.stats import Stats
 from fastgen.processes.channel import Channel, Failed, Start
 from fastgen.processes.errors import DepartedError, portable
 from fastgen.processes.spawning import end_with_parent

@@ -1,14 +1,16 @@
-"""Admission control: predictions of output lengths, and reservations of pages. No torch here."""
+"""Admission control: the queue, predictions of output lengths, reservations of pages, and lanes. No torch here."""
 
 from __future__ import annotations
 
+import heapq
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import PageAllocator
-from fastgen.request import Sequence
+from fastgen.request import LaneStart, Sequence
 
 MOST_ENDS = 64  # times at which `_will_fit` counts pages, at most
 LEAVING_STEPS = 4  # steps from the one that computes a sequence's last token until its pages are released
@@ -56,7 +58,17 @@ class PageReservations:
         self.pages = pages
         self.estimate = estimate
         self.reserved_pages = 0  # by the running sequences
-        self.waiting_pages = 0  # the sum of what the waiting sequences were expected to reserve when they came
+        self.waiting: OrderedDict[Sequence, int] = OrderedDict()  # with the pages expected of each when it came
+        self.waiting_pages = 0  # the sum of these
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Append a sequence to the queue."""
+        self.waiting[sequence] = self.expected(sequence)
+        self.waiting_pages += self.waiting[sequence]
+
+    def dequeue(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queue."""
+        self.waiting_pages -= self.waiting.pop(sequence)
 
     def expected(self, sequence: Sequence) -> int:
         """Return the pages to reserve for a sequence: as predicted, and at least one more than it needs now."""
@@ -91,17 +103,15 @@ class PageReservations:
         everything = self.reserved_pages + self.waiting_pages
         return -(-everything * distinct // reserved) if reserved else everything
 
-    def fits(
-        self, sequence: Sequence, expected: int, need: int, running: list[Sequence], waiting: int, closed: bool
-    ) -> bool:
+    def fits(self, sequence: Sequence, expected: int, need: int, running: list[Sequence], closed: bool) -> bool:
         """Return True if a waiting sequence may run.
 
-        expected: the pages of its reservation; need: the part of them that no other sequence holds. waiting: the number
-        of waiting sequences. closed: nothing will be added before all current sequences have ended.
+        expected: the number of pages of its reservation. need: how many of them no other sequence holds. closed:
+        nothing will be added before all current sequences have ended.
         """
         if not running:
             return True
-        count = 1  # sequences to admit at once
+        count, waiting = 1, len(self.waiting)  # count: number of sequences to admit at once
         if closed and sequence.ends_at_length:
             waves = -(-self._total(self.distinct_pages + need, self.reserved_pages + expected) // self.pages.num_pages)
             wave = -(-(len(running) + waiting) // waves)  # the most sequences that may run at a time
@@ -134,3 +144,77 @@ class PageReservations:
         pages = np.minimum((lengths + (times + self.pages.page_size - 1)) // self.pages.page_size, reserved)
         pages *= ends > np.insert(times[:-1], 0, 0, axis=0)  # an end between two times counts at the later one
         return bool((pages @ counts).max() <= room)
+
+
+class LaneTable:
+    """Which sequence holds which lane, and what of this the device does not know yet.
+
+    sequences: by lane, None for a free lane. free: the free lanes, a heap. masked: the lanes whose sequences have a
+    TokenMask.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.sequences: list[Sequence | None] = [None] * count
+        self.free = list(range(count))
+        self.masked: set[int] = set()
+        self._starts: list[LaneStart] = []
+        self._page_updates: list[tuple[int, int, tuple[int, ...]]] = []
+
+    def __getitem__(self, lane: int) -> Sequence:
+        sequence = self.sequences[lane]
+        assert sequence is not None, f"lane {lane} is empty"
+        return sequence
+
+    def take(self, sequence: Sequence) -> None:
+        """Give a sequence the lowest free lane, which starts in the next batch."""
+        sequence.lane = lane = heapq.heappop(self.free)
+        self.sequences[lane] = sequence
+        if sequence.mask is not None:
+            self.masked.add(lane)
+        counted = tuple(sequence.token_ids) if sequence.params.penalized else ()
+        start = LaneStart(
+            lane, sequence.params, sequence.seed, sequence.index, sequence.prompt_len, sequence.stop_ids, counted
+        )
+        self._starts.append(start)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take a sequence's lane back."""
+        lane, sequence.lane = sequence.lane, -1
+        self.sequences[lane] = None
+        heapq.heappush(self.free, lane)
+        self.masked.discard(lane)
+        self._page_updates = [update for update in self._page_updates if update[0] != lane]
+
+    def send_pages(self, sequence: Sequence, first: int) -> None:
+        """Put the pages of a sequence, from entry `first` of its table on, into the next batch."""
+        if first < len(sequence.pages):
+            self._page_updates.append((sequence.lane, first, tuple(sequence.pages[first:])))
+
+    def take_changes(self) -> tuple[tuple[LaneStart, ...], tuple[tuple[int, int, tuple[int, ...]], ...]]:
+        """Return the starts and the page updates of the batch that is now complete (see Batch)."""
+        changes = tuple(self._starts), tuple(self._page_updates)
+        self._starts, self._page_updates = [], []
+        return changes
+
+
+def next_chunk(prefilling: list[Sequence], budget: int, reserve: int) -> tuple[Sequence, int]:
+    """Return the sequence whose known tokens a step computes next, and how many of them.
+
+    The oldest sequence goes first, unless the shortest one lacks less than half as many tokens: overtaking then saves
+    the short one more time than it costs the oldest. `reserve` tokens of each step are left to the oldest, so that it
+    never starves. prefilling: the sequences in their prefill, in order of arrival. budget: number of prefill tokens
+    that the step has left.
+    """
+    oldest = prefilling[0]
+    shortest = min(prefilling, key=lambda sequence: sequence.prefill_left)
+    spare = budget - min(oldest.prefill_left, reserve)
+    if 2 * shortest.prefill_left < oldest.prefill_left and spare > 0:
+        return shortest, min(shortest.prefill_left, spare)
+    return oldest, min(oldest.prefill_left, budget)
+
+
+def begins_like(sequence: Sequence, other: Sequence, page_size: int) -> bool:
+    """Return True if a waiting sequence can share the page that another one's prefill has reached, or be its fork."""
+    at = other.computed
+    end, tokens, others = min((at // page_size + 1) * page_size, other.prefill_len), sequence.token_ids, other.token_ids
+    return tokens[at:end] == others[at:end] and tokens[:at] == others[:at]

@@ -7,11 +7,10 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from functools import cached_property, lru_cache
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
@@ -22,6 +21,7 @@ from fastgen.request import (
     Drawn,
     Params,
     Prompt,
+    PromptScore,
     Request,
     SamplingParams,
     Sequence,
@@ -153,10 +153,8 @@ class InputProcessor:
             for index in (range(params.n) if resume is None else (resume.index,))
         ]
         if score is not None:
-            first = sequences[0]
-            first.score_start, first.score_temperature = score
-            first.prompt_logprobs = [math.nan] * len(ids)
-            first.prompt_top_logprobs = [{} for _ in ids] if params.prompt_logprobs else []
+            alternatives: list[dict[int, float]] = [{} for _ in ids] if params.prompt_logprobs else []
+            sequences[0].score = PromptScore(*score, [math.nan] * len(ids), alternatives)
         samples = [ActiveSample(sequence) for sequence in sequences]
         if self.tokenizer is not None and (queue is None or params.stop_strings):
             for sample in samples:
@@ -248,19 +246,3 @@ def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
         raise TypeError("a Request goes to `stream`; give prompts here")
     message = isinstance(first, Mapping) and not first.keys().isdisjoint(("role", "content"))
     return [many] if message or isinstance(first, Integral) else many
-
-
-def pair_scores(
-    sequences: Iterable[Prompt], start: int | SequenceOf[int], temperature: float
-) -> tuple[list[Prompt], list[int]]:
-    """Return the sequences to score, and the first position of each. Raises ValueError or TypeError for arguments that
-    do not fit together."""
-    if not (isinstance(temperature, Real) and 0 < float(temperature) < math.inf):
-        raise ValueError(f"temperature is {temperature}; scores need one above 0")
-    prompts = prompt_list(sequences)
-    starts = [start] * len(prompts) if isinstance(start, Integral) else start
-    if not isinstance(starts, Collection) or not all(isinstance(first, Integral) for first in starts):
-        raise TypeError(f"start must be an integer, or one a sequence, not {start!r}")
-    if len(starts) != len(prompts):
-        raise ValueError(f"there are {len(prompts)} sequences and {len(starts)} starts; give one start a sequence")
-    return prompts, list(starts)

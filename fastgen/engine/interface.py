@@ -1,4 +1,4 @@
-"""Protocols of what the loop of the engine calls: a Runner on one rank, or the Leader of several ranks."""
+"""What the loop of the engine calls: a Runner on one rank or the Leader of several ranks, and features' hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from fastgen.engine.options import EngineConfig
-from fastgen.request import Batch, StepResult
+from fastgen.request import Batch, Prefill, Sequence, StepResult
 
 if TYPE_CHECKING:  # they load torch
     from fastgen.engine.step import Launched
@@ -50,3 +50,22 @@ class StepRunner(Protocol):
     def synchronize(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class PlanFeature:
+    """The hooks of a feature in the scheduler. See engine.step.StepFeature for those in the runner."""
+
+    def chunk(self, chunk: Prefill, load: int) -> None:
+        """Note a prefill chunk of the next batch. load: number of sequences that run or wait."""
+
+    def payload(self, batch: Batch) -> object | None:
+        """Return what the feature does in a batch, which is complete but for the payloads, or None."""
+
+    def update(self, batch: Batch, result: StepResult) -> None:
+        """Read the feature's results of a batch, before its tokens are appended to their sequences."""
+
+    def leave(self, sequence: Sequence) -> None:
+        """Forget the lane of a sequence, which leaves it."""
+
+    def finish(self, sequence: Sequence) -> None:
+        """Learn from a sequence that has ended by itself, with at least one token."""

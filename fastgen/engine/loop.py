@@ -12,8 +12,10 @@ from fastgen.device.profiling import Tracer, span
 from fastgen.engine.inputs import InputProcessor
 from fastgen.engine.interface import StepRunner
 from fastgen.engine.interrupts import OneCaller
-from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue, Stats
-from fastgen.engine.scheduler import NOT_FINITE, Scheduler
+from fastgen.engine.masks import NOT_FINITE, fill_masks
+from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
+from fastgen.engine.scheduler import Scheduler
+from fastgen.engine.stats import Stats
 from fastgen.engine.step import Launched
 from fastgen.model.weights import WeightState
 from fastgen.request import Event, Request, RequestOutput, Sequence, Status
@@ -73,8 +75,8 @@ class Loop:
         self._collect()
         if launched is not None and launched.batch.masked:
             with span("sample"):
-                masks = self.scheduler.fill_masks(launched.batch, self._inputs.model.vocab_size)
-                self._runner.sample(launched, masks)
+                drawing = [self.scheduler.lanes[lane] for lane in launched.batch.sampling]
+                self._runner.sample(launched, fill_masks(drawing, self._inputs.model.vocab_size))
         self.in_flight = launched
         if not self.active:  # the step in flight computes only tokens too many
             self._collect()

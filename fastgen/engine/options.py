@@ -14,7 +14,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from fastgen.engine.speculation.planning import Speculation
+from fastgen.engine.speculation.options import Speculation
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.names import unknown_name
 from fastgen.option import option, options_of

@@ -1,94 +1,13 @@
-"""The output side of the engine: text of samples, events, request outputs, and the counts of `Generator.stats`."""
+"""The output side of the engine: text of samples, events, and request outputs."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-
-from tqdm import tqdm
+from dataclasses import dataclass, field
 
 from fastgen.request import Completion, Event, RequestOutput, Sequence, Status, Timings
 from fastgen.text.tokenizer import OutputText, Tokenizer
-
-
-@dataclass
-class Stats:
-    """Counts of a Generator since its start, and its current state.
-
-    requests, finished, aborted: requests. running, waiting: sequences now. steps, step_seconds: of the engine.
-    prompt_tokens: of the requests, each once. generated_tokens: of all samples.
-    prefilled_tokens: known tokens that steps computed: a prompt once for all samples that draw from it, and again after
-        a preemption.
-    cached_tokens: known tokens of admitted sequences whose KV was there already.
-    pages: of the KV pool. pages_used: pages that sequences hold now; other cached pages are evicted on demand.
-    pages_saved, pages_loaded: pages copied to the host tier, and back.
-    drafted, accepted: tokens that steps verified, and that equalled the draws. saved_steps: accepted tokens over the
-        lanes of their steps, which are the steps that they made unnecessary.
-    """
-
-    requests: int = 0
-    finished: int = 0
-    aborted: int = 0
-    prompt_tokens: int = 0
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-    step_seconds: float = 0.0
-    running: int = 0
-    waiting: int = 0
-    pages_used: int = 0
-    pages: int = 0
-    pages_saved: int = 0
-    pages_loaded: int = 0
-    preemptions: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    saved_steps: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Generated tokens over the time spent in steps."""
-        return self.generated_tokens / self.step_seconds if self.step_seconds else 0.0
-
-    @property
-    def prefilled_per_second(self) -> float:
-        """Prefilled tokens over the time spent in steps."""
-        return self.prefilled_tokens / self.step_seconds if self.step_seconds else 0.0
-
-    @property
-    def cached_share(self) -> float:
-        """Cached tokens over all known tokens, from 0 to 1."""
-        known = self.cached_tokens + self.prefilled_tokens
-        return self.cached_tokens / known if known else 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"running {self.running}, waiting {self.waiting}, finished {self.finished}; "
-            f"{self.prompt_tokens} tokens in, {self.generated_tokens} out, "
-            f"{self.prefilled_per_second:.1f} tok/s in, {self.tokens_per_second:.1f} tok/s out; "
-            f"cached {100 * self.cached_share:.1f} %, pages {self.pages_used}/{self.pages}, "
-            f"preemptions {self.preemptions}"
-            + (f", drafts right {self.accepted}/{self.drafted}" if self.drafted else "")
-        )
-
-    def since(self, before: Stats) -> Stats:
-        """Return the counts since `before`, and the current state."""
-        state = ("running", "waiting", "pages_used", "pages")
-        return replace(self, **{n: v - getattr(before, n) for n, v in vars(self).items() if n not in state})
-
-
-def with_progress(outputs: Iterable[RequestOutput], total: int, show: bool) -> Iterator[RequestOutput]:
-    """Yield the outputs, and show a bar of requests and tokens/s if `show`."""
-    start, generated = time.perf_counter(), 0
-    with tqdm(total=total, unit="req", disable=not show) as bar:
-        for output in outputs:
-            generated += sum(len(completion.token_ids) for completion in output.completions)
-            bar.set_postfix_str(f"{generated / (time.perf_counter() - start):.1f} tok/s", refresh=False)
-            bar.update()
-            yield output
 
 
 @dataclass(eq=False)
@@ -152,7 +71,7 @@ class ActiveSample:
             return
         last = sequence.finish_reason is not None
         first = last and sequence.index == 0
-        scored = last and sequence.score_start is not None
+        score = sequence.score if last else None
         event = Event(
             id=sequence.request_id,
             index=sequence.index,
@@ -162,8 +81,8 @@ class ActiveSample:
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
-            prompt_logprobs=sequence.prompt_logprobs if scored else None,
-            prompt_top_logprobs=(sequence.prompt_top_logprobs or None) if scored else None,
+            prompt_logprobs=None if score is None else score.logprobs,
+            prompt_top_logprobs=None if score is None else score.top_logprobs or None,
             cached_tokens=active.cached_tokens,
             started=None if any(self.emitted) else sequence.started,
             weight_versions=sequence.weight_versions if last else None,
@@ -226,13 +145,13 @@ class ActiveRequest:
             self.queue.done.append(error_output(self.id, RuntimeError(error)) if error else self.output())
 
     def output(self) -> RequestOutput:
-        first = self.samples[0].sequence
+        score = self.samples[0].sequence.score
         return RequestOutput(
             id=self.id,
             prompt_token_ids=self.prompt_ids,
             completions=[sample.completion() for sample in self.samples],
-            prompt_logprobs=first.prompt_logprobs if first.score_start is not None else None,
-            prompt_top_logprobs=first.prompt_top_logprobs or None,
+            prompt_logprobs=None if score is None else score.logprobs,
+            prompt_top_logprobs=None if score is None else score.top_logprobs or None,
             cached_tokens=self.cached_tokens,
             timings=Timings(
                 first_token=None if self.first_token is None else self.first_token - self.added,

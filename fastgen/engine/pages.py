@@ -9,6 +9,9 @@ import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
 
+NOT_INDEXED = -1
+"""The value of `Sequence.indexed` from which on no pages of a sequence are added to the prefix cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class PageMoves:
@@ -30,13 +33,12 @@ class Node:
     the tuple of its tokens itself, which the dict compares, so that no two prefixes can be mistaken for each other.
     """
 
-    __slots__ = ("children", "depth", "host_page", "page", "parent", "tokens")
+    __slots__ = ("children", "host_page", "page", "parent", "tokens")
 
     def __init__(self, parent: Node | None = None, tokens: tuple[int, ...] = (), page: int = -1) -> None:
         self.parent = parent
         self.tokens = tokens
         self.children: dict[tuple[int, ...], Node] = {}
-        self.depth: int = 0 if parent is None else parent.depth + 1  # full pages from the root to this one
         self.page = page
         self.host_page = -1
 
@@ -182,22 +184,25 @@ class PageAllocator:
         """Return how many of these nodes have pages that sequences hold."""
         return sum(node.page >= 0 and self._refs[node.page] > 0 for node in nodes)
 
-    def index(self, tip: Node | None, pages: list[int], tokens: list[int], stop: int) -> Node | None:
-        """Index the pages of a table behind `tip`, its last indexed page or the root, up to page number `stop`.
+    def index(self, indexed: int, pages: list[int], tokens: list[int], num_tokens: int) -> int:
+        """Add the pages of a table that are full of its first `num_tokens` tokens to the prefix cache.
 
-        Return the new tip. If the tokens of a page are indexed already with another page, indexing ends: the result is
-        None, which is also the result for a tip of None.
+        indexed: the number of its first pages that are in the prefix cache already, or NOT_INDEXED. Returns this number
+        as it is now. If other pages hold the same tokens, it becomes NOT_INDEXED, and no page of this table is added
+        from then on.
         """
-        size = self.page_size
-        while tip is not None and tip.depth < stop:
-            at = tip.depth
-            key = tuple(tokens[at * size : (at + 1) * size])
-            if key in tip.children:
-                return None
-            node = Node(tip, key, pages[at])
-            self._nodes[node.page] = tip.children[key] = node
-            tip = node
-        return tip
+        if indexed == NOT_INDEXED:
+            return NOT_INDEXED
+        node = self._nodes[pages[indexed - 1]] if indexed else self.root
+        for at in range(indexed, min(min(num_tokens, len(tokens)) // self.page_size, len(pages))):
+            key = tuple(tokens[at * self.page_size : (at + 1) * self.page_size])
+            assert node is not None, "the page before is indexed"
+            if key in node.children:
+                return NOT_INDEXED
+            parent, node = node, Node(node, key, pages[at])
+            self._nodes[node.page] = parent.children[key] = node
+            indexed = at + 1
+        return indexed
 
     def drop_index(self) -> None:
         """Empty the prefix cache and the host tier, between two steps. Sequences keep their pages, which are not
@@ -251,16 +256,16 @@ class PageAllocator:
 
     # ------------------------------------------------------------------------------------------ once a step
 
-    def take_moves(self) -> tuple[PageMoves, ...]:
+    def take_moves(self) -> PageMoves | None:
         """Return the moves of the batch that is now complete, if there are any."""
         if not (self._fresh or self._saves or self._loads):
-            return ()
+            return None
         saves = tuple((page, host_page) for host_page, page in self._saves.items())
         moves = PageMoves(tuple(self._fresh), saves, tuple(self._loads.items()))
         self._fresh.clear()
         self._saves.clear()
         self._loads.clear()
-        return (moves,)
+        return moves
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """Return the copies that the end of the batch makes: (page, page)."""

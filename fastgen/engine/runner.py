@@ -116,7 +116,7 @@ class Runner:
         result = StepResult()
         for payload in launched.batch.features:
             self.features[type(payload)].collect(launched, payload, result)
-        output = launched.sampled
+        output, result.lanes = launched.sampled, launched.sampling
         if output is None:
             return result
         result.tokens = output.packed[0].numpy().tolist()

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
 from fastgen.engine.inputs import prompt_list
-from fastgen.engine.outputs import error_output, with_progress
+from fastgen.engine.outputs import error_output
+from fastgen.engine.stats import with_progress
 from fastgen.request import Completion, Params, Prompt, Request, RequestOutput, SamplingParams, Timings
 
 if TYPE_CHECKING:

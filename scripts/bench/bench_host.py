@@ -63,7 +63,13 @@ class StubRunner:
         if rows not in self._columns:
             self._columns[rows] = [7] * rows, [-0.5] * rows
         tokens, logprobs = self._columns[rows]
-        return StepResult(tokens=tokens, logprobs=logprobs, untruncated_logprobs=logprobs, raw_logprobs=logprobs)
+        return StepResult(
+            tokens=tokens,
+            lanes=launched.batch.sampling,
+            logprobs=logprobs,
+            untruncated_logprobs=logprobs,
+            raw_logprobs=logprobs,
+        )
 
 
 def stub_generator(lanes: int, context: int, model: Path | None = None) -> Generator:

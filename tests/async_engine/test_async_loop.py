@@ -18,7 +18,7 @@ import pytest
 from fastgen.async_engine import loop as loop_module
 from fastgen.async_engine.client import joined
 from fastgen.async_engine.loop import INTAKE_SECONDS, Abort, EngineLoop, StepEnded, Submit
-from fastgen.engine.outputs import Stats
+from fastgen.engine.stats import Stats
 from fastgen.request import Event, SamplingParams
 
 

@@ -11,7 +11,7 @@ import torch
 
 from fastgen.device.chip import Chip
 from fastgen.engine.options import DEFAULT_KV_CACHE_GB, DTYPE_BYTES, EngineConfig, GeneratorOptions
-from fastgen.engine.speculation.planning import Speculation
+from fastgen.engine.speculation.options import Speculation
 from fastgen.kernels import hopper_decode, hopper_products
 from fastgen.model.config import ModelConfig, RopeConfig
 

@@ -273,7 +273,7 @@ def drive(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> int:
         if before is not None:
             values = [0.0] * len(before.sampling)
             drawn = {"logprobs": values, "untruncated_logprobs": values, "raw_logprobs": values}
-            scheduler.update(before, StepResult(tokens=[1] * len(values), **drawn))
+            scheduler.update(before, StepResult(tokens=[1] * len(values), lanes=before.sampling, **drawn))
         before, most = batch, max(most, len(scheduler.running))
     check_scheduler(scheduler)
     return most

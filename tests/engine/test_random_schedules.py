@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hash_model import (
@@ -21,11 +22,11 @@ from hash_model import (
 )
 from simulation import Simulation, WrongAnswerError
 
-from fastgen.engine.admission import LengthEstimate
+from fastgen.engine.admission import LaneTable, LengthEstimate
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import PageAllocator, PageMoves
 from fastgen.engine.scheduler import Scheduler
-from fastgen.engine.speculation.planning import Drafted, Speculation
+from fastgen.engine.speculation.options import Speculation
 from fastgen.request import Batch, SamplingParams, Sequence, Status, StepResult
 
 SEEDS_A_TEST = 100
@@ -213,12 +214,19 @@ def with_pages(kind: type[PageAllocator]) -> MakeScheduler:
     return make
 
 
-class DropsPageUpdate(Scheduler):
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        grown = super()._grow(sequence, num_tokens)
-        if len(sequence.pages) == 3 and self._page_updates:
-            self._page_updates.pop()
-        return grown
+def with_lanes(kind: type[LaneTable]) -> MakeScheduler:
+    def make(config: EngineConfig, estimate: LengthEstimate) -> Scheduler:
+        scheduler = Scheduler(config, estimate)
+        scheduler.lanes.__class__ = kind
+        return scheduler
+
+    return make
+
+
+class DropsPageUpdate(LaneTable):
+    def send_pages(self, sequence: Sequence, first: int) -> None:
+        if len(sequence.pages) != 3:
+            super().send_pages(sequence, first)
 
 
 class BeginsTooLate(Scheduler):
@@ -236,8 +244,9 @@ class ForgetsCopies(PageAllocator):
 
 
 class ForgetsSaves(PageAllocator):
-    def take_moves(self) -> tuple[PageMoves, ...]:
-        return tuple(replace(moves, saves=()) for moves in super().take_moves())
+    def take_moves(self) -> PageMoves | None:
+        moves = super().take_moves()
+        return moves and replace(moves, saves=())
 
 
 class RemembersOldWeights(PageAllocator):
@@ -254,15 +263,13 @@ class IndexesOldKV(Scheduler):
     def drop_prefixes(self) -> None:
         super().drop_prefixes()
         for sequence in self.running:
-            sequence.tip = self.pages.root
+            sequence.indexed = 0
 
 
-class ForgetsLaneStart(Scheduler):
-    def _admit(self) -> bool:
-        admitted = super()._admit()
-        if admitted and self.running[-1].preemptions:
-            self._starts.pop()
-        return admitted
+class ForgetsLaneStart(LaneTable):
+    def take_changes(self) -> tuple[Any, Any]:
+        starts, updates = super().take_changes()
+        return tuple(start for start in starts if not self[start.lane].preemptions), updates
 
 
 class KeepsTokenTooMany(Scheduler):
@@ -273,26 +280,24 @@ class KeepsTokenTooMany(Scheduler):
 
 
 class CountsARowTooMany(Scheduler):
-    def _learn(self, batch: Batch, result: StepResult, drafted: Drafted) -> bool:
-        speculative = super()._learn(batch, result, drafted)
+    wrong = 1
+
+    def update(self, batch: Batch, result: StepResult) -> list[Sequence]:
         for lane in batch.decodes if draft_plan(batch).rows else ():
-            self._on(lane).computed += 1
-        return speculative
+            self.lanes[lane].computed += self.wrong
+        return super().update(batch, result)
 
 
-class CountsARowTooFew(Scheduler):
-    def _learn(self, batch: Batch, result: StepResult, drafted: Drafted) -> bool:
-        speculative = super()._learn(batch, result, drafted)
-        for lane in batch.decodes if draft_plan(batch).rows else ():
-            self._on(lane).computed -= 1
-        return speculative
+class CountsARowTooFew(CountsARowTooMany):
+    wrong = -1
 
 
 @pytest.mark.parametrize(
     "broken",
     [
         *(CountsARowTooMany, CountsARowTooFew),
-        *(DropsPageUpdate, BeginsTooLate, ForgetsLaneStart, KeepsTokenTooMany, KeepsOldKV, IndexesOldKV),
+        *(BeginsTooLate, KeepsTokenTooMany, KeepsOldKV, IndexesOldKV),
+        *map(with_lanes, (DropsPageUpdate, ForgetsLaneStart)),
         *map(with_pages, (DoubledPages, ForgetsCopies, ForgetsSaves, RemembersOldWeights)),
     ],
 )

@@ -235,7 +235,8 @@ def test_a_scored_prompt_draws_nothing() -> None:
     simulation = run(config, sequence)
     assert draws(simulation) == 0
     assert [num_tokens(batch) for batch in simulation.batches] == [4, 4, 3]
-    assert not any(np.isnan(sequence.prompt_logprobs[1:]))
+    assert sequence.score is not None
+    assert not any(np.isnan(sequence.score.logprobs[1:]))
 
 
 @pytest.mark.parametrize("turns", range(8))

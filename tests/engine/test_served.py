@@ -74,20 +74,18 @@ class Served:
         return self
 
     def _seconds(self, batch: Batch) -> float:
-        decoding = [sequence for lane in batch.decodes if (sequence := self.scheduler.lanes[lane])]
+        decoding = [self.scheduler.lanes[lane] for lane in batch.decodes]
         chunks = [(chunk.start, len(chunk.tokens)) for chunk in batch.prefills]
         return self.cost([sequence.computed for sequence in decoding], chunks)
 
     def _end(self, batch: Batch, seconds: float) -> None:
         self.now += seconds
         for lane in batch.sampling:
-            sequence = self.scheduler.lanes[lane]
-            assert sequence is not None
-            self.times.setdefault(sequence, []).append(self.now)
+            self.times.setdefault(self.scheduler.lanes[lane], []).append(self.now)
         values = [0.0] * len(batch.sampling)
         drawn = {"logprobs": values, "untruncated_logprobs": values, "raw_logprobs": values}
         tokens = [7] * len(batch.sampling)
-        self.scheduler.update(batch, StepResult(tokens=tokens, **drawn))
+        self.scheduler.update(batch, StepResult(tokens=tokens, lanes=batch.sampling, **drawn))
 
     @property
     def p999(self) -> float:

@@ -88,4 +88,4 @@ class Drafting(StepFeature[DraftPlan]):
             counts, kept = 1 + np.array(drafted.verified), np.array(drafted.kept)
             ahead = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # of each row in its lane
             step.sampled = step.sampled.rows(np.flatnonzero(ahead < np.repeat(kept, counts)))
-            step.sampling = tuple(np.repeat(step.sampling, kept))
+            step.sampling = tuple(np.repeat(step.sampling, kept).tolist())

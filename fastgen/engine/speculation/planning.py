@@ -17,14 +17,18 @@ No torch here.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from fastgen.option import option, options_of
-from fastgen.request import Batch, Sequence
+from fastgen.engine.admission import LaneTable
+from fastgen.engine.interface import PlanFeature
+from fastgen.engine.speculation.options import Speculation
+from fastgen.engine.stats import Stats
+from fastgen.request import Batch, Prefill, Sequence, StepResult
 
 HISTORY = 4096  # most tokens of earlier outputs in a lane's text
 LEAD = 16  # tokens of the prompt before each earlier output, so that its first tokens can be drafted
@@ -32,44 +36,6 @@ LONGEST = 32768  # most tokens of a sequence that is sent as a lane's text
 BESIDES = 16  # fixed cost of a speculative step with CUDA graphs, in rows
 QUIET = 1 / 4  # factor for each result without a draft by which the next one is less likely
 LEARNING = 1 / 8  # weight of a drafted token in the share of tokens that were right
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speculation:
-    """The options of speculation.
-
-    max_draft: the most drafted tokens of a sequence in a step. max_rows: the most tokens of a speculative step, drafted
-    ones included. row_cost: the time of one more token in a step, as a share of the time of a step. max_rows=0,
-    row_cost=None: as they suit the device. history_tokens: tokens of earlier requests that are kept for drafts; 0:
-    drafts come from a sequence's own tokens.
-    """
-
-    max_draft: int = option(15, low=1, high=63)
-    max_rows: int = option(0, low=0, high=256)
-    row_cost: float | None = option(None, low=0)
-    history_tokens: int = option(2**22, low=0)
-
-    @classmethod
-    def of(cls, given: object) -> Speculation | None:
-        """Return the options that `Generator(speculate=...)` stands for; None: no speculation. Raises TypeError or
-        ValueError for other values."""
-        named = {"auto": cls(), "ngram": cls(history_tokens=0), "off": None, False: None, None: None}
-        if isinstance(given, str | bool | None) and given in named:
-            return named[given]
-        if not isinstance(given, Speculation):
-            raise ValueError(f"speculate is {given!r}; it must be 'auto', 'ngram', 'off' (False) or a Speculation")
-        for name, each in options_of(cls).items():
-            each.check(getattr(given, name))
-        return given
-
-    @property
-    def most_lanes(self) -> int:
-        """The most lanes of a speculative step."""
-        return self.max_rows // 2
-
-    def rows(self, lanes: int) -> int:
-        """Return the most rows of a step of so many lanes."""
-        return min(self.max_rows, lanes * (self.max_draft + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,67 +127,118 @@ def _key(prompt: list[int]) -> bytes:
     return np.array(prompt, dtype=np.int32).tobytes()
 
 
-class Speculator:
+class Speculator(PlanFeature):
     """The host's side of drafts: which lanes have a text on the device, and how many rows they get.
 
-    padded: a step computes all rows that its lanes may have, used or not, as in CUDA graphs. in_flight: speculative
-    steps that are not read. moved: lanes whose lengths steps have advanced on the device alone.
+    padded: a step computes all rows that its lanes may have, used or not, as in CUDA graphs. in_flight: number of
+    speculative steps that are not read; until then `computed` and `pending` of their sequences are upper bounds.
     """
 
-    def __init__(self, options: Speculation, history: History, padded: bool) -> None:
+    def __init__(self, options: Speculation, history: History, padded: bool, lanes: LaneTable, stats: Stats) -> None:
         self.options = options
         self.history = history
         self.padded = padded
         self.in_flight = 0
         self.rate = 0.5  # of all sequences together, with which a new one begins
-        self.moved: set[int] = set()
-        self._lanes: set[int] = set()  # with a text on the device
-        self._learned: dict[int, _Learned] = {}  # of the lanes that had one
-        self._texts: list[tuple[int, int, np.ndarray]] = []  # to send, see Batch
+        self._lanes, self._stats = lanes, stats
+        self._drafting: set[int] = set()  # lanes with a text on the device
+        self._moved: set[int] = set()  # lanes whose lengths speculative steps have advanced on the device
+        self._learned: dict[int, _Learned] = {}  # by lane, of those that had a text
+        self._rows: tuple[int, ...] = ()  # of the next batch; see DraftPlan
+        self._texts: list[tuple[int, int, np.ndarray]] = []  # of the next batch; see DraftPlan
 
-    def leave(self, lane: int) -> None:
-        """Forget a lane whose sequence leaves it."""
-        self._lanes.discard(lane)
-        self._learned.pop(lane, None)
-        self.moved.discard(lane)
-        self._texts = [text for text in self._texts if text[0] != lane]
+    @classmethod
+    def of(
+        cls, options: Speculation | None, device: str, history: History, lanes: LaneTable, stats: Stats
+    ) -> Speculator | None:
+        """Return a Speculator with these options, or None if there are none."""
+        return None if options is None else cls(options, history, device != "cpu", lanes, stats)
 
-    def send(self, sequences: Iterable[Sequence]) -> None:
+    def plan_rows(
+        self, decoding: Collection[Sequence], prefills: bool, in_flight: int, room: Callable[[Sequence, int], int]
+    ) -> tuple[int, ...] | None:
+        """Return the maximum number of rows of each decode in the next batch; () for one row each. None if the step in
+        flight must be read first.
+
+        prefills: the batch may have prefill chunks too. in_flight: number of steps that are not read. room: returns how
+        many of a sequence's wanted rows its pages have room for.
+        """
+        self._rows = ()
+        if not prefills and len(decoding) <= self.options.most_lanes:
+            lacking = [s for s in decoding if s.lane not in self._drafting and speculates(s)]
+            if lacking and in_flight:
+                return None
+            self._send(lacking)
+            rows = tuple(room(*each) for each in zip(decoding, self.rows(decoding), strict=True))
+            if max(rows, default=1) > 1:
+                self._rows = rows
+                return rows
+        return None if self.in_flight else ()
+
+    def chunk(self, chunk: Prefill, load: int) -> None:
+        """Send the texts of the lanes that begin to decode, if steps are likely to be speculative."""
+        if chunk.sample and load <= self.options.most_lanes:
+            self._send(self._lanes[lane] for lane in (chunk.lane, *chunk.forks))
+
+    def payload(self, batch: Batch) -> DraftPlan | None:
+        if len(batch.sampling) > self.options.most_lanes:
+            self._drafting.clear()
+            self._texts.clear()
+        rows, texts = self._rows, tuple(self._texts)
+        self._rows, self._texts = (), []
+        lengths: tuple[tuple[int, int], ...] = ()
+        if rows:
+            self.in_flight += 1
+            self._moved.update(batch.decodes)
+        elif self._moved:
+            moved = [lane for lane in batch.decodes if lane in self._moved]
+            lengths = tuple((lane, self._lanes[lane].computed - 1) for lane in moved)
+            self._moved.clear()
+        drafts = bool(self._drafting)
+        return DraftPlan(rows, lengths, texts, drafts) if rows or lengths or texts or drafts else None
+
+    def update(self, batch: Batch, result: StepResult) -> None:
+        """Correct the upper bounds by how many rows each lane has kept, and learn which drafts were right."""
+        drafted, plan, first = result.find(Drafted), batch.find(DraftPlan), 0
+        if drafted is None:
+            return
+        assert plan is not None
+        self.in_flight -= bool(plan.rows)
+        most = plan.rows or itertools.repeat(1)
+        for lane, rows, kept, guess, verified in zip(
+            batch.sampling, most, drafted.kept, drafted.guesses, drafted.verified, strict=False
+        ):
+            sequence = self._lanes[lane]
+            sequence.pending -= rows - kept
+            sequence.computed -= rows - kept
+            self._stats.drafted += verified
+            self._stats.accepted += kept - 1
+            self.learn(lane, result.tokens[first : first + kept], verified, guess)
+            first += kept
+        self._stats.saved_steps += first / len(drafted.kept) - 1 if plan.rows else 0
+
+    def leave(self, sequence: Sequence) -> None:
+        self._drafting.discard(sequence.lane)
+        self._learned.pop(sequence.lane, None)
+        self._moved.discard(sequence.lane)
+        self._texts = [text for text in self._texts if text[0] != sequence.lane]
+
+    def finish(self, sequence: Sequence) -> None:
+        self.history.add(sequence.token_ids[: sequence.prompt_len], sequence.output_ids)
+
+    def _send(self, sequences: Iterable[Sequence]) -> None:
         """Put the texts of sequences that speculate into the next batch. All their tokens must be known."""
         for sequence in sequences:
             if speculates(sequence):
                 earlier = self.history.outputs_of(sequence.token_ids[: sequence.prompt_len])
                 tokens = np.concatenate([earlier, np.array(sequence.token_ids, dtype=np.int32)])
                 self._texts.append((sequence.lane, len(earlier), tokens))
-                self._lanes.add(sequence.lane)
+                self._drafting.add(sequence.lane)
                 self._learned[sequence.lane] = _Learned(self.rate)
 
-    def lacking(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Return the sequences that speculate and have no text on the device."""
-        return [s for s in sequences if s.lane not in self._lanes and speculates(s)]
-
-    def take_plan(
-        self, rows: tuple[int, ...], decodes: tuple[int, ...], on: Mapping[int, Sequence], sampling: int
-    ) -> tuple[DraftPlan, ...]:
-        """Return the payload, if there is one, of a step with these `rows` of its decodes, in which `sampling` lanes
-        draw. on: the sequences of the decodes, by lane, if lanes have `moved`."""
-        if sampling > self.options.most_lanes:
-            self._lanes.clear()
-            self._texts.clear()
-        texts, self._texts = tuple(self._texts), []
-        lengths: tuple[tuple[int, int], ...] = ()
-        if rows:
-            self.in_flight += 1
-            self.moved.update(decodes)
-        elif self.moved:
-            lengths = tuple((lane, on[lane].computed - 1) for lane in decodes if lane in self.moved)
-            self.moved.clear()
-        drafts = bool(self._lanes)
-        return (DraftPlan(rows, lengths, texts, drafts),) if rows or lengths or texts or drafts else ()
-
     def rows(self, sequences: Collection[Sequence]) -> list[int]:
-        """Return the most rows of each sequence: the number that maximizes expected tokens per unit of time."""
-        known = [self._learned[s.lane] for s in sequences if s.lane in self._lanes]
+        """Return the maximum number of rows of each sequence, chosen to maximize expected tokens per unit of time."""
+        known = [self._learned[s.lane] for s in sequences if s.lane in self._drafting]
         rates = [(QUIET**each.quiet, each.rate) for each in known]
         drafting = sum(chance for chance, _ in rates)
         lanes, cost, most = len(sequences), self.options.row_cost or 0.0, self.options.max_draft + 1
@@ -237,7 +254,7 @@ class Speculator:
                 best, best_width = gain, width
         if self.padded and best_width > 1:  # the device shares the rows out
             best_width = min(most, 2 * self.options.rows(lanes) // lanes)
-        return [best_width if s.lane in self._lanes else 1 for s in sequences]
+        return [best_width if s.lane in self._drafting else 1 for s in sequences]
 
     def learn(self, lane: int, drawn: list[int], verified: int, guess: int) -> None:
         """Learn from a lane's result. drawn: its tokens. verified: drafted tokens that it computed. guess: the first
@@ -260,8 +277,3 @@ def speculates(sequence: Sequence) -> bool:
     """Return whether a sequence may draft: its draws must depend on nothing but position and tokens."""
     plain = sequence.mask is None and not sequence.params.penalized
     return plain and sequence.params.speculate and sequence.length <= LONGEST
-
-
-def kept_lanes(batch: Batch, drafted: Drafted) -> list[int]:
-    """Return the lane of each token of a speculative step's result."""
-    return [lane for lane, kept in zip(batch.decodes, drafted.kept, strict=True) for _ in range(kept)]

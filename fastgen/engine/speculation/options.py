@@ -1,0 +1,45 @@
+"""The options of speculation. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastgen.option import option, options_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """The options of speculation.
+
+    max_draft: maximum number of drafted tokens of a sequence in a step. max_rows: maximum number of tokens of a
+    speculative step, drafted ones included; 0: as it suits the device. row_cost: the time of one more token in a step,
+    as a share of the time of a step; None: as it suits the device. history_tokens: number of tokens of earlier requests
+    that are kept for drafts; 0: drafts come only from a sequence's own tokens.
+    """
+
+    max_draft: int = option(15, low=1, high=63)
+    max_rows: int = option(0, low=0, high=256)
+    row_cost: float | None = option(None, low=0)
+    history_tokens: int = option(2**22, low=0)
+
+    @classmethod
+    def of(cls, given: object) -> Speculation | None:
+        """Return the options that `Generator(speculate=...)` stands for; None: no speculation. Raises TypeError or
+        ValueError for other values."""
+        named = {"auto": cls(), "ngram": cls(history_tokens=0), "off": None, False: None, None: None}
+        if isinstance(given, str | bool | None) and given in named:
+            return named[given]
+        if not isinstance(given, Speculation):
+            raise ValueError(f"speculate is {given!r}; it must be 'auto', 'ngram', 'off' (False) or a Speculation")
+        for name, each in options_of(cls).items():
+            each.check(getattr(given, name))
+        return given
+
+    @property
+    def most_lanes(self) -> int:
+        """The maximum number of lanes of a speculative step."""
+        return self.max_rows // 2
+
+    def rows(self, lanes: int) -> int:
+        """Return the maximum number of rows of a step of so many lanes."""
+        return min(self.max_rows, lanes * (self.max_draft + 1))
