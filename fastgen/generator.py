@@ -23,11 +23,12 @@ from fastgen.engine.options import GeneratorOptions, takes_fields_of
 from fastgen.engine.outputs import OutputQueue, error_output
 from fastgen.engine.prompt_scores import pair_scores
 from fastgen.engine.stats import Stats, with_progress
+from fastgen.engine.weight_changes import WeightChanges
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.model.parameters import checkpoint_shards
-from fastgen.model.weights import DROPPED, TAGS, TORN, Tensors, Update, WeightState, check_in_flight, check_tags
+from fastgen.model.weights import TAGS, Tensors, Update, WeightState
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner
 from fastgen.request import Completion, Event, Message, Params, Prompt, Request, RequestOutput, SamplingParams
@@ -81,9 +82,9 @@ class Generator:
         self._inputs = InputProcessor(
             self.model_config, self.tokenizer, self.max_model_len, options.seed, self.default_params
         )
-        self._adapter_base = options.adapter_base
         self._interrupt = OneCaller()
         self._loop = Loop(self._runner, self._inputs, WeightState(options.adapter is not None), self._interrupt)
+        self._changes = WeightChanges(self._loop, options.adapter_base)
         self.history = self._loop.scheduler.history
 
     # --------------------------------------------------------------------------------------- whole answers
@@ -346,40 +347,10 @@ class Generator:
         return self._update_on_all("update_adapter", update, version, in_flight)
 
     def _update_on_all(self, name: str, update: Update, version: int | None, in_flight: str) -> int:
-        change = functools.partial(self._update_weights, update, version, in_flight)
+        change = functools.partial(self._changes.update, update, version, in_flight)
         with self._interrupt:
             following: int = change() if self._team is None else self._team.call(name, change, update)
             self._loop.weights.version = following  # of ranks above 0, too
-        return following
-
-    def _update_weights(self, update: Update, version: int | None, in_flight: str) -> int:
-        """Update the weights; on rank 0, for all ranks."""
-        loop, weights = self._loop, self._loop.weights
-        loop.check_open()
-        following = weights.check_update(update, version, in_flight)
-        loop.drain()
-        check_in_flight(in_flight, len(loop.active))
-
-        def begin() -> None:
-            self._runner.weights.keep_bases(update.adapted, self._adapter_base)
-            weights.torn = TORN
-            loop.scheduler.drop_prefixes()
-            if in_flight == "recompute":
-                loop.scheduler.preempt_all()
-            for sequence in list(loop.owners) if in_flight == "abort" else ():
-                loop.scheduler.finish(sequence, "abort")
-                loop.update_output(sequence)
-
-        try:
-            self._runner.weights.update(update, begin)
-        except BaseException as error:
-            if weights.torn:
-                error.add_note("until update_weights is called with all weights again, nothing can be generated")
-                loop.reset()
-            raise
-        for sequence in loop.owners:
-            sequence.begin_version(following)
-        weights.finish(update, following)
         return following
 
     @property
@@ -406,22 +377,7 @@ class Generator:
         requests are in flight, or if the host has too little memory for the weights. The bytes are those that the GPU's
         driver reports before and after; with several ranks, their sum. On the CPU no memory is given back.
         """
-        self._loop.check_open()
-        new = check_tags(tags) - self._loop.weights.asleep
-        self._loop.drain()
-        if self._loop.active:
-            raise ValueError(f"{len(self._loop.active)} requests are in flight; finish or abort them before sleep")
-        if not new:
-            return 0
-        if "weights" in new and not keep_weights:
-            self._loop.weights.torn = DROPPED
-        self._loop.weights.asleep |= new  # before the memory goes: after an exception, `wake` restores all of it
-        try:
-            freed = self._runner.weights.sleep(sorted(new), keep_weights)
-        except ValueError:
-            self.wake(new)
-            raise
-        return freed
+        return self._changes.sleep(tags, keep_weights)
 
     @on_all_ranks
     def wake(self, tags: str | Iterable[str] | None = None) -> None:
@@ -430,14 +386,7 @@ class Generator:
         A trainer may wake "weights" alone, call `update_weights`, release its own memory, and wake the rest. Raises
         torch.OutOfMemoryError if the GPU has too little memory; it may be called again when there is more.
         """
-        self._loop.check_open()
-        wanted = check_tags(TAGS if tags is None else tags) & self._loop.weights.asleep
-        if not wanted:
-            return
-        self._runner.weights.wake(sorted(wanted))
-        if "kv_cache" in wanted:
-            self._loop.scheduler.drop_prefixes()
-        self._loop.weights.asleep -= wanted
+        self._changes.wake(TAGS if tags is None else tags)
 
     def close(self) -> None:
         """Abort all requests and release the memory."""

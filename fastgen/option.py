@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping, Set
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from types import UnionType
@@ -87,3 +89,37 @@ def options_of(cls: type) -> dict[str, Option]:
         kind = get_args(hint)[0] if isinstance(hint, UnionType) else hint
         found[each.name] = Option(each.name, kind, each.default, **each.metadata)
     return found
+
+
+ITEMS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("logit_bias", "stop_token_ids", "allowed_token_ids"), (Integral, "token ids (integers)")),
+    **dict.fromkeys(("stop", "choice", "bad_words"), (str, "strings")),
+}
+"""Sampling parameters that hold several items: the type of the items, and their name in errors."""
+
+_BIAS = Option("a number in logit_bias", float, 0.0)
+
+
+def check_items(name: str, values: Any, vocab_size: int) -> None:
+    """Raise TypeError or ValueError unless `values` are a list (or set, or the like) of the ITEMS of a parameter."""
+    kind, words = ITEMS[name]
+    if name == "stop" and isinstance(values, str):
+        values = (values,)
+    # An iterator could be read only once, and an array of texts has no truth value.
+    types: Any = Mapping if name == "logit_bias" else Collection if kind is Integral else SequenceOf | Set
+    if isinstance(values, str | bytes) or not isinstance(values, types):
+        form = f"a dict from {words} to numbers" if name == "logit_bias" else f"a list of {words}"
+        raise TypeError(f"{name} must be {form}, not {values!r}")
+    if not len(values) and name in ("choice", "allowed_token_ids"):
+        raise ValueError(f"{name} is empty, which allows no answer; give at least one of its {words}")
+    for item in values:
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise TypeError(f"{name} must hold {words}, not {item!r}")
+        if kind is Integral and not 0 <= int(item) < vocab_size:
+            raise ValueError(f"{name} holds the id {item}, outside the vocabulary of {vocab_size} tokens")
+    for bias in values.values() if name == "logit_bias" else ():
+        _BIAS.check(bias)
+    if name == "stop" and "" in values:
+        raise ValueError("a stop string is empty and would end every output at once; remove it")
+    if name == "bad_words" and not all(map(str.strip, values)):
+        raise ValueError("a text in bad_words is blank; remove it")

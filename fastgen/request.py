@@ -7,15 +7,14 @@ runner answers a Batch with a StepResult, and finished Sequences become Completi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastgen.names import explains_names
-from fastgen.option import Option, option, options_of
+from fastgen.option import ITEMS, check_items, option, options_of
 
 if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
     import numpy as np
@@ -138,8 +137,8 @@ class SamplingParams:
             if value is _DEFAULTS[name]:  # most are, so that millions of requests are checked fast
                 continue
             SAMPLING_OPTIONS[name].check(value)
-            if name in _ITEMS:
-                _check_items(name, value, vocab_size)
+            if name in ITEMS:
+                check_items(name, value, vocab_size)
             elif name in ("logprobs", "prompt_logprobs") and value > vocab_size:
                 raise ValueError(f"{name} is {value}; the vocabulary has {vocab_size} tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -165,38 +164,6 @@ class SamplingParams:
 
 SAMPLING_OPTIONS = options_of(SamplingParams)
 _DEFAULTS = {name: option.default for name, option in SAMPLING_OPTIONS.items()}
-_BIAS = Option("a number in logit_bias", float, 0.0)
-_ITEMS: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("logit_bias", "stop_token_ids", "allowed_token_ids"), (Integral, "token ids (integers)")),
-    **dict.fromkeys(("stop", "choice", "bad_words"), (str, "strings")),
-}
-"""The types of items, and a name for them, by parameter."""
-
-
-def _check_items(name: str, values: Any, vocab_size: int) -> None:
-    """Raise TypeError or ValueError unless `values` are a list (or set, or the like) of the items of a parameter."""
-    kind, words = _ITEMS[name]
-    if name == "stop" and isinstance(values, str):
-        values = (values,)
-    # An iterator could be read only once, and an array of texts has no truth value.
-    types: Any = Mapping if name == "logit_bias" else Collection if kind is Integral else SequenceOf | Set
-    if isinstance(values, str | bytes) or not isinstance(values, types):
-        form = f"a dict from {words} to numbers" if name == "logit_bias" else f"a list of {words}"
-        raise TypeError(f"{name} must be {form}, not {values!r}")
-    if not len(values) and name in ("choice", "allowed_token_ids"):
-        raise ValueError(f"{name} is empty, which allows no answer; give at least one of its {words}")
-    for item in values:
-        if not isinstance(item, kind) or isinstance(item, bool):
-            raise TypeError(f"{name} must hold {words}, not {item!r}")
-        if kind is Integral and not 0 <= int(item) < vocab_size:
-            raise ValueError(f"{name} holds the id {item}, outside the vocabulary of {vocab_size} tokens")
-    for bias in values.values() if name == "logit_bias" else ():
-        _BIAS.check(bias)
-    if name == "stop" and "" in values:
-        raise ValueError("a stop string is empty and would end every output at once; remove it")
-    if name == "bad_words" and not all(map(str.strip, values)):
-        raise ValueError("a text in bad_words is blank; remove it")
-
 
 # A class decorator would hide the arguments from type checkers.
 SamplingParams.__init__ = explains_names(  # type: ignore[method-assign]

@@ -8,11 +8,10 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from copy import deepcopy
-from functools import cached_property, lru_cache
 from numbers import Integral
 from typing import Any
 
+from fastgen.engine.masks import MaskMaker, copy_mask
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
 from fastgen.model.config import ModelConfig
 from fastgen.request import (
@@ -25,13 +24,9 @@ from fastgen.request import (
     Request,
     SamplingParams,
     Sequence,
-    TokenMask,
     params_of,
 )
-from fastgen.text.grammar import Compiler, TokenRules, named_error, params_grammar, structure_name, token_row
 from fastgen.text.tokenizer import Tokenizer, check_needs, encode_prompt
-
-CACHED_RULES = 64  # sets of bad_words and allowed_token_ids
 
 
 class InputProcessor:
@@ -52,34 +47,7 @@ class InputProcessor:
         self.model, self.tokenizer, self.context, self.defaults = model, tokenizer, context, defaults
         self._seed = os.urandom(8) if seed is None else str(seed).encode()
         self._seeds = itertools.count()
-        self._token_rules = lru_cache(CACHED_RULES)(self._read_rules)
-
-    @cached_property
-    def _compiler(self) -> Compiler:
-        return Compiler(self.tokenizer, self.model.vocab_size, self.model.eos_ids)
-
-    def mask_of(self, params: SamplingParams) -> TokenMask | None:
-        """Check parameters, and return their mask, which samples copy. Raises ValueError or TypeError."""
-        self.check_params(params)
-        grammar = params_grammar(params)
-        try:
-            mask = params.mask if grammar is None else self._compiler.compile(grammar)
-        except ValueError as error:
-            raise named_error(structure_name(params), error) from None
-        if params.allowed_token_ids is not None or params.bad_words:
-            allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
-            mask = TokenRules(mask, *self._token_rules(allowed, tuple(params.bad_words)))
-        return mask
-
-    def _read_rules(self, allowed: tuple[int, ...] | None, words: tuple[str, ...]) -> tuple[Any, list[list[int]]]:
-        """Return the row and the words of TokenRules. Raises ValueError for a word without tokens."""
-        written = [text for word in words for text in (word, " " + word.lstrip())]
-        found = [self.tokenizer.encode(text, special=False) for text in written] if self.tokenizer is not None else []
-        if [] in found:
-            raise ValueError(f"bad_words has {written[found.index([])]!r}, which has no tokens; remove it")
-        known = [ids for ids in found if ids and max(ids) < self.model.vocab_size]
-        row = token_row(self.model.vocab_size, allowed, [ids[0] for ids in known if len(ids) == 1])
-        return row, [ids for ids in known if len(ids) > 1]
+        self._masks = MaskMaker(model, tokenizer)
 
     def pair(
         self, prompts: Prompt | Iterable[Prompt], params: Params | Iterable[Params]
@@ -91,7 +59,8 @@ class InputProcessor:
             check_needs(prompt, self.tokenizer)
         if params is None or isinstance(params, SamplingParams | Mapping):
             shared = params_of(params, self.defaults)
-            self.mask_of(shared)  # checks them before anything runs
+            self.check_params(shared)  # before anything runs
+            self._masks.mask_of(shared)
             return [(prompt, shared) for prompt in many]
         if not isinstance(params, Iterable) or isinstance(params, str):
             raise TypeError(f"params must be SamplingParams, a dict or a list of them, not {type(params).__name__}")
@@ -127,7 +96,8 @@ class InputProcessor:
         that cannot be resumed.
         """
         params, resume = params_of(request.params, self.defaults), request.resume
-        mask = self.mask_of(params)
+        self.check_params(params)
+        mask = self._masks.mask_of(params)
         ids, text = encode_prompt(request.prompt, self.tokenizer)
         self._check_prompt(ids, params)
         if score is None and params.prompt_logprobs is not None:
@@ -148,7 +118,7 @@ class InputProcessor:
                 max_len=min(most, self.context),
                 seed=seed,
                 stop_ids=stop_ids,
-                mask=_copy_mask(mask),
+                mask=copy_mask(mask),
             )
             for index in (range(params.n) if resume is None else (resume.index,))
         ]
@@ -223,14 +193,6 @@ def check_resumed(completion: Completion, params: SamplingParams, vocab_size: in
             raise ValueError(f"the completion has not one entry of {name} for each token, and params ask for it")
     if completion.token_ids and not 0 <= min(completion.token_ids) <= max(completion.token_ids) < vocab_size:
         raise ValueError(f"the completion holds an id outside the vocabulary of {vocab_size} tokens")
-
-
-def _copy_mask(mask: TokenMask | None) -> TokenMask | None:
-    """Return a copy of a mask for one sample. Raises ValueError if the user's class cannot be copied."""
-    try:
-        return deepcopy(mask)
-    except Exception as error:
-        raise ValueError(f"the mask cannot be copied (copy.deepcopy): {error!r}") from error
 
 
 def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -32,7 +32,7 @@ class Loop:
     """
 
     def __init__(self, runner: StepRunner, inputs: InputProcessor, weights: WeightState, interrupt: OneCaller) -> None:
-        self._runner, self._inputs, self._interrupt = runner, inputs, interrupt
+        self.runner, self._inputs, self._interrupt = runner, inputs, interrupt
         self.weights, self.scheduler, self.tracer = weights, Scheduler(runner.config), Tracer()
         self.in_flight: Launched | None = None  # the last launched step, until it is collected
         self.stepping = self.closed = False  # stepping: within a step
@@ -71,12 +71,12 @@ class Loop:
             batch = self.scheduler.schedule()
         if batch is not None:
             with span("launch"):
-                launched = self._runner.launch(batch)
+                launched = self.runner.launch(batch)
         self._collect()
         if launched is not None and launched.batch.masked:
             with span("sample"):
                 drawing = [self.scheduler.lanes[lane] for lane in launched.batch.sampling]
-                self._runner.sample(launched, fill_masks(drawing, self._inputs.model.vocab_size))
+                self.runner.sample(launched, fill_masks(drawing, self._inputs.model.vocab_size))
         self.in_flight = launched
         if not self.active:  # the step in flight computes only tokens too many
             self._collect()
@@ -88,7 +88,7 @@ class Loop:
             return
         launched, self.in_flight = self.in_flight, None
         with span("collect"):
-            result = self._runner.collect(launched)
+            result = self.runner.collect(launched)
         with span("update"):
             for sequence in self.scheduler.update(launched.batch, result):
                 self.update_output(sequence)
@@ -112,7 +112,7 @@ class Loop:
         """Drop the step in flight, and preempt all running sequences, which compute again from the tokens read."""
         self.in_flight = None
         try:
-            self._runner.synchronize()  # before the scheduler allocates pages again that launched steps read or write
+            self.runner.synchronize()  # before the scheduler allocates pages again that launched steps read or write
         finally:
             self.scheduler.reset(self.owners)
             for sequence, (_, sample) in list(self.owners.items()):
@@ -125,7 +125,7 @@ class Loop:
         """Update the text and the events of a sequence, and close its request if all its samples have finished."""
         active, sample = self.owners[sequence]
         if sequence.error == NOT_FINITE:
-            sequence.error += self.weights.blame(self._runner.weights.find_not_finite)
+            sequence.error += self.weights.blame(self.runner.weights.find_not_finite)
         if active.first_token is None and sequence.output_len > sample.emitted[0]:
             active.first_token = time.perf_counter()
         shown = sample.text is not None or sequence.status is Status.FINISHED
@@ -209,8 +209,8 @@ class Loop:
 
     def close(self) -> None:
         """Abort all requests, and close the runner."""
-        self.closed, runner = True, self._runner
-        del self._runner
+        self.closed, runner = True, self.runner
+        del self.runner
         for active in self.active.values():
             active.finish("the Generator was closed")
         self.active, self.owners, self.events, self.in_flight = {}, {}, [], None

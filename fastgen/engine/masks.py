@@ -1,17 +1,63 @@
-"""Token masks in the engine: the rows that a step's draws are restricted by, and the tokens that masks accept.
-
-No torch here.
-"""
+"""Token masks in the engine: those that parameters ask for, and what they allow in a step. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from copy import deepcopy
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
-from fastgen.request import Sequence, Status
+from fastgen.model.config import ModelConfig
+from fastgen.request import SamplingParams, Sequence, Status, TokenMask
+from fastgen.text.grammar import Compiler, TokenRules, named_error, params_grammar, structure_name, token_row
+from fastgen.text.tokenizer import Tokenizer
 
 NOT_FINITE = "the logits are not finite"
+CACHED_RULES = 64  # number of pairs of allowed_token_ids and bad_words
+
+
+class MaskMaker:
+    """Makes the masks that sampling parameters ask for: grammars, token rules, and masks of the user."""
+
+    def __init__(self, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._token_rules = lru_cache(CACHED_RULES)(self._read_rules)
+
+    @cached_property
+    def _compiler(self) -> Compiler:
+        return Compiler(self._tokenizer, self._model.vocab_size, self._model.eos_ids)
+
+    def mask_of(self, params: SamplingParams) -> TokenMask | None:
+        """Return the mask of parameters, which samples copy. Raises ValueError or TypeError for a wrong grammar."""
+        grammar = params_grammar(params)
+        try:
+            mask = params.mask if grammar is None else self._compiler.compile(grammar)
+        except ValueError as error:
+            raise named_error(structure_name(params), error) from None
+        if params.allowed_token_ids is not None or params.bad_words:
+            allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
+            mask = TokenRules(mask, *self._token_rules(allowed, tuple(params.bad_words)))
+        return mask
+
+    def _read_rules(self, allowed: tuple[int, ...] | None, words: tuple[str, ...]) -> tuple[Any, list[list[int]]]:
+        """Return the row and the words of TokenRules. Raises ValueError for a word without tokens."""
+        written = [text for word in words for text in (word, " " + word.lstrip())]
+        found = [self._tokenizer.encode(text, special=False) for text in written] if self._tokenizer is not None else []
+        if [] in found:
+            raise ValueError(f"bad_words has {written[found.index([])]!r}, which has no tokens; remove it")
+        known = [ids for ids in found if ids and max(ids) < self._model.vocab_size]
+        row = token_row(self._model.vocab_size, allowed, [ids[0] for ids in known if len(ids) == 1])
+        return row, [ids for ids in known if len(ids) > 1]
+
+
+def copy_mask(mask: TokenMask | None) -> TokenMask | None:
+    """Return a copy of a mask for one sample. Raises ValueError if the user's class cannot be copied."""
+    try:
+        return deepcopy(mask)
+    except Exception as error:
+        raise ValueError(f"the mask cannot be copied (copy.deepcopy): {error!r}") from error
 
 
 def fill_masks(sequences: SequenceOf[Sequence], vocab_size: int) -> np.ndarray:

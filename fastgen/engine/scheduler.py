@@ -294,8 +294,6 @@ class Scheduler:
         if not sequence.preemptions:
             sequence.cached_tokens = cached
 
-    # ----------------------------------------------------------------------------------------------------- pages
-
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extend a sequence's page table to `num_tokens` tokens; return False if too few pages are available."""
         held = len(sequence.pages)

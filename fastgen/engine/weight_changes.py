@@ -1,0 +1,80 @@
+"""Changes of the weights of a running engine: updates, and memory that sleeps and wakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fastgen.engine.loop import Loop
+from fastgen.model.weights import DROPPED, TORN, Update, check_in_flight, check_tags
+
+
+class WeightChanges:
+    """Changes the weights between two steps of a Loop, on rank 0 for all ranks; see the methods of Generator.
+
+    adapter_base: where the weights without an adapter are kept, an option of Generator.
+    """
+
+    def __init__(self, loop: Loop, adapter_base: str) -> None:
+        self._loop, self._adapter_base = loop, adapter_base
+
+    def update(self, update: Update, version: int | None, in_flight: str) -> int:
+        """Update the weights, and return their version; see `Generator.update_weights`."""
+        loop, weights, runner = self._loop, self._loop.weights, self._loop.runner
+        loop.check_open()
+        following = weights.check_update(update, version, in_flight)
+        loop.drain()
+        check_in_flight(in_flight, len(loop.active))
+
+        def begin() -> None:
+            runner.weights.keep_bases(update.adapted, self._adapter_base)
+            weights.torn = TORN
+            loop.scheduler.drop_prefixes()
+            if in_flight == "recompute":
+                loop.scheduler.preempt_all()
+            for sequence in list(loop.owners) if in_flight == "abort" else ():
+                loop.scheduler.finish(sequence, "abort")
+                loop.update_output(sequence)
+
+        try:
+            runner.weights.update(update, begin)
+        except BaseException as error:
+            if weights.torn:
+                error.add_note("until update_weights is called with all weights again, nothing can be generated")
+                loop.reset()
+            raise
+        for sequence in loop.owners:
+            sequence.begin_version(following)
+        weights.finish(update, following)
+        return following
+
+    def sleep(self, tags: str | Iterable[str], keep_weights: bool) -> int:
+        """Give memory back, and return the number of bytes; see `Generator.sleep`."""
+        loop, weights = self._loop, self._loop.weights
+        loop.check_open()
+        new = check_tags(tags) - weights.asleep
+        loop.drain()
+        if loop.active:
+            raise ValueError(f"{len(loop.active)} requests are in flight; finish or abort them before sleep")
+        if not new:
+            return 0
+        if "weights" in new and not keep_weights:
+            weights.torn = DROPPED
+        weights.asleep |= new  # before the memory goes: after an exception, `wake` restores all of it
+        try:
+            freed = loop.runner.weights.sleep(sorted(new), keep_weights)
+        except ValueError:
+            self.wake(new)
+            raise
+        return freed
+
+    def wake(self, tags: str | Iterable[str]) -> None:
+        """Take back memory that sleeps; see `Generator.wake`."""
+        loop, weights = self._loop, self._loop.weights
+        loop.check_open()
+        wanted = check_tags(tags) & weights.asleep
+        if not wanted:
+            return
+        loop.runner.weights.wake(sorted(wanted))
+        if "kv_cache" in wanted:
+            loop.scheduler.drop_prefixes()
+        weights.asleep -= wanted
