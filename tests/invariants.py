@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
+from fastgen.engine.host_pages import TieredPageAllocator
 from fastgen.engine.pages import Node, PageAllocator
 from fastgen.engine.scheduler import MAX_PREFILLS, Scheduler
 from fastgen.request import Status
@@ -62,8 +63,14 @@ def check_pages(pages: PageAllocator, tables: Iterable[list[int]]) -> None:
     assert all(len(set(table)) == len(table) for table in tables), "a page is twice in a table"
     _check_tree(pages, tables)
     _check_order(pages._idle)
-    _check_order(OrderedDict.fromkeys(node for node in pages._host if node.page < 0))
-    _check_changes(pages, held)
+    loaded: list[int] = []
+    if isinstance(pages, TieredPageAllocator):
+        _check_order(OrderedDict.fromkeys(node for node in pages._host if node.page < 0))
+        _check_tier(pages)
+        loaded += pages._loads.values()
+    targets = [*pages._fresh, *loaded, *(page for _, page in pages._copies)]
+    assert len(set(targets)) == len(targets)
+    assert all(held[page] for page in (*targets, *(source for source, _ in pages._copies)))
 
 
 def _check_tree(pages: PageAllocator, tables: list[list[int]]) -> None:
@@ -73,7 +80,8 @@ def _check_tree(pages: PageAllocator, tables: list[list[int]]) -> None:
     assert {node.page: node for node in nodes if node.page >= 0} == {
         page: node for page, node in enumerate(pages._nodes) if node is not None
     }
-    assert {node for node in nodes if node.host_page >= 0} == pages._host.keys()
+    on_host = pages._host.keys() if isinstance(pages, TieredPageAllocator) else set()
+    assert {node for node in nodes if node.host_page >= 0} == on_host
     for node in nodes:
         assert node.parent is not None
         assert node.parent.children[node.tokens] is node
@@ -94,11 +102,8 @@ def _check_order(nodes: OrderedDict[Node, None]) -> None:
         assert node.parent not in place or place[node.parent] > at, "a parent would go before its child"
 
 
-def _check_changes(pages: PageAllocator, held: Counter[int]) -> None:
+def _check_tier(pages: TieredPageAllocator) -> None:
     saved = [node.host_page for node in pages._host]
     slots = [*pages._free_host_pages, *saved]
     assert sorted(slots) == list(range(pages.host_pages)), "a slot is lost, doubled or made up"
     assert {*pages._saves, *pages._loads} <= {*saved}
-    targets = [*pages._fresh, *pages._loads.values(), *(page for _, page in pages._copies)]
-    assert len(set(targets)) == len(targets)
-    assert all(held[page] for page in (*targets, *(source for source, _ in pages._copies)))

@@ -109,7 +109,6 @@ class Simulation:
         self.scheduler.drop_prefixes()
         self._check()
         assert len(self.scheduler.pages._free) == self.config.num_pages, "pages are cached after all is forgotten"
-        assert len(self.scheduler.pages._free_host_pages) == self.config.host_pages
         return self
 
     def add(self, sequence: Sequence) -> None:

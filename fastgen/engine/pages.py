@@ -29,7 +29,7 @@ class PageMoves:
 class Node:
     """A full page of the prefix cache: its tokens, which follow the tokens of its parent.
 
-    Its KV is on the device in `page`, in the host tier in `host_page`, or in both; -1: not there. The key of a child is
+    Its KV is on the device in `page`, in a host tier in `host_page`, or in both; -1: not there. The key of a child is
     the tuple of its tokens itself, which the dict compares, so that no two prefixes can be mistaken for each other.
     """
 
@@ -57,34 +57,23 @@ class PageAllocator:
     released from its end, this order has children before their parents, and the parent of a page on the device is on
     the device.
 
-    **Host tier.** The host tier has `host_pages` pages. Evicted pages are saved there, and loaded when they match
-    again. A loaded page keeps its host page as long as others are free. When the tier is full, the host page is reused
-    whose last save, load or eviction was longest ago. Its node is on the device too, or is a leaf, which is dropped. A
-    step does not save to a host page that it loads from, since saves come before loads.
-
     **Steps in flight.** A page that a step in flight reads or writes is not allocated again before this step was read,
     because sequences hold their pages until then.
     """
 
-    def __init__(self, num_pages: int, page_size: int, host_pages: int = 0) -> None:
+    def __init__(self, num_pages: int, page_size: int) -> None:
         assert num_pages > 0
         assert page_size > 0
-        assert host_pages >= 0
         self.num_pages = num_pages
         self.page_size = page_size
-        self.host_pages = host_pages
         self.root = Node()
         self.references = 0  # the lengths of all tables together
         self._free = list(range(num_pages))  # a heap
         self._refs = [0] * num_pages
         self._nodes: list[Node | None] = [None] * num_pages  # by page, if it is indexed
         self._idle: OrderedDict[Node, None] = OrderedDict()  # on the device without references, in order of eviction
-        self._host: OrderedDict[Node, None] = OrderedDict()  # in the host tier, in the order of reuse
-        self._free_host_pages = list(range(host_pages))[::-1]
         # The changes of the next batch.
         self._fresh: dict[int, None] = {}
-        self._saves: dict[int, int] = {}  # host page -> page
-        self._loads: dict[int, int] = {}  # host page -> page
         self._copies: list[tuple[int, int]] = []
 
     @property
@@ -112,23 +101,21 @@ class PageAllocator:
         return True
 
     def adopt(self, pages: list[int], nodes: list[Node]) -> None:
-        """Fill an empty page table with the pages of a match, and load those on the host. The pages for them must be
-        available."""
-        for node in reversed(nodes):  # hold all pages and host pages before a load, which may evict idle pages
-            if node.host_page >= 0:
-                self._host.move_to_end(node)
-            if node.page < 0:
-                self._loads[node.host_page] = -1
-            else:
+        """Fill an empty page table with the pages of a match. Pages for the nodes on the host must be available."""
+        for node in reversed(nodes):  # hold all pages before a load, which may evict idle pages
+            if node.page >= 0:
                 if not self._refs[node.page]:
                     del self._idle[node]
                 self._refs[node.page] += 1
         for node in nodes:
             if node.page < 0:
-                node.page = self._loads[node.host_page] = self._allocate()
-                self._nodes[node.page] = node
+                self._load(node)
             pages.append(node.page)
         self.references += len(nodes)
+
+    def _load(self, node: Node) -> None:
+        """Bring a node back to the device, in a page of its own."""
+        raise AssertionError("all nodes are on the device")
 
     def fork(self, pages: list[int], source: list[int], copy: bool) -> None:
         """Fill an empty page table with the pages of another. copy: replace the last page by a copy, which the end of
@@ -205,52 +192,26 @@ class PageAllocator:
         return indexed
 
     def drop_index(self) -> None:
-        """Empty the prefix cache and the host tier, between two steps. Sequences keep their pages, which are not
-        indexed."""
-        assert not self._loads
+        """Empty the prefix cache, between two steps. Sequences keep their pages, which are not indexed."""
         self.root = Node()
         for node in self._idle:
             heapq.heappush(self._free, node.page)
         self._idle.clear()
-        self._host.clear()
         self._nodes = [None] * self.num_pages
-        self._saves.clear()
-        self._free_host_pages = list(range(self.host_pages))[::-1]
 
     def _evict(self) -> int:
-        """Return the page of the least recently used idle node, and save its KV to the host tier if possible."""
+        """Return the page of the least recently used idle node."""
         node = next(iter(self._idle))
         page = node.page
-        if node.host_page >= 0:
-            self._host.move_to_end(node)  # behind its children, which were evicted first
-        elif (host_page := self._take_host_page()) >= 0:
-            self._saves[host_page] = page
-            node.host_page = host_page
-            self._host[node] = None
-        else:
-            self._unlink(node)
+        self._drop(node)
         node.page = -1
         self._nodes[page] = None
         del self._idle[node]
         return page
 
-    def _take_host_page(self) -> int:
-        """Return a free host page, or that of the oldest node that no load needs; -1 if there is none."""
-        if self._free_host_pages:
-            return self._free_host_pages.pop()
-        node = next((node for node in self._host if node.host_page not in self._loads), None)
-        if node is None:
-            return -1
-        if node.page < 0:
-            self._unlink(node)
-        host_page, node.host_page = node.host_page, -1
-        del self._host[node]
-        return host_page
-
-    @staticmethod
-    def _unlink(node: Node) -> None:
-        """Take a node out of the tree."""
-        assert not node.children, "children are evicted first, and have lost their host pages"
+    def _drop(self, node: Node) -> None:
+        """Take a node out of the prefix cache, since its page is evicted."""
+        assert not node.children, "children are evicted first"
         assert node.parent is not None, "the root stays"
         del node.parent.children[node.tokens]
 
@@ -258,13 +219,10 @@ class PageAllocator:
 
     def take_moves(self) -> PageMoves | None:
         """Return the moves of the batch that is now complete, if there are any."""
-        if not (self._fresh or self._saves or self._loads):
+        if not self._fresh:
             return None
-        saves = tuple((page, host_page) for host_page, page in self._saves.items())
-        moves = PageMoves(tuple(self._fresh), saves, tuple(self._loads.items()))
+        moves = PageMoves(tuple(self._fresh))
         self._fresh.clear()
-        self._saves.clear()
-        self._loads.clear()
         return moves
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:

@@ -33,10 +33,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from fastgen.engine.admission import LaneTable, LengthEstimate, PageReservations, begins_like, next_chunk
+from fastgen.engine.host_pages import make_allocator
 from fastgen.engine.interface import PlanFeature
 from fastgen.engine.masks import accepts
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.pages import NOT_INDEXED, PageAllocator
+from fastgen.engine.pages import NOT_INDEXED
 from fastgen.engine.prompt_scores import PromptScores
 from fastgen.engine.speculation.planning import History, Speculator
 from fastgen.engine.stats import Stats
@@ -68,7 +69,7 @@ class Scheduler:
         flight. The contents of the prefix cache and of the host tier are dropped.
         """
         config = self.config
-        self.pages = PageAllocator(config.num_pages, config.page_size, config.host_pages)
+        self.pages = make_allocator(config.num_pages, config.page_size, config.host_pages)
         self.reservations = PageReservations(config, self.pages, self.estimate)
         self.waiting = self.reservations.waiting
         self.running: list[Sequence] = []

@@ -19,14 +19,14 @@ class WeightChanges:
 
     def update(self, update: Update, version: int | None, in_flight: str) -> int:
         """Update the weights, and return their version; see `Generator.update_weights`."""
-        loop, weights, runner = self._loop, self._loop.weights, self._loop.runner
+        loop, weights = self._loop, self._loop.weights
         loop.check_open()
         following = weights.check_update(update, version, in_flight)
         loop.drain()
         check_in_flight(in_flight, len(loop.active))
 
         def begin() -> None:
-            runner.weights.keep_bases(update.adapted, self._adapter_base)
+            loop.runner.weights.keep_bases(update.adapted, self._adapter_base)
             weights.torn = TORN
             loop.scheduler.drop_prefixes()
             if in_flight == "recompute":
@@ -36,7 +36,7 @@ class WeightChanges:
                 loop.update_output(sequence)
 
         try:
-            runner.weights.update(update, begin)
+            loop.runner.weights.update(update, begin)
         except BaseException as error:
             if weights.torn:
                 error.add_note("until update_weights is called with all weights again, nothing can be generated")

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from invariants import check_pages
 
+from fastgen.engine.host_pages import make_allocator
 from fastgen.engine.pages import NOT_INDEXED, Node, PageAllocator, PageMoves
 
 
@@ -84,7 +85,7 @@ class Pool:
     tokens up to its end. Who matches must find its own tokens in its pages."""
 
     def __init__(self, num_pages: int, page_size: int, host_pages: int = 0) -> None:
-        self.allocator = PageAllocator(num_pages, page_size, host_pages)
+        self.allocator = make_allocator(num_pages, page_size, host_pages)
         self.page_size = page_size
         self.memory: dict[int, tuple[int, ...]] = {}
         self.host: dict[int, tuple[int, ...]] = {}
@@ -340,7 +341,7 @@ def test_forgotten_pages_are_free_and_held_ones_are_never_indexed_again() -> Non
 
 def test_what_was_to_be_saved_is_forgotten_too() -> None:
     """A schedule may evict pages and then wait for the step in flight, without a batch."""
-    allocator, table = PageAllocator(2, 1, host_pages=2), list[int]()
+    allocator, table = make_allocator(2, 1, host_pages=2), list[int]()
     assert allocator.grow(table, 2)
     allocator.index(0, table, [1, 2], 2)
     allocator.release(table)

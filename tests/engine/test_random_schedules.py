@@ -23,8 +23,9 @@ from hash_model import (
 from simulation import Simulation, WrongAnswerError
 
 from fastgen.engine.admission import LaneTable, LengthEstimate
+from fastgen.engine.host_pages import TieredPageAllocator
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.pages import PageAllocator, PageMoves
+from fastgen.engine.pages import PageMoves
 from fastgen.engine.scheduler import Scheduler
 from fastgen.engine.speculation.options import Speculation
 from fastgen.request import Batch, SamplingParams, Sequence, Status, StepResult
@@ -195,7 +196,7 @@ def test_the_random_schedules_reach_every_corner() -> None:
     assert seen["cut"], "no stop string came before other tokens of its step"
 
 
-class DoubledPages(PageAllocator):
+class DoubledPages(TieredPageAllocator):
     """Now and then takes a page for free that it has just handed out."""
 
     def grow(self, pages: list[int], num_tokens: int) -> bool:
@@ -205,7 +206,7 @@ class DoubledPages(PageAllocator):
         return grown
 
 
-def with_pages(kind: type[PageAllocator]) -> MakeScheduler:
+def with_pages(kind: type[TieredPageAllocator]) -> MakeScheduler:
     def make(config: EngineConfig, estimate: LengthEstimate) -> Scheduler:
         scheduler = Scheduler(config, estimate)
         scheduler.pages = scheduler.reservations.pages = kind(config.num_pages, config.page_size, config.host_pages)
@@ -238,18 +239,18 @@ class BeginsTooLate(Scheduler):
         return admitted
 
 
-class ForgetsCopies(PageAllocator):
+class ForgetsCopies(TieredPageAllocator):
     def fork(self, pages: list[int], source: list[int], copy: bool) -> None:
         super().fork(pages, source, copy=False)
 
 
-class ForgetsSaves(PageAllocator):
+class ForgetsSaves(TieredPageAllocator):
     def take_moves(self) -> PageMoves | None:
         moves = super().take_moves()
         return moves and replace(moves, saves=())
 
 
-class RemembersOldWeights(PageAllocator):
+class RemembersOldWeights(TieredPageAllocator):
     def drop_index(self) -> None:
         """Forgets to."""
 
