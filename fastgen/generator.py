@@ -1,4 +1,4 @@
-"""Generator: the public API. The loop behind it is in engine/loop.py."""
+"""Generator: the public API. Its loop is in engine/loop.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fastgen.text.tool_calls import parse_message
 
 log = logging.getLogger(__name__)
 
-AHEAD = 4096  # requests of one generate() call that are in the engine at a time
+AHEAD = 4096  # number of requests of one generate() call that are in the engine at a time
 READ_STEPS = 4  # new prompts of at most so many steps' token budgets are read before each step
 
 
@@ -294,7 +294,7 @@ class Generator:
 
     @property
     def stats(self) -> Stats:
-        """Counts since the start, and the current state; on ranks above 0, those of the end of the last call."""
+        """Counts since the start, and the current state; on ranks above 0, as of the end of the last call."""
         if isinstance(self._team, Follower):
             return self._team.status or Stats()
         return self._loop.stats
@@ -303,9 +303,9 @@ class Generator:
         """Record the block (`with`) until `steps` steps have run in it, and write a Chrome trace at the block's end.
 
         path: of a new file, .json or .json.gz. The trace shows what the CPU and a GPU did, with ranges for the parts of
-        a step: schedule, launch, collect (of the step before) and update. With several ranks, rank 0 writes it. Raises
-        ValueError (in a tp_group on rank 0) for steps below 1, for a path in no folder, and where a trace is being
-        recorded already.
+        a step: schedule, launch, collect (of the previous step) and update. With several ranks, rank 0 writes it.
+        Raises ValueError (in a tp_group on rank 0) for steps below 1, for a path in no folder, and where a trace is
+        being recorded already.
         """
         return nullcontext() if isinstance(self._team, Follower) else self._loop.tracer.block(path, steps)
 
@@ -334,7 +334,7 @@ class Generator:
     def update_adapter(
         self, named: Tensors | None, config: Any = None, version: int | None = None, in_flight: str = "error"
     ) -> int:
-        """Merge a LoRA adapter into the weights, in place of the one before; return their version, as `update_weights`.
+        """Merge a LoRA adapter into the weights, replacing the previous one; return their version, as `update_weights`.
 
         named: all tensors of the adapter by PEFT's names, such as `get_peft_model_state_dict(model)`; None: give back
             the weights without an adapter, to the bit. config: PEFT's LoraConfig, or a dict of its fields.
@@ -383,7 +383,7 @@ class Generator:
     def wake(self, tags: str | Iterable[str] | None = None) -> None:
         """Take back the memory that `sleep` released, and fill it. tags: "weights", "kv_cache" or both; None: both.
 
-        A trainer may wake "weights" alone, call `update_weights`, release its own memory, and wake the rest. Raises
+        A trainer may wake only "weights", call `update_weights`, release its own memory, and wake the rest. Raises
         torch.OutOfMemoryError if the GPU has too little memory; it may be called again when there is more.
         """
         self._changes.wake(TAGS if tags is None else tags)

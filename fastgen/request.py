@@ -31,7 +31,7 @@ MAX_LOGPROBS = 20
 STRUCTURES = ("mask", "json_schema", "regex", "choice", "grammar")
 
 MAX_BIASES = 4096
-"""The most tokens whose logits logit_bias and min_tokens may change together in one request."""
+"""Maximum number of tokens whose logits logit_bias and min_tokens may change together in one request."""
 
 
 class TokenMask(Protocol):
@@ -52,10 +52,10 @@ class SamplingParams:
     They are complete: a parameter that is left out has the default below, whatever the model's generation_config.json
     says. `Generator.default_params` are the model's.
 
-    n: the number of samples.
-    max_tokens: the most tokens to generate; None: up to the end of the context (vLLM's default is 16); 0: none (with
-        prompt_logprobs).
-    min_tokens: the number of tokens before which nothing stops the output: no eos id, stop_token_ids or stop.
+    n: number of samples.
+    max_tokens: maximum number of tokens to generate; None: up to the end of the context (vLLM's default is 16); 0: none
+        (with prompt_logprobs).
+    min_tokens: number of tokens before which nothing stops the output: no eos id, stop_token_ids or stop.
     temperature: 0 is greedy.
     top_p, top_k, min_p: keep the smallest set of tokens with probability top_p, the k likeliest (0 or -1: all), and the
         tokens of at least min_p times the largest probability; applied in the order top_k, top_p, min_p, after the
@@ -67,10 +67,10 @@ class SamplingParams:
         id may be text, as JSON has it.
     seed: equal seeds and prompts give equal outputs; None derives a seed from the Generator's.
     stop: strings that end the output; the text is cut before them, the ids are kept.
-    stop_token_ids: ids that end the output, beside the model's eos ids; they stay in token_ids.
+    stop_token_ids: ids that end the output, in addition to the model's eos ids; they stay in token_ids.
     include_stop_str_in_output: the text ends with the stop string, or with the text of the stop id.
     ignore_eos: True: the model's eos ids do not end the output.
-    logprobs: the number of raw alternatives to return with each token (0 to 20); the logprob of the token itself is
+    logprobs: number of raw alternatives to return with each token (0 to 20); the logprob of the token itself is
         always returned.
     prompt_logprobs: score the prompt too, with this number of raw alternatives for each token.
     mask: a TokenMask that restricts the tokens.
@@ -207,11 +207,11 @@ class Request:
 class Drawn:
     """The logprobs of sampled tokens, and their sampling mask: lists with one entry for each token.
 
-    logprobs: natural logarithms, float32, of the distribution that was sampled from (0.0 at temperature 0).
+    logprobs: natural logarithms, float32, under the distribution that was sampled from (0.0 at temperature 0).
     untruncated_logprobs: the same without top_k, top_p and min_p, over all of the vocabulary that penalties, biases and
         masks leave; equal to logprobs where nothing is truncated.
-    raw_logprobs: of the untouched logits at temperature 1.
-    top_logprobs: the likeliest raw alternatives, token id -> logprob; None unless `SamplingParams.logprobs` asks.
+    raw_logprobs: logprobs under the softmax of the untouched logits at temperature 1.
+    top_logprobs: the most likely raw alternatives, token id -> logprob; None unless `SamplingParams.logprobs` asks.
     sampling_mask: the token ids that truncation kept; None unless `SamplingParams.return_sampling_mask` asks.
     """
 
@@ -256,7 +256,7 @@ class Drawn:
             values += getattr(other, name)
 
     def cut(self, length: int) -> None:
-        """Drop the values behind the first `length` tokens."""
+        """Drop the values after the first `length` tokens."""
         for values in self.lists().values():
             del values[length:]
 
@@ -359,7 +359,7 @@ class Sequence:
 
     @property
     def prefill_left(self) -> int:
-        """Known tokens that no scheduled step computes, while it holds a lane and does not decode."""
+        """The number of known tokens that no scheduled step computes, while it holds a lane and does not decode."""
         return self.prefill_len - self.computed
 
     @property
@@ -417,14 +417,13 @@ class Prefill:
 
 @dataclass(slots=True)
 class Batch:
-    """A step, and the changes of the lanes since the step before. Plain data, so that every rank can replay it.
+    """A step, and how the lanes have changed since the previous step. Plain data, so that every rank can replay it.
 
-    decodes: lanes that continue with the token they sampled last; the step computes them first. prefills: chunks, which
-    follow. starts: new lanes. page_updates: entries of page tables (lane, index of the first page, pages). masked: a
-    lane that samples has a TokenMask, so that the sampler waits for the tokens of the step before.
-
-    copies: (page, page), partly filled pages for the forks, copied when the step has computed. features: what features
-    do in this step, an object of a type of its own for each; see engine.step.StepFeature.
+    decodes: lanes that continue with the token they drew last; the step computes them first. prefills: the prefill
+    chunks, which follow. starts: lanes that begin with a new sequence. page_updates: changed entries of page tables, as
+    (lane, index of the first page, pages). copies: (page, page), partly filled pages to copy for forks when the step
+    has computed. masked: a lane that draws has a TokenMask, so that the sampler waits for the tokens of the previous
+    step. features: the payloads of features, each of its own type; see engine.step.StepFeature.
     """
 
     decodes: tuple[int, ...] = ()
@@ -436,7 +435,7 @@ class Batch:
     features: tuple[Any, ...] = ()
 
     def find(self, kind: type[Payload]) -> Payload | None:
-        """Return what a feature does, by the type of its payload."""
+        """Return the payload of a type, if a feature has added one."""
         return next((payload for payload in self.features if type(payload) is kind), None)
 
     @property
@@ -459,7 +458,7 @@ class StepResult(Drawn):
     features: list[Any] = field(default_factory=list)
 
     def find(self, kind: type[Payload]) -> Payload | None:
-        """Return the result of a feature, by its type."""
+        """Return the result of a type, if a feature has added one."""
         return next((payload for payload in self.features if type(payload) is kind), None)
 
 
@@ -480,7 +479,7 @@ class Event(Drawn):
     started: float | None = None  # with the sample's first event: time.monotonic() when it began to run
     weight_versions: list[tuple[int, int, int]] | None = None  # with the sample's last event: of all its tokens
     prompt_token_ids: list[int] | None = None  # with the last event of the first sample
-    prompt: str | None = None  # its text, likewise
+    prompt: str | None = None  # its text, with the last event of the first sample too
 
 
 @dataclass(slots=True)
@@ -525,12 +524,12 @@ class Timings:
 class RequestOutput:
     """A finished request.
 
-    prompt: its text, for chat messages with the chat template; None for a prompt of ids.
-    completions: its samples, by index.
+    prompt: the text of the prompt, for chat messages with the chat template; None for a prompt of ids.
+    completions: the samples, by index.
     prompt_logprobs: if asked for, float32 values as long as the prompt; NaN at position 0 and before the start of a
         score. prompt_top_logprobs: their alternatives.
-    cached_tokens: prompt tokens (and resumed ones) that its first sample did not compute: they were in the prefix
-        cache, or another request computed them in the same step.
+    cached_tokens: number of prompt tokens (and resumed ones) that its first sample did not compute: they were in the
+        prefix cache, or another request computed them in the same step.
     """
 
     id: str | int

@@ -12,8 +12,8 @@ from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import PageAllocator
 from fastgen.request import LaneStart, Sequence
 
-MOST_ENDS = 64  # times at which `_will_fit` counts pages, at most
-LEAVING_STEPS = 4  # steps from the one that computes a sequence's last token until its pages are released
+MOST_ENDS = 64  # maximum number of times at which `_will_fit` counts pages
+LEAVING_STEPS = 4  # number of steps from the last token of a sequence until its pages are released
 
 
 @dataclass
@@ -45,12 +45,12 @@ class PageReservations:
     long as outputs end as predicted, or at a max_tokens below that, nothing is preempted.
 
     **Waves.** If nothing else will come and not all sequences fit at once, the number of running sequences is limited
-    such that all waves are equal: a small remainder at the end would take as long as a wave and leave the GPU idle. The
-    next wave begins before the end of the one ahead, as soon as all of it will have room.
+    such that all waves have the same size: a small remainder at the end would take as long as a wave and leave the GPU
+    idle. A wave begins before the previous one ends, as soon as all of it will have room.
 
     The share of pages that waiting sequences will have in common is unknown before they are admitted. It is assumed to
-    be that of the running ones: `distinct_pages` is the final number of their pages, which without sharing is the sum
-    of their reservations.
+    be the same as among the running ones: `distinct_pages` is the final number of their pages, which is the sum of
+    their reservations if they have none in common.
     """
 
     def __init__(self, config: EngineConfig, pages: PageAllocator, estimate: LengthEstimate) -> None:
@@ -114,20 +114,20 @@ class PageReservations:
         count, waiting = 1, len(self.waiting)  # count: number of sequences to admit at once
         if closed and sequence.ends_at_length:
             waves = -(-self._total(self.distinct_pages + need, self.reserved_pages + expected) // self.pages.num_pages)
-            wave = -(-(len(running) + waiting) // waves)  # the most sequences that may run at a time
+            wave = -(-(len(running) + waiting) // waves)  # maximum number of sequences that run at a time
             if len(running) >= wave:
-                count = (waiting - 1) % wave + 1  # the wave ahead is full: all that the next wave lacks, or none
+                count = (waiting - 1) % wave + 1  # this wave is full: admit all that the next one lacks, or none
         if count == 1 and self.growth + need <= self.pages.available:
             return True
         return self._will_fit(sequence, expected, count, running)
 
     def _will_fit(self, sequence: Sequence, expected: int, count: int, running: list[Sequence]) -> bool:
-        """Return True if `count` sequences like a waiting one fit beside the running ones at any time from now on.
+        """Return True if `count` sequences like a waiting one fit next to the running ones at any time from now on.
 
-        Each decoding sequence grows by a token a step, so that its length at any step is known, and also the step at
-        which it leaves at the latest, because of its max_len. Shared pages count once for each holder. A sequence that
+        Each decoding sequence grows by one token per step, so its length at any step is known, and so is the last step
+        at which it can leave, because of its max_len. A page with several holders counts once for each. A sequence that
         is admitted later is checked against all that run then, so that the result stays valid. All prefills are assumed
-        to last until the known tokens of all are computed, in steps of the least budget. With
+        to last until the known tokens of all are computed, in steps of the smallest budget. With
         `speculate`, sequences with right drafts overtake others, and one of these may then be preempted.
         """
         known, room = len(sequence.token_ids), self.pages.num_pages

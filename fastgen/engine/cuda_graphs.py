@@ -67,14 +67,14 @@ _spare: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 class Graphs(Generic[Key]):
     """CUDA graphs by key: of decode steps by the number of lanes, of pieces of prefill steps by (tokens, layer).
 
-    keys: ascending. The graphs share one memory pool and one stream, also with those of `beside`. A replay overwrites
-    the temporary tensors of the last one, so a step must keep its results in tensors of its own."""
+    keys: ascending. The graphs share one memory pool and one stream, also with the graphs of `partner`. A replay
+    overwrites the temporary tensors of the last one, so a step must keep its results in tensors of its own."""
 
-    def __init__(self, keys: list[Key], device: torch.device, beside: Graphs[Any] | None = None) -> None:
+    def __init__(self, keys: list[Key], device: torch.device, partner: Graphs[Any] | None = None) -> None:
         self.keys: list[Key] = keys
         self._device = device
-        self._beside = beside
-        self._pool: Any = None if beside is None else beside._pool  # torch's handle of it
+        self._partner = partner
+        self._pool: Any = None if partner is None else partner._pool  # torch's handle of it
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._lock = threading.Lock()
 
@@ -105,8 +105,8 @@ class Graphs(Generic[Key]):
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
         """The capture stream; it is reused by other graphs when this object is gone."""
-        if self._beside is not None:
-            return self._beside._stream
+        if self._partner is not None:
+            return self._partner._stream
         spare = _spare[self._device]
         stream = spare.pop() if spare else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         weakref.finalize(self, spare.append, stream).atexit = False
@@ -134,13 +134,13 @@ class PrefillGraphs:
     GPU needs. A CUDA graph cannot hold the attention of prefill chunks, whose grids and work lists differ from step to
     step. So each graph goes from one layer's attention to the next one's: the o projection and MLP of a layer, then the
     queries, keys and values of the next. The last layer's attention and MLP are launched kernel by kernel too, since
-    they are computed for the wanted rows alone.
+    they are computed only for the wanted rows.
 
-    sizes: tokens of the steps, ascending. beside: graphs to share a memory pool with. The key of a graph is its size,
-    and the layer whose queries it ends with.
+    sizes: numbers of tokens of the steps, ascending. partner: graphs to share a memory pool with. The key of a graph is
+    its size, and the layer whose queries it ends with.
     """
 
-    def __init__(self, model: Transformer, pool: KVPool, sizes: list[int], beside: Graphs[int]) -> None:
+    def __init__(self, model: Transformer, pool: KVPool, sizes: list[int], partner: Graphs[int]) -> None:
         self.sizes = sizes
         self._model, self._pool = model, pool
         self._layers = len(model.layers)
@@ -153,7 +153,7 @@ class PrefillGraphs:
         self._q = like.new_zeros(most, heads, head_size)
         self._attended = like.new_zeros(most, heads * head_size)
         keys = [(size, layer) for size in sizes for layer in range(self._layers)]
-        self.graphs = Graphs(keys, like.device, beside)
+        self.graphs = Graphs(keys, like.device, partner)
         self.graphs.capture(self._launch)
 
     def forward(self, part: StepPart, attention: Attention) -> Tensor:

@@ -32,8 +32,8 @@ from fastgen.text.tokenizer import Tokenizer, check_needs, encode_prompt
 class InputProcessor:
     """Turns requests into sequences.
 
-    context: the most tokens of prompt and output together. seed: requests without a seed derive theirs from it and a
-    counter; None: a seed from the operating system. defaults: the parameters of requests that have none.
+    context: maximum number of tokens of prompt and output together. seed: requests without a seed derive theirs from
+    this seed and a counter; None: from the operating system. defaults: the parameters of requests that have none.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class InputProcessor:
             raise TypeError(f"params must be SamplingParams, a dict or a list of them, not {type(params).__name__}")
         each = [params_of(own, self.defaults) for own in params]
         if len(each) != len(many):
-            raise ValueError(f"there are {len(many)} prompts and {len(each)} params; give one, or one a prompt")
+            raise ValueError(f"there are {len(many)} prompts and {len(each)} params; give one, or one per prompt")
         return list(zip(many, each, strict=True))
 
     def check_params(self, params: SamplingParams) -> None:

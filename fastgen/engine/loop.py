@@ -1,4 +1,4 @@
-"""The loop of the engine: each turn launches a step, and then reads the step before it."""
+"""The loop of the engine: each turn launches a step, and then reads the previous step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fastgen.model.weights import WeightState
 from fastgen.request import Event, Request, RequestOutput, Sequence, Status
 
 log = logging.getLogger("fastgen.generator")  # the name that users of a Generator know
-LOG_SECONDS = 10.0  # seconds of steps between two lines in the log
+LOG_SECONDS = 10.0  # time spent in steps between two lines in the log
 
 
 class Loop:
     """Runs the steps of a Generator: `begin` takes a request, `advance` runs a step, and results go to the queue of the
     request or, where it has none, to `events`.
 
-    active: the requests in the engine. owners: the request and the sample of each sequence, in order of arrival.
+    active: the requests in the engine, by id. owners: the request and the sample of each sequence, in order of arrival.
     """
 
     def __init__(self, runner: StepRunner, inputs: InputProcessor, weights: WeightState, interrupt: OneCaller) -> None:
@@ -44,7 +44,7 @@ class Loop:
         self._ids = itertools.count()
 
     def advance(self) -> None:
-        """Run a turn, and then what had to wait for its end: aborts, the counts and their line in the log, Ctrl-C."""
+        """Run a turn, and then what had to wait for its end: aborts, statistics and their line in the log, Ctrl-C."""
         self.check_open()
         self.weights.check()
         start = time.perf_counter()
@@ -62,9 +62,9 @@ class Loop:
         self._interrupt.check()
 
     def _turn(self) -> bool:
-        """Schedule and launch a step, then collect the step before it and update. Return False if none was launched.
+        """Schedule and launch a step, then collect the previous step and update. Return False if none was launched.
 
-        A step with a mask draws its tokens last, since the mask depends on the tokens of the step before.
+        A step with a mask draws its tokens last, since the mask depends on the tokens of the previous step.
         """
         launched = None
         with span("schedule"):

@@ -16,8 +16,8 @@ class ActiveSample:
 
     sequence: Sequence
     text: OutputText | None = None  # updated at each token where events or stop strings need it; else made at the end
-    ids_read: int = 0  # ids that are in the text
-    emitted: tuple[int, int] = (0, 0)  # ids and characters in events so far
+    ids_read: int = 0  # number of ids that are in the text
+    emitted: tuple[int, int] = (0, 0)  # numbers of ids and of characters in events so far
 
     def update_text(self, tokenizer: Tokenizer | None) -> str | None:
         """Add the new ids to the text; return the stop string that they complete, if any."""
@@ -125,7 +125,7 @@ class ActiveRequest:
     samples: list[ActiveSample]
     queue: OutputQueue | None
     added: float  # time.perf_counter()
-    first_token: float | None = None  # likewise
+    first_token: float | None = None  # time.perf_counter() at the first token
     prompt: str | None = None  # its text
 
     @property
@@ -134,7 +134,7 @@ class ActiveRequest:
         return self.samples[0].sequence.cached_tokens
 
     def leave(self) -> None:
-        """Be no longer among those that run for a call."""
+        """Remove this request from its call's running requests."""
         if self.queue is not None:
             self.queue.running.pop(self.id, None)
 

@@ -17,8 +17,8 @@ NOT_INDEXED = -1
 class PageMoves:
     """The changes of pages before a step computes: a payload of a Batch.
 
-    saves: (page, host page), copied to the host tier first. fresh: newly allocated pages, whose contents are undefined.
-    loads: (host page, page), from the host tier, after the saves.
+    fresh: newly allocated pages, whose contents are undefined. saves: (page, host page), pages to copy to the host tier
+    first. loads: (host page, page), pages to copy from the host tier after the saves.
     """
 
     fresh: tuple[int, ...] = ()
@@ -67,7 +67,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self.page_size = page_size
         self.root = Node()
-        self.references = 0  # the lengths of all tables together
+        self.references = 0  # the sum of the lengths of all tables
         self._free = list(range(num_pages))  # a heap
         self._refs = [0] * num_pages
         self._nodes: list[Node | None] = [None] * num_pages  # by page, if it is indexed
@@ -78,7 +78,7 @@ class PageAllocator:
 
     @property
     def available(self) -> int:
-        """Pages that can be allocated: free and idle ones."""
+        """The number of pages that can be allocated: free and idle ones."""
         return len(self._free) + len(self._idle)
 
     # ------------------------------------------------------------------------------------------ page tables
@@ -215,7 +215,7 @@ class PageAllocator:
         assert node.parent is not None, "the root stays"
         del node.parent.children[node.tokens]
 
-    # ------------------------------------------------------------------------------------------ once a step
+    # ------------------------------------------------------------------------------------------ once per step
 
     def take_moves(self) -> PageMoves | None:
         """Return the moves of the batch that is now complete, if there are any."""

@@ -35,7 +35,7 @@ class Runner:
     hold it. Any other step is uploaded as a whole and launched kernel by kernel; if it has few tokens, all but its
     attention runs in CUDA graphs too (PrefillGraphs). The CPU has no graphs, and uploads decodes of one row as well.
 
-    features: by the type of their payloads in a Batch.
+    features: the features that act in steps, by the type of their payloads in a Batch.
     """
 
     def __init__(self, model: Transformer, pool: KVPool, attention: Attention, config: EngineConfig) -> None:
@@ -47,9 +47,9 @@ class Runner:
         self.lanes = Lanes(config, vocab, pool.page_size, pool.spare, self.device, samples)
         self.prefixes = attention.prefixes if config.max_seqs > 1 else None
         self.features: dict[type, StepFeature[Any]] = {}
-        self.graphs: dict[bool, Graphs[int]] = {}  # of decodes, by whether shared keys are read once
+        self.graphs: dict[bool, Graphs[int]] = {}  # decode steps, by whether shared keys are read once
         self.prefill_graphs: PrefillGraphs | None = None
-        self._logits = torch.empty(config.most_rows if samples else 0, vocab, device=self.device)  # of decodes
+        self._logits = torch.empty(config.most_rows if samples else 0, vocab, device=self.device)  # for decode steps
         self._free_cores = FreeCores()
 
     def clear_lanes(self) -> None:
@@ -185,7 +185,7 @@ class Runner:
             self.features[type(payload)].after(step, payload, x)
 
     def _upload(self, launched: Launched, shared: bool) -> StepInput:
-        """Send a step from arrays on the host."""
+        """Build the StepInput of a step from arrays on the host, and send it to the device."""
         batch, known, table = launched.batch, self.lanes.host_kv_lens, self.lanes.page_table
         step, decodes = StepSequences.of(batch, known), len(batch.decodes)
         parts = [step] if self.group.exchange is None else step.parts(decodes)
@@ -235,7 +235,7 @@ class Runner:
             mask = None if masks is None else upload(masks, self.device)
             if mask is not None and len(mask) < len(step.lanes):  # lanes have several rows
                 of_row = step.lanes[:, None] == self.lanes.input.lanes[: len(mask)]
-                mask = mask[of_row.int().argmax(1)]  # of padding: any
+                mask = mask[of_row.int().argmax(1)]  # rows of padding get any mask
             plan = self.lanes.plan_of(step.sampling)
             drawn = draw(step.logits, self.lanes.state, step.lanes, step.positions, plan, mask)
             tokens = drawn.packed[0]

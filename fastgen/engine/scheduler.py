@@ -329,7 +329,7 @@ class Scheduler:
                 continue
             token_ids = sequence.token_ids
             sequence.drawn.append(row)
-            token_ids.append(token)  # last: `_requeue` drops values without a token, should an exception come between
+            token_ids.append(token)  # last: `rewind` drops values without a token, should an exception come between
             if token in sequence.stop_ids or len(token_ids) == sequence.max_len:
                 self._end_at(sequence, token)
                 if sequence.every_token or sequence.status is not alive:

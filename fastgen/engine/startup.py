@@ -303,16 +303,16 @@ def capture(runner: Runner, sizes: list[int] | None = None, prefills: list[int] 
         plain.capture(runner.decode_body, compiled=True)
         runner.graphs = {False: plain}
         if _shares(runner):
-            runner.graphs[True] = Graphs(shared_sizes(sizes), device, beside=plain)
+            runner.graphs[True] = Graphs(shared_sizes(sizes), device, partner=plain)
             runner.graphs[True].capture(lambda size: runner.decode_body(size, shared=True), compiled=True)
         for graphs in runner.graphs.values():
             group.register_graphs(graphs)
         if drafting := _drafting(runner):
-            drafting.graphs = Graphs(speculative, device, beside=plain)
+            drafting.graphs = Graphs(speculative, device, partner=plain)
             drafting.graphs.capture(lambda size: runner.decode_body(size, source=drafting), compiled=True)
             group.register_graphs(drafting.graphs)
         if prefills:
-            runner.prefill_graphs = PrefillGraphs(runner.model, runner.pool, prefills, beside=plain)
+            runner.prefill_graphs = PrefillGraphs(runner.model, runner.pool, prefills, partner=plain)
             group.register_graphs(runner.prefill_graphs.graphs)
 
 

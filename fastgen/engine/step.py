@@ -19,15 +19,16 @@ from fastgen.model.transformer import StepPart
 from fastgen.request import Batch, SamplingParams, StepResult
 
 CUT_TOKENS = 2048
-"""Ranks cut a step of at least so many tokens in two: one part is summed over the ranks while the other computes."""
+"""Ranks cut a step of at least this number of tokens in two: one half is summed over the ranks while the other
+computes."""
 
 CUT_MULTIPLE = 128
 """The number of tokens in the first part is a multiple of this."""
 
 
 def largest_half(tokens: int) -> int:
-    """Return the most tokens, with padding, in a part of a step of up to `tokens` tokens that is cut in two, if less
-    than half of its tokens are decodes; 0 if no step is cut."""
+    """Return the maximum number of tokens, with padding, in a half of a step of up to `tokens` tokens, if less than
+    half of its tokens are decodes; 0 if no step is cut."""
     return 0 if tokens < CUT_TOKENS else -(-tokens // (2 * CUT_MULTIPLE)) * CUT_MULTIPLE
 
 
@@ -75,7 +76,7 @@ class StepSequences:
 
     @property
     def ends(self) -> StepSequences:
-        """The sequences that draw, with their last query tokens alone."""
+        """The sequences that draw, each with only its last query token."""
         drawing = self.num_draws > 0
         ones = np.ones_like(self.lanes[drawing])
         return StepSequences(self.lanes[drawing], ones, self.kv_lens[drawing], ones, self.forks[:0])
@@ -108,7 +109,7 @@ class Lanes:
     """The rows of device state that running sequences hold: page table, KV length, sampling state.
 
     The last lane, `padding`, is for rows that a CUDA graph has beyond those of a step; they run on the page `spare`.
-    host_table and host_kv_lens are copies on the host. input: the decodes of a step, one row for each lane, at fixed
+    host_table and host_kv_lens are copies on the host. input: the rows of a decode step, one per lane, at fixed
     addresses. samples: this rank draws the tokens.
     """
 
@@ -160,7 +161,7 @@ class Lanes:
         self.host_kv_lens[self._decode_lanes] += 1
 
     def fill(self, size: int, exact: bool = False) -> DecodeInput:
-        """Make the rows of the first `size` lanes that decode, and count their tokens in kv_lens."""
+        """Write the rows of the first `size` lanes that decode, and count their tokens in kv_lens."""
         rows = self.input.first(size)
         advance(self.state.last_token, self.kv_lens, self.page_table, rows, self._page_size)
         return rows
@@ -169,7 +170,7 @@ class Lanes:
         return self.input.first(count)
 
     def plan_of(self, lanes: tuple[int, ...]) -> SamplePlan:
-        """Return what the sampler does for these lanes."""
+        """Return the operations that the sampler needs for these lanes."""
         return SamplePlan.together(self._plans.take(lanes, 1))
 
     def slots(self, lanes: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -212,12 +213,12 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class StepInput:
-    """The tensors of a step: its parts, each with token ids, positions, slots and the plan of attention, and what is
-    drawn.
+    """The tensors of a step: token ids, positions, slots and attention plan of its parts, and what is drawn.
 
-    rows: int64 [R], of the tokens that are drawn from in the result of the layers; None: the first R. lanes: int64 [R],
-    that draw; positions: int32 [R], of the tokens to draw. out: for the logits, float32 [R, V], if they go to fixed
-    addresses. graphs: those that the layers run in, piece by piece.
+    parts: the whole step, or its two halves. rows: int64 [R], the rows of the layers' result whose logits are wanted;
+    None: the first R. lanes: int64 [R], the lanes that draw. positions: int32 [R], the positions of the tokens to draw.
+    out: float32 [R, V], memory for the logits if they go to fixed addresses. graphs: the graphs that the layers run in,
+    if any.
     """
 
     parts: list[StepPart]
@@ -232,10 +233,11 @@ class StepInput:
 class Launched:
     """A step in flight. Its results are on the host when the event `arrived` has passed (None: now).
 
-    sampling: the lanes of the results. lanes, positions, logits: see StepInput; the logits until tokens are drawn.
+    sampling: the lane of each result. lanes, positions: see StepInput. logits: float32 [R, V], until tokens are drawn.
 
-    For features: source makes the rows of a step of decodes; all_rows: the layers compute the results of all tokens;
-    arrivals: of HostTier.load; held: what a feature keeps until `collect`, by the type of its payload.
+    For features: source: makes the rows of a step of decodes, instead of the Runner's Lanes. all_rows: the layers
+    compute the results of all tokens, not only of those that are drawn from. arrivals: the events of HostTier.load, by
+    layer. held: what a feature keeps until `collect`, by the type of its payload.
     """
 
     batch: Batch
@@ -256,7 +258,7 @@ Payload = TypeVar("Payload")
 
 
 class StepFeature(Generic[Payload]):
-    """The hooks of a feature, which are called in each step whose Batch has a payload for it."""
+    """The hooks of a feature in the runner, called in each step whose Batch has a payload for it. See PlanFeature."""
 
     def clear(self) -> None:
         """Forget what the lanes hold."""

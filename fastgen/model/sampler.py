@@ -31,16 +31,17 @@ from fastgen.kernels.sampler_rows import TEMPERATURE, TOP_P, gumbel
 from fastgen.kernels.scoring import ids_of_keys, rank_keys_of
 from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
 
-REACH = 30.5  # top-k and top-p cut tokens less likely than the likeliest by more than exp(REACH)
+REACH = 30.5  # top-k and top-p cut tokens that are more than exp(REACH) times less likely than the most likely one
 MAX_VOCAB = 2**18  # a rank key has 18 bits for the token id
 NO_TOKEN = -1  # result where no token can be drawn: the mask or -inf forbids all, or a logit is NaN or +inf
-LARGE = 1e30  # bound of parameters, and 1 / LARGE that of the temperature, so that float32 arithmetic stays finite
+LARGE = 1e30  # bound of parameters (1 / LARGE for the temperature) that keeps float32 arithmetic finite
 
 
 class SamplePlan(NamedTuple):
     """The operations that the rows of a batch need, known on the host. False leaves an operation out.
 
-    greedy: some row takes the most likely token; random: some row draws one. addends: of logit_bias or min_tokens.
+    greedy: some row takes the most likely token; random: some row draws one. addends: some row has logit_bias or
+    min_tokens.
     sorted_tokens: the number of most likely tokens that top-k and top-p must sort, 0 where no drawing row has them.
     keep_mask: some row asks for the tokens that truncation kept. top_logprobs: the largest number of raw alternatives
     that a row asks for.
@@ -130,7 +131,7 @@ class _Rows(NamedTuple):
     min_tokens: Tensor
     top_k: Tensor  # V where there is none
     penalized: Tensor
-    biases: Tensor  # pairs in the token table; the stop ids come behind them
+    biases: Tensor  # number of pairs in the token table; the stop ids come after them
     stops: Tensor
 
 
@@ -140,7 +141,8 @@ class LaneState:
     last_token: int64 [S], each lane's last token (0 for NO_TOKEN, so that it can always be embedded). table: int64 [S,
     14], the parameters: the integers of _Rows from seed on, then the bits of its floats as float64. token_ids, addends:
     int64 and float32 [S, MAX_BIASES], (token, addend) pairs, a lane's biases and then its stop ids. most_pairs: the
-    most that a lane has had. counts: int32 [S, V], the occurrences of tokens in a penalized lane's output, and
+    largest number of pairs that a lane has had. counts: int32 [S, V], the occurrences of tokens in a penalized lane's
+    output, and
     in_prompt: bool [S, V]; both are rebuilt from the lane's tokens when it starts. samples: this rank samples; other
     ranks receive the tokens, and keep only `last_token` up to date."""
 
@@ -191,7 +193,7 @@ class LaneState:
             self._count(penalized)
 
     def _write_pairs(self, starts: Sequence[LaneStart]) -> None:
-        """Write the biases and stop ids of these lanes into the token table. Old pairs behind them stay, unused."""
+        """Write the biases and stop ids of these lanes into the token table. Older pairs after them stay, unused."""
         alike: dict[tuple[int, frozenset[int]], list[LaneStart]] = {}  # lanes with one list are written at once
         for s in starts:
             alike.setdefault((id(s.params), s.stop_ids), []).append(s)
@@ -229,7 +231,8 @@ class LaneState:
         return _Rows._make([*float32s[..., None].unbind(1), top_p, *integers[..., None].unbind(1)])
 
     def drew(self, lanes: Tensor, tokens: Tensor, penalized: Tensor | None) -> None:
-        """Store tokens [R] as the last tokens of lanes [R], and count those of penalized rows (int [R], 1 or 0)."""
+        """Store tokens [R] as the last tokens of lanes [R], and count the tokens of penalized rows (int [R], 1 or
+        0)."""
         tokens = tokens.clamp(min=0)
         self.last_token[lanes] = tokens
         if penalized is not None:
@@ -261,7 +264,7 @@ def _draw_twin(
     logits: [R, V], contiguous, not changed. lanes: int64 [R]; a lane is named twice only if it is padding, or for the
     rows of a speculative decode, whose last token `kernels.drafts.follow` stores. positions:
     int32 or int64 [R], the position (from 0) of the drawn token in prompt and output. mask: int32 [R, ceil(V / 32)];
-    bit i of word w is token 32 w + i, and a set bit allows it. The order is that of SamplingParams: penalties, bias,
+    bit i of word w is token 32 w + i, and a set bit allows it. The order is as in SamplingParams: penalties, bias,
     min_tokens, mask, temperature, top-k, top-p, min-p.
     """
     logits = logits.float()

@@ -32,10 +32,10 @@ from fastgen.parallel.residual import ReplicatedResidual, Residual, begin
 class StepPart:
     """The tokens of a step, or of one half of a step that is cut in two, on their way through the layers.
 
-    token_ids: int64 [T]; mapping: their positions and slots; plan: of Attention.plan. ends: the rows of the tokens
-    whose logits are wanted, int64 [R], one a sequence, and the layout of a step that has these tokens alone; None if
-    all rows are wanted. arrivals: of HostTier.load, loads of pages that the step must wait for. residual: the residual
-    stream.
+    token_ids: int64 [T]. mapping: the positions and slots of the tokens. plan: the result of Attention.plan. ends: the
+    rows of the tokens whose logits are wanted, int64 [R], one per sequence, and the layout of a step with only these
+    tokens; None if all rows are wanted. arrivals: the events of HostTier.load, by layer, which the layers wait for.
+    residual: the residual stream.
     """
 
     token_ids: Tensor
@@ -47,7 +47,7 @@ class StepPart:
 
     @property
     def num_results(self) -> int:
-        """The number of rows behind the last layer, without the padding that a product adds."""
+        """The number of rows after the last layer, without the padding that a product adds."""
         return len(self.token_ids if self.ends is None else self.ends[0])
 
     def wait(self, number: int) -> None:
@@ -57,7 +57,7 @@ class StepPart:
 
 
 class Transformer:
-    """The model. parameters: of this rank. context: number of positions of the rope tables."""
+    """The model. parameters: this rank's parameters. context: number of positions in the rope tables."""
 
     def __init__(self, parameters: Parameters, context: int) -> None:
         self.parameters = parameters

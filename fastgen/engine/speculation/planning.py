@@ -1,4 +1,4 @@
-"""Speculation: drafted tokens that a decode computes beside the last one, and keeps while they equal its draws.
+"""Speculation: drafted tokens that a decode computes in addition to the last one, and keeps while they equal its draws.
 
 A draw is a function of (seed, sample index, position) and the logits, and the logits of a row do not depend on the
 other rows of a step. So a speculative decode draws the tokens that plain decodes would draw, to the bit. A draft only
@@ -10,7 +10,7 @@ repeats what followed the longest earlier match of the last tokens (fastgen.kern
 
 **The host plans with upper bounds.** It says how many rows each lane has at most, counts all of them as computed and
 pending, and corrects this when it reads how many were kept. Lengths and drafts stay on the device, so that speculative
-steps follow each other without a wait. Any other step behind one waits until it is read.
+steps follow each other without a wait. Any other step after one waits until it is read.
 
 No torch here.
 """
@@ -30,9 +30,9 @@ from fastgen.engine.speculation.options import Speculation
 from fastgen.engine.stats import Stats
 from fastgen.request import Batch, Prefill, Sequence, StepResult
 
-HISTORY = 4096  # most tokens of earlier outputs in a lane's text
-LEAD = 16  # tokens of the prompt before each earlier output, so that its first tokens can be drafted
-LONGEST = 32768  # most tokens of a sequence that is sent as a lane's text
+HISTORY = 4096  # maximum number of tokens of earlier outputs in a lane's text
+LEAD = 16  # number of prompt tokens before each earlier output, so that its first tokens can be drafted
+LONGEST = 32768  # maximum length of a sequence that is sent as a lane's text
 BESIDES = 16  # fixed cost of a speculative step with CUDA graphs, in rows
 QUIET = 1 / 4  # factor for each result without a draft by which the next one is less likely
 LEARNING = 1 / 8  # weight of a drafted token in the share of tokens that were right
@@ -42,10 +42,10 @@ LEARNING = 1 / 8  # weight of a drafted token in the share of tokens that were r
 class DraftPlan:
     """The payload of a Batch.
 
-    rows: of a speculative step, which has no prefills: the most rows of each decode, its last token and drafted ones;
-    else empty. lengths: (lane, KV length), which speculative steps advanced on the device. texts: (lane, start, int32
-    [n]) of lanes that draft from now on: tokens of earlier outputs, and from `start` on their own. drafts: the tokens
-    that the step draws are appended to the texts, and the next ones are drafted.
+    rows: in a speculative step, which has no prefills, the maximum number of rows of each decode (its last token and
+    drafted ones); else empty. lengths: (lane, KV length), which speculative steps advanced on the device. texts: (lane,
+    start, int32 [n]) of lanes that draft from now on: tokens of earlier outputs, and from `start` on their own. drafts:
+    the tokens that the step draws are appended to the texts, and the next ones are drafted.
     """
 
     rows: tuple[int, ...] = ()
@@ -111,7 +111,7 @@ class History:
             self.tokens -= len(dropped) // 4 + sum(map(len, outputs))
 
     def outputs_of(self, prompt: list[int]) -> np.ndarray:
-        """Return the outputs of a prompt, the oldest first, each behind the end of the prompt and before a -1: int32
+        """Return the outputs of a prompt, the oldest first, each after the end of the prompt and before a -1: int32
         [n], the last HISTORY of them."""
         lead, end = np.array(prompt[-LEAD:], dtype=np.int32), np.array([-1], dtype=np.int32)
         parts = [part for output in self._outputs.get(_key(prompt), ()) for part in (lead, output, end)]

@@ -22,7 +22,7 @@ class StepLayout:
     query_lens, kv_lens: int64 [S]; kv_lens count the query tokens too. decodes: the first sequences of the step, which
     have one query token each. lanes: int64 [S], the row of page_table of each sequence. page_table: int32 [all lanes,
     columns] on the device, the pages of positions 0 .. P - 1, P .. 2 P - 1, ...; entries after a sequence's last page
-    are any valid page. shared: the decodes are those of the last call of `SharedPrefixes.update`, and it returned True.
+    are any valid page. shared: `SharedPrefixes.update` was last called for these decodes, and returned True.
     """
 
     query_lens: NDArray[np.int64]
@@ -34,7 +34,7 @@ class StepLayout:
 
 
 class Attention(Protocol):
-    """An implementation of attention. `plan` runs once a step, `attend` once a layer.
+    """An implementation of attention. `plan` runs once per step, `attend` once per layer.
 
     capturable: a CUDA graph can hold `plan_decode` and `attend`. needs_clean_pages: all values of a page must be
     finite, also those that its sequence has not written yet, so fresh pages are wiped. prefixes: None: each sequence
@@ -56,7 +56,7 @@ class Attention(Protocol):
     def plan_decode(
         self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
     ) -> Any:
-        """Prepare a step of one token a sequence from tensors on the device alone, so that a CUDA graph can hold it.
+        """Prepare a step of one token per sequence only from tensors on the device, so that a CUDA graph can hold it.
 
         lanes: int64 [S]; kv_lens: int32 [S]; page_table: int32 [all lanes, columns]. Their values, and the keys that
         rows share, may change before a replay. shared: read shared keys once; it does not change the results. alone:

@@ -18,7 +18,7 @@ from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.kv_pool import KVPool
 
-PARTIALS = 8192  # partial results of a decode step; a step that would need more does not split
+PARTIALS = 8192  # number of partial results of a decode step; a step that would need more does not split
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class PagedAttention:
         return plan
 
     def attend(self, plan: PagedPlan, layer: int, q: Tensor, window: int) -> Tensor:
-        q = q.contiguous()  # results of the kernels are contiguous, those of their torch twins may not be
+        q = q.contiguous()  # results of the kernels are contiguous, results of their torch twins may not be
         out = torch.empty_like(q)
         for tiles in plan.work[window]:
             # Whether sharing compiles is known from the start on; where it does not, nothing is shared.

@@ -1,6 +1,6 @@
 """The ranges of keys that rows of a decode step share, because several page tables name the same pages.
 
-Page tables share prefixes alone (see fastgen.engine.pages): two tables with the same page in a column have the same
+Page tables share only prefixes (see fastgen.engine.pages): two tables with the same page in a column have the same
 pages in all columns before it. So the ranges form trees: a system prompt, then few-shot prompts, then the samples of
 each.
 
@@ -23,7 +23,7 @@ from fastgen.model.kv_pool import KVPool
 
 SHARING_PAYS = 16e6  # from so many bytes of a layer's keys and values on that are not read again
 FILLS = 0.5  # least number of tiles of shared keys, as a fraction of the programs that a chip holds
-OWN_KEY = 0.5  # time of a key that a row reads by itself, in that of a tile's key: siblings find it in L2
+OWN_KEY = 0.5  # time of a key that a row reads by itself, relative to a tile's key: siblings find it in L2
 
 Ints = NDArray[np.int64]
 
@@ -70,7 +70,7 @@ def shared_ranges(tables: NDArray[np.int32], lanes: Ints, full: Ints) -> list[Le
 
 
 def _first_differences(tables: NDArray[np.int32], lanes: Ints, full: Ints, rows: Ints, others: Ints) -> Ints:
-    """Return the first column in which each row's table differs from that of another row, or that is not full."""
+    """Return the first column in which each row's table differs from another row's, or that is not full."""
     width = int(full[rows].max())
     same = tables[lanes[rows], :width] == tables[lanes[others], :width]
     return np.minimum(np.where(same.all(1), width, same.argmin(1)), full[rows])
@@ -80,7 +80,7 @@ def prefixes(levels: list[Level], page_size: int, block: int, tile_rows: int) ->
     """Return one level of ranges that begin at key 0 and end at multiples of `block` keys, with a row in at most one;
     None if there are none.
 
-    A kernel goes through such a range in the order in which it would for one row alone, and leaves one partial result.
+    A kernel goes through such a range in the order in which it would for a single row, and leaves one partial result.
     A row stays in the range of its parents, unless it takes less time that tiles of its own range's rows, of up to
     `tile_rows`, read the parents' keys as well.
     """
