@@ -27,14 +27,14 @@ import torch
 import torch.distributed as dist
 from adapters import CONFIG, adapter
 from conftest import Turns, new_weights, random_ids
-from gathering import GatheringExchange
+from gathering import prepare_and_cut
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from fastgen import Generator, Request, RequestOutput, SamplingParams
 from fastgen.engine import runner
 from fastgen.engine import step as step_sequences
-from fastgen.parallel.group import gather_objects
+from fastgen.parallel.group import Group, gather_objects
 from fastgen.ranks import start
 from fastgen.request import Completion
 
@@ -100,7 +100,7 @@ def check_close(found: list[RequestOutput], expected: list[RequestOutput]) -> No
         assert (mine.error, mine.prompt_token_ids) == (its.error, its.prompt_token_ids)
         assert (mine.prompt_logprobs is None) == (its.prompt_logprobs is None)
         assert (mine.prompt_logprobs or [])[1:] == pytest.approx((its.prompt_logprobs or [])[1:], abs=CLOSE)
-        check_top(mine.prompt_top_logprobs or [], its.prompt_top_logprobs or [])
+        assert values_of(mine.prompt_top_logprobs) == pytest.approx(values_of(its.prompt_top_logprobs), abs=CLOSE)
         for one, other in zip(mine.completions, its.completions, strict=True):
             check_completion(one, other)
 
@@ -117,17 +117,15 @@ def check_completion(found: Completion, expected: Completion) -> None:
         assert len(found.token_ids) == len(expected.token_ids)
         assert (found.finish_reason, found.stop_reason) == (expected.finish_reason, expected.stop_reason)
         assert found.sampling_mask == expected.sampling_mask
-    assert found.raw_logprobs[:same] == pytest.approx(expected.raw_logprobs[:same], abs=CLOSE)
-    assert found.logprobs[:same] == pytest.approx(expected.logprobs[:same], abs=CLOSE)
-    assert found.untruncated_logprobs[:same] == pytest.approx(expected.untruncated_logprobs[:same], abs=CLOSE)
-    check_top(found.top_logprobs[:same], expected.top_logprobs[:same])
+    for name in ("raw_logprobs", "logprobs", "untruncated_logprobs"):
+        assert getattr(found, name)[:same] == pytest.approx(getattr(expected, name)[:same], abs=CLOSE)
+    tops = values_of(expected.top_logprobs[:same])
+    assert values_of(found.top_logprobs[:same]) == pytest.approx(tops, abs=CLOSE)
 
 
-def check_top(found: list[dict[int, float]], expected: list[dict[int, float]]) -> None:
-    """Check the alternatives, which may change places if they are equally good."""
-    for mine, its in zip(found, expected, strict=True):
-        assert sorted(mine.values()) == pytest.approx(sorted(its.values()), abs=CLOSE)
-        assert all(mine.get(token, min(mine.values())) == pytest.approx(its[token], abs=CLOSE) for token in its)
+def values_of(tops: list[dict[int, float]] | None) -> list[float]:
+    """Return the logprobs of alternatives, which may change places if they are equally good."""
+    return [value for top in tops or [] for value in sorted(top.values())]
 
 
 # ------------------------------------------------------------------------------------------- the program
@@ -216,14 +214,13 @@ class Program:
             return found
 
         step_sequences.StepSequences.parts = noted  # type: ignore[method-assign]
-        with Generator(self.folder, tp_group=dist.group.WORLD, **OPTIONS, prefix_cache=False) as gen:
-            expected = list(map(contents, answers(gen, FEW)))
-            model: Any = gen._runner._runner.model  # type: ignore[attr-defined]
-            largest = step_sequences.largest_half(gen.config.max_step_tokens)
-            model.group.exchange = GatheringExchange(model.group, largest)
-            assert list(map(contents, answers(gen, FEW))) == expected
-            assert [contents(*answers(gen, [request])) for request in FEW] == expected
-        step_sequences.StepSequences.parts = parts  # type: ignore[method-assign]
+        found = []
+        for prepare in (Group.prepare, prepare_and_cut):
+            Group.prepare = prepare  # type: ignore[method-assign]
+            with Generator(self.folder, tp_group=dist.group.WORLD, **OPTIONS, prefix_cache=False) as gen:
+                found.append(list(map(contents, answers(gen, FEW))))
+                found.append([contents(*answers(gen, [request])) for request in FEW])
+        assert found[0] == found[1] == found[2] == found[3]
         assert len(halves) > 6
         assert any(half % self.size for half in halves)
 
@@ -260,24 +257,15 @@ class Program:
         """Update the weights. Each rank gives tensors of its own; rank 0's other arguments are used."""
         gen, mine, alone = self.gen, self.mine, self.alone
         old, new = load_file(self.folder / "model.safetensors"), new_weights(self.folder)
-        few, other = dict(list(new.items())[:3]), dict(list(new.items())[1:4])
-        before = gen.generate([5, 6], SHORT)
-        for weights, partial_update, kind, text in (
-            (mine(new, few), False, ValueError, "missing"),
-            (mine(new, None), False, TypeError, "not NoneType"),
-            (mine(few, other), True, ValueError, "rank 1 gives other tensors than rank 0: model"),
-        ):
+        few, before = dict(list(new.items())[:3]), gen.generate([5, 6], SHORT)
+        for weights, kind, text in ((few, ValueError, "missing"), (None, TypeError, "not NoneType")):
             with pytest.raises(kind, match=text):
-                gen.update_weights(weights, partial=mine(partial_update))
+                gen.update_weights(mine(new, weights))
             assert tokens_of(gen.generate([5, 6], SHORT)) == tokens_of(before), "nothing has changed yet"
-        for weights, text in (
-            (iter(mine(few, other).items()), "rank 1 gives other tensors than rank 0: model"),
-            (mine(new, iter(few.items())), "missing"),
-        ):
-            with pytest.raises(ValueError, match=text):
-                gen.update_weights(weights, partial=mine(text != "missing"))
-            with pytest.raises(RuntimeError, match="call update_weights with all of them"):
-                gen.generate([5, 6], SHORT)
+        with pytest.raises(ValueError, match="rank 1 gives other tensors than rank 0: model"):
+            gen.update_weights(iter(mine(few, new).items()), partial=mine(True))
+        with pytest.raises(RuntimeError, match="call update_weights with all of them"):
+            gen.generate([5, 6], SHORT)
         assert gen.update_weights(mine(iter(new.items()), new), version=mine(7)) == 7
         if alone is not None:
             alone.update_weights(new)

@@ -387,17 +387,6 @@ def test_a_generator_gives_the_same_items_on_all_ranks(leave: int | None) -> Non
     assert program.runners[0].log == program.runners[1].log == program.runners[2].log
 
 
-def test_an_error_of_a_generator_is_raised_on_all_ranks() -> None:
-    def items() -> Iterator[int]:
-        yield 1
-        raise ValueError("bad")
-
-    program = Program(lambda follower: list(follower.iterate("stream", items())))
-    with pytest.raises(ValueError, match="bad"):
-        list(program.leader.iterate("stream", items()))  # type: ignore[arg-type]
-    assert [str(outcome) for outcome in program.join()] == ["bad", "bad"]
-
-
 def given(tensors: str) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors, whose names are letters; at a "!", fail."""
     for name in tensors:
@@ -409,24 +398,26 @@ def given(tensors: str) -> Iterator[tuple[str, Tensor]]:
 @pytest.mark.parametrize(
     ("first", "second", "partial", "kind", "text"),
     [
-        (list(given("ab")), list(given("ba")), False, None, ""),
-        (list(given("ab")), given("ab"), False, None, ""),
-        (given("b"), list(given("b")), True, None, ""),
-        (list(given("ab")), list(given("b")), False, ValueError, "missing 1 of 2 tensors: a"),
-        (list(given("a")), list(given("b")), True, ValueError, "rank 1 gives other tensors than rank 0: a, b"),
-        (list(given("ab")), given("b"), False, ValueError, "missing 1 of 2 tensors: a"),
-        (given("a"), given("ab"), True, ValueError, "rank 1 gives other tensors than rank 0: b"),
-        (list(given("ab")), given("abx"), False, ValueError, "x"),
-        (list(given("ab")), given("ab!"), False, LookupError, "lost"),
+        ("ab", "ba", False, None, ""),
+        ("ab", "ab once", False, None, ""),
+        ("b once", "b", True, None, ""),
+        ("ab", "b", False, ValueError, "missing 1 of 2 tensors: a"),
+        ("a", "b", True, ValueError, "rank 1 gives other tensors than rank 0: a, b"),
+        ("ab", "b once", False, ValueError, "missing 1 of 2 tensors: a"),
+        ("a once", "ab once", True, ValueError, "rank 1 gives other tensors than rank 0: b"),
+        ("ab", "abx once", False, ValueError, "x"),
+        ("ab", "ab! once", False, LookupError, "lost"),
     ],
 )
 def test_each_rank_checks_and_writes_the_tensors_of_its_program(
-    first: Any, second: Any, partial: bool, kind: type[Exception] | None, text: str
+    first: str, second: str, partial: bool, kind: type[Exception] | None, text: str
 ) -> None:
-    """Errors are found before anything is written, except in tensors that come from an iterator."""
+    """Errors are found before anything is written, except in tensors that come once, from an iterator."""
 
-    def update_from(tensors: Any, partial: bool) -> Update:
-        return Update(tensors, {name: Shard.whole(torch.empty(2, device="meta")) for name in "ab"}, partial)
+    def update_from(tensors: str, partial: bool) -> Update:
+        names, once = tensors.removesuffix(" once"), tensors.endswith(" once")
+        shards = {name: Shard.whole(torch.empty(2, device="meta")) for name in "ab"}
+        return Update(given(names) if once else list(given(names)), shards, partial)
 
     update, begun = update_from(first, partial), list[bool]()
     program = Program(lambda follower: follower.call("update", update=update_from(second, False)), size=2)
@@ -442,7 +433,7 @@ def test_each_rank_checks_and_writes_the_tensors_of_its_program(
         with pytest.raises(kind, match=text):
             program.leader.call("update", work)
         assert text in str(program.join()[0])
-        assert not begun or not isinstance(second, list)
+        assert bool(begun) == second.endswith(" once")
     assert bool(begun) == any(("written", 0) in runner.log for runner in program.runners)
 
 
@@ -468,19 +459,6 @@ def test_what_a_follower_raises_in_a_step_is_raised_on_all() -> None:
     for call in (lambda: program.leader.call("stats", lambda: 1), lambda: program.followers[1].call("stats")):
         with pytest.raises(RuntimeError, match=r"no longer agree.*no such lane"):
             call()
-
-
-def test_a_step_that_only_the_leader_fails_in_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "CAUSE_SECONDS", 0.05)
-    program = Program(lambda follower: follower.call("generate"))
-    for rank in (1, 2):
-        program.runners[rank].launch = lambda batch: None  # type: ignore[method-assign]
-    with pytest.raises(LookupError, match="no such lane"):
-        program.leader.call("generate", lambda: program.leader.launch(batch(99)))
-    program.leader.synchronize()  # waits for nobody
-    with pytest.raises(RuntimeError, match="no longer agree"):
-        program.leader.call("generate", lambda: 1)
-    assert [type(outcome) for outcome in program.join()] == [LookupError, LookupError]
 
 
 def test_a_rank_that_is_gone_is_noticed() -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 
 import pytest
-from test_ranks_protocol import FakeRunner, batch
+from test_ranks_protocol import FakeRunner
 
 import fastgen
 from fastgen.parallel.group import Group
-from fastgen.processes import spawning as processes
+from fastgen.processes import spawning
 from fastgen.ranks import start
 from fastgen.ranks.protocol import Leader
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(60)
 
 # A follower with a stub of a runner. torch and the modules that compute are replaced: importing them takes seconds.
 FAKE = """
-import os, sys, time
+import sys
 from types import ModuleType, SimpleNamespace
 
 class Absent(ModuleType):
@@ -46,32 +46,13 @@ sys.modules["fastgen.parallel.group"].Group = SimpleNamespace(join=lambda *_: gr
 
 from fastgen.ranks import start
 
-class Runner:
-    config = None
+def build_rank(death, device, group):
+    print("a rank", flush=True)
+    if death:
+        raise LookupError("no such thing")
+    return SimpleNamespace(config=None, synchronize=lambda: None)
 
-    def __init__(self, death, device, group):
-        print("a rank", flush=True)
-        if death == "fails":
-            fail()
-        self.death = death
-
-    def launch(self, batch):
-        if batch.decodes[0] == 99:  # the other waits for rank 1, as in a collective
-            if sys.argv[-2] == "1":
-                deaths[self.death]()
-            time.sleep(1000)
-
-    def synchronize(self):
-        pass
-
-def fail():
-    raise LookupError("no such thing")
-
-deaths = {
-    "exits": lambda: os._exit(3),
-    "raises": fail,
-}
-start.build_rank = Runner
+start.build_rank = build_rank
 start.main()
 """
 
@@ -84,13 +65,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "FOLLOWER", ("-c", FAKE))
 
 
-def started(death: str = "", size: int = 3) -> Leader:
-    return start.start_followers(size, (death,), "cpu")
-
-
-def pids_of(leader: Leader) -> list[int]:
+def started(death: str = "", size: int = 3) -> tuple[Leader, list[subprocess.Popen[bytes]]]:
+    """Start a leader; return it and its followers' processes."""
+    leader = start.start_followers(size, (death,), "cpu")
     assert leader._spawned is not None
-    return [process.pid for process in leader._spawned.processes]
+    return leader, leader._spawned.processes
 
 
 def alive(pid: int) -> bool:
@@ -109,60 +88,33 @@ def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
 
 
 @pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize(
-    ("death", "kind", "text"),
-    [
-        ("exits", RuntimeError, "rank 1 exited with status 3; make a new Generator"),
-        ("raises", LookupError, "no such thing"),
-    ],
-)
-def test_a_rank_that_dies_ends_all(death: str, kind: type[Exception], text: str) -> None:
-    leader = started(death)
-    pids = pids_of(leader)
-    assert [os.getpgid(pid) for pid in pids] == pids, "Ctrl-C in the terminal does not reach them"
-    assert leader.collect(leader.launch(batch(5))).tokens == [5]
-    leader._runner.launch = lambda batch: None  # type: ignore[assignment, method-assign, return-value]
-    start = time.monotonic()
-    leader.launch(batch(99))
-    with pytest.raises(kind, match=text):
-        leader.synchronize()
-    assert time.monotonic() - start < 10
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "none lives, and none is a zombie"
-    with pytest.raises(RuntimeError, match="no longer agree"):
-        leader.launch(batch(6))
-    leader.close()
-
-
-@pytest.mark.usefixtures("fake")
 def test_a_rank_that_cannot_start_ends_all() -> None:
     with pytest.raises(LookupError, match="no such thing"):
-        started("fails").synchronize()  # the stub of a leader waits for nobody, and may be there first
+        started("fails")[0].synchronize()  # the stub of a leader waits for nobody, and may be ready first
 
 
 @pytest.mark.usefixtures("fake")
 def test_closing_ends_ranks_whatever_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "GRACE", 0.3)
+    monkeypatch.setattr(spawning, "GRACE", 0.3)
     gc.collect()  # otherwise files that failed tests left in cycles might be closed during the count
     before = len(os.listdir("/proc/self/fd"))
-    leader = started()
-    assert leader._spawned is not None
-    pids = pids_of(leader)
-    os.kill(pids[1], signal.SIGSTOP)  # so that it does not notice the end of its connection
-    while ") T" not in Path(f"/proc/{pids[1]}/stat").read_text():
+    leader, processes = started()
+    assert [os.getpgid(process.pid) for process in processes] == [process.pid for process in processes], (
+        "Ctrl-C in the terminal does not reach them"
+    )
+    os.kill(processes[1].pid, signal.SIGSTOP)  # so that it does not notice the end of its connection
+    while ") T" not in Path(f"/proc/{processes[1].pid}/stat").read_text():
         time.sleep(0.01)
     leader.close()
-    first, second = (process.returncode for process in leader._spawned.processes)
-    assert first in (1, -signal.SIGKILL)  # whichever comes first on a slow machine
-    assert second == -signal.SIGKILL
+    assert processes[0].returncode in (1, -signal.SIGKILL)  # whichever comes first on a slow machine
+    assert processes[1].returncode == -signal.SIGKILL
     assert len(os.listdir("/proc/self/fd")) <= before
     leader.close()
 
 
 @pytest.mark.usefixtures("fake")
 def test_ranks_that_nobody_holds_end_and_what_they_print_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    leader = started(size=2)
-    assert leader._spawned is not None
-    processes = leader._spawned.processes
+    leader, processes = started(size=2)
     leader.synchronize()
     del leader
     assert [process.returncode for process in processes] == [1]

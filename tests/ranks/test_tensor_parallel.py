@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from adapters import ALL, CONFIG, adapter
-from conftest import FAMILIES, Checkpoint, check_idle, new_weights, random_ids
+from conftest import FAMILIES, Checkpoint, check_idle, new_weights
 from hash_model import hopeful
 from ranks_program import CLOSE, REQUESTS, SCORED, SHORT, STARTS, answers, check_close, contents, run_ranks
 from safetensors.torch import load_file
 
-from fastgen import Generator, SamplingParams
+from fastgen import Generator
 from fastgen.engine.options import token_bytes
 from fastgen.model.config import read_config
 from fastgen.ranks import start as ranks_start
@@ -69,24 +69,6 @@ def test_ranks_answer_and_score_as_one_process(split: Generator, whole: Generato
     for _ in range(2):
         for mine, its in zip(split.score(SCORED, start=STARTS, temperature=0.8), expected, strict=True):
             assert mine == pytest.approx(its, abs=CLOSE, nan_ok=True)
-
-
-def test_what_ranks_answer_does_not_show_neighbours_that_are_aborted(split: Generator, whole: Generator) -> None:
-    chosen = [REQUESTS[place] for place in (1, 4, 7, 8)]
-    doomed = [split.add(random_ids(40, seed=seed), SamplingParams(n=2, ignore_eos=True)) for seed in range(3)]
-    ids = [split.add(*request) for request in chosen]
-    said: dict[Any, list[int]] = {}
-    while split.unfinished:
-        for event in split.step():
-            said.setdefault((event.id, event.index), []).extend(event.token_ids)
-        if doomed and split.stats.steps % 4 == 0:
-            (output,) = split.abort(doomed.pop())
-            assert {completion.finish_reason for completion in output.completions} == {"abort"}
-    assert not doomed
-    check_idle(split)
-    for id, output in zip(ids, answers(split, chosen), strict=True):
-        for completion in output.completions:
-            assert said[id, completion.index] == completion.token_ids
 
 
 def generate_forever(gen: Generator) -> None:
@@ -147,10 +129,15 @@ def test_two_generators_of_ranks_one_of_which_is_interrupted_traced_and_loses_a_
         assert split.generate([5, 6, 7], SHORT)[0].completions[0].token_ids == said[0]
 
 
-def test_ranks_take_new_weights(split: Generator, whole: Generator, folder: Path) -> None:
+def test_ranks_take_new_weights_and_sleep(split: Generator, whole: Generator, folder: Path) -> None:
     """Weights come from a mapping or from an iterator; the prefix cache and the host tier hold KV of the old ones."""
     old, new = load_file(folder / "model.safetensors"), new_weights(folder)
     before = answers(split, SOME)
+
+    def check_restored() -> None:
+        assert list(map(contents, answers(split, SOME))) == list(map(contents, before))
+        check_idle(split)
+
     with pytest.raises(ValueError, match="missing 1 of"):
         split.update_weights(dict(list(new.items())[1:]))
     for gen in (split, whole):
@@ -158,8 +145,18 @@ def test_ranks_take_new_weights(split: Generator, whole: Generator, folder: Path
     check_close(answers(split, SOME), answers(whole, SOME))
     for gen in (split, whole):
         gen.update_weights(iter(old.items()), version=0)
-    assert list(map(contents, answers(split, SOME))) == list(map(contents, before))
-    check_idle(split)
+    check_restored()
+    split.sleep()
+    with pytest.raises(RuntimeError, match="call wake first"):
+        split.generate([5, 6, 7], SHORT)
+    split.wake()
+    check_restored()
+    split.sleep(keep_weights=False)
+    split.wake("weights")
+    split.update_weights(old)
+    split.wake()
+    split.update_weights(old, version=0)  # as before, for the next test
+    check_restored()
 
 
 def test_ranks_merge_adapters(split: Generator, whole: Generator, folder: Path) -> None:
@@ -173,23 +170,6 @@ def test_ranks_merge_adapters(split: Generator, whole: Generator, folder: Path) 
         check_close(answers(split, SOME), answers(whole, SOME))
     for gen in (split, whole):
         gen.update_adapter(None, version=0)
-    assert list(map(contents, answers(split, SOME))) == list(map(contents, before))
-    check_idle(split)
-
-
-def test_ranks_sleep_and_wake(split: Generator, folder: Path) -> None:
-    before = answers(split, SOME)
-    split.sleep()
-    with pytest.raises(RuntimeError, match="call wake first"):
-        split.generate([5, 6, 7], SHORT)
-    split.wake()
-    assert list(map(contents, answers(split, SOME))) == list(map(contents, before))
-    split.sleep(keep_weights=False)
-    split.wake("weights")
-    weights = load_file(folder / "model.safetensors")
-    split.update_weights(weights)
-    split.wake()
-    split.update_weights(weights, version=0)  # as before, for the next test
     assert list(map(contents, answers(split, SOME))) == list(map(contents, before))
     check_idle(split)
 
