@@ -189,42 +189,31 @@ def test_four_ranks_of_a_program(llama: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "text"),
+    ("options", "sizes", "kind", "text"),
     [
-        ({"tensor_parallel": 3}, ValueError, "num_attention_heads=4 does not divide by 3 ranks"),
-        ({"tensor_parallel": 0}, ValueError, "tensor_parallel is 0; it must be at least 1"),
-        ({"tensor_parallel": "2"}, TypeError, "tensor_parallel must be an integer, not '2'"),
-        ({"tensor_parallel": True}, TypeError, "tensor_parallel must be an integer, not True"),
-        ({"tensor_parallel": 2, "tp_group": 1}, ValueError, "tp_group has its ranks already; leave tensor_parallel=2"),
-        ({"tp_group": "tp"}, TypeError, "tp_group must be a process group or a DeviceMesh, not str"),
-        (
-            {"tensor_parallel": 2, "device": "cuda"},
-            ValueError,
-            "tensor_parallel is 2, and torch finds 1 GPUs here; lower it, or",
-        ),
-        ({"tensor_parallel": 2, "device": "cuda:1"}, ValueError, "device is 'cuda:1'; with tensor_parallel it is"),
-        ({"tensor_parallel": 2, "page_size": 0}, ValueError, "page_size is 0; it must be at least 1"),
+        ({"tensor_parallel": 3}, {}, ValueError, "num_attention_heads=4 does not divide by 3 ranks"),
+        ({}, {"intermediate_size": 95}, ValueError, "intermediate_size=95 does not divide by 2 ranks"),
+        ({}, {"vocab_size": 321}, ValueError, "vocab_size=321 does not divide by 2 ranks"),
+        ({}, {"num_attention_heads": 6, "num_key_value_heads": 3}, ValueError, "num_key_value_heads=3 and 2 ranks"),
+        ({"tp_group": 1}, {}, ValueError, "tp_group has its ranks already; leave tensor_parallel=2"),
+        ({"tensor_parallel": 1, "tp_group": "tp"}, {}, TypeError, "tp_group must be a process group or a DeviceMesh"),
+        ({"device": "cuda"}, {}, ValueError, "tensor_parallel is 2, and torch finds 1 GPUs here; lower it, or"),
+        ({"device": "cuda:1"}, {}, ValueError, "device is 'cuda:1'; with tensor_parallel it is"),
+        ({"page_size": 0}, {}, ValueError, "page_size is 0; it must be at least 1"),
     ],
 )
 def test_what_cannot_work_is_told_before_ranks_are_started(
-    options: dict[str, Any], kind: type[Exception], text: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    sizes: dict[str, int],
+    kind: type[Exception],
+    text: str,
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 16, **sizes}))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(ranks_start, "spawn", lambda *_: pytest.fail("a rank is started"))
     with pytest.raises(kind, match=re.escape(text)):
-        Generator(llama, **{"device": "cpu", **options})
-
-
-@pytest.mark.parametrize(
-    ("sizes", "text"),
-    [
-        ({"intermediate_size": 95}, "intermediate_size=95 does not divide by 2 ranks"),
-        ({"vocab_size": 321}, "vocab_size=321 does not divide by 2 ranks"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 3}, "num_key_value_heads=3 and 2 ranks"),
-    ],
-)
-def test_sizes_that_do_not_divide_are_named(sizes: dict[str, int], text: str, llama: Path, tmp_path: Path) -> None:
-    config = json.loads((llama / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 16, **sizes}))
-    with pytest.raises(ValueError, match=text):
-        Generator(tmp_path, device="cpu", tensor_parallel=2)
+        Generator(tmp_path, **{"device": "cpu", "tensor_parallel": 2, **options})
