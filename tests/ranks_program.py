@@ -1,7 +1,7 @@
 """The program that test_tensor_parallel.py runs on several ranks, and how its answers are compared with one process.
 
-`ranks_program.py MODEL` makes all kinds of calls on two ranks, and a few on more. Then a rank is killed, and the others
-have to notice it and to exit with status 3.
+`ranks_program.py MODEL STORE RANK SIZE` makes all kinds of calls on two ranks, and a few on more. Then a rank is
+killed; the others have to notice this and to exit with status 3.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import faulthandler
 import gc
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -62,16 +61,14 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "page_size": 16, "max_seqs": 16, "sp
 CLOSE = 1e-4  # how much a sum in a different order may change a raw logprob
 
 
-def run_ranks(size: int, *arguments: Path) -> list[int]:
-    """Run this program on several ranks; return their exit statuses."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+def run_ranks(size: int, folder: Path, store: Path) -> list[int]:
+    """Run this program on several ranks, which meet in a new file `store`; return their exit statuses."""
     path = os.pathsep.join(map(str, (Path(start.__file__).parents[2], Path(__file__).parent)))
-    group = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path}
-    command = [sys.executable, __file__, *map(str, arguments)]
-    ranks = [subprocess.Popen(command, env={**os.environ, **group, "RANK": str(rank)}) for rank in range(size)]
+    command = [sys.executable, __file__, str(folder), str(store)]
+    environment = {**os.environ, "PYTHONPATH": path}
+    ranks = [subprocess.Popen([*command, str(rank), str(size)], env=environment) for rank in range(size)]
     try:
-        return [rank.wait(110) for rank in ranks]
+        return [rank.wait(280) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -398,9 +395,10 @@ def cannot(rank: int, *_: object) -> Any:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(100)
-    dist.init_process_group("gloo")
-    program = Program(Path(sys.argv[1]))
+    faulthandler.dump_traceback_later(250)
+    folder, store, rank, size = sys.argv[1:]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))
+    program = Program(Path(folder))
     if program.size > 2:
         program.check_answers(program.gen)
         program.die(program.size - 1)

@@ -27,7 +27,7 @@ from fastgen.engine.options import token_bytes
 from fastgen.model.config import read_config
 from fastgen.ranks import start as ranks_start
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)  # on a busy machine
 
 SOME = REQUESTS[1:4] + REQUESTS[8:9]
 
@@ -174,15 +174,16 @@ def test_ranks_merge_adapters(split: Generator, whole: Generator, folder: Path) 
     check_idle(split)
 
 
-def test_two_ranks_of_a_program(checkpoint: Checkpoint) -> None:
+def test_two_ranks_of_a_program(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The model has biases and tied embeddings, and a window in some layers. Rank 0 is killed in the end."""
-    assert run_ranks(2, checkpoint("Qwen2", **FAMILIES["qwen2"][1])) == [-signal.SIGKILL, 3]
+    folder = checkpoint("Qwen2", **FAMILIES["qwen2"][1])
+    assert run_ranks(2, folder, tmp_path / "store") == [-signal.SIGKILL, 3]
 
 
 @pytest.mark.long
-def test_four_ranks_of_a_program(llama: Path) -> None:
+def test_four_ranks_of_a_program(llama: Path, tmp_path: Path) -> None:
     """Two ranks each hold the same KV head. The last rank is killed in the end."""
-    assert run_ranks(4, llama) == [3, 3, 3, -signal.SIGKILL]
+    assert run_ranks(4, llama, tmp_path / "store") == [3, 3, 3, -signal.SIGKILL]
 
 
 # ------------------------------------------------------------------------------------------- what cannot work
