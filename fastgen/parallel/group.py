@@ -34,12 +34,6 @@ POLLS = 10 * allreduce.POLLS
 TIMEOUT = timedelta(minutes=10)  # of a collective
 
 
-def host_id() -> tuple[str, str]:
-    """Return an id of this host that differs even between hosts of the same name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname(), boot.read_text() if boot.exists() else ""
-
-
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return the objects of all ranks, ordered by rank. They are pickled."""
     found: list[Any] = [None] * group.size()
@@ -148,7 +142,9 @@ class Group:
     def beside(cls, given: dist.ProcessGroup, device: torch.device) -> Group:
         """Make a new group of the ranks of a program's group, all of which call this. The two groups' collectives are
         separate, and an error ends only the new group."""
-        names, hosts = zip(*gather_objects((f"fastgen-{secrets.token_hex(8)}", host_id()), given), strict=True)
+        boot = Path("/proc/sys/kernel/random/boot_id")  # tells apart hosts of the same name
+        host = socket.gethostname(), boot.read_text() if boot.exists() else ""
+        names, hosts = zip(*gather_objects((f"fastgen-{secrets.token_hex(8)}", host), given), strict=True)
         one_host = len(set(hosts)) == 1
         return cls.join(_get_default_store(), names[0], given.rank(), given.size(), device, one_host)
 
@@ -288,7 +284,7 @@ class Group:
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """At the end of the block, raise an error that was raised within it on any rank on all ranks."""
+        """Share errors: if any rank raises one within the block, all ranks raise it at the end of the block."""
         error: Exception | None = None
         try:
             yield

@@ -28,12 +28,13 @@ from collections.abc import Generator as PyGenerator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import partial, wraps
+from functools import wraps
 from operator import attrgetter
 from queue import Empty
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fastgen.engine.runner import Runner
@@ -44,7 +45,7 @@ from fastgen.parallel.group import Group
 from fastgen.processes.channel import Failed, Peers
 from fastgen.processes.errors import DepartedError, portable, raise_first
 from fastgen.processes.spawning import describe_exit, end_processes
-from fastgen.ranks.weights import SharedMemory, Weight, check_same_names, received
+from fastgen.ranks.weights import SharedMemory, Weight, check_same_names
 from fastgen.request import Batch, StepResult
 
 T = TypeVar("T")
@@ -463,11 +464,18 @@ class Follower(Rank):
                     result = perform(message, self._runner, update)
                     self._peers.send(result if result.error is None else replace(result, error=portable(result.error)))
                 case WriteSent():
-                    confirm = partial(self._peers.send, Result(message.number))
-                    self._runner.weights.write(received(self._next, confirm, SharedMemory(memory)))
-                    confirm()
+                    self._runner.weights.write(self._receive(message.number, SharedMemory(memory)))
+                    self._peers.send(Result(message.number))
                 case Result() if message.number == self._calls:
                     return message
+
+    def _receive(self, number: int, memory: SharedMemory) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that the leader sends, and confirm each one when the next is asked for."""
+        while isinstance(weight := self._next(), Weight):
+            yield weight.name, weight.read(memory)
+            if weight.rebuild is not None:
+                torch.cuda.synchronize()
+            self._peers.send(Result(number))
 
     def _next(self) -> Any:
         _, message = self._peers.receive()

@@ -129,7 +129,7 @@ def start_followers(size: int, arguments: BuildArguments, device: str) -> Leader
 
     All followers import torch and say READY before the group is made: its rendezvous would not notice that one fails.
     """
-    spawned, peers = Spawned([], SharedMemory.make()), Peers()
+    spawned, peers = Spawned([], SharedMemory()), Peers()
     try:
         for rank in range(1, size):
             peers.add(rank, spawn((*FOLLOWER, str(rank)), spawned.processes, spawned.memory.file))

@@ -7,7 +7,7 @@ handle. Each rank of a program gives the same tensors itself, and the ranks comp
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +49,12 @@ class Weight:
 class SharedMemory:
     """Memory for the bytes of one tensor: an anonymous file that followers inherit, since /dev/shm may be small.
 
-    file: file descriptor of the memory; -1 when it is closed.
+    file: file descriptor of the memory, which is created by default; -1 after `close`.
     """
 
-    def __init__(self, file: int) -> None:
-        self.file = file
+    def __init__(self, file: int | None = None) -> None:
+        self.file = os.memfd_create("fastgen") if file is None else file
         self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    @classmethod
-    def make(cls) -> SharedMemory:
-        return cls(os.memfd_create("fastgen"))
 
     def hold(self, tensor: Tensor) -> None:
         """Copy a tensor into the memory, over the previous one."""
@@ -81,21 +77,6 @@ class SharedMemory:
         if self.file >= 0:
             os.close(self.file)
         self.file = -1
-
-
-def received(
-    next_message: Callable[[], object], taken: Callable[[], None], shared: SharedMemory
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that the leader sends, until a message arrives that is not a Weight.
-
-    next_message: waits for a message of the leader. taken: is called after a tensor has been read, when the next one
-    is asked for.
-    """
-    while isinstance(weight := next_message(), Weight):
-        yield weight.name, weight.read(shared)
-        if weight.rebuild is not None:
-            torch.cuda.synchronize()
-        taken()
 
 
 def check_same_names(names: Mapping[int, frozenset[str]], written: bool) -> None:
