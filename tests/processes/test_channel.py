@@ -108,6 +108,7 @@ def test_a_failure_is_noticed_at_once_and_comes_after_earlier_messages(error: Ex
     leader, followers = Peers(), {1: Peers(), 2: Peers()}
     for rank, follower in followers.items():
         ours, its = socket.socketpair()
+        its.settimeout(0.01)  # as of a connection that had to be made soon
         leader.add(rank, ours)
         follower.add(0, its)
         follower.send(rank)
@@ -125,10 +126,13 @@ def test_a_failure_is_noticed_at_once_and_comes_after_earlier_messages(error: Ex
     assert called.wait(5), "while it reads nothing"
     assert followers[1].receive() == (0, 1)
     assert repr(followers[1].receive()[1].error) == repr(error)
+    leader.close()
+    with pytest.raises(Empty):
+        followers[1].receive(0.1)
     ((rank, failed),) = followers[1].failures
     assert (rank, repr(failed.error)) == (0, repr(error))
-    for peers in (leader, *followers.values()):
-        peers.close()
+    for follower in followers.values():
+        follower.close()
     assert not leader.failures, "it has closed"
 
 
